@@ -1,0 +1,134 @@
+"""Errors with a meaning on both sides of the socket.
+
+Each carries what OpenAI's error object needs (message, type, param, code) and the HTTP status that the gateway
+answers with. Messages are written for the client: they never contain paths, addresses or tracebacks.
+"""
+
+from __future__ import annotations
+
+
+class PeltonError(Exception):
+    """A failure that a client may be told about.
+
+    Args:
+        message: one sentence for the client; names the parameter or the limit, with the numbers.
+        param: the request field at fault (`messages[0].content`), or None.
+        code: OpenAI's machine-readable code, or None.
+    """
+
+    status = 500
+    type = "server_error"
+    default_code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+
+
+class InvalidRequestError(PeltonError):
+    """400: the request cannot be served as written; repeating it gives the same answer."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """400: prompt, or prompt and completion, do not fit the model's context or the KV cache."""
+
+    default_code = "context_length_exceeded"
+
+
+class AuthenticationError(PeltonError):
+    """401: no key, or one that is not known."""
+
+    status = 401
+    type = "invalid_request_error"
+    default_code = "invalid_api_key"
+
+
+class PermissionDeniedError(PeltonError):
+    """403: the key is known but its scope does not cover the route."""
+
+    status = 403
+    type = "invalid_request_error"
+    default_code = "insufficient_permissions"
+
+
+class NotFoundError(PeltonError):
+    """404: no such route, model or stored object for this key."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    """404: no worker serves the model that the request names."""
+
+    default_code = "model_not_found"
+
+
+class PayloadTooLargeError(PeltonError):
+    """413: the body is larger than `--max-body-size`."""
+
+    status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class UnsupportedMediaTypeError(PeltonError):
+    """415: the body is not uncompressed JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
+class RateLimitError(PeltonError):
+    """429: an admission limit is reached. `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class UnavailableError(PeltonError):
+    """503: no worker can take the request now. `retry_after` is in seconds."""
+
+    status = 503
+    type = "service_unavailable_error"
+    default_code = "service_unavailable"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class WorkerLostError(UnavailableError):
+    """503 before the first byte, an error event after it: the worker died or fell silent."""
+
+    default_code = "worker_lost"
+
+
+class InternalError(PeltonError):
+    """500: a fault of Pelton's own; the details are in the log under the request id."""
+
+    default_code = "internal_error"
+
+
+class ConfigurationError(Exception):
+    """A setting, file or model that cannot be used. The command prints the message and exits with 1, no traceback."""
+
+
+class ModelFileError(ConfigurationError):
+    """A model file that is malformed, truncated or of a kind not supported; names the file and the tensor."""
+
+
+class WireError(Exception):
+    """A message on a socket that is malformed, too large or of another protocol version; counted and dropped."""

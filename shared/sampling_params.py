@@ -1,0 +1,106 @@
+"""The sampling parameters and their range checks, once: the gateway calls `validate` on what a client sent, the
+worker on what arrived from the socket."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from shared.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+MIN_TEMPERATURE = 1e-5
+"""A temperature below this is greedy: the quotient logits / temperature would overflow float32."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen, for one request.
+
+    Attributes:
+        temperature: in [0, 2]; 0 takes the likeliest token.
+        top_k: keep the k likeliest tokens; 0 keeps all. (-1 from a client means 0.)
+        top_p: in (0, 1]; keep the smallest set of tokens whose probability reaches it.
+        min_p: in [0, 1]; keep tokens at least this share of the likeliest one's probability.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt or output
+            (Keskar et al. 2019, CTRL).
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and once per occurrence, for tokens seen in the output.
+        logit_bias: token id -> bias in [-100, 100], added to the logits.
+        seed: signed 64-bit; the gateway always fills it in before it submits.
+        max_tokens: how many tokens may be generated, >= 1.
+        min_tokens: end-of-text and stop tokens are masked until this many are generated.
+        ignore_eos: end-of-text ids are masked for the whole request; stop_token_ids still hold.
+        stop_token_ids: further ids that end the request.
+        logprobs: how many alternatives to report per generated token (0: only the chosen one); None: no report.
+        prompt_logprobs: the same for each prompt token.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken without noise."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether token counts of prompt and output are needed."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError naming the first parameter that is out of its range.
+
+        Args:
+            vocab_size: ids in logit_bias and stop_token_ids must be below it.
+        """
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        _check_number("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_number("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_number(name, value, 0, MAX_LOGPROBS)
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
+        _check_ids("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
+        for bias in self.logit_bias.values():
+            _check_number("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    """Refuses NaN and infinities too, which every comparison lets through (CVE-2026-54235)."""
+    above = value > low if open_low else value >= low
+    if isinstance(value, float) and not math.isfinite(value) or not (above and value <= high):
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+
+
+def _check_ids(name: str, ids: tuple[int, ...], most: int, vocab_size: int) -> None:
+    if len(ids) > most:
+        raise InvalidRequestError(f"{name} has {len(ids)} entries; at most {most} are allowed", param=name)
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(f"{name} has token id {token_id}; the vocabulary has {vocab_size}", param=name)

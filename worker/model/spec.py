@@ -1,0 +1,79 @@
+"""DecoderSpec: a decoder-only transformer as data. Families are rows of worker/model/families.py, not code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al. 2021) and how its frequencies are scaled for long contexts.
+
+    Attributes:
+        theta: base of the frequencies.
+        rotary_dim: how many dimensions of a head rotate.
+        kind: none; linear (positions divided by factor); dynamic (NTK-aware, base grows with the length);
+            llama3 (frequencies scaled by wavelength band); yarn (Peng et al. 2023).
+        interleaved: pairs are (2i, 2i + 1) as in GGUF's llama files; otherwise (i, i + rotary_dim / 2).
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    interleaved: bool = False
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    frequency_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroupSpec:
+    """Layers that share a window and so a block table. One group for Llama."""
+
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """Everything that shapes a decoder, read once from config.json or GGUF metadata."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope: RopeSpec
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_scale: float | None = None
+    kv_groups: tuple[KVGroupSpec, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.attention_scale if self.attention_scale is not None else self.head_dim**-0.5

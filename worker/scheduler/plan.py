@@ -1,0 +1,103 @@
+"""What one engine step shall do, and what came of it: the only things that pass between scheduler and executor.
+
+Plain structs without tensors, so that the leader can send a plan to the other ranks as MessagePack.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages import TokenLogprobs
+from shared.sampling_params import SamplingParams
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A request (one choice) enters a row of device state; whatever the row held before is forgotten.
+
+    Attributes:
+        row: index of the row, below max_num_seqs.
+        token_ids: prompt, and what was generated before a preemption or a resume.
+        num_prompt_tokens: how many of them are prompt.
+        eos_token_ids: ids that min_tokens and ignore_eos mask.
+        choice: enters the sampling noise.
+    """
+
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: list[int]
+    choice: int
+
+
+class BlockTableUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of one row and KV group from position `start` of its block table on."""
+
+    row: int
+    group: int
+    start: int
+    pages: list[int]
+
+
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copies all layers of a KV group from one page to another before the step's tokens are written."""
+
+    group: int
+    source: int
+    target: int
+
+
+class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one row to compute in this step: positions start .. start + count - 1.
+
+    Attributes:
+        sample: the last of them is the last known token of the request, so a new token is sampled at position
+            start + count.
+        prompt_logprobs: how many alternatives to report for each prompt token that this chunk's logits predict
+            (positions start + 1 .. start + count within the prompt); None: no report.
+    """
+
+    row: int
+    start: int
+    count: int
+    sample: bool
+    prompt_logprobs: int | None = None
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Order of execution: new_rows, block_tables, page_copies, then all scheduled tokens in one pass.
+
+    Scheduled rows that were sampled in a step still in flight read their input id from the device's row.
+    """
+
+    step: int
+    scheduled: list[ScheduledTokens]
+    new_rows: list[NewRow] = []
+    block_tables: list[BlockTableUpdate] = []
+    page_copies: list[PageCopy] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step's matrix products."""
+        return sum(item.count for item in self.scheduled)
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """The new token of one row. token_id is -1 where the logits were not finite: that request fails, no other."""
+
+    row: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step computed.
+
+    Attributes:
+        sampled: one entry per scheduled item with `sample`, in the plan's order.
+        prompt_logprobs: row -> entries for the prompt tokens that its chunk predicted, in order.
+    """
+
+    step: int
+    sampled: list[SampledToken]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
