@@ -1,0 +1,58 @@
+"""What a route hands to the generator, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.messages import TokenLogprobs
+from shared.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One prompt and its choices.
+
+    Attributes:
+        prompt_token_ids: the whole prompt, special tokens included.
+        n: choices 0 .. n - 1 are generated from the prompt.
+        stop: strings that end a choice; the text is cut before (or, on request, after) the first match.
+        salt: of the prefix cache; requests with different salts never share cached pages.
+        tenant: opaque name of who asks.
+        priority: lower runs first.
+        deadline: Unix time in seconds after which a request still waiting for its first token fails.
+    """
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    salt: bytes = b""
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """News of one choice. Concatenated over a choice, `text` is the whole completion.
+
+    Attributes:
+        text: may be empty while bytes or a possible stop string are held back.
+        token_ids: generated since the last delta of this choice.
+        logprobs: one entry per token id, where asked for.
+        finish_reason: "stop" or "length" on the last delta of a choice, None before.
+        num_cached_tokens: prompt tokens found in the prefix cache; on the first delta of a choice.
+        prompt_logprobs: one entry per prompt token; on the first delta of choice 0, where asked for.
+    """
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
