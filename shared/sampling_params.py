@@ -27,7 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         min_p: in [0, 1]; keep tokens at least this share of the likeliest one's probability.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt or output
             (Keskar et al. 2019, CTRL).
-        presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and once per occurrence, for tokens seen in the output.
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and once per occurrence, for tokens seen in
+            the output.
         logit_bias: token id -> bias in [-100, 100], added to the logits.
         seed: signed 64-bit; the gateway always fills it in before it submits.
         max_tokens: how many tokens may be generated, >= 1.
@@ -93,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuses NaN and infinities too, which every comparison lets through (CVE-2026-54235)."""
     above = value > low if open_low else value >= low
-    if isinstance(value, float) and not math.isfinite(value) or not (above and value <= high):
+    if (isinstance(value, float) and not math.isfinite(value)) or not (above and value <= high):
         bracket = "(" if open_low else "["
         raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
 

@@ -1,0 +1,49 @@
+"""The pipe by which a child learns that its supervisor is gone, however that ended.
+
+The supervisor holds the write end and never writes; the child inherits the read end, named by PELTON_SUPERVISOR_FD.
+When the supervisor dies (kill -9 included) the kernel closes the write end and the child reads end-of-file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+ENVIRONMENT_VARIABLE = "PELTON_SUPERVISOR_FD"
+
+
+def supervisor_fd() -> int | None:
+    """The inherited read end, or None where no supervisor started this process. The caller may add it to its loop."""
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if not text.isdecimal():
+        return None
+    fd = int(text)
+    try:
+        os.set_inheritable(fd, False)
+    except OSError:
+        return None
+    return fd
+
+
+def watch(callback: Callable[[], None]) -> threading.Thread | None:
+    """Calls `callback` once, from a daemon thread, when the supervisor is gone.
+
+    A callback for an event loop hands over with `loop.call_soon_threadsafe`. Returns None, and never calls, where no
+    supervisor started this process.
+    """
+    fd = supervisor_fd()
+    if fd is None:
+        return None
+    thread = threading.Thread(target=_wait_for_end, args=(fd, callback), name="supervisor-pipe", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait_for_end(fd: int, callback: Callable[[], None]) -> None:
+    try:
+        while os.read(fd, 64):
+            continue
+    except OSError:
+        pass
+    callback()
