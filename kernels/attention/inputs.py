@@ -1,0 +1,56 @@
+"""What every attention layer of a KV group reads besides queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGeometry:
+    """Shapes and constants that do not change while a model is loaded; heads are those of this rank.
+
+    Attributes:
+        rotary_dim: leading dimensions of a head that rotate, pairs (i, i + rotary_dim / 2).
+        scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap); None: no cap.
+        window: a query sees the last `window` positions including its own; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    page_size: int
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+    @property
+    def qkv_dim(self) -> int:
+        """Width of the concatenated projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """T tokens of R requests; the tokens of a request are adjacent and in order.
+
+    Attributes:
+        positions: [T] int32.
+        cu_seqlens_q: [R + 1] int32.
+        seq_lens: [R] int32, context including this step's tokens.
+        slot_mapping: [T] int64, page * page_size + slot.
+        block_table: [R, max_pages] int32.
+        rope_table: [max_positions, rotary_dim] float32: cosines, then sines, of each position.
+    """
+
+    positions: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    rope_table: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int

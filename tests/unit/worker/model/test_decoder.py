@@ -1,0 +1,242 @@
+"""The decoder against transformers, over the variants of the Llama family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from shared.errors import ConfigurationError, ModelFileError
+from tests.fakes.weights import MemoryWeights, make_batch
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.rope import half_split_rows
+from worker.model.spec import DecoderSpec, RopeSpec
+
+PAGE = 16
+MAX_LEN = 192
+
+BASE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({"rope_type": "default", "rope_theta": 10000.0}, {}),
+    "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, {"factor": 4.0}),
+    "dynamic": (
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        {"factor": 4.0, "original_max_position": 64},
+    ),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
+        {"factor": 8.0, "original_max_position": 64},
+    ),
+    "yarn": (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+            "beta_fast": 16.0,
+        },
+        {"factor": 4.0, "original_max_position": 64, "beta_fast": 16.0},
+    ),
+}
+
+
+def make_spec(config: Any, rope: RopeSpec, **changes: Any) -> DecoderSpec:
+    fields: dict[str, Any] = {
+        "family": "llama",
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position": MAX_LEN,
+        "norm_eps": config.rms_norm_eps,
+        "rope": rope,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    return DecoderSpec(**(fields | changes))
+
+
+def make_pair(
+    changes: dict[str, Any] | None = None, rope_kind: str = "none", **spec_changes: Any
+) -> tuple[LlamaForCausalLM, DecoderSpec, MemoryWeights]:
+    torch.manual_seed(0)
+    hf_rope, own_rope = ROPES[rope_kind]
+    config = LlamaConfig(**(BASE | (changes or {})), rope_parameters=hf_rope)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.25)
+            if "norm" in name:
+                parameter.add_(1.0)
+    rope = RopeSpec(theta=10000.0, rotary_dim=config.head_dim, kind=rope_kind, **own_rope)
+    spec = make_spec(config, rope, **spec_changes)
+    return model, spec, MemoryWeights.from_transformers(model)
+
+
+def run_chunks(decoder: Decoder, spec: DecoderSpec, ids: list[int], chunks: list[int]) -> torch.Tensor:
+    """Logits of every position, computed in chunks, over pages in no particular order."""
+    num_pages = -(-len(ids) // PAGE)
+    pages = [(7 * i + 3) % 23 for i in range(num_pages)]
+    kv = KVStorage(spec, 23, PAGE, torch.float32, "cpu")
+    for layer in range(spec.num_layers):
+        kv.keys[layer].fill_(float("nan"))
+        kv.values[layer].fill_(float("nan"))
+    out, start = [], 0
+    for chunk in chunks:
+        out.append(decoder.forward(make_batch([(ids[start : start + chunk], start, pages)], PAGE), kv))
+        start += chunk
+    assert start == len(ids)
+    return torch.cat(out)
+
+
+def make_decoder(spec: DecoderSpec, weights: MemoryWeights, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(spec, weights, dtype=dtype, device="cpu", max_num_tokens=256, max_model_len=MAX_LEN)
+
+
+def token_ids(count: int, vocab: int = 131) -> list[int]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids])).logits[0].float()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    scale = expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-4 * max(1.0, float(scale))
+
+
+@pytest.mark.parametrize("rope_kind", list(ROPES))
+def test_rope_scalings_beyond_the_original_context(rope_kind: str) -> None:
+    model, spec, weights = make_pair(rope_kind=rope_kind)
+    ids = token_ids(MAX_LEN)
+    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, [MAX_LEN]), expected_logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec_changes"),
+    [
+        ({"tie_word_embeddings": True}, {}),
+        ({"attention_bias": True, "mlp_bias": True}, dict.fromkeys(["attention_bias", "attention_output_bias", "mlp_bias"], True)),
+        ({"num_key_value_heads": 4}, {}),
+        ({"num_key_value_heads": 1}, {}),
+        ({"hidden_size": 72, "head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, {}),
+        ({"head_dim": 128, "num_attention_heads": 8}, {}),
+        ({"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_tanh"}),
+    ],
+    ids=["tied", "biases", "mha", "mqa", "odd-heads", "wide-heads", "gelu"],
+)
+def test_variants(changes: dict[str, Any], spec_changes: dict[str, Any]) -> None:
+    model, spec, weights = make_pair(changes, **spec_changes)
+    ids = token_ids(45)
+    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, [45]), expected_logits(model, ids))
+
+
+def test_query_and_key_norm() -> None:
+    torch.manual_seed(1)
+    config = Qwen3Config(**BASE, rope_parameters=ROPES["none"][0])
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.25)
+            if "norm" in name:
+                parameter.add_(1.0)
+    rope = RopeSpec(theta=10000.0, rotary_dim=32)
+    spec = make_spec(config, rope, family="qwen3", qk_norm=True)
+    ids = token_ids(40)
+    decoder = make_decoder(spec, MemoryWeights.from_transformers(model))
+    assert_close(run_chunks(decoder, spec, ids, [20, 20]), expected_logits(model, ids))
+
+
+@pytest.mark.parametrize("chunks", [[100], [1] * 100, [33, 1, 1, 40, 25], [16, 48, 36]])
+def test_chunks_and_decode_equal_the_whole(chunks: list[int]) -> None:
+    model, spec, weights = make_pair()
+    ids = token_ids(100)
+    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
+
+
+def test_interleaved_weights_are_permuted() -> None:
+    _, spec, weights = make_pair({"attention_bias": True}, attention_bias=True, attention_output_bias=True)
+    ids = token_ids(30)
+    expected = run_chunks(make_decoder(spec, weights), spec, ids, [30])
+    for layer in range(spec.num_layers):
+        for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+            inverse = half_split_rows(heads, spec.head_dim, spec.rope.rotary_dim).argsort()
+            for leaf in ("weight", "bias"):
+                key = f"layers.{layer}.{name}.{leaf}"
+                weights.tensors[key] = weights.tensors[key][inverse]
+    interleaved = make_spec_interleaved(spec)
+    assert torch.equal(run_chunks(make_decoder(interleaved, weights), interleaved, ids, [30]), expected)
+
+
+def make_spec_interleaved(spec: DecoderSpec) -> DecoderSpec:
+    import dataclasses
+
+    return dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, interleaved=True))
+
+
+def test_requests_of_one_batch_do_not_touch_each_other() -> None:
+    model, spec, weights = make_pair()
+    decoder = make_decoder(spec, weights)
+    kv = KVStorage(spec, 40, PAGE, torch.float32, "cpu")
+    prompts = [token_ids(n) for n in (50, 3, 17, 33)]
+    pages = [list(range(10 * i, 10 * i + 10)) for i in range(4)]
+    decoder.forward(make_batch([(p[:-9] or p[:1], 0, g) for p, g in zip(prompts, pages)], PAGE), kv)
+    rest = [(p[len(p[:-9] or p[:1]) :], len(p[:-9] or p[:1]), g) for p, g in zip(prompts, pages)]
+    logits = decoder.forward(make_batch(rest, PAGE, logits="last"), kv)
+    for row, prompt in zip(logits, prompts):
+        assert_close(row, expected_logits(model, prompt)[-1])
+
+
+def test_bfloat16_is_near_float32() -> None:
+    model, spec, weights = make_pair()
+    ids = token_ids(60)
+    expected = expected_logits(model, ids)
+    actual = run_chunks(make_decoder(spec, weights, torch.bfloat16), spec, ids, [30, 1, 29])
+    assert torch.nn.functional.cosine_similarity(actual, expected, dim=-1).min() > 0.995
+
+
+def test_missing_and_misshapen_tensors_are_named() -> None:
+    _, spec, weights = make_pair()
+    good = weights.tensors["layers.1.up.weight"]
+    weights.tensors["layers.1.up.weight"] = good[:-1]
+    with pytest.raises(ModelFileError, match=r"layers\.1\.up\.weight"):
+        make_decoder(spec, weights)
+    del weights.tensors["layers.1.up.weight"]
+    with pytest.raises(ModelFileError, match=r"layers\.1\.up\.weight"):
+        make_decoder(spec, weights)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    _, spec, weights = make_pair({"num_attention_heads": 4, "num_key_value_heads": 4})
+    import dataclasses
+
+    with pytest.raises(ConfigurationError, match="attention heads"):
+        make_decoder(dataclasses.replace(spec, num_kv_heads=3), weights)

@@ -1,0 +1,98 @@
+"""The attention block: projections around the paged attention op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.attention.inputs import AttentionGeometry
+from kernels.dispatch import Ops
+from shared.errors import ConfigurationError
+from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
+from worker.model.loading.weights import WeightSource
+from worker.model.norm import HeadNorm
+from worker.model.parallel import ParallelContext
+from worker.model.rope import half_split_rows
+from worker.model.spec import DecoderSpec
+
+
+def kv_head_range(num_kv_heads: int, parallel: ParallelContext) -> slice:
+    """KV heads of this rank: an even share, or one head that several ranks replicate."""
+    if num_kv_heads >= parallel.tp_size:
+        return split_evenly(num_kv_heads, parallel, "key-value heads")
+    if parallel.tp_size % num_kv_heads:
+        raise ConfigurationError(
+            f"tensor-parallel size {parallel.tp_size} is no multiple of the model's {num_kv_heads} key-value heads"
+        )
+    head = parallel.tp_rank * num_kv_heads // parallel.tp_size
+    return slice(head, head + 1)
+
+
+def attention_geometry(
+    spec: DecoderSpec, page_size: int, window: int | None, parallel: ParallelContext
+) -> AttentionGeometry:
+    """The shapes of this rank's attention op."""
+    heads = split_evenly(spec.num_heads, parallel, "attention heads")
+    kv_heads = kv_head_range(spec.num_kv_heads, parallel)
+    return AttentionGeometry(
+        num_heads=heads.stop - heads.start,
+        num_kv_heads=kv_heads.stop - kv_heads.start,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rope.rotary_dim,
+        page_size=page_size,
+        scale=spec.scale,
+        softcap=spec.attention_softcap,
+        window=window,
+    )
+
+
+class Attention:
+    """One layer's attention block."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
+        prefix = f"layers.{layer}"
+        dim = spec.head_dim
+        heads = split_evenly(spec.num_heads, place.parallel, "attention heads")
+        kv_heads = kv_head_range(spec.num_kv_heads, place.parallel)
+        self._num_heads = heads.stop - heads.start
+        self._num_kv_heads = kv_heads.stop - kv_heads.start
+        self._head_dim = dim
+        self._ops = ops
+        q_order = k_order = head_order = None
+        if spec.rope.interleaved:
+            q_order = half_split_rows(self._num_heads, dim, spec.rope.rotary_dim)
+            k_order = half_split_rows(self._num_kv_heads, dim, spec.rope.rotary_dim)
+            head_order = half_split_rows(1, dim, spec.rope.rotary_dim)
+        q_rows = slice(heads.start * dim, heads.stop * dim)
+        kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
+        kv_total = spec.num_kv_heads * dim
+        self._qkv = ColumnParallelLinear(
+            weights,
+            [Part(f"{prefix}.q", q_rows, q_order), Part(f"{prefix}.k", kv_rows, k_order), Part(f"{prefix}.v", kv_rows)],
+            [spec.num_heads * dim, kv_total, kv_total],
+            spec.hidden_size,
+            bias=spec.attention_bias,
+            place=place,
+        )
+        shape = (spec.hidden_size, spec.num_heads * dim)
+        bias = spec.attention_output_bias
+        self._o = RowParallelLinear(weights, f"{prefix}.o", shape, q_rows, bias=bias, place=place)
+        self._q_norm = self._k_norm = None
+        if spec.qk_norm:
+            norms = []
+            for name in (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"):
+                check_shape(weights, name, (dim,))
+                vector = weights.get(name).dequantize(torch.float32)
+                vector = vector if head_order is None else vector[head_order]
+                norms.append(HeadNorm(vector.to(place.device), spec.norm_eps))
+            self._q_norm, self._k_norm = norms
+
+    def __call__(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; keys and values are the layer's pages, prepared is the op's per-step state."""
+        qkv = self._qkv(x)
+        if self._q_norm is not None and self._k_norm is not None:
+            heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+            self._q_norm.apply_(heads[:, : self._num_heads])
+            self._k_norm.apply_(heads[:, self._num_heads : self._num_heads + self._num_kv_heads])
+        return self._o(self._ops.paged_attention(qkv, keys, values, prepared))

@@ -1,0 +1,155 @@
+"""One decoder-only transformer, shaped by DecoderSpec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.attention.inputs import AttentionInputs
+from kernels.dispatch import Ops, select_ops
+from shared.errors import ConfigurationError
+from worker.executor.forward_batch import ForwardBatch
+from worker.kv.storage import KVStorage
+from worker.model.attention import Attention, attention_geometry
+from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
+from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
+from worker.model.loading.weights import WeightSource
+from worker.model.norm import RMSNorm
+from worker.model.parallel import ParallelContext
+from worker.model.rope import rope_table
+from worker.model.spec import DecoderSpec, KVGroupSpec
+
+
+class FeedForward:
+    """One layer's gated feed-forward block."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
+        prefix = f"layers.{layer}"
+        width, hidden = spec.intermediate_size, spec.hidden_size
+        rows = split_evenly(width, place.parallel, "feed-forward features")
+        self._ops = ops
+        self._activation = spec.activation
+        parts = [Part(f"{prefix}.gate", rows), Part(f"{prefix}.up", rows)]
+        bias = spec.mlp_bias
+        self._gate_up = ColumnParallelLinear(weights, parts, [width, width], hidden, bias=bias, place=place)
+        self._down = RowParallelLinear(weights, f"{prefix}.down", (hidden, width), rows, bias=bias, place=place)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self._down(self._ops.activation_and_mul(self._gate_up(x), self._activation))
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm, around the residual stream."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
+        self._attention_norm = load_norm(weights, f"layers.{layer}.attn_norm.weight", spec, place, ops)
+        self._attention = Attention(spec, layer, weights, place, ops)
+        self._mlp_norm = load_norm(weights, f"layers.{layer}.mlp_norm.weight", spec, place, ops)
+        self._feed_forward = FeedForward(spec, layer, weights, place, ops)
+
+    def __call__(
+        self,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        prepared: Any,
+    ) -> torch.Tensor:
+        """delta: the last layer's output, not yet in the residual; returns this layer's."""
+        x = self._attention_norm(delta, residual)
+        delta = self._attention(x, keys, values, prepared)
+        return self._feed_forward(self._mlp_norm(delta, residual))
+
+
+def load_norm(weights: WeightSource, name: str, spec: DecoderSpec, place: Placement, ops: Ops) -> RMSNorm:
+    """Reads a norm's weight, kept in float32."""
+    check_shape(weights, name, (spec.hidden_size,))
+    weight = weights.get(name).dequantize(torch.float32).to(place.device)
+    return RMSNorm(weight, spec.norm_eps, place.dtype, ops)
+
+
+class Decoder:
+    """The model of one rank.
+
+    Args:
+        dtype: of weights and activations. The residual stream is float32 on the CPU, where it costs nothing.
+        max_num_tokens: most tokens of a step.
+        max_model_len: positions that occur are below it.
+
+    Raises:
+        ModelFileError: a tensor is missing or has another shape than the spec implies.
+        ConfigurationError: the model cannot be split over the ranks, or needs what is not supported.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: ParallelContext | None = None,
+        max_num_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        if spec.num_heads % spec.num_kv_heads:
+            raise ConfigurationError(
+                f"the model has {spec.num_heads} attention heads, no multiple of its {spec.num_kv_heads} KV heads"
+            )
+        self.spec = spec
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.max_num_tokens = max_num_tokens
+        self.max_model_len = max_model_len
+        self._parallel = parallel or ParallelContext()
+        self._ops = select_ops(self.device)
+        self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        self._groups = spec.kv_groups or (KVGroupSpec(layers=tuple(range(spec.num_layers))),)
+        self._group_of_layer = {layer: i for i, group in enumerate(self._groups) for layer in group.layers}
+        place = Placement(dtype, self.device, self._parallel)
+        with torch.inference_mode():
+            self._rope_table = rope_table(spec.rope, max_model_len).to(self.device)
+            self._embedding = VocabularyParallelEmbedding(weights, spec.vocab_size, spec.hidden_size, place)
+            self._layers = [DecoderLayer(spec, i, weights, place, self._ops) for i in range(spec.num_layers)]
+            self._norm = load_norm(weights, "norm.weight", spec, place, self._ops)
+            tied = self._embedding if spec.tie_word_embeddings else None
+            self._head = VocabularyParallelHead(weights, spec.vocab_size, spec.hidden_size, place, tied)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
+        """Computes a step, writing its keys and values to their pages.
+
+        Returns:
+            [S, vocab] float32 logits of the tokens batch.logits_indices.
+        """
+        residual = self._embedding(batch.input_ids, self._residual_dtype)
+        if self.spec.embedding_scale is not None:
+            residual *= self.spec.embedding_scale
+        prepared = [self._prepare(batch, kv, group) for group in range(len(self._groups))]
+        delta: torch.Tensor | None = None
+        for i, layer in enumerate(self._layers):
+            delta = layer(delta, residual, kv.keys[i], kv.values[i], prepared[self._group_of_layer[i]])
+        # Only the rows that are asked for go through the last norm and the head.
+        wanted = batch.logits_indices
+        residual = residual.index_select(0, wanted)
+        delta = delta.index_select(0, wanted) if delta is not None else None
+        logits = self._head(self._norm(delta, residual))
+        if self.spec.logits_softcap is not None:
+            logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
+        return logits
+
+    def _prepare(self, batch: ForwardBatch, kv: KVStorage, group: int) -> Any:
+        inputs = AttentionInputs(
+            positions=batch.positions,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seq_lens=batch.seq_lens,
+            slot_mapping=batch.slot_mapping[group],
+            block_table=batch.block_tables[group],
+            rope_table=self._rope_table,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+        )
+        geometry = attention_geometry(self.spec, kv.page_size, self._groups[group].window, self._parallel)
+        return self._ops.prepare_attention(inputs, geometry)

@@ -1,0 +1,122 @@
+"""Linear layers split over tensor-parallel ranks; each reads only its own slice of the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import ConfigurationError, ModelFileError
+from worker.model.loading.weights import WeightSource
+from worker.model.parallel import ParallelContext
+from worker.quant.select import linear_scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model's weights go: the dtype they are multiplied in, the device, and this rank."""
+
+    dtype: torch.dtype
+    device: torch.device
+    parallel: ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One named weight among those that a layer concatenates.
+
+    Attributes:
+        name: canonical name without `.weight`.
+        rows: the output features that this rank holds.
+        order: [rows of this rank] permutation of them, or None.
+    """
+
+    name: str
+    rows: slice
+    order: torch.Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+def split_evenly(total: int, parallel: ParallelContext, what: str) -> slice:
+    """This rank's share of `total`. Raises ConfigurationError where it cannot be shared out."""
+    if total % parallel.tp_size:
+        raise ConfigurationError(
+            f"tensor-parallel size {parallel.tp_size} does not divide the model's {total} {what}; choose a divisor"
+        )
+    share = total // parallel.tp_size
+    return slice(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
+
+
+def check_shape(weights: WeightSource, name: str, expected: tuple[int, ...]) -> None:
+    """Raises ModelFileError where the tensor is missing or not of the shape that the model's description implies."""
+    if name not in weights:
+        raise ModelFileError(f"the model has no tensor {name!r}")
+    shape = tuple(weights.shape(name))
+    if shape != expected:
+        raise ModelFileError(f"tensor {name!r} has shape {list(shape)}, the model's description needs {list(expected)}")
+
+
+class ColumnParallelLinear:
+    """Outputs split over ranks; several weights (q, k and v; gate and up) are one matrix."""
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        parts: list[Part],
+        totals: list[int],
+        in_features: int,
+        *,
+        bias: bool,
+        place: Placement,
+    ) -> None:
+        """totals: output features of each part over all ranks."""
+        self.out_features = sum(part.num_rows for part in parts)
+        self._scheme = linear_scheme(place.dtype, place.device)
+        self._scheme.create_weights(self.out_features, in_features)
+        biases = []
+        start = 0
+        for part, total in zip(parts, totals):
+            check_shape(weights, f"{part.name}.weight", (total, in_features))
+            raw = weights.get(f"{part.name}.weight", rows=part.rows)
+            values = raw.dequantize(place.dtype)
+            self._scheme.load_rows(start, values if part.order is None else values[part.order])
+            start += part.num_rows
+            if bias:
+                check_shape(weights, f"{part.name}.bias", (total,))
+                vector = weights.get(f"{part.name}.bias").dequantize(place.dtype)[part.rows]
+                biases.append(vector if part.order is None else vector[part.order])
+        self._scheme.after_load()
+        self._bias = torch.cat(biases).to(place.device) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, out_features of this rank]."""
+        return self._scheme.apply(x, self._bias)
+
+
+class RowParallelLinear:
+    """Inputs split over ranks; the partial products are summed over them."""
+
+    def __init__(
+        self, weights: WeightSource, name: str, shape: tuple[int, int], cols: slice, *, bias: bool, place: Placement
+    ) -> None:
+        """shape: (out_features, in_features) over all ranks; cols: the inputs of this rank."""
+        check_shape(weights, f"{name}.weight", shape)
+        self._parallel = place.parallel
+        self._scheme = linear_scheme(place.dtype, place.device)
+        self._scheme.create_weights(shape[0], int(cols.stop - cols.start))
+        whole = cols == slice(0, shape[1])
+        raw = weights.get(f"{name}.weight", cols=None if whole else cols)
+        self._scheme.load_rows(0, raw.dequantize(place.dtype))
+        self._scheme.after_load()
+        self._bias = None
+        if bias:
+            check_shape(weights, f"{name}.bias", (shape[0],))
+            if place.parallel.tp_rank == 0:  # the sum over ranks must hold it once
+                self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features of this rank] -> [T, out_features], the same on every rank."""
+        return self._parallel.all_reduce(self._scheme.apply(x, self._bias))

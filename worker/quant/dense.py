@@ -1,0 +1,30 @@
+"""Dense weights as torch keeps them: float32 on the CPU, every float dtype on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class DenseScheme:
+    """Weights in the model's dtype, multiplied by torch's own linear."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.weight = torch.empty(0)
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocates [out_features, in_features]."""
+        self.weight = torch.empty((out_features, in_features), dtype=self.dtype, device=self.device)
+
+    def load_rows(self, start: int, weight: torch.Tensor) -> None:
+        """Copies rows, converting dtype and device."""
+        self.weight[start : start + weight.shape[0]].copy_(weight)
+
+    def after_load(self) -> None:
+        """Nothing to do: the layout is torch's."""
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias."""
+        return F.linear(x, self.weight, bias)

@@ -1,0 +1,33 @@
+"""Dense weights in oneDNN's blocked layout: without it each product would re-lay the weight first."""
+
+from __future__ import annotations
+
+import torch
+
+# The row count that the layout is chosen for: decode of a moderate batch. It is right for any other count.
+_ROWS_HINT = 16
+
+
+class OneDNNPackedScheme:
+    """bfloat16 (or float16) weights on the CPU, packed once at load."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._weight = torch.empty(0)
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocates the plain layout, which lives until `after_load`."""
+        self._weight = torch.empty((out_features, in_features), dtype=self.dtype)
+
+    def load_rows(self, start: int, weight: torch.Tensor) -> None:
+        """Copies rows, converting the dtype."""
+        self._weight[start : start + weight.shape[0]].copy_(weight)
+
+    def after_load(self) -> None:
+        """Packs and drops the plain layout."""
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, _ROWS_HINT)
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias, accumulated in float32."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        return out

@@ -1,0 +1,38 @@
+"""How a linear layer stores its weights and multiplies by them. One scheme a file; `select` picks one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class RawTensor(Protocol):
+    """A tensor in its file's format (worker.model.loading's RawWeight)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values as a dense tensor."""
+        ...
+
+
+class LinearScheme(Protocol):
+    """Storage and product of one weight [out_features, in_features]."""
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocates what `load_rows` fills."""
+        ...
+
+    def load_rows(self, start: int, weight: torch.Tensor) -> None:
+        """Fills the output features from `start` on with a dense [rows, in_features]."""
+        ...
+
+    def after_load(self) -> None:
+        """Transcodes to the kernel's layout, once; frees what was only needed for loading."""
+        ...
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[T, in_features] -> [T, out_features] of the same dtype."""
+        ...

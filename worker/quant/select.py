@@ -1,0 +1,27 @@
+"""Which scheme a linear layer gets: the one place that knows."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.quant.dense import DenseScheme
+from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.scheme import LinearScheme
+
+
+def packed_linears_supported(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed weights of this dtype natively on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
+
+
+def linear_scheme(dtype: torch.dtype, device: torch.device) -> LinearScheme:
+    """The fastest exact scheme for dense weights of `dtype`."""
+    if device.type == "cpu" and packed_linears_supported(dtype):
+        return OneDNNPackedScheme(dtype)
+    return DenseScheme(dtype, device)
