@@ -1,0 +1,85 @@
+"""The text bundle that a gateway fetches: tokenizer, chat template, special tokens; and the cache of conversions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from tokenizers import Tokenizer
+
+from shared.errors import ModelFileError
+from shared.messages import Bundle
+
+MAX_CHAT_TEMPLATE = 1 << 20
+
+_log = structlog.get_logger("worker.loading")
+
+
+def make_bundle(
+    tokenizer_json: bytes, chat_template: str | None, special_tokens: dict[str, str], add_bos_token: bool
+) -> Bundle:
+    """A bundle with its hash: SHA-256 over every field with its length in front."""
+    digest = hashlib.sha256()
+    fields = [tokenizer_json, b"none" if chat_template is None else b"some", (chat_template or "").encode()]
+    fields.append(b"bos" if add_bos_token else b"")
+    for name, text in sorted(special_tokens.items()):
+        fields += [name.encode(), text.encode()]
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return Bundle(
+        bundle_hash=digest.hexdigest(),
+        tokenizer_json=tokenizer_json,
+        chat_template=chat_template,
+        special_tokens=special_tokens,
+        add_bos_token=add_bos_token,
+    )
+
+
+def parse_tokenizer(tokenizer_json: bytes, where: str) -> Tokenizer:
+    """Parses tokenizer.json, so that a bad one is found here and not in a gateway."""
+    try:
+        return Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:
+        raise ModelFileError(f"{where}: the tokenizer cannot be used: {str(error)[:200]}") from None
+
+
+def cached_conversion(cache_dir: Path, key: str, convert: Callable[[], bytes]) -> bytes:
+    """The conversion of a tokenizer, from the cache where it is there and whole.
+
+    Args:
+        key: hash of what is converted and of the converter's version.
+    """
+    path = cache_dir / "tokenizers" / f"{key}.bin"
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        stored = b""
+    if stored:
+        body = stored[32:]
+        if hashlib.sha256(body).digest() == stored[:32]:
+            return body
+        _log.warning("tokenizer_cache_corrupt", file=path.name)
+    body = convert()
+    _write_atomically(path, hashlib.sha256(body).digest() + body)
+    return body
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """A cache that cannot be written costs time at the next start, nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        _log.warning("tokenizer_cache_not_written", file=path.name, reason=error.strerror)

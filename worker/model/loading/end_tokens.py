@@ -1,0 +1,30 @@
+"""Which token ids end a text: the union of every place in which a model declares them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+# Ends of a turn, by name. One counts where it is a special token of the vocabulary and the chat template writes it.
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
+)
+
+
+def turn_end_ids(chat_template: str | None, special_token_id: Callable[[str], int | None]) -> list[int]:
+    """Ids of the turn ends that the template uses."""
+    if not chat_template:
+        return []
+    found = (special_token_id(name) for name in TURN_ENDS if name in chat_template)
+    return [token_id for token_id in found if token_id is not None]
+
+
+def united(*places: Iterable[int]) -> tuple[int, ...]:
+    """All ids, once each, in ascending order."""
+    return tuple(sorted({token_id for place in places for token_id in place}))

@@ -1,0 +1,174 @@
+"""A model in one GGUF file: specification from its metadata, weights by canonical name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from shared.errors import ModelFileError
+from worker.model.families import BY_GGUF_ARCHITECTURE, Family, gguf_names
+from worker.model.loading.checks import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    MAX_POSITION,
+    MAX_VOCAB,
+    check_spec,
+    check_tensors,
+)
+from worker.model.loading.fields import Fields
+from worker.model.loading.gguf_reader import GGUFFile, StringArray, TensorInfo
+from worker.model.loading.weights import RawWeight, WeightSource, bounds, slice_columns
+from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
+from worker.quant.gguf_formats import PLAIN_DTYPES
+
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+_FILE_NAME_ERRORS = "Pelton reads models of one file; merge the parts first"
+
+
+class GGUFWeights(WeightSource):
+    """Weights of an open GGUF file."""
+
+    def __init__(self, file: GGUFFile, names: dict[str, str]) -> None:
+        self._file = file
+        self._tensors = {canonical: file.tensors[name] for canonical, name in names.items()}
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
+        return slice_columns(read_rows(self._file, self._tensors[name], rows), cols)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(file: GGUFFile, info: TensorInfo, rows: slice | None) -> RawWeight:
+    """Rows of a tensor; only their bytes are read."""
+    start, stop = bounds(rows, info.shape[0])
+    bytes_per_row = info.num_bytes // info.shape[0]
+    raw = torch.from_numpy(file.read(info, start * bytes_per_row, (stop - start) * bytes_per_row))
+    shape = (stop - start, *info.shape[1:])
+    if info.format in PLAIN_DTYPES:
+        return RawWeight(info.format, shape, raw.view(PLAIN_DTYPES[info.format]).reshape(shape))
+    if len(shape) != 2:
+        raise ModelFileError(f"{file.name}: tensor {info.name} is quantized and has {len(shape)} dimensions, not 2")
+    return RawWeight(info.format, shape, raw.reshape(stop - start, bytes_per_row))
+
+
+def read_gguf_model(file: GGUFFile, eos_token_ids: tuple[int, ...]) -> tuple[DecoderSpec, GGUFWeights]:
+    """Specification and weights.
+
+    Raises:
+        ModelFileError: the architecture is not supported, a key is missing or absurd, or a tensor missing or misshapen.
+    """
+    metadata: dict[str, Any] = file.metadata
+    general = Fields(metadata, f"{file.name}: ")
+    if general.integer("split.count", 1) > 1:
+        raise general.error("split.count", f"is {general.integer('split.count')}; {_FILE_NAME_ERRORS}")
+    architecture = general.text("general.architecture")
+    family = BY_GGUF_ARCHITECTURE.get(architecture)
+    if family is None:
+        known = ", ".join(BY_GGUF_ARCHITECTURE)
+        raise general.error("general.architecture", f"is {architecture!r}; supported are {known}")
+    spec = _spec(family, file, general, eos_token_ids)
+    names = gguf_names(spec.num_layers)
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    needed = check_tensors(spec, names, shapes, lambda name: name == _ROPE_FREQUENCIES, file.name)
+    return spec, GGUFWeights(file, needed)
+
+
+def _spec(family: Family, file: GGUFFile, general: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    prefix = f"{family.gguf_architecture}."
+    own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    fields = Fields(own, f"{file.name}: {prefix}")
+    if fields.integer("expert_count", 0):
+        raise fields.error("expert_count", "is set; mixtures of experts are not supported yet")
+    num_layers = fields.integer("block_count", low=1, high=MAX_LAYERS)
+    hidden = fields.integer("embedding_length", low=1, high=MAX_HIDDEN)
+    num_heads = fields.integer("attention.head_count", low=1, high=MAX_HEADS)
+    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=1, high=MAX_HEAD_DIM)
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise fields.error("attention.value_length", f"differs from the key length {head_dim}")
+    max_position = fields.integer("context_length", low=1, high=MAX_POSITION)
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    vocab = len(tokens) if isinstance(tokens, StringArray) else None
+    window = fields.optional_integer("attention.sliding_window", low=0, high=MAX_POSITION)
+    groups = (KVGroupSpec(layers=tuple(range(num_layers)), window=window),) if window else ()
+    spec = DecoderSpec(
+        family=family.name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("feed_forward_length", low=1, high=MAX_HIDDEN * 16),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads, low=1, high=num_heads),
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB) if vocab is None or "vocab_size" in fields else vocab,
+        max_position=max_position,
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
+        rope=_rope(fields, file, head_dim, max_position, family.gguf_interleaved),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        qk_norm=family.qk_norm,
+        attention_scale=fields.optional_number("attention.scale"),
+        kv_groups=groups,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=general.optional_integer("tokenizer.ggml.bos_token_id"),
+    )
+    return check_spec(spec, file.name)
+
+
+def _rope(fields: Fields, file: GGUFFile, head_dim: int, max_position: int, interleaved: bool) -> RopeSpec:
+    """Rope of a GGUF file. Its llama3 scaling comes as a tensor of factors that divide the frequencies."""
+    rope = RopeSpec(
+        theta=fields.number("rope.freq_base", 10000.0, high=1e15),
+        rotary_dim=fields.integer("rope.dimension_count", head_dim, low=2, high=MAX_HEAD_DIM),
+        interleaved=interleaved,
+        frequency_factors=_frequency_factors(file),
+    )
+    kind = fields.text("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise fields.error("rope.scaling.type", f"is {kind!r}; supported are none, linear, yarn")
+    legacy = fields.number("rope.scale_linear", 1.0, high=1e6)
+    factor = fields.number("rope.scaling.factor", legacy, high=1e6)
+    named: Literal["linear", "yarn"] = "yarn" if kind == "yarn" else "linear"
+    if named == "linear":
+        return replace(rope, kind=named, factor=factor)
+    attention = fields.optional_number("rope.scaling.attn_factor", high=1e6)
+    if attention is not None:
+        # In GGUF this multiplies YaRN's own temperature; in RopeSpec, as in config.json, it replaces it.
+        attention *= 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return replace(
+        rope,
+        kind=named,
+        factor=factor,
+        original_max_position=fields.integer("rope.scaling.original_context_length", max_position, low=1, high=MAX_POSITION),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, high=1e6),
+        attention_factor=attention,
+    )
+
+
+def _frequency_factors(file: GGUFFile) -> tuple[float, ...]:
+    info = file.tensors.get(_ROPE_FREQUENCIES)
+    if info is None:
+        return ()
+    if info.format != "f32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
+        raise ModelFileError(f"{file.name}: tensor {info.name} is {info.format} {info.shape}; a short f32 vector is needed")
+    return tuple(float(factor) for factor in file.read(info).view(np.float32))

@@ -1,0 +1,361 @@
+"""A bounded reader of GGUF files, versions 2 and 3, little endian.
+
+Every count and size is checked against what is left of the file before anything is allocated or walked. The metadata is
+read into memory with plain reads and tensor bytes with pread: nothing is mapped, so a file that shrinks later gives an
+error here and cannot kill a serving process by SIGBUS. Strings of arrays are kept as offsets and decoded when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import ModelFileError
+from worker.quant.gguf_formats import FORMATS, GGML_TYPE_NAMES, SUPPORTED_TYPES, WeightFormat
+
+_SCALARS: dict[int, tuple[str, str]] = {
+    0: ("<B", "u1"), 1: ("<b", "i1"), 2: ("<H", "<u2"), 3: ("<h", "<i2"), 4: ("<I", "<u4"), 5: ("<i", "<i4"),
+    6: ("<f", "<f4"), 7: ("<B", "u1"), 10: ("<Q", "<u8"), 11: ("<q", "<i8"), 12: ("<d", "<f8"),
+}  # fmt: skip
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+
+_MIN_KV_BYTES = 8 + 1 + 4 + 1  # key length, one byte of key, type, value
+_MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one byte of name, number of dimensions, one, type, offset
+_MAX_KEY_BYTES = 65_535
+_MAX_NAME_BYTES = 255
+_MAX_DIMENSIONS = 4
+_MAX_ELEMENTS = 1 << 62
+_MAX_METADATA_BYTES = 1 << 29
+_READ_AHEAD = 1 << 22
+_DEFAULT_ALIGNMENT = 32
+_MAX_ALIGNMENT = 1 << 20
+
+
+class StringArray:
+    """An array of strings that is decoded one by one, when asked for."""
+
+    def __init__(self, buffer: bytes, starts: array[int], ends: array[int], where: str) -> None:
+        self._buffer = buffer
+        self._starts = starts
+        self._ends = ends
+        self._where = where
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> str:
+        raw = self.raw(index)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise ModelFileError(f"{self._where}[{index}] is not valid UTF-8") from None
+
+    def __iter__(self) -> Iterator[str]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def raw(self, index: int) -> bytes:
+        """The bytes of one string."""
+        return self._buffer[self._starts[index] : self._ends[index]]
+
+    def digest(self) -> bytes:
+        """SHA-256 of the strings with their lengths, as they lie in the file."""
+        if not self._starts:
+            return hashlib.sha256().digest()
+        return hashlib.sha256(memoryview(self._buffer)[self._starts[0] - 8 : self._ends[-1]]).digest()
+
+    def to_list(self) -> list[str]:
+        """All strings: takes some 10 ms for 50,000."""
+        buffer = self._buffer
+        try:
+            return [buffer[start:end].decode() for start, end in zip(self._starts, self._ends, strict=True)]
+        except UnicodeDecodeError:
+            raise ModelFileError(f"{self._where} has a string that is not valid UTF-8") from None
+
+
+MetadataValue = int | float | bool | str | npt.NDArray[np.generic] | StringArray
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: slowest dimension first, the reverse of the file's order: (out, in) for a matrix.
+        offset: from the start of the file.
+        num_bytes: of the whole tensor.
+    """
+
+    name: str
+    format: WeightFormat
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class _Cursor:
+    """Reads forward through the metadata; `buffer` holds the file from its start as far as it was needed."""
+
+    def __init__(self, fd: int, file_size: int, name: str) -> None:
+        self.file_size = file_size
+        self.name = name
+        self.position = 0
+        self.buffer = b""
+        self._fd = fd
+
+    def fail(self, what: str) -> NoReturn:
+        raise ModelFileError(f"{self.name}: {what}")
+
+    @property
+    def remaining(self) -> int:
+        return self.file_size - self.position
+
+    def need(self, count: int, what: str) -> None:
+        """Makes `count` bytes from the position available, or says that `what` is cut off."""
+        if count > self.remaining:
+            self.fail(f"truncated or malformed: {what} needs {count} bytes and {self.remaining} are left")
+        end = self.position + count
+        if end > len(self.buffer):
+            self._grow(end)
+
+    def _grow(self, end: int) -> None:
+        if end > _MAX_METADATA_BYTES:
+            self.fail(f"its metadata is larger than {_MAX_METADATA_BYTES} bytes")
+        target = min(self.file_size, _MAX_METADATA_BYTES, max(end + _READ_AHEAD, 2 * len(self.buffer)))
+        more = pread_exactly(self._fd, len(self.buffer), target - len(self.buffer), self.name)
+        self.buffer += more.tobytes()
+
+    def scalar(self, layout: str, what: str) -> int | float:
+        size = struct.calcsize(layout)
+        self.need(size, what)
+        (value,) = struct.unpack_from(layout, self.buffer, self.position)
+        self.position += size
+        return value  # type: ignore[no-any-return]
+
+    def integer(self, layout: str, what: str) -> int:
+        return int(self.scalar(layout, what))
+
+    def string(self, what: str, limit: int | None = None) -> str:
+        length = self.integer("<Q", f"the length of {what}")
+        if limit is not None and not 0 < length <= limit:
+            self.fail(f"{what} has {length} bytes; 1 to {limit} are allowed")
+        self.need(length, what)
+        raw = self.buffer[self.position : self.position + length]
+        self.position += length
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            self.fail(f"{what} is not valid UTF-8")
+
+
+def pread_exactly(fd: int, offset: int, count: int, name: str) -> npt.NDArray[np.uint8]:
+    """`count` bytes from `offset`, in memory of our own. Raises ModelFileError where the file ends before."""
+    out = np.empty(count, dtype=np.uint8)
+    view = memoryview(out)
+    done = 0
+    while done < count:
+        try:
+            got = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise ModelFileError(f"{name}: cannot be read: {error.strerror}") from None
+        if got == 0:
+            raise ModelFileError(f"{name}: ends at byte {offset + done}, before byte {offset + count}; did it shrink?")
+        done += got
+    return out
+
+
+def _read_strings(cursor: _Cursor, count: int, what: str) -> tuple[array[int], array[int]]:
+    """Starts and ends of `count` strings in the buffer; the strings themselves are only stepped over."""
+    if count * 8 > cursor.remaining:
+        cursor.fail(f"{what} claims {count} strings, more than the rest of the file can hold")
+    starts, ends = array("Q"), array("Q")
+    unpack = struct.Struct("<Q").unpack_from
+    buffer, position, available = cursor.buffer, cursor.position, len(cursor.buffer)
+    for index in range(count):
+        start = position + 8
+        if start > available or (end := start + unpack(buffer, position)[0]) > available:
+            cursor.position = position
+            cursor.need(8, f"{what}[{index}]")
+            length = struct.unpack_from("<Q", cursor.buffer, position)[0]
+            cursor.need(8 + length, f"{what}[{index}]")
+            buffer, available = cursor.buffer, len(cursor.buffer)
+            end = start + length
+        starts.append(start)
+        ends.append(end)
+        position = end
+    cursor.position = position
+    return starts, ends
+
+
+class GGUFFile:
+    """An open GGUF file: metadata by key, tensors by name, tensor bytes on request.
+
+    Raises:
+        ModelFileError: the file is malformed, truncated or of a kind not supported; names file and tensor or key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.metadata: dict[str, MetadataValue] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._types: dict[str, int] = {}
+        self._pending: dict[str, tuple[array[int], array[int]]] = {}
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelFileError(f"{self.name}: cannot be opened: {error.strerror}") from None
+        try:
+            self.file_size = os.fstat(self._fd).st_size
+            self._parse(_Cursor(self._fd, self.file_size, self.name))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends reading; metadata stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read(self, tensor: TensorInfo, offset: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of a tensor, [count], in memory of our own; `offset` is from the tensor's start."""
+        count = tensor.num_bytes - offset if count is None else count
+        if offset < 0 or count < 0 or offset + count > tensor.num_bytes:
+            raise ValueError(f"bytes {offset} to {offset + count} are outside of {tensor.name}")
+        return pread_exactly(self._fd, tensor.offset + offset, count, f"{self.name}: tensor {tensor.name}")
+
+    def _parse(self, cursor: _Cursor) -> None:
+        num_tensors, num_kv = self._header(cursor)
+        for _ in range(num_kv):
+            self._pair(cursor)
+        for key, (starts, ends) in self._pending.items():
+            self.metadata[key] = StringArray(cursor.buffer, starts, ends, f"{self.name}: {key}")
+        alignment = self._alignment(cursor)
+        infos = [self._tensor(cursor) for _ in range(num_tensors)]
+        data_start = -(-cursor.position // alignment) * alignment
+        self._place(infos, data_start, alignment, cursor)
+
+    def _header(self, cursor: _Cursor) -> tuple[int, int]:
+        if self.file_size < 4 or pread_exactly(self._fd, 0, 4, self.name).tobytes() != b"GGUF":
+            cursor.fail("is not a GGUF file")
+        cursor.position = 4
+        version = cursor.integer("<I", "the version")
+        if version not in (2, 3):
+            reason = "big endian" if version in (0x0200_0000, 0x0300_0000) else f"of version {version}"
+            cursor.fail(f"is {reason}; little-endian versions 2 and 3 are supported")
+        num_tensors = cursor.integer("<Q", "the number of tensors")
+        num_kv = cursor.integer("<Q", "the number of metadata keys")
+        if num_tensors * _MIN_TENSOR_BYTES > cursor.remaining:
+            cursor.fail(f"claims {num_tensors} tensors, more than the file can hold")
+        if num_kv * _MIN_KV_BYTES > cursor.remaining:
+            cursor.fail(f"claims {num_kv} metadata keys, more than the file can hold")
+        return num_tensors, num_kv
+
+    def _pair(self, cursor: _Cursor) -> None:
+        key = cursor.string(f"metadata key number {len(self._types)}", _MAX_KEY_BYTES)
+        if key in self._types:
+            cursor.fail(f"metadata key {key} appears twice")
+        kind = cursor.integer("<I", f"the type of {key}")
+        self._types[key] = kind
+        if kind == _STRING:
+            self.metadata[key] = cursor.string(key)
+        elif kind == _ARRAY:
+            self._array(cursor, key)
+        elif kind in _SCALARS:
+            value = cursor.scalar(_SCALARS[kind][0], key)
+            if kind == _BOOL and value not in (0, 1):
+                cursor.fail(f"{key} is a boolean with the value {value}")
+            self.metadata[key] = bool(value) if kind == _BOOL else value
+        else:
+            cursor.fail(f"{key} has the unknown value type {kind}")
+
+    def _array(self, cursor: _Cursor, key: str) -> None:
+        kind = cursor.integer("<I", f"the element type of {key}")
+        count = cursor.integer("<Q", f"the length of {key}")
+        if kind == _STRING:
+            self._pending[key] = _read_strings(cursor, count, key)
+            return
+        if kind == _ARRAY:
+            cursor.fail(f"{key} is an array of arrays, which is not supported")
+        if kind not in _SCALARS:
+            cursor.fail(f"{key} has the unknown element type {kind}")
+        dtype = np.dtype(_SCALARS[kind][1])
+        cursor.need(count * dtype.itemsize, key)
+        values = np.frombuffer(cursor.buffer, dtype=dtype, count=count, offset=cursor.position).copy()
+        if kind == _BOOL and count and values.max() > 1:
+            cursor.fail(f"{key} holds booleans other than 0 and 1")
+        cursor.position += count * dtype.itemsize
+        self.metadata[key] = values.astype(np.bool_) if kind == _BOOL else values
+
+    def _alignment(self, cursor: _Cursor) -> int:
+        value = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if self._types.get("general.alignment", _UINT32) != _UINT32 or not isinstance(value, int):
+            cursor.fail("general.alignment is not a 32-bit unsigned integer")
+        if not 1 <= value <= _MAX_ALIGNMENT or value & (value - 1):
+            cursor.fail(f"general.alignment is {value}; a power of two up to {_MAX_ALIGNMENT} is needed")
+        return value
+
+    def _tensor(self, cursor: _Cursor) -> TensorInfo:
+        """One entry of the tensor table; its offset is still relative to the start of the data."""
+        name = cursor.string(f"the name of tensor number {len(self.tensors)}", _MAX_NAME_BYTES)
+        if name in self.tensors:
+            cursor.fail(f"tensor {name} appears twice")
+        num_dimensions = cursor.integer("<I", f"the number of dimensions of tensor {name}")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            cursor.fail(f"tensor {name} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are allowed")
+        dimensions = [cursor.integer("<Q", f"the dimensions of tensor {name}") for _ in range(num_dimensions)]
+        kind = cursor.integer("<I", f"the type of tensor {name}")
+        offset = cursor.integer("<Q", f"the offset of tensor {name}")
+        elements = 1
+        for dimension in dimensions:
+            elements *= dimension
+            if not 0 < elements < _MAX_ELEMENTS:
+                cursor.fail(f"tensor {name} has the impossible dimensions {dimensions}")
+        weight_format = SUPPORTED_TYPES.get(kind)
+        if weight_format is None:
+            known = GGML_TYPE_NAMES.get(kind, f"number {kind}, which is unknown")
+            names = ", ".join(one.upper() for one in FORMATS)
+            cursor.fail(f"tensor {name} has the type {known}; supported are {names}")
+        info = FORMATS[weight_format]
+        if dimensions[0] % info.block:
+            cursor.fail(f"tensor {name} has rows of {dimensions[0]} values, no multiple of its block of {info.block}")
+        tensor = TensorInfo(
+            name, weight_format, tuple(reversed(dimensions)), offset, elements // info.block * info.block_bytes
+        )
+        self.tensors[name] = tensor
+        return tensor
+
+    def _place(self, infos: list[TensorInfo], data_start: int, alignment: int, cursor: _Cursor) -> None:
+        """Checks that the tensors lie in the file, aligned and apart, and makes their offsets absolute."""
+        end, before = 0, ""
+        for info in sorted(infos, key=lambda one: one.offset):
+            if info.offset % alignment:
+                cursor.fail(f"tensor {info.name} is at offset {info.offset}, which is not aligned to {alignment}")
+            if data_start + info.offset + info.num_bytes > self.file_size:
+                cursor.fail(
+                    f"truncated or malformed: tensor {info.name} ends at byte {data_start + info.offset + info.num_bytes}"
+                    f" of a file of {self.file_size}"
+                )
+            if info.offset < end:
+                cursor.fail(f"tensors {before} and {info.name} overlap")
+            end, before = info.offset + info.num_bytes, info.name
+            self.tensors[info.name] = TensorInfo(
+                info.name, info.format, info.shape, data_start + info.offset, info.num_bytes
+            )

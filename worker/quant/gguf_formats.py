@@ -1,0 +1,142 @@
+"""Block formats of GGUF tensors: their sizes in a file and their values.
+
+Layouts are those of the GGML type list in the GGUF specification. A block holds 32 consecutive values of a row; nibbles
+are stored with values 0..15 in the low halves of 16 bytes and values 16..31 in the high halves.
+
+    q4_0: f16 scale, 16 bytes of nibbles                      value = scale * (nibble - 8)
+    q4_1: f16 scale, f16 minimum, 16 bytes of nibbles         value = scale * nibble + minimum
+    q5_0: f16 scale, u32 fifth bits, 16 bytes of nibbles      value = scale * (code - 16)
+    q5_1: f16 scale, f16 minimum, u32 fifth bits, 16 bytes    value = scale * code + minimum
+    q8_0: f16 scale, 32 signed bytes                          value = scale * code
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+WeightFormat = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FormatInfo:
+    """Sizes of a format: `block` consecutive values of a row take `block_bytes` bytes."""
+
+    block: int
+    block_bytes: int
+
+
+FORMATS: dict[WeightFormat, FormatInfo] = {
+    "f32": FormatInfo(1, 4),
+    "f16": FormatInfo(1, 2),
+    "bf16": FormatInfo(1, 2),
+    "q8_0": FormatInfo(BLOCK, 34),
+    "q4_0": FormatInfo(BLOCK, 18),
+    "q4_1": FormatInfo(BLOCK, 20),
+    "q5_0": FormatInfo(BLOCK, 22),
+    "q5_1": FormatInfo(BLOCK, 24),
+}
+
+PLAIN_DTYPES: dict[str, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+# Type ids of GGUF tensors. Ids 4, 5, 31-33 and 36-38 belonged to types that were withdrawn.
+GGML_TYPE_NAMES: dict[int, str] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 4: "Q4_2", 5: "Q4_3", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
+    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
+    27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0",
+    35: "TQ2_0", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+
+SUPPORTED_TYPES: dict[int, WeightFormat] = {
+    number: cast(WeightFormat, name.lower()) for number, name in GGML_TYPE_NAMES.items() if name.lower() in FORMATS
+}
+
+_RECORDS: dict[str, npt.DTypeLike] = {
+    "q8_0": np.dtype([("scale", "<f2"), ("codes", "i1", 32)]),
+    "q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", 16)]),
+    "q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)]),
+    "q5_0": np.dtype([("scale", "<f2"), ("fifth", "u1", 4), ("codes", "u1", 16)]),
+    "q5_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("fifth", "u1", 4), ("codes", "u1", 16)]),
+}
+_ZERO_POINTS = {"q8_0": 0, "q4_0": 8, "q4_1": 0, "q5_0": 16, "q5_1": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A quantized matrix taken apart: value = scales * (codes - zero_point) + minimums, block by block.
+
+    Attributes:
+        codes: [rows, num_blocks, 32], int8 for q8_0, otherwise uint8.
+        scales: [rows, num_blocks], float16 as in the file.
+        minimums: [rows, num_blocks], float16; None where the format has none.
+        zero_point: subtracted from each code.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor | None
+    zero_point: int
+
+
+def row_bytes(weight_format: WeightFormat, num_values: int) -> int:
+    """Bytes of one row. Raises ValueError where the row is no whole number of blocks."""
+    info = FORMATS[weight_format]
+    if num_values % info.block:
+        raise ValueError(f"a row of {num_values} values is no whole number of {weight_format} blocks of {info.block}")
+    return num_values // info.block * info.block_bytes
+
+
+def unpack_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
+    """Takes packed rows apart.
+
+    Args:
+        data: [rows, row bytes], uint8, contiguous, on the CPU.
+    """
+    records = data.numpy().view(_RECORDS[weight_format])  # [rows, num_blocks]
+    scales = torch.from_numpy(records["scale"].copy())
+    names = records.dtype.names or ()
+    minimums = torch.from_numpy(records["minimum"].copy()) if "minimum" in names else None
+    packed = torch.from_numpy(records["codes"])
+    if weight_format == "q8_0":
+        return Blocks(packed.contiguous(), scales, None, 0)
+    codes = torch.empty((*packed.shape[:2], BLOCK), dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=codes[..., :16])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., 16:])
+    if "fifth" in names:
+        # Bit j of the little-endian word is the fifth bit of value j.
+        bits = np.unpackbits(records["fifth"], axis=-1, bitorder="little")
+        codes |= torch.from_numpy(bits) << 4
+    return Blocks(codes, scales, minimums, _ZERO_POINTS[weight_format])
+
+
+def dequantize(weight_format: WeightFormat, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values of packed rows, computed in float32 and rounded once to `dtype`.
+
+    Args:
+        data: [rows, row bytes], uint8, contiguous, on the CPU.
+
+    Returns:
+        [rows, row values].
+    """
+    num_rows = data.shape[0]
+    info = FORMATS[weight_format]
+    out = torch.empty((num_rows, data.shape[1] // info.block_bytes * info.block), dtype=dtype)
+    # Some rows at a time, so that the float32 intermediates stay in the processor's cache.
+    step = max(1, (1 << 19) // max(1, out.shape[1]))
+    for start in range(0, num_rows, step):
+        blocks = unpack_blocks(weight_format, data[start : start + step])
+        values = blocks.codes.to(torch.float32)
+        if blocks.zero_point:
+            values -= blocks.zero_point
+        values *= blocks.scales.to(torch.float32)[..., None]
+        if blocks.minimums is not None:
+            values += blocks.minimums.to(torch.float32)[..., None]
+        out[start : start + step] = values.reshape(values.shape[0], -1)
+    return out
