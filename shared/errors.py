@@ -70,6 +70,14 @@ class ModelNotFoundError(NotFoundError):
     default_code = "model_not_found"
 
 
+class RequestTimeoutError(PeltonError):
+    """408: headers or body did not arrive within `--body-timeout`."""
+
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
 class PayloadTooLargeError(PeltonError):
     """413: the body is larger than `--max-body-size`."""
 

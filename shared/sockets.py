@@ -71,9 +71,7 @@ def worker_endpoint(directory: Path, index: int, epoch: str) -> str:
     """The endpoint of one life of a worker. `epoch` is 8 lower-case hexadecimal characters."""
     name = f"worker-{index}-{epoch}.sock"
     if not _SOCKET_NAME.fullmatch(name):
-        raise ConfigurationError(
-            f"{name} is no socket name: wanted are an index below 1000000 and 8 hex digits of epoch"
-        )
+        raise ConfigurationError(f"{name} is no socket name: index below 1000000, 8 hex digits of epoch")
     return f"ipc://{directory / name}"
 
 

@@ -1,0 +1,235 @@
+"""Reads the settings: TOML file, then environment, then flags; the later wins. Nothing unknown is ignored.
+
+A field `max_num_seqs` is the TOML key `max-num-seqs`, the variable PELTON_MAX_NUM_SEQS and the flag --max-num-seqs.
+One file and one environment may serve gateway and worker: each takes its own settings and knows the other's names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+import msgspec
+
+from shared.errors import ConfigurationError
+from shared.settings import CommonSettings, ServeSettings, WorkerSettings
+
+ENVIRONMENT_PREFIX = "PELTON_"
+SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "cache_secret"})
+"""Never on a child's command line, which every user of the machine can read, and never in a message."""
+
+OTHER_VARIABLES = frozenset({"PELTON_CONFIG", "PELTON_SUPERVISOR_FD", "PELTON_TORCH_INDEX"})
+"""Variables with the prefix that are no settings."""
+
+SettingsT = TypeVar("SettingsT", bound=CommonSettings)
+
+
+@dataclasses.dataclass(frozen=True)
+class SettingInfo:
+    """One setting as its users see it. `type` carries the range (msgspec Meta)."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def repeatable(self) -> bool:
+        return isinstance(self.default, tuple)
+
+
+def describe(cls: type[CommonSettings]) -> dict[str, SettingInfo]:
+    """The settings of a class by field name, with their documentation."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    described = {}
+    for field in dataclasses.fields(cls):
+        metas = get_args(hints[field.name])[1:] if get_origin(hints[field.name]) is typing.Annotated else ()
+        doc = next((meta.description for meta in metas if getattr(meta, "description", None)), "")
+        described[field.name] = SettingInfo(field.name, hints[field.name], field.default, doc)
+    return described
+
+
+def load_settings(cls: type[SettingsT], argv: Sequence[str], env: Mapping[str, str], *, prog: str) -> SettingsT:
+    """The settings of one process.
+
+    Args:
+        cls: the settings class to fill.
+        argv: arguments without the program's name. `--help` prints and exits with 0.
+        env: the environment; PELTON_CONFIG names the file where --config does not.
+
+    Raises:
+        ConfigurationError: an unknown name, a bad value, or a file that cannot be read; names it and its source.
+    """
+    known = describe(cls)
+    flags = _parse_flags(known, argv, prog)
+    config = flags.pop("config", None) or env.get("PELTON_CONFIG", "")
+    values: dict[str, Any] = {}
+    if config:
+        values.update(_read_file(known, config))
+    values.update(_read_environment(known, env))
+    for name, raw in flags.items():
+        values[name] = _convert(known[name], raw, known[name].flag, strict=False)
+    settings = cls(**values)
+    _check_supported(settings)
+    return settings
+
+
+def settings_to_argv(cls: type[CommonSettings], settings: CommonSettings) -> list[str]:
+    """Flags that make load_settings(cls, ...) see the values of `settings`, which may be of a wider class.
+
+    Secrets are left out: settings_to_environment hands them over. Values equal to the default are left out too, so
+    the child's environment must carry no settings of its own.
+    """
+    argv = []
+    for info in describe(cls).values():
+        value = getattr(settings, info.name)
+        if info.name in SECRET_FIELDS or value == info.default:
+            continue
+        if isinstance(value, bool):
+            argv.append(info.flag if value else f"--no-{info.key}")
+        else:
+            argv.extend(f"{info.flag}={item}" for item in (value if info.repeatable else (value,)))
+    return argv
+
+
+def settings_to_environment(
+    cls: type[CommonSettings], settings: CommonSettings, env: Mapping[str, str]
+) -> dict[str, str]:
+    """`env` without Pelton's settings, plus the secrets of `settings` that `cls` takes."""
+    every = {info.variable for info in describe(ServeSettings).values()} | {"PELTON_CONFIG"}
+    child = {name: value for name, value in env.items() if name not in every}
+    for info in describe(cls).values():
+        value = getattr(settings, info.name)
+        if info.name in SECRET_FIELDS and value:
+            # The line break at the end keeps a comma inside a value from being read as a separator.
+            child[info.variable] = "".join(f"{item}\n" for item in value) if info.repeatable else value
+    return child
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message} (see {self.prog} --help)")
+
+
+def _parse_flags(known: Mapping[str, SettingInfo], argv: Sequence[str], prog: str) -> dict[str, Any]:
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        epilog="A flag --max-num-seqs is also the variable PELTON_MAX_NUM_SEQS and the file's key max-num-seqs.",
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="file with settings; environment and flags win over it")
+    if "model" in known:
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    for info in known.values():
+        text = _help_text(info)
+        if isinstance(info.default, bool):
+            parser.add_argument(info.flag, dest=info.name, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            action = "append" if info.repeatable else "store"
+            parser.add_argument(info.flag, dest=info.name, action=action, metavar=_metavar(info), help=text)
+    flags = vars(parser.parse_args(argv))
+    positional = flags.pop("model_argument", None)
+    if positional is not None:
+        if "model" in flags:
+            raise ConfigurationError(f"MODEL is given twice: {positional} and --model {flags['model']}")
+        flags["model"] = positional
+    return flags
+
+
+def _help_text(info: SettingInfo) -> str:
+    default = "none" if info.default in ((), "") else str(info.default)
+    return f"{info.doc} (default: {default})".replace("%", "%%")
+
+
+def _metavar(info: SettingInfo) -> str:
+    inner = get_args(info.type)[0]
+    if get_origin(inner) is typing.Literal:
+        return "{" + ",".join(get_args(inner)) + "}"
+    return {int: "N", float: "X"}.get(inner, "TEXT")
+
+
+def _read_file(known: Mapping[str, SettingInfo], path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"--config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config {path}: {error}") from error
+    every = {info.key: name for name, info in describe(ServeSettings).items()}
+    values = {}
+    for key, raw in table.items():
+        if key not in every:
+            raise ConfigurationError(f"{path}: unknown key {key}{_suggestion(key, every)}")
+        name = every[key]
+        if name in known:
+            values[name] = _convert(known[name], raw, f"{path}: {key}", strict=True)
+    return values
+
+
+def _read_environment(known: Mapping[str, SettingInfo], env: Mapping[str, str]) -> dict[str, Any]:
+    every = {info.variable: name for name, info in describe(ServeSettings).items()}
+    values = {}
+    for variable, raw in env.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if variable not in every:
+            raise ConfigurationError(f"unknown environment variable {variable}{_suggestion(variable, every)}")
+        info = known.get(every[variable])
+        if info is None:
+            continue
+        value = _split(raw) if info.repeatable else raw
+        values[info.name] = _convert(info, value, variable, strict=False)
+    return values
+
+
+def _split(text: str) -> list[str]:
+    """Several values in one variable: by line breaks where there is one, else by commas."""
+    parts = text.splitlines() if "\n" in text else text.split(",")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _suggestion(word: str, known: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _convert(info: SettingInfo, raw: Any, source: str, *, strict: bool) -> Any:
+    got = "" if info.name in SECRET_FIELDS else f", got {raw!r}"
+    try:
+        value = msgspec.convert(raw, info.type, strict=strict)
+    except msgspec.ValidationError as error:
+        expected = str(error).split(", got ")[0].replace("`", "").replace("Expected ", "expected ")
+        if expected.startswith("Invalid enum value"):
+            expected = "expected one of " + ", ".join(get_args(get_args(info.type)[0]))
+        raise ConfigurationError(f"{source}: {expected}{got}") from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(f"{source}: expected a finite number{got}")
+    return value
+
+
+def _check_supported(settings: CommonSettings) -> None:
+    if isinstance(settings, WorkerSettings) and settings.pipeline_parallel_size > 1:
+        raise ConfigurationError(
+            f"--pipeline-parallel-size {settings.pipeline_parallel_size}: only 1 is supported; "
+            "split the layers themselves with --tensor-parallel-size"
+        )

@@ -1,0 +1,165 @@
+"""The metrics, once: names, labels and documentation. vLLM's names after our prefix where the meaning is the same.
+
+What the gateway sees itself it counts in GatewayMetrics. What a worker counts arrives in WorkerStats with each Pong;
+WorkerCollector shows the last such report of each worker. Labels are bounded: model names come from workers, never
+from requests, and every other label from a fixed set in the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from shared.messages import WorkerStats
+
+PREFIX = "pelton:"
+
+_SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_LONG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
+WORKER_COUNTERS = {
+    "prompt_tokens": "prompt tokens of admitted requests",
+    "generation_tokens": "tokens generated",
+    "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "prompt tokens found in the prefix cache",
+    "num_preemptions": "requests whose pages were taken away, to be computed again later",
+    "spec_decode_num_draft_tokens": "tokens drafted",
+    "spec_decode_num_accepted_tokens": "drafted tokens that the model accepted",
+    "engine_steps": "steps of the engine",
+    "engine_step_seconds": "seconds spent in steps of the engine",
+    "scheduled_tokens": "tokens computed, prompt and output",
+    "wire_errors": "malformed messages that a worker or the gateway received and dropped",
+    "requests_aborted": "choices that were cancelled before they ended",
+}
+"""Keys of WorkerStats.counters, without the ending `_total`. Other keys are not shown."""
+
+WORKER_GAUGES = {
+    "num_requests_running": "choices that the worker is computing",
+    "num_requests_waiting": "choices that wait for the worker",
+    "num_waiting_tokens": "prompt tokens not yet computed",
+    "kv_cache_usage_perc": "share of the KV cache's pages that live requests hold, 0 to 1",
+    "kv_cache_num_cached_pages": "pages that no request holds but a later one may find again",
+    "kv_cache_num_pages": "pages of the KV cache",
+    "worker_ready": "1 while the worker answers in time, else 0",
+}
+
+
+class GatewayMetrics:
+    """What the gateway counts itself. One per registry; attributes are prometheus_client metrics.
+
+    `model_name` is the canonical name of a model that a worker serves. For each accepted request exactly one of
+    request_success (by finished_reason) and request_failures (by reason) counts one.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, doc: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, doc, labels, registry=registry)
+
+        def gauge(name: str, doc: str, *labels: str) -> Gauge:
+            return Gauge(PREFIX + name, doc, labels, registry=registry)
+
+        def histogram(name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, doc, ["model_name"], registry=registry, buckets=buckets)
+
+        self.requests_accepted = counter("requests_accepted", "requests passed to a worker", "model_name")
+        self.request_success = counter(
+            "request_success", "requests that ended well, by finish reason", "model_name", "finished_reason"
+        )
+        self.request_failures = counter(
+            "request_failures", "accepted requests that did not: abort, error, worker_lost", "model_name", "reason"
+        )
+        self.requests_rejected = counter("requests_rejected", "requests not accepted, by error code", "code")
+        self.http_requests = counter("http_requests", "HTTP responses, by route and status", "route", "status")
+        self.http_requests_in_flight = gauge("http_requests_in_flight", "HTTP requests not yet answered to the end")
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "from the request's arrival to its first token", _LONG_BUCKETS
+        )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "between two news of a choice, per token", _SHORT_BUCKETS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds", "a request's mean time per token after the first", _SHORT_BUCKETS
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "from the request's arrival to its end", _LONG_BUCKETS
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "from the request's arrival until it was passed to a worker", _LONG_BUCKETS
+        )
+        self.workers_lost = counter("workers_lost", "workers that died or fell silent")
+        self.slow_clients = counter("slow_clients", "streams cut off because the client did not read")
+        self.wire_errors = counter("gateway_wire_errors", "malformed messages from workers, dropped")
+        self.event_loop_lag = gauge("event_loop_lag_seconds", "how late the event loop ran its last timer")
+        self.log_lines_dropped = gauge("log_lines_dropped", "log lines lost because nobody read them in time")
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSnapshot:
+    """The last that is known of one worker. `worker` is its index, or its endpoint where it has none."""
+
+    model_name: str
+    worker: str
+    ready: bool
+    num_pages: int
+    stats: WorkerStats
+
+
+class WorkerCollector(Collector):
+    """Shows each worker's last report at each scrape; to be registered with `registry.register`.
+
+    Args:
+        snapshots: gives the workers that are connected now, each once.
+    """
+
+    def __init__(self, snapshots: Callable[[], Iterable[WorkerSnapshot]]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields one family per name, with a sample per worker."""
+        snapshots = list(self._snapshots())
+        labels = ["model_name", "worker"]
+        for name, doc in WORKER_GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, doc, labels=labels)
+            for snapshot in snapshots:
+                gauge.add_metric([snapshot.model_name, snapshot.worker], _gauge_value(name, snapshot))
+            yield gauge
+        for name, doc in WORKER_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, doc, labels=labels)
+            for snapshot in snapshots:
+                value = snapshot.stats.counters.get(f"{name}_total", 0.0)
+                counter.add_metric([snapshot.model_name, snapshot.worker], value)
+            yield counter
+
+
+def _gauge_value(name: str, snapshot: WorkerSnapshot) -> float:
+    stats = snapshot.stats
+    if name == "num_requests_running":
+        return stats.num_running
+    if name == "num_requests_waiting":
+        return stats.num_waiting
+    if name == "num_waiting_tokens":
+        return stats.num_waiting_tokens
+    if name == "kv_cache_usage_perc":
+        return stats.pages_in_use / snapshot.num_pages if snapshot.num_pages else 0.0
+    if name == "kv_cache_num_cached_pages":
+        return stats.num_cached_pages
+    if name == "kv_cache_num_pages":
+        return snapshot.num_pages
+    if name == "worker_ready":
+        return float(snapshot.ready)
+    raise KeyError(name)
+
+
+def metric_names() -> list[str]:
+    """Every name as /metrics shows it, sorted; the documentation is checked against it."""
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    registry.register(WorkerCollector(lambda: ()))
+    names = set()
+    for family in registry.collect():
+        names.add(family.name + "_total" if family.type == "counter" else family.name)
+    return sorted(names)
