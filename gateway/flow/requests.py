@@ -1,0 +1,116 @@
+"""What the HTTP side needs of the rest of the gateway: the seams at which tests put fakes.
+
+The real ones are flow.generation.Generator and Generation, workers.registry.Registry and text.pipeline.TextPipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from gateway.flow.events import GenerationRequest, TextDelta
+from shared.messages import WorkerFacts
+
+
+class TextPipelineLike(Protocol):
+    """Text of one model to token ids and back."""
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Ids of a plain prompt, tokenized in a thread; special-token text in it is special.
+
+        Args:
+            add_special_tokens: put the beginning-of-text id in front where the model wants one and text has none.
+            max_tokens: refuse, before tokenizing, text that certainly has more tokens (ContextLengthError).
+        """
+        ...
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Ids of a conversation by the model's chat template; special-token text in messages is ordinary text.
+
+        Raises InvalidRequestError with the template's own message where it refuses.
+        """
+        ...
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str:
+        """For display: bytes that are no whole code points are replaced."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class ModelEntryLike(Protocol):
+    """One served model. `name` is canonical, `names` are all that clients may use."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def facts(self) -> WorkerFacts: ...
+    @property
+    def pipeline(self) -> TextPipelineLike: ...
+
+
+class ModelsLike(Protocol):
+    """Which models are served now (Registry)."""
+
+    def model(self, name: str) -> ModelEntryLike:
+        """Raises ModelNotFoundError; UnavailableError where the model is known but no worker of it lives."""
+        ...
+
+    def models(self) -> Sequence[ModelEntryLike]: ...
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a worker answered a round trip through its engine loop lately, and else why not."""
+        ...
+
+
+class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):
+    """A running request. Leaving the `async with` in any way cancels what is left of it.
+
+    Iteration yields TextDeltas, one with a finish_reason for each choice, and ends after the last of them; it raises
+    a PeltonError (WorkerLostError, UnavailableError, InternalError, ...) where the request failed.
+    """
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+
+    def close(self) -> None:
+        """What leaving the `async with` does; idempotent."""
+        ...
+
+
+class GeneratorLike(Protocol):
+    """Takes requests in."""
+
+    def submit(self, request: GenerationRequest) -> GenerationLike:
+        """Admits, routes and sends; enter the result at once: `async with generator.submit(request) as generation`.
+
+        Raises:
+            ModelNotFoundError, ContextLengthError, InvalidRequestError: the request cannot be served.
+            RateLimitError: an admission limit is reached.
+            UnavailableError: draining, or no worker can take it.
+        """
+        ...
