@@ -1,0 +1,63 @@
+"""Penalties, filters and sampling in plain torch, on any device. The maths is in README.md."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.sampling.inputs import PenaltyInputs, SamplingInputs
+from kernels.sampling.philox import gumbel_noise
+
+
+def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+    """Applies repetition, presence and frequency penalties to some rows of [S, vocab] float32 logits, in place."""
+    counts = inputs.output_counts[inputs.slots]
+    in_output = counts > 0
+    rows = logits[inputs.rows]
+    factor = torch.where(in_output | inputs.in_prompt[inputs.slots], inputs.repetition.unsqueeze(1), 1.0)
+    rows = torch.where(rows > 0, rows / factor, rows * factor)
+    rows -= inputs.frequency.unsqueeze(1) * counts
+    rows -= inputs.presence.unsqueeze(1) * in_output
+    logits[inputs.rows] = rows
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """Samples one token a row.
+
+    Args:
+        logits: [S, vocab] float32, penalties and masks applied; not changed.
+
+    Returns:
+        [S] int64; -1 where the row has NaN or +inf, or nothing but -inf.
+    """
+    best = logits.argmax(dim=-1, keepdim=True)
+    highest = logits.gather(1, best)
+    ids = best
+    if inputs.any_random:
+        temperature = torch.where(inputs.temperature > 0, inputs.temperature, 1.0).unsqueeze(1)
+        scaled = (logits - highest) / temperature
+        if inputs.any_filter:
+            scaled = filter_tokens(scaled, inputs)
+        noisy = scaled + gumbel_noise(inputs.key, inputs.choice, inputs.position, logits.shape[1])
+        ids = torch.where(inputs.temperature.unsqueeze(1) > 0, noisy.argmax(dim=-1, keepdim=True), best)
+    # argmax takes NaN for the largest, so one look at the largest logit finds every row that is not usable.
+    return torch.where(highest.isfinite(), ids, -1).squeeze(1)
+
+
+def filter_tokens(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """min_p, top_k, top_p: what they drop becomes -inf.
+
+    Args:
+        scaled: [S, vocab] float32, (logits - largest) / temperature.
+    """
+    order = torch.sort(scaled, dim=-1, descending=True, stable=True)  # equal logits stay in order of their ids
+    values = order.values
+    rank = torch.arange(values.shape[1], device=values.device)
+    keep = values >= inputs.log_min_p.unsqueeze(1)
+    keep &= (rank < inputs.top_k.unsqueeze(1)) | (inputs.top_k == 0).unsqueeze(1)
+    mass = torch.where(keep, values.double().exp(), 0.0)
+    cumulative = mass.cumsum(dim=-1)
+    top_p = inputs.top_p.unsqueeze(1)
+    # A token stays while the mass of those before it has not reached top_p; the first one always stays.
+    keep &= (cumulative - mass < top_p * cumulative[:, -1:]) | (top_p >= 1.0)
+    values = torch.where(keep, values, float("-inf"))
+    return torch.empty_like(scaled).scatter_(1, order.indices, values)
