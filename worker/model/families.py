@@ -15,24 +15,23 @@ class Family:
         name: `model_type` in config.json.
         gguf_architecture: `general.architecture` in GGUF files; None where those use another family's.
         gguf_interleaved: GGUF files hold query and key rows permuted for rope on pairs (2i, 2i + 1).
-        attention_bias, attention_output_bias: used where config.json has no `attention_bias` key.
+        qkv_bias: queries, keys and values have biases and the output none; elsewhere `attention_bias` says it for all.
         qk_norm: queries and keys are normed per head.
-        sliding_window: whether `sliding_window` is honoured without `use_sliding_window`.
+        window_by_default: `sliding_window` holds for all layers without `use_sliding_window`.
     """
 
     name: str
     gguf_architecture: str | None
     gguf_interleaved: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
-    sliding_window: bool = False
+    window_by_default: bool = False
 
 
 FAMILIES = (
     Family(name="llama", gguf_architecture="llama", gguf_interleaved=True),
-    Family(name="mistral", gguf_architecture=None, sliding_window=True),
-    Family(name="qwen2", gguf_architecture="qwen2", attention_bias=True),
+    Family(name="mistral", gguf_architecture=None, window_by_default=True),
+    Family(name="qwen2", gguf_architecture="qwen2", qkv_bias=True),
     Family(name="qwen3", gguf_architecture="qwen3", qk_norm=True),
 )
 BY_MODEL_TYPE = {family.name: family for family in FAMILIES}

@@ -44,7 +44,7 @@ def parse_tokenizer(tokenizer_json: bytes, where: str) -> Tokenizer:
     """Parses tokenizer.json, so that a bad one is found here and not in a gateway."""
     try:
         return Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise ModelFileError(f"{where}: the tokenizer cannot be used: {str(error)[:200]}") from None
 
 

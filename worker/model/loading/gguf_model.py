@@ -23,13 +23,13 @@ from worker.model.loading.checks import (
     check_tensors,
 )
 from worker.model.loading.fields import Fields
-from worker.model.loading.gguf_reader import GGUFFile, StringArray, TensorInfo
+from worker.model.loading.gguf_reader import GGUFFile, TensorInfo
 from worker.model.loading.weights import RawWeight, WeightSource, bounds, slice_columns
 from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
 from worker.quant.gguf_formats import PLAIN_DTYPES
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
-_FILE_NAME_ERRORS = "Pelton reads models of one file; merge the parts first"
+_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 
 
 class GGUFWeights(WeightSource):
@@ -68,8 +68,11 @@ def read_rows(file: GGUFFile, info: TensorInfo, rows: slice | None) -> RawWeight
     return RawWeight(info.format, shape, raw.reshape(stop - start, bytes_per_row))
 
 
-def read_gguf_model(file: GGUFFile, eos_token_ids: tuple[int, ...]) -> tuple[DecoderSpec, GGUFWeights]:
+def read_gguf_model(file: GGUFFile, num_tokens: int, eos_token_ids: tuple[int, ...]) -> tuple[DecoderSpec, GGUFWeights]:
     """Specification and weights.
+
+    Args:
+        num_tokens: size of the vocabulary where the metadata has no key for it.
 
     Raises:
         ModelFileError: the architecture is not supported, a key is missing or absurd, or a tensor missing or misshapen.
@@ -77,20 +80,22 @@ def read_gguf_model(file: GGUFFile, eos_token_ids: tuple[int, ...]) -> tuple[Dec
     metadata: dict[str, Any] = file.metadata
     general = Fields(metadata, f"{file.name}: ")
     if general.integer("split.count", 1) > 1:
-        raise general.error("split.count", f"is {general.integer('split.count')}; {_FILE_NAME_ERRORS}")
+        raise general.error("split.count", "is more than 1; merge the parts into one file first")
     architecture = general.text("general.architecture")
     family = BY_GGUF_ARCHITECTURE.get(architecture)
     if family is None:
         known = ", ".join(BY_GGUF_ARCHITECTURE)
         raise general.error("general.architecture", f"is {architecture!r}; supported are {known}")
-    spec = _spec(family, file, general, eos_token_ids)
+    spec = _spec(family, file, general, num_tokens, eos_token_ids)
     names = gguf_names(spec.num_layers)
     shapes = {name: info.shape for name, info in file.tensors.items()}
     needed = check_tensors(spec, names, shapes, lambda name: name == _ROPE_FREQUENCIES, file.name)
     return spec, GGUFWeights(file, needed)
 
 
-def _spec(family: Family, file: GGUFFile, general: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def _spec(
+    family: Family, file: GGUFFile, general: Fields, num_tokens: int, eos_token_ids: tuple[int, ...]
+) -> DecoderSpec:
     prefix = f"{family.gguf_architecture}."
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{file.name}: {prefix}")
@@ -103,8 +108,6 @@ def _spec(family: Family, file: GGUFFile, general: Fields, eos_token_ids: tuple[
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("attention.value_length", f"differs from the key length {head_dim}")
     max_position = fields.integer("context_length", low=1, high=MAX_POSITION)
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    vocab = len(tokens) if isinstance(tokens, StringArray) else None
     window = fields.optional_integer("attention.sliding_window", low=0, high=MAX_POSITION)
     groups = (KVGroupSpec(layers=tuple(range(num_layers)), window=window),) if window else ()
     spec = DecoderSpec(
@@ -115,7 +118,7 @@ def _spec(family: Family, file: GGUFFile, general: Fields, eos_token_ids: tuple[
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads, low=1, high=num_heads),
         head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB) if vocab is None or "vocab_size" in fields else vocab,
+        vocab_size=fields.integer("vocab_size", num_tokens, low=1, high=MAX_VOCAB),
         max_position=max_position,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         rope=_rope(fields, file, head_dim, max_position, family.gguf_interleaved),
@@ -158,7 +161,7 @@ def _rope(fields: Fields, file: GGUFFile, head_dim: int, max_position: int, inte
         rope,
         kind=named,
         factor=factor,
-        original_max_position=fields.integer("rope.scaling.original_context_length", max_position, low=1, high=MAX_POSITION),
+        original_max_position=fields.integer(_ORIGINAL_CONTEXT, max_position, low=1, high=MAX_POSITION),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, high=1e6),
         attention_factor=attention,
@@ -170,5 +173,5 @@ def _frequency_factors(file: GGUFFile) -> tuple[float, ...]:
     if info is None:
         return ()
     if info.format != "f32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
-        raise ModelFileError(f"{file.name}: tensor {info.name} is {info.format} {info.shape}; a short f32 vector is needed")
+        raise ModelFileError(f"{file.name}: tensor {info.name} is no short vector of type F32")
     return tuple(float(factor) for factor in file.read(info).view(np.float32))

@@ -1,8 +1,8 @@
 """A bounded reader of GGUF files, versions 2 and 3, little endian.
 
-Every count and size is checked against what is left of the file before anything is allocated or walked. The metadata is
-read into memory with plain reads and tensor bytes with pread: nothing is mapped, so a file that shrinks later gives an
-error here and cannot kill a serving process by SIGBUS. Strings of arrays are kept as offsets and decoded when asked for.
+Every count and size is checked against what is left of the file before anything is allocated or walked. All bytes come
+by pread into memory of our own: nothing is mapped, so a file that shrinks later gives an error here and cannot kill a
+serving process by SIGBUS. Strings of arrays are kept as offsets and decoded when asked for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import ModelFileError
+from worker.model.loading.reads import open_for_reading, pread_exactly
 from worker.quant.gguf_formats import FORMATS, GGML_TYPE_NAMES, SUPPORTED_TYPES, WeightFormat
 
 _SCALARS: dict[int, tuple[str, str]] = {
@@ -158,22 +158,6 @@ class _Cursor:
             self.fail(f"{what} is not valid UTF-8")
 
 
-def pread_exactly(fd: int, offset: int, count: int, name: str) -> npt.NDArray[np.uint8]:
-    """`count` bytes from `offset`, in memory of our own. Raises ModelFileError where the file ends before."""
-    out = np.empty(count, dtype=np.uint8)
-    view = memoryview(out)
-    done = 0
-    while done < count:
-        try:
-            got = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise ModelFileError(f"{name}: cannot be read: {error.strerror}") from None
-        if got == 0:
-            raise ModelFileError(f"{name}: ends at byte {offset + done}, before byte {offset + count}; did it shrink?")
-        done += got
-    return out
-
-
 def _read_strings(cursor: _Cursor, count: int, what: str) -> tuple[array[int], array[int]]:
     """Starts and ends of `count` strings in the buffer; the strings themselves are only stepped over."""
     if count * 8 > cursor.remaining:
@@ -211,12 +195,8 @@ class GGUFFile:
         self.tensors: dict[str, TensorInfo] = {}
         self._types: dict[str, int] = {}
         self._pending: dict[str, tuple[array[int], array[int]]] = {}
+        self._fd, self.file_size = open_for_reading(path)
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ModelFileError(f"{self.name}: cannot be opened: {error.strerror}") from None
-        try:
-            self.file_size = os.fstat(self._fd).st_size
             self._parse(_Cursor(self._fd, self.file_size, self.name))
         except BaseException:
             self.close()
@@ -225,7 +205,7 @@ class GGUFFile:
     def __enter__(self) -> GGUFFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -348,11 +328,9 @@ class GGUFFile:
         for info in sorted(infos, key=lambda one: one.offset):
             if info.offset % alignment:
                 cursor.fail(f"tensor {info.name} is at offset {info.offset}, which is not aligned to {alignment}")
-            if data_start + info.offset + info.num_bytes > self.file_size:
-                cursor.fail(
-                    f"truncated or malformed: tensor {info.name} ends at byte {data_start + info.offset + info.num_bytes}"
-                    f" of a file of {self.file_size}"
-                )
+            last = data_start + info.offset + info.num_bytes
+            if last > self.file_size:
+                cursor.fail(f"truncated: tensor {info.name} would end at byte {last} of {self.file_size}")
             if info.offset < end:
                 cursor.fail(f"tensors {before} and {info.name} overlap")
             end, before = info.offset + info.num_bytes, info.name

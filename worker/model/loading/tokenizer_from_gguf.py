@@ -99,7 +99,8 @@ def convert_tokenizer(file: GGUFFile, vocabulary: Vocabulary) -> bytes:
     """tokenizer.json for the vocabulary.
 
     Raises:
-        ModelFileError: the kind of tokenizer, or how it splits text, is not known; to guess would cost quality silently.
+        ModelFileError: the kind of tokenizer, or how it splits text, is not known; a guess would give other tokens than
+            the model was trained on, without a sign of it.
     """
     fields = Fields(file.metadata, f"{file.name}: ")
     model = fields.text("tokenizer.ggml.model")
@@ -145,14 +146,14 @@ def _pre_tokenizer(fields: Fields) -> _PreTokenizer:
 
 def _bos_template(vocabulary: Vocabulary) -> dict[str, Any]:
     """A post-processor that puts the beginning-of-text token in front."""
-    assert_id = vocabulary.bos_token_id
-    bos = vocabulary.tokens[assert_id] if assert_id is not None else ""
+    bos_id = vocabulary.bos_token_id
+    bos = vocabulary.tokens[bos_id] if bos_id is not None else ""
     first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, first],
         "pair": [{"SpecialToken": {"id": bos, "type_id": 0}}, first, second],
-        "special_tokens": {bos: {"id": bos, "ids": [assert_id], "tokens": [bos]}},
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
     }
 
 

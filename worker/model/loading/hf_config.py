@@ -1,0 +1,115 @@
+"""DecoderSpec from a folder's config.json, read without transformers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.errors import ModelFileError
+from worker.model.families import BY_MODEL_TYPE, Family
+from worker.model.loading.checks import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    MAX_POSITION,
+    MAX_VOCAB,
+    check_spec,
+)
+from worker.model.loading.fields import Fields, shown
+from worker.model.loading.rope_config import rope_from_config
+from worker.model.spec import DecoderSpec, KVGroupSpec
+
+_ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def spec_from_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    """The specification.
+
+    Raises:
+        ModelFileError: the family is not supported, or a key is missing or absurd.
+    """
+    family = _family(fields)
+    num_layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    hidden = fields.integer("hidden_size", low=1, high=MAX_HIDDEN)
+    num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
+    head_dim = fields.integer("head_dim", hidden // num_heads, low=1, high=MAX_HEAD_DIM)
+    max_position = fields.integer("max_position_embeddings", low=1, high=MAX_POSITION)
+    activation = fields.text("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise fields.error("hidden_act", f"is {activation[:80]!r}; supported are {', '.join(_ACTIVATIONS)}")
+    bos = token_ids(fields, "bos_token_id")
+    bias = not family.qkv_bias and fields.boolean("attention_bias", False)
+    spec = DecoderSpec(
+        family=family.name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", low=1, high=MAX_HIDDEN * 16),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads, low=1, high=num_heads),
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB),
+        max_position=max_position,
+        norm_eps=fields.number("rms_norm_eps", high=1.0),
+        rope=rope_from_config(fields, head_dim, max_position),
+        activation=_ACTIVATIONS[activation],
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        attention_bias=family.qkv_bias or bias,
+        attention_output_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        kv_groups=_kv_groups(fields, family, num_layers, max_position),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos[0] if bos else None,
+    )
+    return check_spec(spec, fields.where.rstrip(": "))
+
+
+def token_ids(fields: Fields, key: str) -> list[int]:
+    """A token id or a list of them; empty where absent."""
+    value = fields.raw(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for one in values:
+        if type(one) is not int or not 0 <= one < MAX_VOCAB:
+            raise fields.error(key, f"is {shown(value)}; a token id or a list of them is needed")
+    return values
+
+
+def _family(fields: Fields) -> Family:
+    if "auto_map" in fields:
+        raise fields.error("auto_map", "asks for code from the model's folder to be run, which Pelton never does")
+    if "quantization_config" in fields:
+        method = fields.part("quantization_config").text("quant_method", "unknown")
+        raise fields.error("quantization_config", f"says {method[:80]!r}; quantized checkpoints are not supported yet")
+    model_type = fields.text("model_type")
+    family = BY_MODEL_TYPE.get(model_type)
+    if family is None:
+        raise fields.error("model_type", f"is {model_type[:80]!r}; supported are {', '.join(BY_MODEL_TYPE)}")
+    return family
+
+
+def _kv_groups(fields: Fields, family: Family, num_layers: int, max_position: int) -> tuple[KVGroupSpec, ...]:
+    """Layers with and without a sliding window. A window as long as the context is none."""
+    window = fields.optional_integer("sliding_window", low=0, high=MAX_POSITION)
+    uses = fields.boolean("use_sliding_window", family.window_by_default)
+    if not window or not uses or window >= max_position:
+        return ()
+    types = fields.raw("layer_types")
+    if types is None:
+        # Families with the switch apply the window from layer max_window_layers upwards.
+        first = 0 if family.window_by_default else fields.integer("max_window_layers", 0, high=MAX_LAYERS)
+        types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not all(one in known for one in types):
+        raise ModelFileError(f"{fields.where}layer_types does not say full or sliding for {num_layers} layers")
+    groups = []
+    for name, size in (("full_attention", None), ("sliding_attention", window)):
+        layers = tuple(i for i, one in enumerate(types) if one == name)
+        if layers:
+            groups.append(KVGroupSpec(layers=layers, window=size))
+    return tuple(groups)

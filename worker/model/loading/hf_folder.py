@@ -1,0 +1,126 @@
+"""Opens a folder in Hugging Face's format: config.json, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from shared.errors import ModelFileError
+from worker.model.families import hf_names
+from worker.model.loading.checks import check_tensors
+from worker.model.loading.end_tokens import united
+from worker.model.loading.fields import Fields
+from worker.model.loading.hf_config import spec_from_config, token_ids
+from worker.model.loading.hf_text import read_text_side
+from worker.model.loading.model_files import ModelFiles
+from worker.model.loading.model_hash import model_hash
+from worker.model.loading.reads import parse_object, read_bounded, read_json_object
+from worker.model.loading.safetensors_reader import Checkpoint, open_checkpoint, read_index
+from worker.model.loading.weights import RawWeight, WeightSource, slice_columns
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_MAX_CONFIG = 1 << 24
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class SafetensorsWeights(WeightSource):
+    """Weights of an opened checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+        self._checkpoint = checkpoint
+        self._tensors = {canonical: checkpoint.tensors[name] for canonical, name in names.items()}
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name][1].shape
+
+    def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
+        file, tensor = self._tensors[name]
+        return slice_columns(file.read_rows(tensor, rows), cols)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def check_types(self) -> None:
+        """Raises ModelFileError where a tensor has a type that cannot be used, before any is read."""
+        for file, tensor in self._tensors.values():
+            file.format_of(tensor)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds safetensors."""
+    return any(folder.glob("*.safetensors")) or (folder / _INDEX).exists()
+
+
+def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
+    """Opens a folder.
+
+    Raises:
+        ModelFileError: a file is missing, malformed or not supported; names file and key or tensor.
+    """
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        raise ModelFileError(f"{folder.name}: config.json is missing")
+    raw_config = read_bounded(config_path, _MAX_CONFIG)
+    fields = Fields(parse_object(raw_config, "config.json"), "config.json: ")
+    # The configuration is judged before anything else of the folder is read.
+    spec_from_config(fields, ())
+    checkpoint = _open_weights(folder)
+    try:
+        bundle, text_ends = read_text_side(folder, cache_dir)
+        eos = united(token_ids(fields, "eos_token_id"), _generation_ends(folder), text_ends)
+        spec = spec_from_config(fields, eos)
+        shapes = {name: tensor.shape for name, (_, tensor) in checkpoint.tensors.items()}
+        tied = spec.tie_word_embeddings
+        names = check_tensors(spec, hf_names(spec.num_layers), shapes, lambda name: _ignored(name, tied), folder.name)
+        weights = SafetensorsWeights(checkpoint, names)
+        weights.check_types()
+        heads = [(file.path, file.data_start) for file in sorted(checkpoint.files, key=lambda file: file.name)]
+        return ModelFiles(
+            spec=spec,
+            weights=weights,
+            bundle=bundle,
+            eos_token_ids=eos,
+            default_name=default_name,
+            created=int(max(path.stat().st_mtime for path, _ in heads)),
+            model_hash=model_hash(heads, hashlib.sha256(raw_config).digest()),
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _ignored(name: str, tied: bool) -> bool:
+    """Tensors that a checkpoint may hold without need: rope tables, and the head where it is the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _open_weights(folder: Path) -> Checkpoint:
+    if (folder / _INDEX).exists():
+        weight_map = read_index(folder / _INDEX)
+        return open_checkpoint([folder / name for name in sorted(set(weight_map.values()))], weight_map)
+    if (folder / _WEIGHTS).exists():
+        return open_checkpoint([folder / _WEIGHTS])
+    single = sorted(folder.glob("*.safetensors"))
+    if len(single) == 1:
+        return open_checkpoint(single)
+    if single:
+        raise ModelFileError(f"{folder.name}: {_INDEX} is missing, and there are {len(single)} safetensors files")
+    for pattern in _PICKLES:
+        for path in sorted(folder.glob(pattern)):
+            raise ModelFileError(f"{path.name}: pickled weights can run code and are refused; convert to safetensors")
+    raise ModelFileError(f"{folder.name}: there are no safetensors files")
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return []
+    return token_ids(Fields(read_json_object(path), "generation_config.json: "), "eos_token_id")
