@@ -124,6 +124,11 @@ class Decoder:
         Returns:
             [S, vocab] float32 logits of the tokens batch.logits_indices.
         """
+        return self.logits(self.hidden_states(batch, kv))
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
+        """The first part of `forward`: [S, hidden] of the tokens batch.logits_indices, normed for the head."""
         residual = self._embedding(batch.input_ids, self._residual_dtype)
         if self.spec.embedding_scale is not None:
             residual *= self.spec.embedding_scale
@@ -135,7 +140,12 @@ class Decoder:
         wanted = batch.logits_indices
         residual = residual.index_select(0, wanted)
         delta = delta.index_select(0, wanted) if delta is not None else None
-        logits = self._head(self._norm(delta, residual))
+        return self._norm(delta, residual)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The second part of `forward`: [S, hidden] -> [S, vocab] float32. A caller bounds its memory by slices."""
+        logits = self._head(hidden)
         if self.spec.logits_softcap is not None:
             logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
         return logits
