@@ -1,0 +1,73 @@
+"""Tells the user of `pelton serve` when it answers, and what to type."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shlex
+import threading
+from collections.abc import Mapping
+
+from shared import notify
+from shared.settings import ServeSettings
+
+_POLL_SECONDS = 0.1
+_REQUEST_SECONDS = 2.0
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+
+
+def announce_when_ready(settings: ServeSettings, env: Mapping[str, str], stopped: threading.Event) -> None:
+    """Asks /ready until it answers 200, then prints the URL and a curl line; ends early when `stopped` is set."""
+    while not stopped.wait(_POLL_SECONDS):
+        if _get(settings, "/ready", {}) is not None:
+            print(greeting(settings, _model_name(settings)), flush=True)
+            notify.ready(f"serving on {base_url(settings)}")
+            return
+
+
+def base_url(settings: ServeSettings) -> str:
+    """What an OpenAI SDK takes as base_url on this machine."""
+    host = _reachable_host(settings)
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}/v1"
+
+
+def greeting(settings: ServeSettings, model: str) -> str:
+    """The lines to print. Keys are never among them."""
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "Tell me a joke."}], "stream": True, "max_tokens": 64}
+    )
+    command = ["curl", "-N", f"{base_url(settings)}/chat/completions", "-H", "Content-Type: application/json"]
+    key = ' -H "Authorization: Bearer $PELTON_API_KEY"' if settings.api_key or settings.api_key_file else ""
+    return (
+        f"\nPelton serves {model} at {base_url(settings)}\n"
+        f"Try it:\n\n  {shlex.join(command)}{key} \\\n    -d {shlex.quote(body)}\n"
+    )
+
+
+def _model_name(settings: ServeSettings) -> str:
+    if settings.served_model_name:
+        return settings.served_model_name[0]
+    headers = {"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    try:
+        name = json.loads(_get(settings, "/v1/models", headers) or b"")["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        return "default"
+    return str(name)
+
+
+def _reachable_host(settings: ServeSettings) -> str:
+    return _ANY_ADDRESS.get(settings.host, settings.host)
+
+
+def _get(settings: ServeSettings, path: str, headers: Mapping[str, str]) -> bytes | None:
+    """The body of a 200 answer, else None."""
+    connection = http.client.HTTPConnection(_reachable_host(settings), settings.port, timeout=_REQUEST_SECONDS)
+    try:
+        connection.request("GET", path, headers=dict(headers))
+        response = connection.getresponse()
+        body = response.read()
+        return body if response.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -1,0 +1,51 @@
+"""The command `pelton`. It runs the others by exec, so that no command pays for another's imports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from shared.errors import ConfigurationError
+
+USAGE = """\
+usage: pelton COMMAND [ARGUMENTS]
+
+  serve [MODEL]   gateway and workers on this machine
+  gateway         the HTTP side alone
+  worker [MODEL]  one worker alone
+  version         prints the version
+
+pelton COMMAND --help lists a command's settings."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script's entry. Returns the exit code: 0, or 1 after an error that was printed."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in ("gateway", "worker"):
+        from shared.supervisor import python_module
+
+        line = [*python_module(command), *rest]
+        os.execv(line[0], line)
+    if command == "serve":
+        from shared import supervisor
+
+        try:
+            return supervisor.serve(rest, os.environ)
+        except ConfigurationError as error:
+            print(f"pelton serve: {error}", file=sys.stderr)
+            return 1
+    if command in ("version", "--version"):
+        print(f"pelton {importlib.metadata.version('pelton')}")
+        return 0
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    print(f"pelton: unknown command {command!r}\n\n{USAGE}" if command else USAGE, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

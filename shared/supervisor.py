@@ -1,0 +1,337 @@
+"""`pelton serve`: runs the gateway and the workers of one machine as child processes.
+
+It imports neither aiohttp nor torch. Each child is in a session of its own, so that a Ctrl-C reaches only the
+supervisor, which passes it on in order: the gateway first, so that it drains while the workers still compute, then the
+workers. A child that dies is started again with exponential back-off. One that cannot start at all (exit code 1
+before it was ever ready) ends everything, because a second try would end the same way. When the supervisor itself
+dies, however, the children read end-of-file on their pipe and exit (shared.supervisor_pipe).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shared import announce, config, log, notify, sockets, supervisor_pipe
+from shared.errors import ConfigurationError
+from shared.settings import GatewaySettings, ServeSettings, WorkerSettings
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+EXIT_CONFIGURATION = 1
+"""The exit code of a command that printed a ConfigurationError."""
+
+_WORKER_STOP_SECONDS = 10.0
+_GATEWAY_STOP_MARGIN_SECONDS = 5.0
+
+logger = log.get_logger("supervisor")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChildSpec:
+    """One process to keep running.
+
+    Attributes:
+        stop_order: children with a lower number are stopped first; the next follow when those are gone.
+        stop_seconds: how long the child may take after SIGTERM before it gets SIGKILL.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    stop_order: int
+    stop_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Backoff:
+    """Seconds before a restart: `first`, doubled at each further failure up to `limit`.
+
+    After a life of `healthy` seconds the count of failures begins anew.
+    """
+
+    first: float = 0.25
+    limit: float = 30.0
+    healthy: float = 60.0
+
+    def delay(self, num_failures: int) -> float:
+        """Seconds to wait after that many failures in a row, >= 1."""
+        return min(self.limit, self.first * 2.0 ** min(num_failures - 1, 30))
+
+
+class Child:
+    """The state of one child. Only the Supervisor changes it.
+
+    Attributes:
+        was_ready: whether any life of the child has said READY=1.
+        restart_at: when to start it again (monotonic), or None while it runs or shall stay down.
+    """
+
+    def __init__(self, spec: ChildSpec, notify_path: Path) -> None:
+        self.spec = spec
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_at = 0.0
+        self.num_failures = 0
+        self.was_ready = False
+        self.restart_at: float | None = None
+        self.notify_path = notify_path
+        self.notify_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self.notify_socket.setblocking(False)
+        notify_path.unlink(missing_ok=True)
+        self.notify_socket.bind(str(notify_path))
+
+    def read_notifications(self) -> None:
+        """Takes what the child has sent by sd_notify."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                lines = self.notify_socket.recv(4096).decode("utf-8", "replace").splitlines()
+                self.was_ready = self.was_ready or "READY=1" in lines
+
+    def signal(self, number: int) -> None:
+        """Signals the child alone (SIGKILL: with every process of its session's group)."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    os.killpg(self.process.pid, number)
+                else:
+                    self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Removes the notification socket."""
+        self.notify_socket.close()
+        self.notify_path.unlink(missing_ok=True)
+
+
+class Supervisor:
+    """Starts, watches, restarts and stops children; `run` returns the exit code.
+
+    Args:
+        directory: private directory for the notification sockets.
+    """
+
+    def __init__(self, specs: Sequence[ChildSpec], directory: Path, *, backoff: Backoff | None = None) -> None:
+        self._backoff = backoff if backoff is not None else Backoff()
+        self._children = [Child(spec, directory / f"notify-{spec.name}.sock") for spec in specs]
+        self._selector = selectors.DefaultSelector()
+        self._pipe_read, self._pipe_write = os.pipe()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._signals: list[int] = []
+        self._stopping: list[Child] | None = None
+        self._stop_deadline = 0.0
+        self._exit_code = 0
+
+    def run(self) -> int:
+        """Runs until a stop signal, or until a child cannot start. From the main thread only."""
+        self._listen()
+        try:
+            for child in self._children:
+                self._start(child)
+            while self._stopping is None or any(child.process for child in self._children):
+                self._wait()
+                self._handle_signals()
+                self._reap()
+                self._restart_due()
+                self._advance_stop()
+            return self._exit_code
+        finally:
+            self._close()
+
+    def request_stop(self) -> None:
+        """The same as SIGTERM; from any thread."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _listen(self) -> None:
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda received, _frame: self._signals.append(received))
+        # The handler does nothing: it is there so that the death of a child writes to the wake-up socket.
+        signal.signal(signal.SIGCHLD, lambda _received, _frame: None)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        for child in self._children:
+            self._selector.register(child.notify_socket, selectors.EVENT_READ, child)
+
+    def _start(self, child: Child) -> None:
+        env = {
+            **child.spec.env,
+            supervisor_pipe.ENVIRONMENT_VARIABLE: str(self._pipe_read),
+            "NOTIFY_SOCKET": str(child.notify_path),
+        }
+        child.restart_at = None
+        child.started_at = time.monotonic()
+        child.process = subprocess.Popen(
+            child.spec.argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._pipe_read,)
+        )
+        logger.info("started", child=child.spec.name, pid=child.process.pid)
+
+    def _wait(self) -> None:
+        deadlines = [child.restart_at for child in self._children if child.restart_at is not None]
+        if self._stopping:
+            deadlines.append(self._stop_deadline)
+        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        for key, _ in self._selector.select(timeout):
+            if isinstance(key.data, Child):
+                key.data.read_notifications()
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake_read.recv(4096):
+                        continue
+
+    def _handle_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            logger.info("signal", signal=signal.Signals(number).name)
+            if self._stopping is None:
+                self._begin_stop(0)
+            else:
+                # Asked twice: no more waiting.
+                self._exit_code = self._exit_code or 1
+                self._kill_all()
+
+    def _begin_stop(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._stopping = []
+        notify.stopping("stopping")
+        for child in self._children:
+            child.restart_at = None
+
+    def _reap(self) -> None:
+        for child in self._children:
+            if child.process is None or child.process.poll() is None:
+                continue
+            code, lifetime = child.process.returncode, time.monotonic() - child.started_at
+            # Whatever it started in its group (ranks of a worker) goes with it.
+            child.signal(signal.SIGKILL)
+            child.process = None
+            child.read_notifications()
+            if self._stopping is not None:
+                logger.info("ended", child=child.spec.name, exit_code=code)
+            elif code == EXIT_CONFIGURATION and not child.was_ready:
+                logger.error("could not start; its message is above", child=child.spec.name, exit_code=code)
+                self._begin_stop(EXIT_CONFIGURATION)
+            else:
+                child.num_failures = 1 if lifetime >= self._backoff.healthy else child.num_failures + 1
+                delay = self._backoff.delay(child.num_failures)
+                child.restart_at = time.monotonic() + delay
+                logger.error("died", child=child.spec.name, exit_code=code, lifetime=lifetime, restart_in=delay)
+
+    def _restart_due(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            if self._stopping is None and child.restart_at is not None and child.restart_at <= now:
+                self._start(child)
+
+    def _advance_stop(self) -> None:
+        """Stops the next group of children when the one before is gone; kills what takes too long."""
+        if self._stopping is None:
+            return
+        alive = [child for child in self._children if child.process is not None]
+        if any(child in alive for child in self._stopping):
+            if time.monotonic() >= self._stop_deadline:
+                for child in self._stopping:
+                    logger.warning("killed: did not end in time", child=child.spec.name)
+                    child.signal(signal.SIGKILL)
+                self._stop_deadline = time.monotonic() + 1.0
+            return
+        order = min((child.spec.stop_order for child in alive), default=None)
+        self._stopping = [child for child in alive if child.spec.stop_order == order]
+        for child in self._stopping:
+            child.signal(signal.SIGTERM)
+        self._stop_deadline = time.monotonic() + max((child.spec.stop_seconds for child in self._stopping), default=0.0)
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._kill_all()
+        signal.set_wakeup_fd(-1)
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        for child in self._children:
+            child.close()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+        os.close(self._pipe_read)
+        os.close(self._pipe_write)
+
+
+def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """The command `pelton serve`. Returns its exit code; raises ConfigurationError before anything is started."""
+    settings = config.load_settings(ServeSettings, argv, env, prog="pelton serve")
+    writer = log.configure(settings.log_level, settings.log_format, process="supervisor")
+    # A free port is chosen here, once, so that a gateway that is started again listens where clients know it.
+    settings = dataclasses.replace(settings, port=settings.port or _free_port(settings.host))
+    own = settings.runtime_dir or str(sockets.runtime_dir() / f"serve-{settings.port}")
+    directory = sockets.runtime_dir(own)
+    settings = dataclasses.replace(settings, runtime_dir=str(directory))
+    with _lock(directory):
+        supervisor = Supervisor(child_specs(settings, env), directory)
+        done = threading.Event()
+        threading.Thread(
+            target=announce.announce_when_ready, args=(settings, env, done), name="announce", daemon=True
+        ).start()
+        try:
+            return supervisor.run()
+        finally:
+            done.set()
+            writer.flush()
+
+
+def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSpec]:
+    """The workers and the gateway of one `pelton serve`; the gateway stops first."""
+    # Not the supervisor's own: each child gets the socket on which the supervisor listens.
+    inherited = {name: value for name, value in env.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
+    num_workers = settings.data_parallel_size
+    num_threads = settings.num_threads
+    if num_threads == 0 and num_workers > 1:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    specs = []
+    for index in range(num_workers):
+        worker = dataclasses.replace(settings, worker_index=index, num_threads=num_threads)
+        argv = python_module("worker") + config.settings_to_argv(WorkerSettings, worker)
+        child_env = config.settings_to_environment(WorkerSettings, worker, inherited)
+        specs.append(ChildSpec(f"worker-{index}", tuple(argv), child_env, 1, _WORKER_STOP_SECONDS))
+    argv = python_module("gateway") + config.settings_to_argv(GatewaySettings, settings)
+    child_env = config.settings_to_environment(GatewaySettings, settings, inherited)
+    stop_seconds = settings.drain_timeout + _GATEWAY_STOP_MARGIN_SECONDS
+    specs.append(ChildSpec("gateway", tuple(argv), child_env, 0, stop_seconds))
+    return specs
+
+
+def python_module(name: str) -> list[str]:
+    """The command that runs one of Pelton's packages. -P: a folder `worker` where the user stands must not be found."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigurationError(f"--host {host}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Keeps a second supervisor out of the directory, whose workers would remove the first one's sockets."""
+    with open(directory / "serve.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(f"another pelton serve runs in {directory}; give another --runtime-dir") from error
+        yield
