@@ -68,4 +68,8 @@ class ReferenceOps:
 
 def select_ops(device: torch.device) -> Ops:
     """The ops of a device."""
+    if device.type == "cpu":
+        from kernels.cpu.ops import CpuOps  # numba takes its time to import and other devices do without it
+
+        return CpuOps()
     return ReferenceOps()

@@ -1,0 +1,281 @@
+"""Vectors of 16 float32 as values in numba code, and memory by address.
+
+numba vectorizes loops as it sees fit; attention needs its accumulators to stay in registers, so the kernels say which
+vectors they mean. LLVM splits a vector where the processor's registers are narrower. Memory holds float32 or, where
+the literal `bf16` is 1, bfloat16: the upper half of a float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+
+F32 = ir.FloatType()
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+VEC = ir.VectorType(F32, WIDTH)
+
+
+class _VectorType(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name=f"float32x{WIDTH}")
+
+
+vector = _VectorType()
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, VEC)
+
+
+def const(value_type: ir.VectorType, value: float | list[int]) -> ir.Constant:
+    """A vector constant with every lane `value`, or with these lanes."""
+    lanes = value if isinstance(value, list) else [value] * value_type.count
+    return ir.Constant(value_type, [ir.Constant(value_type.element, lane) for lane in lanes])
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
+    """Address as a pointer."""
+    return builder.inttoptr(address, to.as_pointer())
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, width: int = WIDTH) -> ir.Value:
+    """Every lane the scalar."""
+    kind = ir.VectorType(scalar.type, width)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), const(ir.VectorType(I32, width), 0))
+
+
+def call(builder: ir.IRBuilder, name: str, kind: ir.Type, *arguments: ir.Value) -> ir.Value:
+    """An LLVM intrinsic whose arguments and result are of one type."""
+    suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind] * len(arguments)), f"llvm.{name}.{suffix}"
+    )
+    return builder.call(function, arguments)
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c, rounded once."""
+    return call(builder, "fma", a.type, a, b, c)
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, bf16: bool, width: int = WIDTH) -> ir.Value:
+    """`width` neighbouring values as float32."""
+    wide = ir.VectorType(F32, width)
+    if not bf16:
+        return builder.load(pointer(builder, address, wide), align=4)
+    half = builder.load(pointer(builder, address, ir.VectorType(I16, width)), align=2)
+    integers = ir.VectorType(I32, width)
+    return builder.bitcast(builder.shl(builder.zext(half, integers), const(integers, 16)), wide)
+
+
+def to_bf16(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
+    """float32 lanes to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
+    integers = ir.VectorType(I32, values.type.count)
+    bits = builder.bitcast(values, integers)
+    odd = builder.and_(builder.lshr(bits, const(integers, 16)), const(integers, 1))
+    rounded = builder.add(bits, builder.add(odd, const(integers, 0x7FFF)))
+    quiet = builder.or_(bits, const(integers, 0x400000))
+    chosen = builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
+    return builder.trunc(builder.lshr(chosen, const(integers, 16)), ir.VectorType(I16, values.type.count))
+
+
+def store(builder: ir.IRBuilder, address: ir.Value, values: ir.Value, bf16: bool) -> None:
+    """Writes neighbouring values."""
+    if bf16:
+        half = to_bf16(builder, values)
+        builder.store(half, pointer(builder, address, half.type), align=2)
+    else:
+        builder.store(values, pointer(builder, address, values.type), align=4)
+
+
+def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """exp of each lane, within 2 units in the last place; 0 below -87, its largest value above 88.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2 (reduction in two steps after Cody and Waite), Taylor series of degree 7 in r.
+    """
+    integers = ir.VectorType(I32, WIDTH)
+    tiny = builder.fcmp_ordered("olt", x, const(VEC, -87.0))
+    x = call(builder, "minnum", VEC, call(builder, "maxnum", VEC, x, const(VEC, -87.0)), const(VEC, 88.0))
+    n = call(builder, "nearbyint", VEC, builder.fmul(x, const(VEC, 1.4426950408889634)))
+    r = fma(builder, n, const(VEC, -0.693359375), x)
+    r = fma(builder, n, const(VEC, 2.12194440e-4), r)
+    series = const(VEC, 1.0 / 5040.0)
+    for factorial in (720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0):
+        series = fma(builder, series, r, const(VEC, 1.0 / factorial))
+    exponent = builder.shl(builder.add(builder.fptosi(n, integers), const(integers, 127)), const(integers, 23))
+    return builder.select(tiny, const(VEC, 0.0), builder.fmul(series, builder.bitcast(exponent, VEC)))
+
+
+def _emit(result: Any, arguments: tuple[Any, ...], body: Callable[..., Any]) -> tuple[Any, Any]:
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        out = body(builder, *values)
+        return context.get_dummy_value() if out is None else out
+
+    return result(*arguments), codegen
+
+
+@intrinsic(prefer_literal=True)
+def vload(typing: Any, address: Any, bf16: Any) -> Any:
+    """16 neighbouring values from an address."""
+    narrow = bool(bf16.literal_value)
+    return _emit(vector, (types.int64, bf16), lambda b, a, _: load(b, a, narrow))
+
+
+@intrinsic(prefer_literal=True)
+def vstore(typing: Any, address: Any, values: Any, bf16: Any) -> Any:
+    """Writes 16 neighbouring values."""
+    narrow = bool(bf16.literal_value)
+    return _emit(types.void, (types.int64, vector, bf16), lambda b, a, v, _: store(b, a, v, narrow))
+
+
+@intrinsic(prefer_literal=True)
+def vscatter(typing: Any, address: Any, stride: Any, values: Any, bf16: Any) -> Any:
+    """Writes lane i to address + i * stride bytes; stride is a literal."""
+    narrow, step = bool(bf16.literal_value), stride.literal_value
+
+    def body(b: Any, a: Any, _stride: Any, v: Any, _bf16: Any) -> None:
+        lanes = to_bf16(b, v) if narrow else v
+        for lane in range(WIDTH):
+            target = pointer(b, b.add(a, I64(lane * step)), lanes.type.element)
+            b.store(b.extract_element(lanes, I32(lane)), target)
+
+    return _emit(types.void, (types.int64, stride, vector, bf16), body)
+
+
+@intrinsic
+def vsplat(typing: Any, scalar: Any) -> Any:
+    """Every lane the scalar."""
+    return _emit(vector, (types.float32,), splat)
+
+
+@intrinsic
+def vadd(typing: Any, x: Any, y: Any) -> Any:
+    """x + y."""
+    return _emit(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
+
+
+@intrinsic
+def vsub(typing: Any, x: Any, y: Any) -> Any:
+    """x - y."""
+    return _emit(vector, (vector, vector), lambda b, x, y: b.fsub(x, y))
+
+
+@intrinsic
+def vmul(typing: Any, x: Any, y: Any) -> Any:
+    """x * y."""
+    return _emit(vector, (vector, vector), lambda b, x, y: b.fmul(x, y))
+
+
+@intrinsic
+def vdiv(typing: Any, x: Any, y: Any) -> Any:
+    """x / y."""
+    return _emit(vector, (vector, vector), lambda b, x, y: b.fdiv(x, y))
+
+
+@intrinsic
+def vfma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z."""
+    return _emit(vector, (vector, vector, vector), fma)
+
+
+@intrinsic
+def vmax(typing: Any, x: Any, y: Any) -> Any:
+    """The larger of each lane; a NaN lane keeps the other's."""
+    return _emit(vector, (vector, vector), lambda b, x, y: call(b, "maxnum", VEC, x, y))
+
+
+@intrinsic
+def vexp(typing: Any, x: Any) -> Any:
+    """exp of each lane."""
+    return _emit(vector, (vector,), exp)
+
+
+@intrinsic
+def vkeep(typing: Any, x: Any, count: Any, other: Any) -> Any:
+    """Lanes below `count` as they are, the others `other`."""
+
+    def body(b: Any, v: Any, limit: Any, fill: Any) -> Any:
+        index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
+        return b.select(b.icmp_signed("<", index, splat(b, limit)), v, splat(b, fill))
+
+    return _emit(vector, (vector, types.int64, types.float32), body)
+
+
+def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    width = WIDTH
+    while width > 1:
+        width //= 2
+        low = const(ir.VectorType(I32, width), list(range(width)))
+        high = const(ir.VectorType(I32, width), list(range(width, 2 * width)))
+        undefined = ir.Constant(values.type, ir.Undefined)
+        values = combine(
+            builder.shuffle_vector(values, undefined, low), builder.shuffle_vector(values, undefined, high)
+        )
+    return builder.extract_element(values, I32(0))
+
+
+@intrinsic
+def vsum(typing: Any, x: Any) -> Any:
+    """Sum of the lanes, by halves."""
+    return _emit(types.float32, (vector,), lambda b, v: _fold(b, v, b.fadd))
+
+
+@intrinsic
+def vhighest(typing: Any, x: Any) -> Any:
+    """Largest lane."""
+    return _emit(
+        types.float32, (vector,), lambda b, v: _fold(b, v, lambda x, y: b.select(b.fcmp_ordered("ogt", x, y), x, y))
+    )
+
+
+@intrinsic
+def load_f32(typing: Any, address: Any) -> Any:
+    """One float32."""
+    return _emit(types.float32, (types.int64,), lambda b, a: b.load(pointer(b, a, F32)))
+
+
+@intrinsic
+def store_f32(typing: Any, address: Any, value: Any) -> Any:
+    """Writes one float32."""
+
+    def body(b: Any, a: Any, v: Any) -> None:
+        b.store(v, pointer(b, a, F32))
+
+    return _emit(types.void, (types.int64, types.float32), body)
+
+
+@intrinsic
+def load_i32(typing: Any, address: Any) -> Any:
+    """One int32, as int64."""
+    return _emit(types.int64, (types.int64,), lambda b, a: b.sext(b.load(pointer(b, a, I32)), I64))
+
+
+@intrinsic
+def load_i64(typing: Any, address: Any) -> Any:
+    """One int64."""
+    return _emit(types.int64, (types.int64,), lambda b, a: b.load(pointer(b, a, I64)))
+
+
+@intrinsic
+def atomic_add(typing: Any, address: Any, value: Any) -> Any:
+    """Adds to an int64 that threads share; returns what it was."""
+    return _emit(
+        types.int64, (types.int64, types.int64), lambda b, a, v: b.atomic_rmw("add", pointer(b, a, I64), v, "seq_cst")
+    )
+
+
+@intrinsic
+def atomic_load(typing: Any, address: Any) -> Any:
+    """An int64 that another thread may be changing."""
+    return _emit(types.int64, (types.int64,), lambda b, a: b.load_atomic(pointer(b, a, I64), "seq_cst", 8))
