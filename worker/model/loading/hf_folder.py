@@ -70,10 +70,10 @@ def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
         raise ModelFileError(f"{folder.name}: config.json is missing")
     raw_config = read_bounded(config_path, _MAX_CONFIG)
     fields = Fields(parse_object(raw_config, "config.json"), "config.json: ")
-    # The configuration is judged before anything else of the folder is read.
-    spec_from_config(fields, ())
     checkpoint = _open_weights(folder)
     try:
+        # Judged before the tokenizer is read, which takes longer.
+        spec_from_config(fields, ())
         bundle, text_ends = read_text_side(folder, cache_dir)
         eos = united(token_ids(fields, "eos_token_id"), _generation_ends(folder), text_ends)
         spec = spec_from_config(fields, eos)
