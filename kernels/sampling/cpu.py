@@ -39,7 +39,7 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 _options = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _words(first_token, position, choice, key_low, key_high, words):  # type: ignore[no-untyped-def]
     """Philox words of one chunk of tokens; vectorized over its counters."""
     for j in range(_BLOCKS):
@@ -64,7 +64,7 @@ def _words(first_token, position, choice, key_low, key_high, words):  # type: ig
         words[4 * j + 3] = c3
 
 
-@njit(fastmath={"nnan", "nsz"}, **_options)  # type: ignore[untyped-decorator]
+@njit(fastmath={"nnan", "nsz"}, **_options)
 def _largest(values):  # type: ignore[no-untyped-def]
     """Maximum of values without NaN; told so, the compiler vectorizes it."""
     largest = np.float32(-np.inf)
@@ -73,7 +73,7 @@ def _largest(values):  # type: ignore[no-untyped-def]
     return largest
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _argmax(row):  # type: ignore[no-untyped-def]
     """Lowest id of the largest logit; -1 where the row has NaN or +inf, or nothing but -inf."""
     unusable = 0
@@ -90,30 +90,30 @@ def _argmax(row):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _gumbel(word):  # type: ignore[no-untyped-def]
     uniform = (np.float64(word >> np.uint32(8)) + 0.5) * 2.0**-24
     return np.float32(-np.log(-np.log(uniform)))
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _token_key(scaled, token):  # type: ignore[no-untyped-def]
     """Sorts by scaled logit (<= 0) downwards, then by id upwards."""
     bits = np.float32(abs(scaled)).view(np.uint32)
     return (np.uint64(bits) << _SHIFT) | np.uint64(token)
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _key_value(key):  # type: ignore[no-untyped-def]
     return -np.uint32(key >> _SHIFT).view(np.float32)
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _bucket(scaled):  # type: ignore[no-untyped-def]
     return np.int32(min(np.float32(-scaled * _BUCKETS_PER_UNIT), np.float32(_NUM_BUCKETS - 1)))
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _count_buckets(row, highest, temperature, lowest, counts, masses):  # type: ignore[no-untyped-def]
     """Number and probability mass (largest token's = 1) of the tokens at or above `lowest`, by bucket."""
     scaled = np.empty(_CHUNK, np.float32)
@@ -144,7 +144,7 @@ def _count_buckets(row, highest, temperature, lowest, counts, masses):  # type: 
                 masses[buckets[i]] += weights[i]
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: ignore[no-untyped-def]
     """Keys of the tokens of one bucket, best first."""
     keys = np.empty(count, np.uint64)
@@ -170,7 +170,7 @@ def _sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: i
     return keys[:used]
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _border(row, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
     """The key of the last token that passes the filters."""
     counts = np.zeros(_NUM_BUCKETS, np.int64)
@@ -205,7 +205,7 @@ def _border(row, highest, temperature, top_k, top_p, log_min_p):  # type: ignore
     return last_key
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, key_high):  # type: ignore[no-untyped-def]
     """argmax of scaled logit + noise over the tokens up to the border; the lowest id where they are equal."""
     words = np.empty(_CHUNK, np.uint32)
@@ -239,7 +239,7 @@ def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, 
     return best_id
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def sample_rows(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, log_min_p, key, position, choice, start, end, ids
 ):
@@ -253,13 +253,13 @@ def sample_rows(  # type: ignore[no-untyped-def]
             continue
         border = no_border
         if top_k[r] > 0 or top_p[r] < 1.0:
-            border = _border(row, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
+            border = _border(row, row[best_id], temperature[r], top_k[r], np.float64(top_p[r]), log_min_p[r])
         elif log_min_p[r] > np.float32(-np.inf):
             border = _token_key(log_min_p[r], np.uint64(0xFFFFFFFF))
-        ids[r] = _noisy_argmax(row, best_id, temperature[r], border, position[r], choice[r], key[r, 0], key[r, 1])
+        ids[r] = _noisy_argmax(row, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r])
 
 
-@njit(**_options)  # type: ignore[untyped-decorator]
+@njit(**_options)
 def penalize_rows(  # type: ignore[no-untyped-def]
     logits, rows, slots, output_counts, in_prompt, repetition, presence, frequency
 ):
@@ -276,4 +276,3 @@ def penalize_rows(  # type: ignore[no-untyped-def]
             if count > 0:
                 value = value - frequency[i] * np.float32(count) - presence[i]
             row[token] = value
-

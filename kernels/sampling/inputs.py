@@ -15,13 +15,13 @@ class SamplingInputs:
 
     Attributes:
         temperature: [S] float32; 0 takes the likeliest token.
-        top_k: [S] int32; 0 keeps all.
-        top_p: [S] float64; 1 keeps all.
+        top_k: [S] int64; 0 keeps all.
+        top_p: [S] float32; 1 keeps all.
         log_min_p: [S] float32, natural logarithm of min_p; NO_CUT keeps all.
-        key: [S, 2] int64, the low and the high 32 bits of the seed.
-        position: [S] int32, index in the sequence of the token that is sampled.
-        choice: [S] int32.
-        any_random, any_filter: host booleans, whether some row has a temperature, and one of the three filters too.
+        key: [2, S] int64, the low and the high 32 bits of the seed.
+        position: [S] int64, index in the sequence of the token that is sampled.
+        choice: [S] int64.
+        any_random, any_filter: host booleans, whether some row has a temperature, and one of the three filters.
     """
 
     temperature: torch.Tensor

@@ -25,7 +25,7 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
     Args:
         counter: [..., 4] int64.
-        key: [..., 2] int64, broadcastable to the counter's leading dimensions.
+        key: [..., 2] int64; its leading dimensions are the counter's, or broadcast to them.
 
     Returns:
         [..., 4] int64.
@@ -44,31 +44,26 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         )
         k0 = (k0 + WEYL_0) & _MASK
         k1 = (k1 + WEYL_1) & _MASK
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+    return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def gumbel_noise(
-    key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
+def gumbel_noise(key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise of every token.
 
     u = ((word >> 8) + 0.5) / 2**24 lies in (0, 1), but in float32 its largest value rounds to 1, whose noise is
     infinite; so both logarithms are taken in float64, and the result is rounded to float32 once.
 
     Args:
-        key: [S, 2] int64; choice, position: [S] integers.
+        key: [2, S] int64; choice, position: [S] int64.
 
     Returns:
         [S, vocab_size] float32.
     """
-    blocks = torch.arange(-(-vocab_size // 4), device=key.device)
-    ones = torch.ones_like(blocks)
+    blocks = torch.arange(-(-vocab_size // 4), device=key.device).expand(key.shape[1], -1)
+    stream = torch.full_like(blocks, STREAM)
     counter = torch.stack(
-        torch.broadcast_tensors(
-            blocks, position.long().unsqueeze(1) * ones, choice.long().unsqueeze(1) * ones, ones * STREAM
-        ),
-        dim=-1,
+        (blocks, position.unsqueeze(1).expand_as(blocks), choice.unsqueeze(1).expand_as(blocks), stream), dim=-1
     )
-    words = philox4x32(counter, key.unsqueeze(1)).flatten(1)[:, :vocab_size]
+    words = philox4x32(counter, key.t().unsqueeze(1)).flatten(1)[:, :vocab_size]
     uniform = ((words >> 8).double() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform)).float()
+    return (-torch.log(-torch.log(uniform))).float()

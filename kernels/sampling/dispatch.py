@@ -1,0 +1,140 @@
+"""Which implementation of the sampling op runs, by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kernels.sampling import reference
+from kernels.sampling.inputs import PenaltyInputs, SamplingInputs
+
+
+class SamplingOps(Protocol):
+    """The two functions of reference.py."""
+
+    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+        """See reference.penalize."""
+        ...
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """See reference.sample."""
+        ...
+
+
+class ReferenceOps:
+    """Plain torch, on any device."""
+
+    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+        """See reference.penalize."""
+        reference.penalize(logits, inputs)
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """See reference.sample."""
+        return reference.sample(logits, inputs)
+
+
+class CpuOps:
+    """The compiled functions, rows shared out among threads; plain torch until they are compiled.
+
+    Compiling takes seconds when the cache is empty, and greedy requests do not need it; so `compile` may run in a
+    thread of its own while the first requests are served. Both give the same ids.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._compiled: Any = None
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "sampling") if num_threads > 1 else None
+
+    def compile(self) -> None:
+        """Compiles or loads from the cache; returns when it is done."""
+        from kernels.sampling import cpu  # numba is imported only where the CPU samples
+
+        logits = torch.zeros((1, 8))
+        one = torch.ones(1)
+        zero = torch.zeros(1, dtype=torch.int64)
+        _sample_rows(cpu, _arrays(logits, _inputs_of_one(one, zero)), 0, 1, np.empty(1, np.int64))
+        counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
+        _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
+        self._compiled = cpu
+
+    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+        """See reference.penalize."""
+        if self._compiled is None:
+            reference.penalize(logits, inputs)
+        else:
+            _penalize_rows(self._compiled, logits, inputs)
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """See reference.sample."""
+        if self._compiled is None:
+            return reference.sample(logits, inputs)
+        ids = torch.empty(logits.shape[0], dtype=torch.int64)
+        run = partial(_sample_rows, self._compiled, _arrays(logits, inputs), out=ids.numpy())
+        self._share(run, logits.shape[0])
+        return ids
+
+    def _share(self, run: Callable[..., None], num_rows: int) -> None:
+        if self._threads is None or num_rows < 2:
+            run(start=0, end=num_rows)
+            return
+        parts = min(self._num_threads, num_rows)
+        bounds = [num_rows * i // parts for i in range(parts + 1)]
+        futures = [self._threads.submit(run, start=bounds[i], end=bounds[i + 1]) for i in range(1, parts)]
+        run(start=bounds[0], end=bounds[1])
+        for future in futures:
+            future.result()
+
+
+def _arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.ndarray]:
+    tensors = (
+        logits,
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.log_min_p,
+        inputs.key,
+        inputs.position,
+        inputs.choice,
+    )
+    return [tensor.contiguous().numpy() for tensor in tensors]
+
+
+def _sample_rows(cpu: Any, arrays: list[np.ndarray], start: int, end: int, out: np.ndarray) -> None:
+    cpu.sample_rows(*arrays, start, end, out)
+
+
+def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+    tensors = (
+        inputs.rows,
+        inputs.slots,
+        inputs.output_counts,
+        inputs.in_prompt,
+        inputs.repetition,
+        inputs.presence,
+        inputs.frequency,
+    )
+    cpu.penalize_rows(logits.numpy(), *(tensor.contiguous().numpy() for tensor in tensors))
+
+
+def _inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
+    return SamplingInputs(
+        temperature=one,
+        top_k=zero,
+        top_p=one,
+        log_min_p=one,
+        key=torch.zeros((2, 1), dtype=torch.int64),
+        position=zero,
+        choice=zero,
+        any_random=True,
+        any_filter=True,
+    )
+
+
+def sampling_ops(device: torch.device, num_threads: int) -> SamplingOps:
+    """The fastest implementation for a device."""
+    return CpuOps(num_threads) if device.type == "cpu" else ReferenceOps()

@@ -1,0 +1,240 @@
+"""From settings and opened model files to an executor that is ready for the first plan."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from kernels.cpu.pool import use_cache_directory
+from kernels.sampling.dispatch import CpuOps, sampling_ops
+from shared.errors import ConfigurationError
+from shared.sampling_params import SamplingParams
+from shared.settings import WorkerSettings
+from worker.executor.executor import Executor
+from worker.executor.local import LocalExecutor
+from worker.executor.memory import KVPlan, available_bytes, plan_kv
+from worker.executor.model_runner import ModelRunner
+from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
+from worker.executor.request_rows import RequestRows
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.loading.model_files import ModelFiles
+from worker.model.parallel import ParallelContext
+from worker.sampling.sampler import Sampler
+from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan, StepResult
+
+_log = structlog.get_logger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEPTH = {"cpu": 1, "cuda": 2}
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltExecutor:
+    """An executor and what the scheduler must know of it.
+
+    Attributes:
+        max_model_len: as asked for; the model's own, or less where the KV cache is smaller.
+        num_kv_groups: block tables per request.
+        check: raises ExecutorError where a rank has died; for an idle engine loop.
+    """
+
+    executor: Executor
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    num_kv_groups: int
+    device: str
+    dtype: str
+    check: Callable[[], None]
+
+
+def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | None = None) -> BuiltExecutor:
+    """Loads the model, sizes the KV cache, starts the other ranks and runs a first step.
+
+    Args:
+        depth: steps in flight; None: 1 on the CPU, 2 on CUDA.
+
+    Raises:
+        ConfigurationError: the settings do not fit this model or machine.
+        ExecutorError: a rank died while it was starting.
+    """
+    size = settings.tensor_parallel_size
+    check_parallel_size(files.spec, size, settings.pipeline_parallel_size)
+    prepare_process(settings)
+    device = resolve_device(settings)
+    if size == 1:
+        return _build(settings, files, device, None, depth)
+    group = RankGroup(size, rank_settings(settings, device=device, dtype=resolve_dtype(settings, device)))
+    try:
+        group.start()
+        return _build(settings, files, device, group, depth)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _build(
+    settings: WorkerSettings, files: ModelFiles, device: torch.device, group: RankGroup | None, depth: int | None
+) -> BuiltExecutor:
+    parallel = group.join() if group is not None else ParallelContext()
+    decoder = load_decoder(settings, files, device, parallel)
+    kv_dtype = resolve_kv_dtype(settings, device, decoder.dtype)
+    plan = plan_kv(
+        settings,
+        bytes_per_page=KVStorage.bytes_per_page(files.spec, settings.block_size, kv_dtype, parallel),
+        available=available_bytes(settings, device, parallel.tp_size),
+        max_position=files.spec.max_position,
+    )
+    if plan.reduced:
+        _log.warning(
+            "max_model_len_lowered",
+            max_model_len=plan.max_model_len,
+            model_context=files.spec.max_position,
+            num_pages=plan.num_pages,
+        )
+    if group is not None:
+        group.prepare(plan)
+    runner = make_runner(settings, decoder, plan, parallel)
+
+    def execute(step: StepPlan) -> StepResult:
+        if group is not None:
+            group.send(step)
+        return runner.execute(step)
+
+    def check() -> None:
+        if group is not None:
+            group.check()
+
+    num_groups = max(1, len(files.spec.kv_groups))
+    for step in warm_up_plans(settings, plan, num_groups):
+        execute(step)
+    # What is loaded by now lives as long as the process; the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    executor = LocalExecutor(execute, depth or _DEPTH[device.type], on_close=group.close if group is not None else None)
+    return BuiltExecutor(
+        executor=executor,
+        num_pages=plan.num_pages,
+        page_size=settings.block_size,
+        max_model_len=plan.max_model_len,
+        num_kv_groups=num_groups,
+        device=device.type,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        check=check,
+    )
+
+
+def prepare_process(settings: WorkerSettings) -> Path:
+    """Sets torch's threads and where compiled code is kept; returns the cache directory."""
+    torch.set_num_threads(num_threads(settings))
+    directory = Path(settings.cache_dir) if settings.cache_dir else _user_cache()
+    use_cache_directory(directory)
+    return directory
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pelton"
+
+
+def num_threads(settings: WorkerSettings) -> int:
+    """Threads of one rank's tensor operations."""
+    return settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
+
+
+def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
+    """The device of a rank. Raises ConfigurationError where it is asked for and not there."""
+    count = torch.cuda.device_count() if settings.device != "cpu" and torch.cuda.is_available() else 0
+    if settings.device == "cpu" or (settings.device == "auto" and count == 0):
+        return torch.device("cpu")
+    if count < settings.tensor_parallel_size:
+        raise ConfigurationError(
+            f"device is {settings.device}; tensor-parallel-size {settings.tensor_parallel_size} needs as many GPUs, "
+            f"{count} can be used"
+        )
+    return torch.device("cuda", rank)
+
+
+def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
+    """Of weights and activations. auto: bfloat16 where the processor multiplies it (AVX512-BF16, AMX), else float32."""
+    if settings.dtype != "auto":
+        return _DTYPES[settings.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    cpu = torch.cpu
+    native = cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Of the KV cache. auto: float32 on the CPU, the model's on a GPU."""
+    if settings.kv_cache_dtype != "auto":
+        return _DTYPES[settings.kv_cache_dtype]
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+def load_decoder(
+    settings: WorkerSettings, files: ModelFiles, device: torch.device, parallel: ParallelContext
+) -> Decoder:
+    """Reads this rank's weights."""
+    return Decoder(
+        files.spec,
+        files.weights,
+        dtype=resolve_dtype(settings, device),
+        device=device,
+        parallel=parallel,
+        max_num_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len or files.spec.max_position,
+    )
+
+
+def make_runner(settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext) -> ModelRunner:
+    """Allocates KV cache and rows around a decoder."""
+    spec, device = decoder.spec, decoder.device
+    kv_dtype = resolve_kv_dtype(settings, device, decoder.dtype)
+    kv = KVStorage(spec, plan.num_pages, settings.block_size, kv_dtype, device, parallel)
+    rows = RequestRows(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        page_size=settings.block_size,
+        num_groups=max(1, len(spec.kv_groups)),
+        vocab_size=spec.vocab_size,
+        device=device,
+    )
+    ops = sampling_ops(device, num_threads(settings))
+    if isinstance(ops, CpuOps):
+        if parallel.tp_size > 1:
+            ops.compile()  # all ranks must sample by the same code
+        else:
+            threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
+    return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ops))
+
+
+def warm_up_plans(settings: WorkerSettings, plan: KVPlan, num_groups: int) -> list[StepPlan]:
+    """Two steps on row 0 that touch every layer: a short prompt, and one token that is sampled with filters.
+
+    The row and its pages hold nothing that a later request could see: it brings its own.
+    """
+    count = max(1, min(_WARM_UP_TOKENS, plan.max_model_len - 1, settings.max_num_batched_tokens))
+    num_pages = -(-min(count + 1, plan.max_model_len) // settings.block_size)
+    new = NewRow(
+        row=0,
+        token_ids=[0] * count,
+        num_prompt_tokens=count,
+        sampling=SamplingParams(top_k=8, top_p=0.9, max_tokens=2),
+        eos_token_ids=[],
+        choice=0,
+    )
+    tables = [BlockTableUpdate(0, group, 0, list(range(num_pages))) for group in range(num_groups)]
+    first = StepPlan(step=0, scheduled=[ScheduledTokens(0, 0, count, True)], new_rows=[new], block_tables=tables)
+    if count + 1 > plan.max_model_len:
+        return [first]
+    return [first, StepPlan(step=0, scheduled=[ScheduledTokens(0, count, 1, True)])]

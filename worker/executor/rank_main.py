@@ -1,0 +1,67 @@
+"""A rank other than the leader: `python -m worker.executor.rank_main`, started by worker.executor.ranks only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import msgspec
+import zmq
+
+from shared import supervisor_pipe
+from shared.errors import ConfigurationError
+from worker.executor.build import load_decoder, make_runner, prepare_process, resolve_device
+from worker.executor.memory import KVPlan
+from worker.executor.ranks import ENDPOINT_VARIABLE, RankReply, RankStart, join_group
+from worker.model.loading.open_model import open_model
+from worker.scheduler.plan import StepPlan
+
+
+def main() -> int:
+    """Runs until the leader closes the pipe."""
+    endpoint = os.environ.get(ENDPOINT_VARIABLE)
+    if endpoint is None or supervisor_pipe.watch(lambda: os._exit(0)) is None:
+        print("worker.executor.rank_main is started by a worker, not by hand", file=sys.stderr)
+        return 2
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(endpoint)
+    _reply(socket, RankReply(stage="started"))
+    try:
+        _serve(socket)
+    except Exception as error:  # noqa: BLE001 - the leader reports it
+        configuration = isinstance(error, ConfigurationError)
+        text = str(error) if configuration else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(zmq.ZMQError):
+            _reply(socket, RankReply(stage="failed", error=text, configuration=configuration))
+        socket.close()
+        context.term()
+    # Not through the interpreter's shutdown, where a process group with dead peers may hang.
+    os._exit(1)
+
+
+def _serve(socket: zmq.Socket[bytes]) -> None:
+    start = msgspec.msgpack.decode(socket.recv(), type=RankStart)
+    settings = start.settings
+    cache_dir = prepare_process(settings)
+    parallel = join_group(start.rank, settings.tensor_parallel_size, start.store, settings.device)
+    files = open_model(settings.model, cache_dir)
+    device = resolve_device(settings, start.rank)
+    decoder = load_decoder(settings, files, device, parallel)
+    _reply(socket, RankReply(stage="loaded"))
+    num_pages, max_model_len = msgspec.msgpack.decode(socket.recv(), type=tuple[int, int])
+    runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel)
+    _reply(socket, RankReply(stage="ready"))
+    decoder_of_plans = msgspec.msgpack.Decoder(StepPlan)
+    while True:
+        runner.execute(decoder_of_plans.decode(socket.recv()))
+
+
+def _reply(socket: zmq.Socket[bytes], reply: RankReply) -> None:
+    socket.send(msgspec.msgpack.encode(reply))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Token counts of the requests that have penalties; rows without penalties cost no memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.sampling.inputs import PenaltyInputs
+
+_FIRST_SLOTS = 4
+
+
+class PenaltyTables:
+    """One slot of counts for each row with penalties; the tables grow by doubling."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slot_of_row = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._free: list[int] = []
+        self._output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+
+    def set(self, row: int, token_ids: list[int], num_prompt_tokens: int) -> None:
+        """Counts a request that enters a row: its prompt, and what it generated before."""
+        if self._slot_of_row[row] < 0:
+            if not self._free:
+                self._grow()
+            self._slot_of_row[row] = self._free.pop()
+        slot = int(self._slot_of_row[row])
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        self._in_prompt[slot].zero_()
+        self._in_prompt[slot, ids[:num_prompt_tokens]] = True
+        self._output_counts[slot] = torch.bincount(ids[num_prompt_tokens:], minlength=self._vocab_size)
+
+    def clear(self, row: int) -> None:
+        """Gives the row's slot back, where it has one."""
+        slot = int(self._slot_of_row[row])
+        if slot >= 0:
+            self._free.append(slot)
+            self._slot_of_row[row] = -1
+
+    def slots(self, rows: np.ndarray) -> torch.Tensor:
+        """[P] int64 slots of rows that all have one."""
+        return torch.from_numpy(self._slot_of_row[rows]).to(self._device)
+
+    def inputs(self, indices: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor) -> PenaltyInputs:
+        """Of the rows `indices` of the logits; factors [3, P]: repetition, presence, frequency."""
+        repetition, presence, frequency = factors.unbind(0)
+        return PenaltyInputs(
+            rows=indices,
+            slots=slots,
+            output_counts=self._output_counts,
+            in_prompt=self._in_prompt,
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+        )
+
+    def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Counts one sampled token in each slot; ids below 0 count as 0, their requests have failed."""
+        ones = torch.ones_like(slots, dtype=torch.int32)
+        self._output_counts.index_put_((slots, token_ids.clamp(min=0)), ones, accumulate=True)
+
+    def _grow(self) -> None:
+        old = self._output_counts.shape[0]
+        more = max(old, min(_FIRST_SLOTS, len(self._slot_of_row)))
+        more = min(more, len(self._slot_of_row) - old)
+        self._output_counts = torch.cat((self._output_counts, self._output_counts.new_zeros(more, self._vocab_size)))
+        self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(more, self._vocab_size)))
+        self._free.extend(range(old, old + more))
