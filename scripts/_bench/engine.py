@@ -1,0 +1,127 @@
+"""Decode steps and prefill as shares of a ceiling: the model's linear layers alone, measured in the same run.
+
+Prints a table and, as the last line, the same figures as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from worker.executor.forward_batch import ForwardBatch
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.loading.open_model import open_model
+from worker.model.spec import DecoderSpec
+from worker.quant.scheme import LinearScheme
+from worker.quant.select import linear_scheme
+
+PAGE_SIZE = 16
+
+
+def median_ms(run: Callable[[], object], seconds: float) -> float:
+    """Median time of a call, over at least three calls and about `seconds`."""
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+class LinearLayers:
+    """Every matrix of the model, in the layout that the decoder multiplies by, with nothing between them."""
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        hidden, width = spec.hidden_size, spec.intermediate_size
+        shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * width, hidden), (hidden, width)] * spec.num_layers
+        self._schemes = [self._make(shape, dtype) for shape in [*shapes, (spec.vocab_size, hidden)]]
+        self._inputs = [shape[1] for shape in shapes] + [hidden]
+        self._dtype = dtype
+
+    @staticmethod
+    def _make(shape: tuple[int, int], dtype: torch.dtype) -> LinearScheme:
+        scheme = linear_scheme(dtype, torch.device("cpu"))
+        scheme.create_weights(*shape)
+        scheme.load_rows(0, torch.randn(shape, dtype=dtype) * 0.02)
+        scheme.after_load()
+        return scheme
+
+    def ceiling_ms(self, rows: int, head_rows: int, seconds: float) -> float:
+        """Milliseconds of one pass over all matrices."""
+        x = {width: torch.randn((rows, width), dtype=self._dtype) for width in set(self._inputs)}
+        head = torch.randn((head_rows, self._inputs[-1]), dtype=self._dtype)
+
+        def run() -> None:
+            for scheme, width in zip(self._schemes[:-1], self._inputs):
+                scheme.apply(x[width], None)
+            self._schemes[-1].apply(head, None)
+
+        return median_ms(run, seconds)
+
+
+def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> ForwardBatch:
+    """Each request computes its last `tokens` of `context`, and wants the last one's logits."""
+    pages = -(-context // PAGE_SIZE)
+    table = torch.randperm(num_requests * pages).view(num_requests, pages)
+    positions = torch.arange(context - tokens, context).repeat(num_requests)
+    request = torch.arange(num_requests).repeat_interleave(tokens)
+    return ForwardBatch(
+        input_ids=torch.randint(0, vocab_size, (num_requests * tokens,), dtype=torch.int32),
+        positions=positions.int(),
+        cu_seqlens_q=torch.arange(num_requests + 1, dtype=torch.int32) * tokens,
+        seq_lens=torch.full((num_requests,), context, dtype=torch.int32),
+        slot_mapping=(table[request, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE,),
+        block_tables=(table.int(),),
+        logits_indices=torch.arange(1, num_requests + 1) * tokens - 1,
+        max_seqlen_q=tokens,
+        max_seqlen_k=context,
+    )
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="", help="path of the model; empty: the default model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--context", type=int, default=190, help="context length of the decode steps")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "pelton")
+    options = parser.parse_args()
+    dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
+    files = open_model(options.model, options.cache_dir)
+    decoder = Decoder(
+        files.spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=4096, max_model_len=files.spec.max_position
+    )
+    cases = [("decode", rows, 1, options.context) for rows in options.rows]
+    cases += [("prefill", 1, tokens, tokens) for tokens in options.prefill]
+    pages = max(rows * -(-context // PAGE_SIZE) for _, rows, _, context in cases)
+    kv = KVStorage(files.spec, pages, PAGE_SIZE, kv_dtype, "cpu")
+    linears = LinearLayers(files.spec, dtype)
+    print(f"{'':8} {'rows':>5} {'context':>7} {'step ms':>9} {'linear ms':>9} {'share':>6} {'tok/s':>8}")
+    results = []
+    for kind, num_requests, tokens, context in cases:
+        step = make_step(num_requests, tokens, context, files.spec.vocab_size)
+        ceiling = linears.ceiling_ms(num_requests * tokens, num_requests, options.seconds)
+        took = median_ms(lambda step=step: decoder.forward(step, kv), options.seconds)  # type: ignore[misc]
+        rows = num_requests * tokens
+        share, speed = ceiling / took, rows / took * 1e3
+        print(f"{kind:8} {rows:5} {context:7} {took:9.2f} {ceiling:9.2f} {share:6.1%} {speed:8.0f}")
+        results.append({"kind": kind, "rows": rows, "context": context, "ms": took, "linear_ms": ceiling, "share": share})
+    print(json.dumps({"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
