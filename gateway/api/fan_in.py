@@ -1,0 +1,128 @@
+"""The generations of one HTTP request (one per prompt) as a single stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.requests import GenerationLike, GeneratorLike
+from shared.errors import InternalError
+
+_QUEUE_SIZE = 64
+_SUCCESSES = ("stop", "length")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts tokens for `usage`: each prompt once, however many choices it has."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+class FanIn:
+    """Submits all requests, yields (index, prompt index, delta) with index = prompt_index * n + choice.
+
+    Iteration ends only after each choice has ended well; it raises PeltonError otherwise. Leaving the context cancels
+    every generation.
+    """
+
+    def __init__(self, generator: GeneratorLike, requests: Sequence[GenerationRequest]) -> None:
+        self._generator = generator
+        self._requests = requests
+        self._stack = AsyncExitStack()
+        self._generations: list[GenerationLike] = []
+        self._first: AsyncIterator[TextDelta]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
+        self._unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
+        self._cached_known: set[int] = set()
+        self._num_open = len(requests)
+        self.tally = Tally(sum(len(request.prompt_token_ids) for request in requests))
+
+    async def __aenter__(self) -> Self:
+        try:
+            for request in self._requests:
+                self._generations.append(await self._stack.enter_async_context(self._generator.submit(request)))
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        if len(self._generations) == 1:
+            self._first = aiter(self._generations[0])
+        else:
+            self._tasks = [
+                asyncio.create_task(self._pump(index, generation)) for index, generation in enumerate(self._generations)
+            ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            await self._stack.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, int, TextDelta]:
+        prompt_index, delta = await self._next()
+        self._count(prompt_index, delta)
+        return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
+
+    async def _next(self) -> tuple[int, TextDelta]:
+        if not self._tasks:
+            try:
+                return 0, await anext(self._first)
+            except StopAsyncIteration:
+                self._check_complete()
+                raise
+        while self._num_open:
+            prompt_index, news = await self._queue.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is not None:
+                return prompt_index, news
+            self._num_open -= 1
+        self._check_complete()
+        raise StopAsyncIteration
+
+    async def _pump(self, index: int, generation: GenerationLike) -> None:
+        try:
+            async for delta in generation:
+                await self._queue.put((index, delta))
+            await self._queue.put((index, None))
+        except Exception as error:  # noqa: BLE001 - handed over whole to whoever iterates
+            await self._queue.put((index, error))
+
+    def _count(self, prompt_index: int, delta: TextDelta) -> None:
+        self.tally.num_completion_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens is not None and prompt_index not in self._cached_known:
+            self._cached_known.add(prompt_index)
+            self.tally.num_cached_tokens += delta.num_cached_tokens
+        if delta.finish_reason is not None:
+            if delta.finish_reason not in _SUCCESSES:
+                raise InternalError("The generation was ended by the server.")
+            self._unfinished.discard((prompt_index, delta.choice))
+
+    def _check_complete(self) -> None:
+        if self._unfinished:
+            raise InternalError("The generation ended without a finish reason.")

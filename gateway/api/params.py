@@ -1,0 +1,215 @@
+"""The fields of each request body, strictly typed: a bool is no int, "2" is no 2, 1.5 is no int.
+
+A field that is null counts as absent. A field that is known but not supported, or unknown, is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.errors import InvalidRequestError
+
+TokenIds = list[int]
+
+UNSUPPORTED = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "allowed_token_ids",
+        "audio",
+        "bad_words",
+        "best_of",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "custom_logit_processor",
+        "documents",
+        "early_stopping",
+        "echo",
+        "frequency_bias",
+        "function_call",
+        "functions",
+        "guided_choice",
+        "guided_decoding_backend",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "guided_whitespace_pattern",
+        "include_reasoning",
+        "kv_transfer_params",
+        "length_penalty",
+        "logits_processors",
+        "lora_path",
+        "metadata",
+        "mm_processor_kwargs",
+        "modalities",
+        "moderation",
+        "n_probs",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "reasoning",
+        "reasoning_effort",
+        "request_id",
+        "response_format",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "structured_outputs",
+        "suffix",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+        "verbosity",
+        "vllm_xargs",
+        "web_search_options",
+    }
+)
+"""Fields that other servers or routes take. An endpoint's struct is asked first: only what it lacks is refused."""
+
+NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "use_beam_search": (False,),
+}
+"""Values of unsupported fields that ask for nothing, and are therefore taken."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both generating endpoints take."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+
+class ChatFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """/v1/chat/completions. Messages are checked by gateway.api.messages."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """/v1/completions. The prompt is checked by gateway.api.prompts."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """/tokenize: `prompt` or `messages`."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """/detokenize."""
+
+    model: str
+    tokens: list[int]
+
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
+
+
+def parse_fields(body: dict[str, Any], kind: type[Fields]) -> Fields:
+    """Converts a body to its struct. Raises InvalidRequestError naming the first parameter at fault."""
+    known = kind.__struct_fields__
+    for name in body:
+        if name not in known and not _has_no_effect(name, body[name]):
+            raise _refusal(name)
+    try:
+        return msgspec.convert({name: value for name, value in body.items() if name in known}, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _has_no_effect(name: str, value: object) -> bool:
+    if name not in UNSUPPORTED:
+        return False
+    # `==` alone would take 0 for False.
+    return value is None or any(value == idle and type(value) is type(idle) for idle in NO_EFFECT.get(name, ()))
+
+
+def _refusal(name: str) -> InvalidRequestError:
+    if name in UNSUPPORTED:
+        what = (
+            f"{name} is not supported yet." if name not in NO_EFFECT else f"This value of {name} is not supported yet."
+        )
+        return InvalidRequestError(what, param=name, code="unsupported_parameter")
+    shown = name[:64]
+    return InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
+
+
+def _invalid(text: str) -> InvalidRequestError:
+    place = _PLACE.search(text)
+    path = place["path"] if place else ""
+    what = text[: place.start()] if place else text
+    for pattern, code, words in (
+        (_UNKNOWN, "unknown_parameter", "Unknown parameter"),
+        (_MISSING, "missing_required_parameter", "Missing required parameter"),
+    ):
+        if found := pattern.match(what):
+            name = f"{path}.{found['name']}" if path else found["name"]
+            return InvalidRequestError(f"{words}: {name}.", param=name, code=code)
+    what = what.replace("`", "").replace(" | null", "").replace("Expected", "expected")
+    return InvalidRequestError(f"Invalid type for {path}: {what}.", param=path, code="invalid_type")

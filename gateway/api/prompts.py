@@ -1,0 +1,95 @@
+"""The prompt of a completions request, and the lengths that a request may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.errors import ContextLengthError, InvalidRequestError
+from shared.messages import WorkerFacts
+
+MAX_PROMPTS = 256
+MAX_CHOICES_IN_ALL = 1024
+
+Prompt = str | list[int]
+
+
+def split_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The single prompts of a `prompt` that is a string, a list of strings, token ids, or a list of token id lists.
+
+    Raises InvalidRequestError for empty prompts and for mixtures.
+    """
+    if isinstance(prompt, str):
+        return [_not_empty(prompt, "prompt")]
+    if not prompt:
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    if _is_token_list(prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed.", param="prompt"
+        )
+    if all(isinstance(entry, str) for entry in prompt):
+        return [_not_empty(entry, f"prompt[{index}]") for index, entry in enumerate(prompt)]
+    if all(isinstance(entry, list) and _is_token_list(entry) for entry in prompt):
+        return [_not_empty(entry, f"prompt[{index}]") for index, entry in enumerate(prompt)]
+    raise InvalidRequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of such lists.",
+        param="prompt",
+        code="invalid_type",
+    )
+
+
+def _is_token_list(value: list[Any]) -> bool:
+    # `type`, not isinstance: True is an int to Python.
+    return all(type(entry) is int for entry in value)
+
+
+def _not_empty(prompt: Prompt, place: str) -> Prompt:
+    if not prompt:
+        raise InvalidRequestError(f"{place} must not be empty.", param=place)
+    return prompt
+
+
+def check_token_ids(ids: list[int], facts: WorkerFacts, param: str) -> None:
+    """Raises InvalidRequestError for ids outside the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < facts.vocab_size)
+        shown = str(wrong) if abs(wrong) < 2**63 else "beyond 64 bits"
+        message = f"{param} has the token id {shown}; the vocabulary has {facts.vocab_size} ids, from 0."
+        raise InvalidRequestError(message, param=param)
+
+
+def completion_budget(
+    num_prompt_tokens: int, wanted: int | None, default: int | None, facts: WorkerFacts, param: str
+) -> int:
+    """How many tokens may be generated.
+
+    Args:
+        wanted: what the client asked for, or None.
+        default: what it gets otherwise, where there is room; None: all that is left.
+
+    Raises ContextLengthError with the numbers where prompt, or prompt and completion, do not fit.
+    """
+    capacity = facts.num_pages * facts.page_size
+    limit = min(facts.max_model_len, capacity) if capacity else facts.max_model_len
+    name = (
+        "maximum context length"
+        if limit == facts.max_model_len
+        else "KV cache, smaller than its maximum context length,"
+    )
+    if num_prompt_tokens >= limit:
+        raise ContextLengthError(
+            f"The prompt has {num_prompt_tokens} tokens; the model's {name} is {limit} tokens, "
+            "and at least one must be left for the completion.",
+            param=param,
+        )
+    room = limit - num_prompt_tokens
+    if wanted is None:
+        return room if default is None else min(default, room)
+    if wanted > room:
+        raise ContextLengthError(
+            f"The prompt has {num_prompt_tokens} tokens and {wanted} are asked for, "
+            f"{num_prompt_tokens + wanted} in all; the model's {name} is {limit} tokens.",
+            param="max_tokens",
+        )
+    return wanted

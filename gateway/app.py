@@ -1,0 +1,96 @@
+"""The application: its routes, each with the scope that it demands, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from gateway.auth import KeyRing, Scope
+from gateway.drain import Drain
+from gateway.flow.requests import GeneratorLike, ModelsLike
+from gateway.keys import DRAIN, GENERATOR, KEY_RING, LIMITS, METRICS, METRICS_REGISTRY, MODELS, Limits
+from gateway.middleware import Handler, Middleware
+from gateway.routes.chat import chat_completions
+from gateway.routes.completions import completions
+from gateway.routes.models import get_model, list_models
+from gateway.routes.ops import health, metrics, ready
+from gateway.routes.tokenize import detokenize, tokenize
+from shared.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route and who may use it."""
+
+    method: str
+    path: str
+    handler: Handler
+    scope: Scope
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE),
+    Route("POST", "/v1/completions", completions, Scope.INFERENCE),
+    Route("GET", "/v1/models", list_models, Scope.INFERENCE),
+    Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE),
+    Route("POST", "/tokenize", tokenize, Scope.INFERENCE),
+    Route("POST", "/detokenize", detokenize, Scope.INFERENCE),
+    Route("GET", "/health", health, Scope.PUBLIC),
+    Route("GET", "/ready", ready, Scope.PUBLIC),
+    # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
+    Route("GET", "/metrics", metrics, Scope.INFERENCE),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What the routes use; all of it is started and closed by whoever made it."""
+
+    models: ModelsLike
+    generator: GeneratorLike
+    key_ring: KeyRing
+    drain: Drain
+    metrics: GatewayMetrics
+    metrics_registry: CollectorRegistry
+
+
+def build_app(
+    services: Services,
+    limits: Limits,
+    *,
+    check_host: bool,
+    cors_origins: Iterable[str] = (),
+    routes: Iterable[Route] = ROUTES,
+) -> web.Application:
+    """An application that is ready to be run by gateway.server.HttpRunner."""
+    scopes: dict[web.AbstractRoute, Scope] = {}
+    around = Middleware(scopes, check_host=check_host, cors_origins=tuple(cors_origins))
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await around.handle(request, handler)
+
+    app = web.Application(middlewares=[middleware], client_max_size=limits.max_body_size)
+    for route in routes:
+        methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
+        for method in methods:
+            added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect)
+            scopes[added] = route.scope
+    app.on_response_prepare.append(around.add_headers)
+    app[LIMITS] = limits
+    app[MODELS] = services.models
+    app[GENERATOR] = services.generator
+    app[KEY_RING] = services.key_ring
+    app[DRAIN] = services.drain
+    app[METRICS] = services.metrics
+    app[METRICS_REGISTRY] = services.metrics_registry
+    return app
+
+
+async def _expect(request: web.Request) -> None:
+    """`100 Continue` is sent by gateway.api.body, after authorization; other expectations fail."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        raise web.HTTPExpectationFailed

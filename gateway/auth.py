@@ -1,0 +1,161 @@
+"""API keys: who asks, and what that key may do."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from multidict import CIMultiDictProxy, MultiMapping
+
+from shared.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
+from shared.settings import GatewaySettings
+
+_REFUSAL = "The API key is missing or not known. Send it as `Authorization: Bearer KEY`."
+
+
+class Scope(enum.StrEnum):
+    """What a route demands and a key grants; admin keys may do what inference keys may."""
+
+    PUBLIC = "public"
+    INFERENCE = "inference"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A known key, of which only the SHA-256 is kept."""
+
+    digest: bytes
+    name: str
+    scope: Scope
+
+    @classmethod
+    def of(cls, key: str, scope: Scope, name: str = "") -> ApiKey:
+        """Raises ConfigurationError when no HTTP header could carry the key."""
+        if not key or not all("!" <= character <= "~" for character in key):
+            raise ConfigurationError("an API key must be printable ASCII without spaces")
+        digest = hashlib.sha256(key.encode()).digest()
+        return cls(digest, name or f"key-{digest.hex()[:12]}", scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who asks.
+
+    Attributes:
+        tenant: opaque name for fairness and limits.
+        salt: of the prefix cache; equal in every gateway and after a restart.
+    """
+
+    tenant: str
+    scope: Scope
+    salt: bytes
+
+
+class KeyRing:
+    """Decides who a request is from; with no keys at all everyone may use the inference routes."""
+
+    def __init__(self, keys: Sequence[ApiKey], cache_secret: bytes, *, shared_prefix_cache: bool = False) -> None:
+        self._keys = tuple(keys)
+        self._cache_secret = cache_secret
+        self._shared_prefix_cache = shared_prefix_cache
+
+    @property
+    def empty(self) -> bool:
+        """Whether the server is open."""
+        return not self._keys
+
+    def authorize(self, scope: Scope, headers: CIMultiDictProxy[str]) -> Identity:
+        """Raises AuthenticationError or PermissionDeniedError; decides on headers alone."""
+        if scope is Scope.PUBLIC:
+            return Identity("", Scope.PUBLIC, b"")
+        if self.empty:
+            if scope is Scope.ADMIN:
+                raise PermissionDeniedError("This route needs an admin key, and the server has none configured.")
+            return Identity("", Scope.INFERENCE, b"")
+        key = self._find(_bearer_token(headers))
+        if scope is Scope.ADMIN and key.scope is not Scope.ADMIN:
+            raise PermissionDeniedError("This route needs an admin key.")
+        return Identity(key.name, key.scope, self._salt(key))
+
+    def _find(self, token: bytes) -> ApiKey:
+        # Every stored digest is compared, as bytes and in constant time: compare_digest raises on non-ASCII text.
+        digest = hashlib.sha256(token).digest()
+        found: ApiKey | None = None
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key
+        if found is None:
+            raise AuthenticationError(_REFUSAL)
+        return found
+
+    def _salt(self, key: ApiKey) -> bytes:
+        if self._shared_prefix_cache:
+            return b""
+        return hmac.digest(self._cache_secret, key.digest, "sha256")
+
+
+def _bearer_token(headers: MultiMapping[str]) -> bytes:
+    values = headers.getall("Authorization", [])
+    if len(values) != 1:
+        raise AuthenticationError(_REFUSAL)
+    scheme, _, token = values[0].partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise AuthenticationError(_REFUSAL)
+    return token.strip().encode("utf-8", "surrogateescape")
+
+
+def mix_salt(salt: bytes, cache_salt: str | None) -> bytes:
+    """The key's salt with the request's own `cache_salt` mixed in."""
+    if cache_salt is None:
+        return salt
+    return hashlib.sha256(len(salt).to_bytes(1, "big") + salt + cache_salt.encode()).digest()
+
+
+def load_keys(settings: GatewaySettings) -> list[ApiKey]:
+    """Keys from flags, environment and key file. Raises ConfigurationError; messages never hold a key."""
+    keys = [ApiKey.of(key, Scope.INFERENCE) for key in settings.api_key]
+    keys += [ApiKey.of(key, Scope.ADMIN) for key in settings.admin_api_key]
+    if settings.api_key_file:
+        keys += _read_key_file(Path(settings.api_key_file))
+    return list(_without_conflicts(keys))
+
+
+def _read_key_file(path: Path) -> Iterable[ApiKey]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            yield _parse_key_line(words)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--api-key-file {path}, line {number}: {error}") from None
+
+
+def _parse_key_line(words: list[str]) -> ApiKey:
+    options = {"name": "", "scope": Scope.INFERENCE.value}
+    for word in words[1:]:
+        option, equals, value = word.partition("=")
+        if not equals or option not in options:
+            raise ConfigurationError("expected `KEY [name=NAME] [scope=inference|admin]`")
+        options[option] = value
+    if options["scope"] not in (Scope.INFERENCE, Scope.ADMIN):
+        raise ConfigurationError("scope must be inference or admin")
+    return ApiKey.of(words[0], Scope(options["scope"]), options["name"])
+
+
+def _without_conflicts(keys: Iterable[ApiKey]) -> Iterable[ApiKey]:
+    seen: dict[bytes, ApiKey] = {}
+    for key in keys:
+        earlier = seen.setdefault(key.digest, key)
+        if earlier.scope is not key.scope:
+            raise ConfigurationError(f"the same key is given with two scopes ({earlier.name} and {key.name})")
+    return seen.values()

@@ -1,0 +1,40 @@
+"""Typed keys for what an application and a request carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from gateway.auth import Identity, KeyRing
+from gateway.drain import Drain
+from gateway.flow.requests import GeneratorLike, ModelsLike
+from shared.log import get_logger
+from shared.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one request; see GatewaySettings for their meaning and units."""
+
+    max_body_size: int
+    body_timeout: float
+    write_timeout: float
+    keepalive_interval: float
+    request_timeout: float
+
+
+LIMITS = web.AppKey("LIMITS", Limits)
+MODELS = web.AppKey[ModelsLike]("MODELS")
+GENERATOR = web.AppKey[GeneratorLike]("GENERATOR")
+KEY_RING = web.AppKey("KEY_RING", KeyRing)
+DRAIN = web.AppKey("DRAIN", Drain)
+METRICS_REGISTRY = web.AppKey("METRICS_REGISTRY", CollectorRegistry)
+METRICS = web.AppKey("METRICS", GatewayMetrics)
+
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+STARTED = web.RequestKey("STARTED", float)
+IDENTITY = web.RequestKey("IDENTITY", Identity)
+
+log = get_logger("gateway.http")

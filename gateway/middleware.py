@@ -1,0 +1,162 @@
+"""What happens around every request: its id, who asks, what failures look like, common headers."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from aiohttp import web
+
+from gateway.auth import Scope
+from gateway.keys import DRAIN, IDENTITY, KEY_RING, REQUEST_ID, STARTED, log
+from gateway.responses import error_response, http_exception_response
+from shared.errors import InternalError, InvalidRequestError, PeltonError, PermissionDeniedError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPENAI_VERSION = "2020-10-01"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_EXPOSED_HEADERS = "x-request-id, openai-processing-ms, retry-after, retry-after-ms"
+
+
+class Middleware:
+    """Wraps every handler, also those of routes that do not exist.
+
+    Args:
+        scopes: what each registered route demands; one that is not in it is denied.
+        check_host: refuse Host headers that do not name this machine's loopback (DNS rebinding).
+        cors_origins: origins that browsers may call from; "*" is any.
+    """
+
+    def __init__(
+        self, scopes: Mapping[web.AbstractRoute, Scope], *, check_host: bool, cors_origins: Sequence[str]
+    ) -> None:
+        self._scopes = scopes
+        self._check_host = check_host
+        self._cors_origins = frozenset(cors_origins)
+
+    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers every request; only a client that went away, or a cancellation, leaves by an exception."""
+        request[STARTED] = time.perf_counter()
+        request[REQUEST_ID] = request_id_of(request)
+        response = await self._answer(request, handler)
+        log.info(
+            "request",
+            request_id=request[REQUEST_ID],
+            method=request.method,
+            route=_route_name(request),
+            status=response.status,
+            seconds=round(time.perf_counter() - request[STARTED], 4),
+        )
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        drain = request.app[DRAIN]
+        try:
+            self._check_headers(request)
+            if (preflight := self._preflight(request)) is not None:
+                return preflight
+            if request.match_info.http_exception is not None:
+                raise request.match_info.http_exception
+            scope = self._authorize(request)
+            if scope is Scope.PUBLIC:
+                return await handler(request)
+            with drain.admit():
+                try:
+                    return await handler(request)
+                except asyncio.CancelledError:
+                    if (shutdown := drain.take_over_cancellation()) is None:
+                        raise
+                    return error_response(shutdown)
+        except PeltonError as error:
+            return error_response(error)
+        except web.HTTPException as error:
+            return http_exception_response(error)
+        except ConnectionError:
+            raise
+        except Exception:  # noqa: BLE001 - the last line: whatever it is, the client gets an error object
+            log.exception("request failed", request_id=request[REQUEST_ID], route=_route_name(request))
+            return error_response(InternalError("The server failed; the request id finds the details in its log."))
+
+    def _check_headers(self, request: web.Request) -> None:
+        hosts = request.headers.getall("Host", [])
+        if len(hosts) > 1 or (not hosts and request.version >= (1, 1)):
+            raise InvalidRequestError("A request must have exactly one Host header.", code="bad_host")
+        if self._check_host and hosts and not is_loopback_host(hosts[0]):
+            raise PermissionDeniedError(
+                "Without API keys the server answers only to Host headers that name this machine.",
+                code="host_not_allowed",
+            )
+
+    def _authorize(self, request: web.Request) -> Scope:
+        # The matched route decides, never the text of the URL or of the Host header.
+        scope = self._scopes.get(request.match_info.route)
+        if scope is None:
+            raise PermissionDeniedError("This route is not open.")
+        request[IDENTITY] = request.app[KEY_RING].authorize(scope, request.headers)
+        return scope
+
+    def _preflight(self, request: web.Request) -> web.Response | None:
+        if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
+            return None
+        if self._allowed_origin(request) is None:
+            return None
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Headers": "authorization, content-type, x-client-request-id, x-request-id",
+            "Access-Control-Max-Age": "600",
+        }
+        return web.Response(status=204, headers=headers)
+
+    def _allowed_origin(self, request: web.Request) -> str | None:
+        origin = request.headers.get("Origin")
+        if origin is None or not self._cors_origins:
+            return None
+        if "*" in self._cors_origins:
+            return "*"
+        return origin if origin in self._cors_origins else None
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Signal handler for on_response_prepare: the headers of every response."""
+        headers = response.headers
+        headers["x-request-id"] = request[REQUEST_ID]
+        headers["openai-version"] = OPENAI_VERSION
+        headers["openai-processing-ms"] = str(round((time.perf_counter() - request[STARTED]) * 1000))
+        headers["X-Content-Type-Options"] = "nosniff"
+        if (origin := self._allowed_origin(request)) is not None:
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS
+        if self._cors_origins:
+            headers["Vary"] = "Origin"
+        if request.app[DRAIN].draining:
+            response.force_close()
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The client's id where it is fit to be repeated in a header and a log, else a new one."""
+    for name in ("X-Client-Request-Id", "X-Request-Id"):
+        value = request.headers.get(name, "")
+        if _REQUEST_ID.fullmatch(value):
+            return value
+    return f"req_{uuid.uuid4().hex}"
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a Host header names the loopback interface, with or without a port."""
+    name = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?", host)
+    if name is None:
+        return False
+    bare = name[1].strip("[]").lower()
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return bare in ("localhost", "localhost.localdomain") or bare.endswith(".localhost")
+
+
+def _route_name(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unmatched"

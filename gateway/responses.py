@@ -1,0 +1,73 @@
+"""Bodies and headers that every route shares. The one place that turns a failure into OpenAI's error object."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from shared.errors import AuthenticationError, PeltonError, RateLimitError, UnavailableError
+
+_STATUS_MESSAGES = {
+    400: ("The HTTP request is malformed.", "bad_request"),
+    404: ("There is no such route.", "not_found"),
+    405: ("This route does not take that method.", "method_not_allowed"),
+    408: ("The request did not arrive in time.", "request_timeout"),
+    413: ("The request body is too large.", "request_too_large"),
+    417: ("Only the expectation 100-continue can be met.", "expectation_failed"),
+    431: ("The request line or a header is too large.", "headers_too_large"),
+}
+_UNSAFE = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+def dump_json(value: object) -> bytes:
+    """JSON on one line, also for clients that cut decoded text by str.splitlines: U+0085, U+2028, U+2029 are escaped."""
+    data = orjson.dumps(value)
+    if data.isascii():
+        return data
+    # UTF-8 is self-synchronizing, so these bytes are nothing but these characters, and they occur in strings alone.
+    for raw, escaped in _UNSAFE:
+        data = data.replace(raw, escaped)
+    return data
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """A whole response."""
+    return web.Response(body=dump_json(value), status=status, content_type="application/json")
+
+
+def error_object(error: PeltonError) -> dict[str, Any]:
+    """OpenAI's error object; all four keys are there."""
+    message = error.message.encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: PeltonError) -> web.Response:
+    """A whole response for a failure before the first byte."""
+    response = json_response(error_object(error), error.status)
+    if isinstance(error, RateLimitError | UnavailableError):
+        seconds = max(0.0, error.retry_after)
+        response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+        response.headers["retry-after-ms"] = str(math.ceil(seconds * 1000))
+    if isinstance(error, AuthenticationError):
+        response.headers["WWW-Authenticate"] = 'Bearer realm="pelton"'
+    return response
+
+
+def status_error_response(status: int) -> web.Response:
+    """A whole response for a failure that HTTP itself defines (no route, wrong method, malformed request)."""
+    message, code = _STATUS_MESSAGES.get(
+        status, ("The request failed.", "server_error" if status >= 500 else "bad_request")
+    )
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+
+
+def http_exception_response(error: web.HTTPException) -> web.Response:
+    """The same for an exception of aiohttp's; keeps the Allow header of a 405."""
+    response = status_error_response(error.status)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

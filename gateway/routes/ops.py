@@ -1,0 +1,31 @@
+"""GET /health, /ready and /metrics."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from prometheus_client import generate_latest
+
+from gateway.keys import DRAIN, METRICS_REGISTRY, MODELS
+from gateway.responses import json_response
+from shared.errors import UnavailableError
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """The process lives; says nothing of workers, so that a supervisor does not restart a gateway for them."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.StreamResponse:
+    """Whether a generation sent now would be served."""
+    if request.app[DRAIN].draining:
+        raise UnavailableError("The server is shutting down.", retry_after=1.0, code="not_ready")
+    is_ready, reason = request.app[MODELS].ready()
+    if not is_ready:
+        raise UnavailableError(reason, retry_after=1.0, code="not_ready")
+    return json_response({"status": "ready"})
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Prometheus text format."""
+    body = generate_latest(request.app[METRICS_REGISTRY])
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

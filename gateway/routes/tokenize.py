@@ -1,0 +1,70 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway.api.body import read_json
+from gateway.api.logprobs import token_string
+from gateway.api.messages import check_messages, check_template_kwargs
+from gateway.api.params import DetokenizeFields, TokenizeFields, parse_fields
+from gateway.api.prompts import check_token_ids
+from gateway.flow.requests import ModelEntryLike
+from gateway.responses import json_response
+from gateway.routes.common import find_model
+from shared.errors import ContextLengthError, InvalidRequestError
+
+MAX_TOKENS = 131_072
+"""Texts longer than a model's context may be counted, but within a bound."""
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """Token ids of a `prompt`, or of `messages` as the chat template renders them."""
+    fields = parse_fields(await read_json(request), TokenizeFields)
+    entry = find_model(request, fields.model)
+    ids = await _encode(fields, entry)
+    token_strings = None
+    if fields.return_token_strs:
+        token_strings = [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
+    return json_response(
+        {"count": len(ids), "max_model_len": entry.facts.max_model_len, "tokens": ids, "token_strs": token_strings}
+    )
+
+
+async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+    if fields.prompt is not None:
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(fields, name) is not None:
+                raise InvalidRequestError(f"{name} goes with messages.", param=name)
+        special = fields.add_special_tokens is not False
+        return await entry.pipeline.encode(fields.prompt, special, max_tokens=MAX_TOKENS)
+    assert fields.messages is not None
+    if fields.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens goes with prompt; a chat template adds its own.", param="add_special_tokens"
+        )
+    messages = check_messages(fields.messages)
+    return await entry.pipeline.encode_chat(
+        messages,
+        add_generation_prompt=fields.add_generation_prompt is not False,
+        template_kwargs=check_template_kwargs(fields.chat_template_kwargs),
+        max_tokens=MAX_TOKENS,
+    )
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """Text of token ids, special tokens included."""
+    fields = parse_fields(await read_json(request), DetokenizeFields)
+    entry = find_model(request, fields.model)
+    if len(fields.tokens) > entry.facts.max_model_len:
+        raise ContextLengthError(
+            f"tokens has {len(fields.tokens)} ids; the model's maximum context length is "
+            f"{entry.facts.max_model_len} tokens.",
+            param="tokens",
+        )
+    check_token_ids(fields.tokens, entry.facts, "tokens")
+    return json_response({"prompt": await asyncio.to_thread(entry.pipeline.decode, fields.tokens, False)})

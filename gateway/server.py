@@ -1,0 +1,130 @@
+"""aiohttp's HTTP server with JSON for the failures that it answers itself, and a limit on how long headers may take."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from gateway.keys import log
+from gateway.middleware import OPENAI_VERSION, request_id_of
+from gateway.responses import http_exception_response, status_error_response
+
+
+class HttpProtocol(RequestHandler):
+    """One connection."""
+
+    __slots__ = ("_header_timeout", "_header_timer")
+
+    def __init__(self, manager: web.Server, *, header_timeout: float, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self._header_timeout = header_timeout
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Starts a timer with a request's first byte, and stops it when its headers are complete."""
+        count = self._request_count
+        super().data_received(data)
+        if self._request_count != count:
+            self._stop_header_timer()
+        elif self._header_timer is None and not self._request_in_progress and not self._messages:
+            self._header_timer = self._loop.call_later(self._header_timeout, self._headers_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The timer must not outlive the connection."""
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_late(self) -> None:
+        self._header_timer = None
+        # A request that came in meanwhile owns the connection; the half one behind it falls to the keep-alive timeout.
+        if self.transport is None or self._request_in_progress or self._messages:
+            return
+        body = status_error_response(408).body
+        assert isinstance(body, bytes)
+        head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        self.force_close()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Failures of the parser, and whatever got past the middleware. aiohttp's texts may hold raw input."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("a response was already begun")
+        if status >= 500:
+            log.error("request failed outside its handler", exc_info=exc)
+        else:
+            log.info("malformed request", error=type(exc).__name__)
+        response = status_error_response(431 if isinstance(exc, LineTooLong) else status)
+        _finish(request, response)
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Exceptions that aiohttp raises outside the middleware (an unknown Expect) become JSON too."""
+        if isinstance(resp, web.HTTPException):
+            resp = http_exception_response(resp)
+            _finish(request, resp)
+        return await super().finish_response(request, resp, start_time)
+
+
+def _finish(request: web.BaseRequest, response: web.Response) -> None:
+    response.headers["x-request-id"] = request_id_of(request)
+    response.headers["openai-version"] = OPENAI_VERSION
+
+
+class HttpServer(web.Server):
+    """Makes a HttpProtocol for each connection."""
+
+    def __init__(self, server: web.Server, header_timeout: float) -> None:
+        super().__init__(
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            **server._kwargs,
+        )
+        self._header_timeout = header_timeout
+
+    def __call__(self) -> RequestHandler:
+        """A protocol for a new connection."""
+        return HttpProtocol(self, header_timeout=self._header_timeout, loop=self._loop, **self._kwargs)
+
+
+class HttpRunner(web.AppRunner):
+    """Runs the application on HttpServer.
+
+    Args:
+        max_header_size: bytes of a header line, and of the request line.
+        header_timeout: seconds in which a request's headers must arrive.
+    """
+
+    __slots__ = ("_header_timeout",)
+
+    def __init__(self, app: web.Application, *, max_header_size: int, header_timeout: float) -> None:
+        super().__init__(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            # A compressed body is refused by its header; not even an unread one may be inflated (CVE-2026-54278).
+            auto_decompress=False,
+            max_line_size=max_header_size,
+            max_field_size=max_header_size,
+            keepalive_timeout=75.0,
+            lingering_time=5.0,
+            shutdown_timeout=2.0,
+        )
+        self._header_timeout = header_timeout
+
+    async def _make_server(self) -> web.Server:
+        return HttpServer(await super()._make_server(), self._header_timeout)
