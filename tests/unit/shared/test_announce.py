@@ -1,0 +1,65 @@
+"""What `pelton serve` prints when it answers."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shlex
+import threading
+
+import pytest
+
+from shared import announce
+from shared.settings import ServeSettings
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    num_refusals = 2
+
+    def do_GET(self) -> None:
+        if self.path == "/ready" and type(self).num_refusals > 0:
+            type(self).num_refusals -= 1
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_greets_once_ready_answers_200(port, capsys):
+    _Server.num_refusals = 2
+    announce.announce_when_ready(ServeSettings(port=port, host="0.0.0.0"), {}, threading.Event())
+    shown = capsys.readouterr().out
+    assert _Server.num_refusals == 0
+    assert f"Pelton serves tiny at http://127.0.0.1:{port}/v1" in shown
+
+
+def test_says_nothing_when_stopped_first(capsys):
+    stopped = threading.Event()
+    stopped.set()
+    announce.announce_when_ready(ServeSettings(port=1), {}, stopped)
+    assert capsys.readouterr().out == ""
+
+
+def test_curl_line_is_a_shell_command_without_keys():
+    settings = ServeSettings(port=8000, api_key=("sk-secret",), host="::")
+    text = announce.greeting(settings, "it's")
+    assert "sk-secret" not in text
+    command = shlex.split(text.split("Try it:")[1].replace("\\\n", " "))
+    assert command[:3] == ["curl", "-N", "http://[::1]:8000/v1/chat/completions"]
+    assert "Authorization: Bearer $PELTON_API_KEY" in command
+    assert json.loads(command[-1])["model"] == "it's"

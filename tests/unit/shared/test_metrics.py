@@ -1,0 +1,61 @@
+"""Metrics: one registration each, workers once each, names bounded."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from shared.messages import WorkerStats
+from shared.metrics import WORKER_COUNTERS, GatewayMetrics, WorkerCollector, WorkerSnapshot, metric_names
+
+# Names that dashboards made for vLLM ask for, under our prefix.
+PROMISED = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+]
+
+
+def test_promised_names_are_there():
+    assert {f"pelton:{name}" for name in PROMISED} <= set(metric_names())
+
+
+def test_each_worker_is_shown_once_with_its_labels():
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    stats = WorkerStats(num_running=3, pages_in_use=5, counters={"prompt_tokens_total": 7.0, "made_up_total": 1.0})
+    snapshots = [WorkerSnapshot("m", "0", True, 20, stats), WorkerSnapshot("m", "1", False, 0, WorkerStats())]
+    registry.register(WorkerCollector(lambda: snapshots))
+
+    def value(name, worker):
+        return registry.get_sample_value(name, {"model_name": "m", "worker": worker})
+
+    assert value("pelton:num_requests_running", "0") == 3
+    assert value("pelton:kv_cache_usage_perc", "0") == 0.25
+    assert value("pelton:kv_cache_usage_perc", "1") == 0
+    assert (value("pelton:worker_ready", "0"), value("pelton:worker_ready", "1")) == (1, 0)
+    assert value("pelton:prompt_tokens_total", "0") == 7
+    assert value("pelton:prompt_tokens_total", "1") == 0
+    assert b"made_up" not in generate_latest(registry)
+    snapshots.clear()
+    assert value("pelton:num_requests_running", "0") is None
+
+
+def test_every_metric_has_documentation():
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    registry.register(WorkerCollector(lambda: ()))
+    assert [family.name for family in registry.collect() if len(family.documentation) < 10] == []
+    assert not any(name.endswith("_total") for name in WORKER_COUNTERS)
