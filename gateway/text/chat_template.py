@@ -1,0 +1,317 @@
+"""Chat templates: Jinja in a sandbox, with limits on source, loops, values, output and time.
+
+A template comes with the model's files, so it is trusted no more than they are. Python threads cannot be stopped from
+outside; therefore the limits are checked by the template's own operations: loops are wrapped, and operators, calls
+and filters are intercepted, so that no single operation takes long or grows large.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+from shared.errors import InvalidRequestError
+
+MAX_SOURCE = 1_048_576
+"""Characters of a template."""
+MAX_RANGE = 100_000
+MAX_OUTPUT = 33_554_432
+"""Characters of a rendered conversation, and of any string or list that a template makes on its way."""
+MAX_TOTAL = 1 << 30
+"""Characters of all that it makes on its way together."""
+MAX_ARGUMENT = 10_000_000
+"""Largest number that may be passed to a function: a width, a count."""
+MAX_SECONDS = 5.0
+
+_MAX_MESSAGE = 500
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_BOUNDED_LOOP = "pelton_bounded_loop"
+_BOUNDED_CONCAT = "pelton_bounded_concat"
+
+
+class TemplateLimitError(jinja2.TemplateError):
+    """A template took more time or space than it may."""
+
+
+class _RefusedError(jinja2.TemplateError):
+    """The template called raise_exception."""
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja text.
+        special_tokens: variables such as `bos_token`.
+
+    Raises InvalidRequestError where the source is no template that can be used.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
+        if len(source) > MAX_SOURCE:
+            raise InvalidRequestError(f"the model's chat template has {len(source)} characters; {MAX_SOURCE} are read")
+        self._environment = _Environment(max_seconds)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = self._environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise _unusable(error) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """The conversation as text. Takes at most about `max_seconds`; may be called from several threads.
+
+        Raises InvalidRequestError with the template's own message where it refuses the messages or fails on them.
+        """
+        variables: dict[str, Any] = {
+            **template_kwargs,
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        self._environment.start_clock()
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(variables):
+                size += len(piece)
+                self._environment.check(size)
+                pieces.append(piece)
+        except _RefusedError as error:
+            raise InvalidRequestError(str(error.message)[:_MAX_MESSAGE], param="messages") from error
+        except (RecursionError, MemoryError) as error:
+            raise _unusable(error) from error
+        except Exception as error:  # any exception may come out of a template's expressions
+            raise _unusable(error) from error
+        return "".join(pieces)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox with limits. Its clock is per thread: one rendering runs in one thread from begin to end."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, max_seconds: float) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+            autoescape=False,
+        )
+        self._max_seconds = max_seconds
+        self._clock = threading.local()
+        for name, function in list(self.filters.items()):
+            self.filters[name] = self._bounded_filter(name, function)
+        self.filters["tojson"] = _to_json
+        self.filters[_BOUNDED_LOOP] = self._bounded_loop
+        self.filters[_BOUNDED_CONCAT] = self._bounded_concat
+        self.globals.pop("lipsum", None)
+        self.globals["range"] = _bounded_range
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def start_clock(self) -> None:
+        self._clock.deadline = time.monotonic() + self._max_seconds
+        self._clock.total = 0
+
+    def check(self, size: int = 0) -> None:
+        """Counts something that is `size` long. Raises TemplateLimitError past the deadline or a limit."""
+        self._clock.total = total = getattr(self._clock, "total", 0) + size
+        if size > MAX_OUTPUT or total > MAX_TOTAL:
+            raise TemplateLimitError(f"it makes more than {MAX_OUTPUT} characters")
+        if time.monotonic() > getattr(self._clock, "deadline", float("inf")):
+            raise TemplateLimitError(f"it takes longer than {self._max_seconds:g} s")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.check(_binop_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_arguments((*args, *kwargs.values()))
+        # str.format arrives wrapped by the sandbox.
+        method = getattr(__obj, "__wrapped__", __obj)
+        text = getattr(method, "__self__", None)
+        if isinstance(text, str):
+            __self.check(_text_operation_size(method.__name__, text, args))
+        result = super().call(__context, __obj, *args, **kwargs)
+        __self.check(_size(result))
+        return result
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            value, rest = args[first], args[first + 1 :]
+            _check_arguments((*rest, *kwargs.values()))
+            if name == "join":
+                separator = next(iter((*rest, *kwargs.values())), "")
+                value = list(value)
+                self.check(sum(map(_size, value)) + len(value) * _size(separator))
+                args = (*args[:first], value, *rest)
+            elif isinstance(value, str):
+                self.check(_text_operation_size(name, value, rest))
+            result = function(*args, **kwargs)
+            self.check(_size(result))
+            return result
+
+        # Jinja reads from these whether the context or the environment is to be passed.
+        bounded.__dict__.update(getattr(function, "__dict__", {}))
+        return bounded
+
+    def _bounded_loop(self, iterable: Any) -> Any:
+        return _BoundedIterable(iterable, self.check)
+
+    def _bounded_concat(self, parts: Iterable[Any]) -> str:
+        texts = [str(part) for part in parts]
+        self.check(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.iter = _filter_node(loop.iter, _BOUNDED_LOOP)
+        return _replace_concats(template)
+
+
+class _BoundedIterable:
+    """An iterable whose every step checks the clock. Keeps the length, which `loop.last` and the like ask for."""
+
+    def __init__(self, iterable: Any, check: Callable[[], None]) -> None:
+        self._iterable = iterable
+        self._check = check
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            self._check()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the assistant's words for training; its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
+
+
+def _replace_concats(template: nodes.Template) -> nodes.Template:
+    """Sends each `a ~ b` through the bounded filter."""
+
+    def visit(node: nodes.Node) -> nodes.Node:
+        for field, value in node.iter_fields():
+            if isinstance(value, nodes.Node):
+                setattr(node, field, visit(value))
+            elif isinstance(value, list):
+                setattr(node, field, [visit(item) if isinstance(item, nodes.Node) else item for item in value])
+        if isinstance(node, nodes.Concat):
+            return _filter_node(
+                nodes.List(node.nodes, lineno=node.lineno, environment=node.environment), _BOUNDED_CONCAT
+            )
+        return node
+
+    visit(template)
+    return template
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def _binop_size(operator: str, left: Any, right: Any) -> int:
+    """An upper bound of the size of the result; of its bits for numbers."""
+    if operator == "*":
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+                return len(sequence) * max(times, 0)
+    if operator == "+":
+        return _size(left) + _size(right)
+    if operator == "%" and isinstance(left, str):
+        return _format_size(left, right if isinstance(right, tuple) else (right,))
+    if isinstance(left, int) and isinstance(right, int):
+        # Powers cost more than their size: 64 is what keeps one below a second.
+        return 64 * left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+    return 0
+
+
+def _text_operation_size(name: str, text: str, args: Sequence[Any]) -> int:
+    """An upper bound of what a method or filter makes of a text, for those whose result can be much longer."""
+    if name == "join":
+        return len(text) * _size(args[0]) if args else 0
+    if name == "replace" and len(args) > 1:
+        return (len(text) // max(_size(args[0]), 1) + 1) * _size(args[1])
+    if name in ("format", "format_map"):
+        return _format_size(text, args)
+    return 0
+
+
+def _format_size(form: str, args: Sequence[Any]) -> int:
+    widths = [int(digits) for digits in re.findall(r"\d{1,12}", form)]
+    # Widths may come from arguments: `%*d`, `{:{}}`.
+    widths += [abs(item) for item in args if isinstance(item, int) and ("*" in form or "{" in form)]
+    return sum(widths) + len(form)
+
+
+def _check_arguments(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int) and value > MAX_ARGUMENT:
+            raise TemplateLimitError(f"it passes a number above {MAX_ARGUMENT} to a function")
+
+
+def _bounded_range(*args: int) -> range:
+    numbers = range(*args)
+    if len(numbers) > MAX_RANGE:
+        raise TemplateLimitError(f"it asks for a range of {len(numbers)} numbers; {MAX_RANGE} are possible")
+    return numbers
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _RefusedError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML's escapes, which models were not trained on."""
+    if isinstance(indent, int) and indent > 16:
+        raise TemplateLimitError(f"it indents JSON by {indent}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _unusable(error: BaseException) -> InvalidRequestError:
+    reason = _ADDRESS.sub("...", str(error))[:_MAX_MESSAGE] or type(error).__name__
+    return InvalidRequestError(f"the model's chat template cannot render these messages: {reason}", param="messages")

@@ -1,0 +1,149 @@
+"""Token ids to text, exactly and incrementally.
+
+A table gives each id's bytes; text is the UTF-8 decoding of their concatenation. Bytes that no code point can begin
+or continue with become U+FFFD, one for each maximal ill-formed subpart (Unicode 16, section 3.9, as in the
+`tokenizers` library and in Python). So a stream and a whole decode give the same text, at O(1) a token.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from shared.errors import ConfigurationError
+
+SPACE_MARK = "\u2581"
+"""What SentencePiece vocabularies write for a space."""
+
+
+class TokenBytes:
+    """The bytes of each token id.
+
+    Attributes:
+        table: id -> bytes; ids that the tokenizer lacks, below the model's vocabulary size, are empty.
+        special_ids: what `skip_special_tokens` leaves out.
+        strip_leading_space: whether a text decoded from its beginning loses one leading space, which such
+            vocabularies put in front of every text.
+    """
+
+    def __init__(self, table: list[bytes], special_ids: frozenset[int], *, strip_leading_space: bool) -> None:
+        self.table = table
+        self.special_ids = special_ids
+        self.strip_leading_space = strip_leading_space
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self.table[token_id] if 0 <= token_id < len(self.table) else b""
+
+    def join(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
+        """The bytes of a sequence that starts a text."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        joined = b"".join([self[token_id] for token_id in token_ids if token_id not in skipped])
+        return joined[1:] if self.strip_leading_space and joined.startswith(b" ") else joined
+
+
+class Detokenizer:
+    """Text of one growing sequence that continues a prompt. Holds back an unfinished code point, nothing else."""
+
+    __slots__ = ("_decode", "_skipped", "_table")
+
+    def __init__(self, token_bytes: TokenBytes, *, skip_special_tokens: bool) -> None:
+        self._table = token_bytes.table
+        self._skipped = token_bytes.special_ids if skip_special_tokens else frozenset()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        """The text that one more token completes; may be empty. Ids without a table entry have no text."""
+        if token_id in self._skipped or token_id >= len(self._table):
+            return ""
+        return self._decode(self._table[token_id])
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for a code point that never became whole, else nothing."""
+        return self._decode(b"", True)
+
+
+def build_token_bytes(tokenizer_config: Mapping[str, Any], vocab: Mapping[str, int]) -> TokenBytes:
+    """The table for a tokenizer.
+
+    Args:
+        tokenizer_config: parsed tokenizer.json (its `model.vocab` is not read).
+        vocab: token -> id, added tokens included.
+
+    Raises:
+        ConfigurationError: the tokenizer's decoder is of a kind that is not supported; the message names it.
+    """
+    steps = list(_decoder_steps(tokenizer_config.get("decoder")))
+    kinds = {step["type"] for step in steps}
+    byte_level = "ByteLevel" in kinds
+    marks = [step for step in steps if step["type"] in ("Metaspace", "Replace")]
+    replacements = [_replacement(step) for step in marks]
+    byte_fallback = "ByteFallback" in kinds
+    by_char = _bytes_by_char() if byte_level else {}
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        if byte_level:
+            table[token_id] = _byte_level_bytes(token, by_char)
+        elif byte_fallback and (byte := _fallback_byte(token)) is not None:
+            table[token_id] = byte
+        else:
+            for old, new in replacements:
+                token = token.replace(old, new)
+            table[token_id] = token.encode("utf-8", "replace")
+    added = tokenizer_config.get("added_tokens") or []
+    special_ids = frozenset(entry["id"] for entry in added if entry.get("special"))
+    return TokenBytes(table, special_ids, strip_leading_space=any(map(_strips_leading_space, steps)))
+
+
+def _decoder_steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is None:
+        raise ConfigurationError("the tokenizer has no decoder; ByteLevel, ByteFallback and Metaspace are supported")
+    kind = decoder.get("type")
+    if kind == "Sequence":
+        for step in decoder.get("decoders", []):
+            yield from _decoder_steps(step)
+    elif kind in ("ByteLevel", "ByteFallback", "Metaspace", "Fuse", "Strip", "Replace"):
+        yield decoder
+    else:
+        raise ConfigurationError(f"the tokenizer's decoder {kind!r} is not supported")
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return step.get("replacement", SPACE_MARK), " "
+    pattern = step.get("pattern", {})
+    if "String" not in pattern:
+        raise ConfigurationError("the tokenizer's decoder replaces a regular expression, which is not supported")
+    return pattern["String"], step.get("content", "")
+
+
+def _strips_leading_space(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Metaspace":
+        return bool(step.get("prepend_scheme", "always") != "never")
+    return bool(step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0)
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    """The byte that `<0xHH>` stands for."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes.fromhex(token[3:5])
+        except ValueError:
+            return None
+    return None
+
+
+def _byte_level_bytes(token: str, by_char: Mapping[str, int]) -> bytes:
+    """A token with a character outside the byte alphabet (an added one) is taken as it is."""
+    try:
+        return bytes([by_char[char] for char in token])
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+def _bytes_by_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE (Radford et al. 2019, GPT-2): printable Latin-1 bytes stand for themselves, the
+    other 68 for U+0100 onwards in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

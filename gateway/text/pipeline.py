@@ -1,0 +1,157 @@
+"""Text of one model to token ids and back: what the routes use, with the slow parts off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.detokenizer import Detokenizer, TokenBytes
+from gateway.text.tokenizer import TextTokenizer
+from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
+from shared.messages import Bundle
+
+MAX_TEXT_BYTES = 16_777_216
+LARGE_TEXT = 262_144
+"""Texts of more characters have a thread of their own, so that they delay only each other."""
+
+RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
+
+_T = TypeVar("_T")
+
+
+class TextThreads:
+    """The threads that tokenize and render, shared by all models of a process.
+
+    The `tokenizers` library releases the interpreter lock. A thread cannot be interrupted: a caller that is cancelled
+    no longer waits, and what has not begun is dropped.
+    """
+
+    def __init__(self, num_threads: int = 2) -> None:
+        self._small = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-text")
+
+    async def run(self, size: int, function: Callable[[], _T]) -> _T:
+        """The result of `function`; `size` is that of its text in characters."""
+        executor = self._large if size > LARGE_TEXT else self._small
+        return await asyncio.get_running_loop().run_in_executor(executor, function)
+
+    def close(self) -> None:
+        """Drops what has not begun; does not wait for the rest."""
+        self._small.shutdown(wait=False, cancel_futures=True)
+        self._large.shutdown(wait=False, cancel_futures=True)
+
+
+class TextPipeline:
+    """Tokenizer, chat template and detokenizer of one bundle. Constructing takes about 0.2 s: do it in a thread.
+
+    Raises ConfigurationError where the bundle's tokenizer cannot be used. A template that cannot be used makes only
+    the chat methods fail.
+    """
+
+    def __init__(self, bundle: Bundle, threads: TextThreads) -> None:
+        self.bundle_hash = bundle.bundle_hash
+        self._threads = threads
+        self._tokenizer = TextTokenizer(bundle)
+        self._token_bytes: TokenBytes = self._tokenizer.token_bytes
+        self._template: ChatTemplate | None = None
+        self._template_error = "the model has no chat template; use /v1/completions"
+        if bundle.chat_template is not None:
+            try:
+                self._template = ChatTemplate(bundle.chat_template, bundle.special_tokens)
+            except InvalidRequestError as error:
+                self._template_error = error.message
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Ids of a plain prompt; special-token text in it is special. See flow.requests.TextPipelineLike."""
+        self._check_size(text, max_tokens, param)
+        return await self._threads.run(
+            len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Ids of a conversation; special-token text in messages is ordinary text. See TextPipelineLike."""
+        template = self._usable_template(template_kwargs)
+
+        def work() -> list[int]:
+            guard = self._tokenizer.guard
+            text = template.render(guard(messages), guard(tools), add_generation_prompt, guard(template_kwargs or {}))
+            self._check_size(text, max_tokens, "messages")
+            return self._tokenizer.encode_guarded(text)
+
+        return await self._threads.run(_text_size(messages) + _text_size(tools), work)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text."""
+        template = self._usable_template(template_kwargs)
+        return await self._threads.run(
+            _text_size(messages) + _text_size(tools),
+            lambda: template.render(messages, tools, add_generation_prompt, template_kwargs or {}),
+        )
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Ill-formed bytes become U+FFFD; ids outside the vocabulary have no text."""
+        return self._token_bytes.join(token_ids, skip_special_tokens).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token, as it continues a text."""
+        return self._token_bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """For display: bytes that are no whole code points are replaced."""
+        return self._token_bytes[token_id].decode("utf-8", "replace")
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A new one for one choice; it continues a prompt, so it strips no leading space."""
+        return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens)
+
+    def _usable_template(self, template_kwargs: Mapping[str, Any] | None) -> ChatTemplate:
+        if self._template is None:
+            raise InvalidRequestError(self._template_error, param="messages")
+        for name in RESERVED_VARIABLES.intersection(template_kwargs or {}):
+            raise InvalidRequestError(f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
+        return self._template
+
+    def _check_size(self, text: str, max_tokens: int | None, param: str) -> None:
+        """By length first: what cannot fit is refused before time is spent on it."""
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        most = self._tokenizer.max_bytes_per_token
+        if max_tokens is not None and most is not None and size > max_tokens * most:
+            raise ContextLengthError(
+                f"the prompt has {size} bytes, which is at least {-(-size // most)} tokens; "
+                f"the maximum context length is {max_tokens} tokens",
+                param=param,
+            )
+        if size > MAX_TEXT_BYTES:
+            raise PayloadTooLargeError(
+                f"the text has {size} bytes; at most {MAX_TEXT_BYTES} are tokenized", param=param
+            )
+
+
+def _text_size(value: Any) -> int:
+    """Characters in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, Sequence):
+        return sum(map(_text_size, value))
+    return 0

@@ -1,0 +1,178 @@
+"""Text to token ids with the `tokenizers` library. Synchronous: pipeline.py calls it in threads."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from gateway.text.detokenizer import TokenBytes, build_token_bytes
+from shared.errors import ConfigurationError
+from shared.messages import Bundle
+
+_SCAN_WINDOW = 65_536
+"""Characters that one call of `re` may scan; between calls other threads get the interpreter lock."""
+
+
+class TextTokenizer:
+    """One model's tokenizer.
+
+    User text in a conversation must not become control tokens (CVE-2026-44222). `guard` puts a mark between the
+    first two characters of every special token's text it finds, and behind it; the mark is an added token of this tokenizer, so that it splits
+    the text there, and its id is dropped from the result. Text without special tokens passes unchanged and so gets
+    the ids that it always had.
+
+    Raises ConfigurationError where tokenizer.json is malformed or of a kind that is not supported.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
+            config: dict[str, Any] = json.loads(bundle.tokenizer_json)
+        except Exception as error:
+            raise ConfigurationError(f"the tokenizer cannot be parsed: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.token_bytes: TokenBytes = build_token_bytes(config, vocab)
+        self.max_bytes_per_token = _max_bytes_per_token(config, self.token_bytes)
+        self._bos_id = vocab.get(bundle.special_tokens.get("bos_token", ""))
+        self._add_bos_token = bundle.add_bos_token
+        special_texts = {entry["content"] for entry in config.get("added_tokens") or [] if entry.get("special")}
+        special_texts |= set(bundle.special_tokens.values()) & vocab.keys()
+        self._special = _trie_pattern(text for text in special_texts if len(text) > 1 and not text.isspace())
+        self._max_special_length = max(map(len, special_texts), default=0)
+        # Private use characters, drawn anew in each process: text cannot contain the mark but by chance.
+        self._mark = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(2))
+        self._tokenizer.add_tokens([AddedToken(self._mark, normalized=False, special=False)])
+        self._mark_id = self._tokenizer.token_to_id(self._mark)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a plain prompt. The text of special tokens counts as these tokens.
+
+        The beginning-of-text id is put in front where the model declares that it wants one, once.
+        """
+        ids = self._encode(self.unguard(text), add_special_tokens)
+        if not add_special_tokens or self._bos_id is None:
+            return ids
+        if self._add_bos_token and ids[:1] != [self._bos_id]:
+            ids.insert(0, self._bos_id)
+        if ids[:2] == [self._bos_id, self._bos_id]:
+            del ids[0]
+        return ids
+
+    def encode_guarded(self, text: str) -> list[int]:
+        """Ids of a rendered conversation: it holds its special tokens itself, and guarded text of users."""
+        ids = self._encode(text, False)
+        if self._mark not in text:
+            return ids
+        mark_id = self._mark_id
+        return [token_id for token_id in ids if token_id != mark_id]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Lone surrogates, which JSON can express, have no UTF-8; the library would refuse the text.
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode("utf-8")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def unguard(self, text: str) -> str:
+        """The text without marks."""
+        return text.replace(self._mark, "")
+
+    def guard(self, value: Any) -> Any:
+        """A copy of a JSON value in which no string (or key) holds the text of a special token."""
+        if isinstance(value, str):
+            return self._guard_text(value)
+        if isinstance(value, Mapping):
+            return {self.guard(key): self.guard(item) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self.guard(item) for item in value]
+        return value
+
+    def _guard_text(self, text: str) -> str:
+        pieces: list[str] = []
+        copied = 0
+        for start, end in self._find_special(text):
+            pieces.append(text[copied:start])
+            pieces.append(self._broken(text[start:end]))
+            copied = end
+        if not pieces:
+            return text
+        pieces.append(text[copied:])
+        return "".join(pieces)
+
+    def _broken(self, special: str) -> str:
+        """A special token's text, marked so that neither it nor one inside it or across its end is left. (One across
+        its beginning would have been found first.)"""
+        tail = special[1:]
+        if self._special is not None and self._special.search(tail):
+            tail = self._mark.join(tail)
+        return special[0] + self._mark + tail + self._mark
+
+    def _find_special(self, text: str) -> Iterator[tuple[int, int]]:
+        if self._special is None:
+            return
+        position = 0
+        while position < len(text):
+            window = position + _SCAN_WINDOW
+            match = self._special.search(text, position, window + self._max_special_length)
+            if match is not None:
+                yield match.span()
+                position = match.end()
+            else:
+                position = window
+
+
+def _trie_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern for the longest of the texts at a place, in time bounded by its length, not by how many there are."""
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_trie_source(root)) if root else None
+
+
+def _trie_source(node: dict[str, Any]) -> str:
+    prefix = ""
+    while len(node) == 1 and "" not in node:
+        char, node = next(iter(node.items()))
+        prefix += re.escape(char)
+    branches = [re.escape(char) + _trie_source(child) for char, child in sorted(node.items()) if char]
+    if not branches:
+        return prefix
+    # An optional tail is tried first: the longest text wins.
+    return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in node else ''}"
+
+
+def _max_bytes_per_token(config: Mapping[str, Any], token_bytes: TokenBytes) -> int | None:
+    """How many bytes of text a token can stand for at most, where that is bounded: every byte that UTF-8 has is a
+    token, and neither normalizer nor added tokens swallow text. None otherwise.
+
+    Vocabularies lack a few control characters and lead bytes, which then have no token. Doubling the bound covers
+    code points with such a lead byte; a huge text made of little but such control characters is refused as well.
+    """
+    covered = {entry[0] for entry in token_bytes.table if len(entry) == 1}
+    if config.get("model", {}).get("type") != "BPE" or not set(range(0x80, 0xC0)) <= covered:
+        return None
+    if not set(range(0x20, 0x7F)) <= covered or not _keeps_length(config.get("normalizer")):
+        return None
+    if any(entry.get("lstrip") or entry.get("rstrip") for entry in config.get("added_tokens") or []):
+        return None
+    longest = max(map(len, token_bytes.table))
+    return longest if set(range(0xC2, 0xF5)) | set(range(0x20)) <= covered else 2 * longest
+
+
+def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
+    if normalizer is None or normalizer.get("type") == "Prepend":
+        return True
+    if normalizer.get("type") == "Sequence":
+        return all(map(_keeps_length, normalizer.get("normalizers", [])))
+    if normalizer.get("type") == "Replace":
+        return normalizer.get("pattern") == {"String": " "} and normalizer.get("content") == "\u2581"
+    return False
