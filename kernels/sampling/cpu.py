@@ -78,7 +78,7 @@ def _argmax(row):  # type: ignore[no-untyped-def]
     """Lowest id of the largest logit; -1 where the row has NaN or +inf, or nothing but -inf."""
     unusable = 0
     for i in range(len(row)):
-        unusable += np.int32(not row[i] < np.float32(np.inf))
+        unusable += 0 if row[i] < np.float32(np.inf) else 1
     largest = _largest(row)
     if unusable > 0 or largest == np.float32(-np.inf):
         return -1

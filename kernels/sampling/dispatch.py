@@ -15,7 +15,11 @@ from kernels.sampling.inputs import PenaltyInputs, SamplingInputs
 
 
 class SamplingOps(Protocol):
-    """The two functions of reference.py."""
+    """The two functions of reference.py, and what must come before they are at their fastest."""
+
+    def compile(self) -> None:
+        """Compiles what is not; may run in another thread meanwhile."""
+        ...
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
@@ -28,6 +32,9 @@ class SamplingOps(Protocol):
 
 class ReferenceOps:
     """Plain torch, on any device."""
+
+    def compile(self) -> None:
+        """Nothing to do."""
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""

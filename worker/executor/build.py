@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from kernels.cpu.pool import use_cache_directory
-from kernels.sampling.dispatch import CpuOps, sampling_ops
+from kernels.sampling.dispatch import SamplingOps, sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
@@ -103,7 +103,10 @@ def _build(
         )
     if group is not None:
         group.prepare(plan)
-    runner = make_runner(settings, decoder, plan, parallel)
+    ops = sampling_ops(device, num_threads(settings))
+    if group is not None:
+        ops.compile()  # all ranks must sample by the same code
+    runner = make_runner(settings, decoder, plan, parallel, ops)
 
     def execute(step: StepPlan) -> StepResult:
         if group is not None:
@@ -117,6 +120,9 @@ def _build(
     num_groups = max(1, len(files.spec.kv_groups))
     for step in warm_up_plans(settings, plan, num_groups):
         execute(step)
+    if group is None:
+        # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
+        threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
     # What is loaded by now lives as long as the process; the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -196,7 +202,9 @@ def load_decoder(
     )
 
 
-def make_runner(settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext) -> ModelRunner:
+def make_runner(
+    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext, ops: SamplingOps
+) -> ModelRunner:
     """Allocates KV cache and rows around a decoder."""
     spec, device = decoder.spec, decoder.device
     kv_dtype = resolve_kv_dtype(settings, device, decoder.dtype)
@@ -209,12 +217,6 @@ def make_runner(settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parall
         vocab_size=spec.vocab_size,
         device=device,
     )
-    ops = sampling_ops(device, num_threads(settings))
-    if isinstance(ops, CpuOps):
-        if parallel.tp_size > 1:
-            ops.compile()  # all ranks must sample by the same code
-        else:
-            threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
     return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ops))
 
 

@@ -9,9 +9,10 @@ import sys
 import msgspec
 import zmq
 
+from kernels.sampling.dispatch import sampling_ops
 from shared import supervisor_pipe
 from shared.errors import ConfigurationError
-from worker.executor.build import load_decoder, make_runner, prepare_process, resolve_device
+from worker.executor.build import load_decoder, make_runner, num_threads, prepare_process, resolve_device
 from worker.executor.memory import KVPlan
 from worker.executor.ranks import ENDPOINT_VARIABLE, RankReply, RankStart, join_group
 from worker.model.loading.open_model import open_model
@@ -52,7 +53,9 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     decoder = load_decoder(settings, files, device, parallel)
     _reply(socket, RankReply(stage="loaded"))
     num_pages, max_model_len = msgspec.msgpack.decode(socket.recv(), type=tuple[int, int])
-    runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel)
+    ops = sampling_ops(device, num_threads(settings))
+    ops.compile()
+    runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel, ops)
     _reply(socket, RankReply(stage="ready"))
     decoder_of_plans = msgspec.msgpack.Decoder(StepPlan)
     while True:
