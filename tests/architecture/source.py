@@ -33,7 +33,7 @@ def parse(path: Path) -> ast.Module:
 
 def imported_modules(path: Path) -> set[str]:
     """Full names of the modules that a file imports, anywhere in it."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
