@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-# Ends of a turn, by name. One counts where it is a special token of the vocabulary and the chat template writes it.
+# Ends of a turn, by name. One counts where it is an added token of the vocabulary (a piece that ordinary text does not
+# merge into) and the chat template writes it.
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -17,11 +18,11 @@ TURN_ENDS = (
 )
 
 
-def turn_end_ids(chat_template: str | None, special_token_id: Callable[[str], int | None]) -> list[int]:
+def turn_end_ids(chat_template: str | None, added_token_id: Callable[[str], int | None]) -> list[int]:
     """Ids of the turn ends that the template uses."""
     if not chat_template:
         return []
-    found = (special_token_id(name) for name in TURN_ENDS if name in chat_template)
+    found = (added_token_id(name) for name in TURN_ENDS if name in chat_template)
     return [token_id for token_id in found if token_id is not None]
 
 

@@ -58,8 +58,8 @@ def _gguf_eos(file: GGUFFile, vocabulary: Vocabulary, template: str | None) -> t
     fields = Fields(file.metadata, f"{file.name}: ")
     top = len(vocabulary.tokens) - 1
     declared = [fields.optional_integer(f"tokenizer.ggml.{name}_token_id", high=top) for name in ("eos", "eot", "eom")]
-    special = {vocabulary.tokens[i]: i for i in vocabulary.special_ids}
-    return united([i for i in declared if i is not None], turn_end_ids(template, special.get))
+    added = {vocabulary.tokens[i]: i for i in (*vocabulary.special_ids, *vocabulary.user_defined_ids)}
+    return united([i for i in declared if i is not None], turn_end_ids(template, added.get))
 
 
 def _content(value: MetadataValue) -> bytes:

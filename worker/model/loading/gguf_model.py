@@ -72,7 +72,7 @@ def read_gguf_model(file: GGUFFile, num_tokens: int, eos_token_ids: tuple[int, .
     """Specification and weights.
 
     Args:
-        num_tokens: size of the vocabulary where the metadata has no key for it.
+        num_tokens: tokens of the file's vocabulary; the embedding may be padded beyond them.
 
     Raises:
         ModelFileError: the architecture is not supported, a key is missing or absurd, or a tensor missing or misshapen.
@@ -118,7 +118,7 @@ def _spec(
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads, low=1, high=num_heads),
         head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", num_tokens, low=1, high=MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", num_tokens, low=num_tokens, high=MAX_VOCAB),
         max_position=max_position,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         rope=_rope(fields, file, head_dim, max_position, family.gguf_interleaved),

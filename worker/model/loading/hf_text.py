@@ -127,9 +127,7 @@ def _adds_bos(tokenizer: Tokenizer, bos: str | None) -> bool:
 
 
 def _end_ids(tokenizer: Tokenizer, eos: str | None, template: str | None) -> list[int]:
-    special = {
-        token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-    }
-    ids = turn_end_ids(template, special.get)
+    added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    ids = turn_end_ids(template, added.get)
     eos_id = tokenizer.token_to_id(eos) if eos is not None else None
     return ids if eos_id is None else [*ids, eos_id]

@@ -20,6 +20,9 @@ CONVERTER_VERSION = 1
 
 _CONTROL, _USER_DEFINED = 3, 4
 
+# Every way to cut a SentencePiece piece in two is tried, so its length is bounded; real ones have some tens.
+_MAX_PIECE = 512
+
 # How each pre-tokenizer type splits text, as the model cards' own tokenizer.json files state it.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -191,6 +194,9 @@ def _sentencepiece(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> di
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise fields.error("tokenizer.ggml.scores", f"does not hold {len(vocabulary.tokens)} numbers, one a token")
     vocab = _vocab(file, vocabulary)
+    longest = max(map(len, vocab))
+    if longest > _MAX_PIECE:
+        raise fields.error("tokenizer.ggml.tokens", f"holds a piece of {longest} characters; {_MAX_PIECE} are allowed")
     unknown = fields.optional_integer("tokenizer.ggml.unknown_token_id", high=len(vocab) - 1)
     prefix = fields.boolean("tokenizer.ggml.add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}

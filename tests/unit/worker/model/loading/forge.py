@@ -80,7 +80,9 @@ def f32_tensor(name: str, array: np.ndarray) -> Tensor:
     return Tensor(name, tuple(reversed(array.shape)), array.astype("<f4").tobytes())
 
 
-BYTE_TOKENS = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))] + [chr(256 + i) for i in range(68)]
+BYTE_TOKENS = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))] + [
+    chr(256 + i) for i in range(68)
+]
 TINY_METADATA: dict[str, object] = {
     "general.architecture": "llama",
     "llama.block_count": 1,
@@ -120,9 +122,7 @@ def tiny_tensors(seed: int = 0) -> list[Tensor]:
     return [f32_tensor(name, rng.standard_normal(shape, dtype=np.float32)) for name, shape in shapes.items()]
 
 
-def tiny_gguf(
-    changes: dict[str, object] | None = None, tensors: list[Tensor] | None = None, version: int = 3
-) -> bytes:
+def tiny_gguf(changes: dict[str, object] | None = None, tensors: list[Tensor] | None = None, version: int = 3) -> bytes:
     """A Llama of one layer; `changes` to the metadata: None removes a key."""
     metadata = {**TINY_METADATA, **(changes or {})}
     pairs = [value_pair(key, value) for key, value in metadata.items() if value is not None]
