@@ -7,6 +7,7 @@ import json
 import shlex
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 from shared import notify
 from shared.settings import ServeSettings
@@ -16,7 +17,7 @@ _REQUEST_SECONDS = 2.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
-def announce_when_ready(settings: ServeSettings, env: Mapping[str, str], stopped: threading.Event) -> None:
+def announce_when_ready(settings: ServeSettings, stopped: threading.Event) -> None:
     """Asks /ready until it answers 200, then prints the URL and a curl line; ends early when `stopped` is set."""
     while not stopped.wait(_POLL_SECONDS):
         if _get(settings, "/ready", {}) is not None:
@@ -47,12 +48,23 @@ def greeting(settings: ServeSettings, model: str) -> str:
 def _model_name(settings: ServeSettings) -> str:
     if settings.served_model_name:
         return settings.served_model_name[0]
-    headers = {"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    key = settings.api_key[0] if settings.api_key else _first_key(settings.api_key_file)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         name = json.loads(_get(settings, "/v1/models", headers) or b"")["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         return "default"
     return str(name)
+
+
+def _first_key(path: str) -> str:
+    """The first key of --api-key-file that may ask for /v1/models, or nothing. The gateway reports a bad file."""
+    try:
+        lines = Path(path).read_text("utf-8").splitlines() if path else []
+    except (OSError, UnicodeDecodeError):
+        return ""
+    words = (line.split() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    return next((first for first, *rest in words if "scope=admin" not in rest), "")
 
 
 def _reachable_host(settings: ServeSettings) -> str:

@@ -146,10 +146,6 @@ class Supervisor:
         finally:
             self._close()
 
-    def request_stop(self) -> None:
-        """The same as SIGTERM; from any thread."""
-        os.kill(os.getpid(), signal.SIGTERM)
-
     def _listen(self) -> None:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -281,7 +277,7 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
         supervisor = Supervisor(child_specs(settings, env), directory)
         done = threading.Event()
         threading.Thread(
-            target=announce.announce_when_ready, args=(settings, env, done), name="announce", daemon=True
+            target=announce.announce_when_ready, args=(settings, done), name="announce", daemon=True
         ).start()
         try:
             return supervisor.run()

@@ -23,7 +23,8 @@ class _Server(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
+        name = "tiny" if self.headers.get("Authorization") in (None, "Bearer sk-right") else "wrong key"
+        self.wfile.write(json.dumps({"data": [{"id": name}]}).encode())
 
     def log_message(self, *_args: object) -> None:
         pass
@@ -42,16 +43,25 @@ def port():
 
 def test_greets_once_ready_answers_200(port, capsys):
     _Server.num_refusals = 2
-    announce.announce_when_ready(ServeSettings(port=port, host="0.0.0.0"), {}, threading.Event())
+    announce.announce_when_ready(ServeSettings(port=port, host="0.0.0.0"), threading.Event())
     shown = capsys.readouterr().out
     assert _Server.num_refusals == 0
     assert f"Pelton serves tiny at http://127.0.0.1:{port}/v1" in shown
 
 
+def test_finds_the_model_with_a_key_of_the_file(port, capsys, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\n\nsk-boss name=boss scope=admin\nsk-right name=me\n")
+    announce.announce_when_ready(ServeSettings(port=port, api_key_file=str(keys)), threading.Event())
+    shown = capsys.readouterr().out
+    assert "Pelton serves tiny" in shown
+    assert "sk-right" not in shown
+
+
 def test_says_nothing_when_stopped_first(capsys):
     stopped = threading.Event()
     stopped.set()
-    announce.announce_when_ready(ServeSettings(port=1), {}, stopped)
+    announce.announce_when_ready(ServeSettings(port=1), stopped)
     assert capsys.readouterr().out == ""
 
 
