@@ -22,18 +22,22 @@ _SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.0
 _LONG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 WORKER_COUNTERS = {
-    "prompt_tokens": "prompt tokens of admitted requests",
+    "prompt_tokens": "prompt tokens of requests that started, cached ones included",
     "generation_tokens": "tokens generated",
     "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "prompt tokens found in the prefix cache",
+    "prefix_cache_evictions": "cached pages that were given to other content",
     "num_preemptions": "requests whose pages were taken away, to be computed again later",
     "spec_decode_num_draft_tokens": "tokens drafted",
     "spec_decode_num_accepted_tokens": "drafted tokens that the model accepted",
-    "engine_steps": "steps of the engine",
-    "engine_step_seconds": "seconds spent in steps of the engine",
-    "scheduled_tokens": "tokens computed, prompt and output",
-    "wire_errors": "malformed messages that a worker or the gateway received and dropped",
-    "requests_aborted": "choices that were cancelled before they ended",
+    "engine_steps": "steps that the engine ran",
+    "step_tokens": "tokens that the steps computed, prompt and output",
+    "failed_steps": "steps that raised",
+    "discarded_tokens": "tokens sampled for requests that had ended meanwhile",
+    "invalid_logits": "requests failed because their logits were not finite",
+    "rejected_requests": "submits that the worker refused for what they ask",
+    "malformed_messages": "messages from gateways that a worker dropped",
+    "gateways_dropped": "gateways that fell silent or did not take their messages",
 }
 """Keys of WorkerStats.counters, without the ending `_total`. Other keys are not shown."""
 

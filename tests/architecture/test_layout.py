@@ -8,9 +8,10 @@ import subprocess
 import pytest
 
 from shared.config import describe
-from shared.metrics import metric_names
+from shared.metrics import WORKER_COUNTERS, metric_names
 from shared.settings import ServeSettings
 from tests.architecture.source import ROOT
+from worker.stats import Counters
 
 TOP_LEVEL = {
     ".ci",
@@ -60,6 +61,12 @@ def test_readme_documents_no_setting_that_is_not_there():
 def test_readme_documents_every_metric():
     documented = set(re.findall(r"pelton:[a-z0-9_]+", "\n".join(_table_rows())))
     assert documented == set(metric_names())
+
+
+def test_every_counter_of_the_worker_is_shown():
+    counted = {name.removesuffix("_total") for name in Counters().as_dict()}
+    speculation = {name for name in WORKER_COUNTERS if name.startswith("spec_decode_")}
+    assert counted | speculation == set(WORKER_COUNTERS)
 
 
 def test_every_setting_has_documentation():
