@@ -23,7 +23,7 @@ _UNSAFE = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80
 
 
 def dump_json(value: object) -> bytes:
-    """JSON on one line, also for clients that cut decoded text by str.splitlines: U+0085, U+2028, U+2029 are escaped."""
+    """JSON on one line, also for clients that use str.splitlines: U+0085, U+2028 and U+2029 are escaped."""
     data = orjson.dumps(value)
     if data.isascii():
         return data

@@ -1,0 +1,217 @@
+"""Stands in for the gateway's core: a byte tokenizer, one model, and generations that play prepared events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.flow.events import GenerationRequest, TextDelta
+from shared.errors import ContextLengthError, ModelNotFoundError
+from shared.messages import TokenLogprobs, WorkerFacts
+
+EOS = 257
+MODEL = "fake-model"
+
+Step = TextDelta | float | Exception | asyncio.Event
+Script = Callable[[GenerationRequest], Iterable[Step]]
+
+
+def facts(**changes: Any) -> WorkerFacts:
+    """Facts of the fake model."""
+    values: dict[str, Any] = {
+        "model_names": [MODEL, "org/alias"],
+        "max_model_len": 4096,
+        "num_pages": 1024,
+        "page_size": 16,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "vocab_size": 258,
+        "eos_token_ids": [EOS],
+        "model_hash": "m",
+        "bundle_hash": "b",
+        "created": 1_700_000_000,
+    }
+    return WorkerFacts(**{**values, **changes})
+
+
+class BytePipeline:
+    """Token id = byte; 256 and 257 are special."""
+
+    def __init__(self) -> None:
+        self.template_kwargs: list[dict[str, Any]] = []
+        self.messages: list[list[dict[str, Any]]] = []
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        if max_tokens is not None and len(text) > max_tokens * 4:
+            raise ContextLengthError(f"longer than the maximum context length of {max_tokens}", param=param)
+        return list(text.encode())
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        self.template_kwargs.append(dict(template_kwargs or {}))
+        self.messages.append([dict(message) for message in messages])
+        return list((await self.render_chat(messages, tools, add_generation_prompt, template_kwargs)).encode())
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return text + ("assistant:" if add_generation_prompt else "")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+
+@dataclass
+class FakeEntry:
+    """The one model."""
+
+    facts: WorkerFacts = field(default_factory=facts)
+    pipeline: BytePipeline = field(default_factory=BytePipeline)
+
+    @property
+    def name(self) -> str:
+        return self.facts.model_names[0]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.facts.model_names
+
+
+class FakeModels:
+    """Serves one model; `is_ready` and `reason` are what /ready shows."""
+
+    def __init__(self, entry: FakeEntry | None = None) -> None:
+        self.entry = entry or FakeEntry()
+        self.is_ready = True
+
+    def model(self, name: str) -> FakeEntry:
+        if name not in self.entry.names:
+            raise ModelNotFoundError("There is no model with that name.", param="model")
+        return self.entry
+
+    def models(self) -> Sequence[FakeEntry]:
+        return [self.entry]
+
+    def ready(self) -> tuple[bool, str]:
+        return self.is_ready, "" if self.is_ready else "No worker is ready."
+
+
+class FakeGeneration:
+    """Plays steps: a TextDelta is yielded, a number slept, an Event awaited, an exception raised."""
+
+    def __init__(self, owner: FakeGenerator, request: GenerationRequest, steps: Iterable[Step]) -> None:
+        self._owner = owner
+        self._steps = steps
+        self.request = request
+        self.ended = False
+        self.cancelled = False
+
+    async def __aenter__(self) -> FakeGeneration:
+        self._owner.live.add(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._owner.live.discard(self)
+        self.cancelled = self.cancelled or not self.ended
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        for step in self._steps:
+            if isinstance(step, Exception):
+                self.ended = True
+                raise step
+            if isinstance(step, TextDelta):
+                await asyncio.sleep(0)
+                yield step
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
+            else:
+                await asyncio.sleep(step)
+        self.ended = True
+
+
+class FakeGenerator:
+    """Plays `script` for each request; remembers all of them.
+
+    Attributes:
+        submit_error: raised by the next submit calls, where set.
+        live: generations that were entered and not left.
+    """
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or spell("Hello")
+        self.submit_error: Exception | None = None
+        self.generations: list[FakeGeneration] = []
+        self.live: set[FakeGeneration] = set()
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return [generation.request for generation in self.generations]
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if self.submit_error is not None:
+            raise self.submit_error
+        generation = FakeGeneration(self, request, self.script(request))
+        self.generations.append(generation)
+        return generation
+
+
+def logprob(token_id: int, value: float | None = -0.5, alternatives: int = 0) -> TokenLogprobs:
+    """A report whose alternatives are this token and those after it."""
+    ids = [(token_id + offset) % 256 for offset in range(alternatives)]
+    return TokenLogprobs(token_id, value, 1, ids, [(value or 0.0) - offset for offset in range(alternatives)])
+
+
+def spell(text: str, finish: str = "stop", cached: int = 0) -> Script:
+    """Each choice answers with `text`, a code point per event; reports logprobs as asked for."""
+
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        wanted = request.sampling.logprobs
+        for position, character in enumerate(text):
+            for choice in range(request.n):
+                ids = list(character.encode())
+                first = position == 0
+                yield TextDelta(
+                    choice,
+                    character,
+                    ids,
+                    logprobs=None if wanted is None else [logprob(token_id, -0.5, wanted) for token_id in ids],
+                    num_cached_tokens=cached if first else None,
+                    prompt_logprobs=_prompt_logprobs(request) if first and choice == 0 else None,
+                )
+        for choice in range(request.n):
+            yield TextDelta(choice, "", [], finish_reason=finish)
+
+    return script
+
+
+def _prompt_logprobs(request: GenerationRequest) -> list[TokenLogprobs] | None:
+    wanted = request.sampling.prompt_logprobs
+    if wanted is None:
+        return None
+    ids = request.prompt_token_ids
+    return [logprob(ids[0], None), *(logprob(token_id, -1.0, wanted) for token_id in ids[1:])]

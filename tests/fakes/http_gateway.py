@@ -1,0 +1,163 @@
+"""The real application on a real socket of the loopback, over a fake generator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from gateway.app import ROUTES, Route, Services, build_app
+from gateway.auth import ApiKey, KeyRing, Scope
+from gateway.drain import Drain
+from gateway.keys import Limits
+from gateway.server import HttpRunner
+from shared.metrics import GatewayMetrics
+from tests.fakes.fake_generator import MODEL, FakeGenerator, FakeModels
+
+USER_KEY = "sk-user-key-0123456789"
+OTHER_KEY = "sk-user-key-0123456789-other"
+ADMIN_KEY = "sk-admin-key"
+
+
+@dataclass
+class Gateway:
+    """A running server and a client for it."""
+
+    port: int
+    session: aiohttp.ClientSession
+    generator: FakeGenerator
+    models: FakeModels
+    drain: Drain
+    metrics: GatewayMetrics
+    app: web.Application
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
+        """Status, parsed body and headers. `body`: bytes go out as they are."""
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        all_headers = {"Content-Type": "application/json", **self.headers, **headers}
+        async with self.session.post(self.url + path, data=data, headers=all_headers) as response:
+            assert response.content_type == "application/json"
+            return response.status, orjson.loads(await response.read()), response.headers
+
+    async def chat(self, **fields: Any) -> tuple[int, Any, Any]:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.post("/v1/chat/completions", body)
+
+    async def complete(self, **fields: Any) -> tuple[int, Any, Any]:
+        return await self.post("/v1/completions", {"model": MODEL, "prompt": "hi", **fields})
+
+    async def stream_raw(self, path: str, body: dict[str, Any]) -> bytes:
+        """All bytes of an event stream."""
+        async with self.session.post(self.url + path, json={**body, "stream": True}, headers=self.headers) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return await response.read()
+
+    async def stream_chat(self, **fields: Any) -> list[Any]:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return parse_events(await self.stream_raw("/v1/chat/completions", body))
+
+    async def stream_complete(self, **fields: Any) -> list[Any]:
+        return parse_events(await self.stream_raw("/v1/completions", {"model": MODEL, "prompt": "hi", **fields}))
+
+    async def get(self, path: str, **headers: str) -> tuple[int, bytes, Any]:
+        async with self.session.get(self.url + path, headers={**self.headers, **headers}) as response:
+            return response.status, await response.read(), response.headers
+
+    async def raw(self, data: bytes, *, timeout: float = 10.0) -> bytes:
+        """Sends bytes on a connection of its own and reads until the server closes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(data)
+            async with asyncio.timeout(timeout):
+                await writer.drain()
+                return await reader.read()
+        finally:
+            writer.close()
+
+    async def generations_left(self) -> int:
+        """Live generations once those that are ending have ended."""
+        for _ in range(200):
+            if not self.generator.live:
+                break
+            await asyncio.sleep(0.005)
+        return len(self.generator.live)
+
+
+def parse_events(raw: bytes) -> list[Any]:
+    """Parsed data of each event; comments are dropped, the end marker stays as a string."""
+    assert raw.endswith(b"\n\n")
+    events: list[Any] = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        if block.startswith(":"):
+            continue
+        assert block.startswith("data: ") and "\n" not in block, block
+        data = block.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else orjson.loads(data))
+    return events
+
+
+@asynccontextmanager
+async def run_gateway(
+    generator: FakeGenerator | None = None,
+    models: FakeModels | None = None,
+    *,
+    keys: bool = False,
+    check_host: bool = False,
+    cors_origins: Iterable[str] = (),
+    extra_routes: Iterable[Route] = (),
+    max_requests: int = 64,
+    header_timeout: float = 5.0,
+    max_header_size: int = 16_384,
+    **limits: Any,
+) -> AsyncIterator[Gateway]:
+    """A gateway for the time of the context; with `keys` it knows USER_KEY, OTHER_KEY and ADMIN_KEY."""
+    generator = generator or FakeGenerator()
+    models = models or FakeModels()
+    ring = [ApiKey.of(USER_KEY, Scope.INFERENCE, "user"), ApiKey.of(OTHER_KEY, Scope.INFERENCE, "other")]
+    ring.append(ApiKey.of(ADMIN_KEY, Scope.ADMIN, "admin"))
+    registry = CollectorRegistry()
+    services = Services(
+        models=models,
+        generator=generator,
+        key_ring=KeyRing(ring if keys else [], b"secret"),
+        drain=Drain(max_requests),
+        metrics=GatewayMetrics(registry),
+        metrics_registry=registry,
+    )
+    defaults = {
+        "max_body_size": 1_048_576,
+        "body_timeout": 5.0,
+        "write_timeout": 5.0,
+        "keepalive_interval": 5.0,
+        "request_timeout": 60.0,
+    }
+    app = build_app(
+        services,
+        Limits(**{**defaults, **limits}),
+        check_host=check_host,
+        cors_origins=cors_origins,
+        routes=(*ROUTES, *extra_routes),
+    )
+    runner = HttpRunner(app, max_header_size=max_header_size, header_timeout=header_timeout)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            port = runner.addresses[0][1]
+            yield Gateway(port, session, generator, models, services.drain, services.metrics, app)
+    finally:
+        await runner.cleanup()
