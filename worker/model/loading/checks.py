@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shared.errors import ModelFileError
 from worker.model.families import required_shapes
+from worker.model.loading.fields import readable
 from worker.model.spec import DecoderSpec, KVGroupSpec
 
 MAX_LAYERS = 4096
@@ -66,5 +67,5 @@ def check_tensors(
     used = set(needed.values())
     for name in found:
         if name not in used and not ignored(name):
-            raise ModelFileError(f"{where}: tensor {name} is not known in the family {spec.family}")
+            raise ModelFileError(f"{where}: tensor {readable(name)} is not known in the family {spec.family}")
     return needed

@@ -34,7 +34,7 @@ class Fields:
 
     def error(self, key: str, what: str) -> ModelFileError:
         """An error that names the key."""
-        return ModelFileError(f"{self.where}{key} {what}")
+        return ModelFileError(readable(f"{self.where}{key} {what}", 500))
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)
@@ -94,6 +94,12 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self.error(key, f"is {shown(value)}; an object is needed")
         return Fields(value, f"{self.where}{key}.")
+
+
+def readable(text: str, limit: int = 300) -> str:
+    """A text that a file brought, fit for a terminal and a log: control characters escaped, cut to `limit`."""
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def shown(value: object) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import ModelFileError
+from worker.model.loading.fields import readable
 from worker.model.loading.reads import open_for_reading, pread_exactly
 from worker.quant.gguf_formats import FORMATS, GGML_TYPE_NAMES, SUPPORTED_TYPES, WeightFormat
 
@@ -114,7 +115,7 @@ class _Cursor:
         self._fd = fd
 
     def fail(self, what: str) -> NoReturn:
-        raise ModelFileError(f"{self.name}: {what}")
+        raise ModelFileError(readable(f"{self.name}: {what}"))
 
     @property
     def remaining(self) -> int:
@@ -219,14 +220,14 @@ class GGUFFile:
         count = tensor.num_bytes - offset if count is None else count
         if offset < 0 or count < 0 or offset + count > tensor.num_bytes:
             raise ValueError(f"bytes {offset} to {offset + count} are outside of {tensor.name}")
-        return pread_exactly(self._fd, tensor.offset + offset, count, f"{self.name}: tensor {tensor.name}")
+        return pread_exactly(self._fd, tensor.offset + offset, count, readable(f"{self.name}: tensor {tensor.name}"))
 
     def _parse(self, cursor: _Cursor) -> None:
         num_tensors, num_kv = self._header(cursor)
         for _ in range(num_kv):
             self._pair(cursor)
         for key, (starts, ends) in self._pending.items():
-            self.metadata[key] = StringArray(cursor.buffer, starts, ends, f"{self.name}: {key}")
+            self.metadata[key] = StringArray(cursor.buffer, starts, ends, readable(f"{self.name}: {key}", 200))
         alignment = self._alignment(cursor)
         infos = [self._tensor(cursor) for _ in range(num_tensors)]
         data_start = -(-cursor.position // alignment) * alignment

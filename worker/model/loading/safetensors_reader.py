@@ -16,7 +16,7 @@ from typing import TypeGuard
 import torch
 
 from shared.errors import ModelFileError
-from worker.model.loading.fields import shown
+from worker.model.loading.fields import readable, shown
 from worker.model.loading.reads import open_for_reading, parse_object, pread_exactly, read_json_object
 from worker.model.loading.weights import RawWeight, bounds
 from worker.quant.gguf_formats import PLAIN_DTYPES, WeightFormat
@@ -71,7 +71,7 @@ class SafetensorsFile:
     def read_rows(self, tensor: SafeTensor, rows: slice | None) -> RawWeight:
         """Rows of a tensor; only their bytes are read."""
         weight_format = self.format_of(tensor)
-        where = f"{self.name}: tensor {tensor.name}"
+        where = readable(f"{self.name}: tensor {tensor.name}")
         if not tensor.shape or not tensor.num_bytes:
             raise ModelFileError(f"{where} is empty or has no dimensions")
         start, stop = bounds(rows, tensor.shape[0])
@@ -88,7 +88,7 @@ class SafetensorsFile:
         return weight_format
 
     def _fail(self, what: str) -> ModelFileError:
-        return ModelFileError(f"{self.name}: {what}")
+        return ModelFileError(readable(f"{self.name}: {what}"))
 
     def _parse(self) -> tuple[int, dict[str, SafeTensor]]:
         if self.file_size < 8:
@@ -109,7 +109,7 @@ class SafetensorsFile:
         return data_start, tensors
 
     def _entry(self, name: str, entry: object, data_start: int) -> SafeTensor:
-        where = f"tensor {name[:200]}"
+        where = f"tensor {readable(name, 200)}"
         if not isinstance(entry, Mapping):
             raise self._fail(f"{where} is described by {shown(entry)}, no object")
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -168,7 +168,7 @@ def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = No
             by_name = {file.name: file for file in files}
             for name, file_name in weight_map.items():
                 if name not in by_name[file_name].tensors:
-                    raise ModelFileError(f"{file_name}: tensor {name} is missing, though the index names it")
+                    raise ModelFileError(f"{file_name}: tensor {readable(name)} is missing, though the index names it")
                 tensors[name] = (by_name[file_name], by_name[file_name].tensors[name])
     except BaseException:
         for file in files:
@@ -185,9 +185,8 @@ def read_index(path: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         plain = isinstance(name, str) and name == os.path.basename(name) and not {"\\", "\0"} & set(name)
         if not plain or not name.endswith(".safetensors"):
-            raise ModelFileError(
-                f"{path.name}: tensor {tensor[:200]} is said to be in {shown(name)}, no safetensors file of this folder"
-            )
+            where = f"{path.name}: tensor {readable(tensor)}"
+            raise ModelFileError(f"{where} is said to be in {shown(name)}, no safetensors file of this folder")
     if len(set(weight_map.values())) > _MAX_FILES:
         raise ModelFileError(f"{path.name}: names more than {_MAX_FILES} files")
     return weight_map

@@ -125,6 +125,13 @@ def test_malformed_files_are_named_with_the_fault(tmp_path: Path, case: str) -> 
     assert str(caught.value).startswith("some.gguf: ")
 
 
+def test_names_from_files_are_fit_for_a_terminal(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        _open(tmp_path, _with_pair(pair("\x1b[2J" + "k" * 60_000, 255, bytes(8))).build())
+    assert "\x1b" not in str(caught.value) and "\\x1b[2Jkkk" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 def test_a_well_formed_file_opens(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     pairs = [value_pair("general.alignment", 64), value_pair("text", "ü"), value_pair("list", ["a", "", "ccc"])]

@@ -246,6 +246,25 @@ def test_rope_is_read_in_every_notation(kind: str, values: dict[str, Any], expec
     assert rope_from_config(Fields(new, ""), 8, 128) == wanted
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_configurations_that_transformers_writes_are_read(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    rope = {"rope_type": "yarn", "rope_theta": 7000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    sizes = {key: CONFIG[key] for key in CONFIG if key.startswith(("num_", "hidden_", "vocab", "max_", "inter", "rms"))}
+    config = getattr(transformers, f"{family}Config")(**sizes, rope_parameters=rope, head_dim=8, eos_token_id=3)
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    spec = spec_from_config(Fields(values, "config.json: "), tuple(token_ids(Fields(values, ""), "eos_token_id")))
+    assert spec.rope == RopeSpec(theta=7000.0, rotary_dim=8, kind="yarn", factor=4.0, original_max_position=32)
+    assert spec.family == family.lower() and spec.eos_token_ids == (3,)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    names = hf_names(spec.num_layers)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert {names[name]: shape for name, shape in required_shapes(spec).items()} == expected
+
+
 def test_partial_rotation() -> None:
     assert _spec(partial_rotary_factor=0.5).rope.rotary_dim == 4
     assert _spec(rope_parameters={"rope_theta": 7.0, "partial_rotary_factor": 0.25}).rope == RopeSpec(
