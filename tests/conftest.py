@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+# No time is asserted anywhere: a busy machine must not fail a test. The same examples everywhere, so that a failure
+# can be seen again; --all looks for new ones.
+_COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
+hypothesis.settings.register_profile("same", derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("search", derandomize=False, max_examples=1000, **_COMMON)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses how property tests draw their examples."""
+    hypothesis.settings.load_profile("search" if config.getoption("--all") else "same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
