@@ -253,7 +253,7 @@ def sample_rows(  # type: ignore[no-untyped-def]
             continue
         border = no_border
         if top_k[r] > 0 or top_p[r] < 1.0:
-            border = _border(row, row[best_id], temperature[r], top_k[r], np.float64(top_p[r]), log_min_p[r])
+            border = _border(row, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
         elif log_min_p[r] > np.float32(-np.inf):
             border = _token_key(log_min_p[r], np.uint64(0xFFFFFFFF))
         ids[r] = _noisy_argmax(row, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r])

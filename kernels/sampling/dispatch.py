@@ -132,7 +132,7 @@ def _inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
     return SamplingInputs(
         temperature=one,
         top_k=zero,
-        top_p=one,
+        top_p=one.double(),
         log_min_p=one,
         key=torch.zeros((2, 1), dtype=torch.int64),
         position=zero,

@@ -16,7 +16,7 @@ class SamplingInputs:
     Attributes:
         temperature: [S] float32; 0 takes the likeliest token.
         top_k: [S] int64; 0 keeps all.
-        top_p: [S] float32; 1 keeps all.
+        top_p: [S] float64; 1 keeps all.
         log_min_p: [S] float32, natural logarithm of min_p; NO_CUT keeps all.
         key: [2, S] int64, the low and the high 32 bits of the seed.
         position: [S] int64, index in the sequence of the token that is sampled.

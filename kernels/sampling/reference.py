@@ -56,7 +56,7 @@ def filter_tokens(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     keep &= (rank < inputs.top_k.unsqueeze(1)) | (inputs.top_k == 0).unsqueeze(1)
     mass = torch.where(keep, values.double().exp(), 0.0)
     cumulative = mass.cumsum(dim=-1)
-    top_p = inputs.top_p.double().unsqueeze(1)
+    top_p = inputs.top_p.unsqueeze(1)
     # A token stays while the mass of those before it has not reached top_p; the first one always stays.
     keep &= (cumulative - mass < top_p * cumulative[:, -1:]) | (top_p >= 1.0)
     values = torch.where(keep, values, float("-inf"))

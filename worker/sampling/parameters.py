@@ -49,8 +49,9 @@ class SamplingParameters:
         self.num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
         self.penalties = PenaltyTables(max_num_seqs, vocab_size, device)
         self._device = device
-        # [field, row]: temperature, top_p, log_min_p, repetition, presence, frequency
-        self._floats = torch.zeros((6, max_num_seqs), dtype=torch.float32, device=device)
+        self._top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)
+        # [field, row]: temperature, log_min_p, repetition, presence, frequency
+        self._floats = torch.zeros((5, max_num_seqs), dtype=torch.float32, device=device)
         # [field, row]: key low, key high, top_k, choice
         self._integers = torch.zeros((4, max_num_seqs), dtype=torch.int64, device=device)
         # What is added to single logits while the position is below `until`: biases, and -inf for masked ends.
@@ -72,13 +73,13 @@ class SamplingParameters:
         log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
         floats = (
             0.0 if sampling.greedy else sampling.temperature,
-            sampling.top_p,
             log_min_p,
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
         self._floats[:, row] = torch.tensor(floats, dtype=torch.float32)
+        self._top_p[row] = sampling.top_p
         self._integers[:, row] = torch.tensor((*seed_words(sampling.seed), sampling.top_k, new.choice))
         if sampling.uses_penalties:
             needs |= Needs.PENALTY
@@ -130,16 +131,16 @@ class SamplingParameters:
 
     def penalty_factors(self, device_rows: torch.Tensor) -> torch.Tensor:
         """[3, P] float32: repetition, presence, frequency."""
-        return self._floats[3:].index_select(1, device_rows)
+        return self._floats[2:].index_select(1, device_rows)
 
     def sampling_inputs(self, sampled: SampledRows, needs: int) -> SamplingInputs:
         """What the sampling op reads; `needs` is the union over the rows."""
-        temperature, top_p, log_min_p = self._floats[:3].index_select(1, sampled.device_rows).unbind(0)
+        temperature, log_min_p = self._floats[:2].index_select(1, sampled.device_rows).unbind(0)
         integers = self._integers.index_select(1, sampled.device_rows)
         return SamplingInputs(
             temperature=temperature,
             top_k=integers[2],
-            top_p=top_p,
+            top_p=self._top_p.index_select(0, sampled.device_rows),
             log_min_p=log_min_p,
             key=integers[:2],
             position=sampled.positions,

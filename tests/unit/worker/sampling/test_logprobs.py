@@ -1,0 +1,57 @@
+"""Reports come from the raw logits and are always finite."""
+
+import pytest
+import torch
+
+from tests.unit.worker.sampling.helpers import SmallSampler
+from worker.sampling.logprobs import LOWEST_LOGPROB, compute_logprobs, to_entries
+
+
+def test_values_ranks_and_alternatives():
+    logits = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)) * 4
+    token_ids = torch.tensor([0, 7, 32, 9, 9])
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    entries = to_entries(compute_logprobs(logits, token_ids, 20), [20, 1, 0, 5, 3])
+    for i, (entry, count) in enumerate(zip(entries, [20, 1, 0, 5, 3])):
+        row = expected[i]
+        assert entry.token_id == token_ids[i]
+        assert entry.logprob == pytest.approx(row[token_ids[i]].item(), abs=1e-5)
+        assert entry.rank == 1 + (row > row[token_ids[i]]).sum().item()
+        order = row.argsort(descending=True)[:count].tolist()
+        assert entry.top_ids == order
+        assert entry.top_logprobs == pytest.approx([row[j].item() for j in order], abs=1e-5)
+
+
+def test_infinite_logprobs_are_clamped():
+    logits = torch.full((2, 6), float("-inf"))
+    logits[:, 2] = 1.0
+    logits[1, 3] = float("nan")
+    first, second = to_entries(compute_logprobs(logits, torch.tensor([4, 0]), 3), [3, 3])
+    assert first.logprob == LOWEST_LOGPROB
+    assert first.top_ids[0] == 2 and first.top_logprobs == [0.0, LOWEST_LOGPROB, LOWEST_LOGPROB]
+    assert second.logprob == LOWEST_LOGPROB and all(x == LOWEST_LOGPROB for x in second.top_logprobs)
+
+
+def test_equally_likely_tokens_are_listed_by_id():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 1.0]])
+    entry = to_entries(compute_logprobs(logits, torch.tensor([2]), 4), [4])[0]
+    assert entry.top_ids == [1, 2, 0, 3]
+    assert entry.rank == 1
+
+
+def test_more_alternatives_than_tokens():
+    entry = to_entries(compute_logprobs(torch.zeros(1, 3), torch.tensor([0]), 20), [20])[0]
+    assert len(entry.top_ids) == 3
+
+
+def test_the_sampler_reports_raw_logits_of_the_rows_that_ask():
+    small = SmallSampler()
+    small.add(0, temperature=0.0)
+    small.add(1, temperature=0.3, top_k=1, logit_bias={4: 100.0}, logprobs=2)
+    small.add(2, temperature=0.0, frequency_penalty=2.0, logprobs=0)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    ids, logprobs = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    assert logprobs is not None and logprobs.token_ids.tolist() == ids[1:].tolist()
+    raw = torch.log_softmax(logits, dim=-1)
+    assert ids[1] == 4
+    assert logprobs.logprobs[0].item() == pytest.approx(raw[1, 4].item(), abs=1e-5)

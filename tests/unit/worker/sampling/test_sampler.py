@@ -1,0 +1,181 @@
+"""What a request asks for, row by row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.sampling.dispatch import ReferenceOps
+from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request):
+    return ReferenceOps() if request.param == "reference" else compiled_ops()
+
+
+def logits_like(seed=0, rows=1, vocab=40, spread=2.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def chi_squared_limit(degrees):
+    """The 1 - 1e-5 quantile (Wilson and Hilferty 1931)."""
+    share = 2 / (9 * degrees)
+    return degrees * (1 - share + 4.265 * math.sqrt(share)) ** 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 1.7},
+        {"temperature": 1.0, "top_k": 7},
+        {"temperature": 0.8, "top_p": 0.8},
+        {"temperature": 1.2, "min_p": 0.08},
+        {"temperature": 1.2, "min_p": 0.02, "top_k": 12, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_tokens_are_distributed_as_the_filtered_softmax(sampling, ops):
+    num_draws = 20_000
+    small = SmallSampler(ops=ops)
+    small.add(0, seed=1234, **sampling)
+    row = logits_like(3, spread=1.5)
+    ids = small.ids(row.expand(num_draws, -1).contiguous(), [0] * num_draws, list(range(num_draws)))
+    counts = np.bincount(ids, minlength=40)
+    probabilities = torch.softmax(row[0].double() / sampling["temperature"], dim=0).numpy()
+    order = np.argsort(-probabilities, kind="stable")
+    kept = probabilities[order] >= sampling.get("min_p", 0.0) * probabilities.max()
+    kept &= np.arange(40) < sampling.get("top_k", 40)
+    mass = np.where(kept, probabilities[order], 0.0)
+    before = np.cumsum(mass) - mass
+    kept &= before < sampling.get("top_p", 1.1) * mass.sum()
+    expected = np.zeros(40)
+    expected[order[kept]] = probabilities[order[kept]]
+    expected *= num_draws / expected.sum()
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    assert ((observed - wanted) ** 2 / wanted).sum() < chi_squared_limit(len(wanted) - 1)
+
+
+def test_same_seed_same_tokens_other_choice_or_seed_other_tokens(ops):
+    small = SmallSampler(ops=ops)
+    for row, (seed, choice) in enumerate([(42, 0), (42, 0), (42, 1), (43, 0), (-42, 0), (42 + 2**32, 0)]):
+        small.add(row, seed=seed, choice=choice)
+    row = logits_like(1, spread=0.5).expand(60, -1).contiguous()
+    streams = [small.ids(row, [i] * 60, list(range(60))) for i in range(6)]
+    assert streams[0] == streams[1]
+    for other in streams[2:]:
+        assert sum(a == b for a, b in zip(streams[0], other)) < 15
+
+
+def test_a_row_is_independent_of_its_neighbours(ops):
+    wishes = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.8, "seed": 5},
+        {"temperature": 1.0, "repetition_penalty": 1.4, "seed": 6},
+        {"temperature": 0.0, "logit_bias": {7: 50.0}},
+        {"temperature": 1.5, "min_tokens": 9, "seed": 7, "logprobs": 3},
+        {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 1.0},
+    ]
+    logits = logits_like(2, rows=6)
+    together = SmallSampler(ops=ops)
+    for row, wish in enumerate(wishes):
+        together.add(row, token_ids=[4, 5, 6, 6, 6, 9], num_prompt_tokens=3, eos=[2], **wish)
+    ids = together.ids(logits, list(range(6)), [6] * 6)
+    for i, wish in enumerate(wishes):
+        alone = SmallSampler(ops=ops)
+        alone.add(7, token_ids=[4, 5, 6, 6, 6, 9], num_prompt_tokens=3, eos=[2], **wish)
+        assert alone.ids(logits[i : i + 1], [7], [6]) == [ids[i]]
+
+
+def test_greedy_takes_the_lowest_of_equal_logits(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, temperature=0.0)
+    small.add(1, temperature=1e-6)
+    small.add(2, temperature=1.0, top_k=1)
+    logits = torch.zeros(3, 40)
+    logits[:, 11] = logits[:, 30] = 4.0
+    assert small.ids(logits, [0, 1, 2], [3, 3, 3]) == [11, 11, 11]
+
+
+def test_logit_bias_bans_and_forces(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, temperature=0.0, logit_bias={5: -100.0, 6: 3.0})
+    small.add(1, temperature=0.0)
+    logits = torch.zeros(2, 40)
+    logits[:, 5], logits[:, 8] = 9.0, 2.0
+    assert small.ids(logits, [0, 1], [3, 3]) == [6, 5]
+    small.add(0, temperature=0.0)
+    assert small.ids(logits, [0, 1], [3, 3]) == [5, 5]
+
+
+def test_min_tokens_masks_end_and_stop_ids_until_reached(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, token_ids=[9] * 4, eos=[2, 3], temperature=0.0, min_tokens=3, stop_token_ids=(8,))
+    logits = torch.zeros(1, 40)
+    logits[0, 2], logits[0, 8], logits[0, 3], logits[0, 12] = 9.0, 8.0, 7.0, 1.0
+    # Positions 4, 5 and 6 hold generated tokens 1 to 3.
+    assert [small.ids(logits, [0], [position]) for position in (4, 5, 6, 7)] == [[12], [12], [12], [2]]
+
+
+def test_ignore_eos_masks_end_ids_for_ever_but_not_stop_ids(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, eos=[2, 3], temperature=0.0, ignore_eos=True, stop_token_ids=(3, 8))
+    logits = torch.zeros(1, 40)
+    logits[0, 2], logits[0, 3], logits[0, 8] = 9.0, 8.0, 7.0
+    assert small.ids(logits, [0], [90]) == [3]
+
+
+def test_penalties_count_prompt_output_and_what_is_sampled(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, token_ids=[4, 5], num_prompt_tokens=1, temperature=0.0, frequency_penalty=1.0)
+    logits = torch.zeros(1, 40)
+    logits[0, 5], logits[0, 6], logits[0, 4] = 2.5, 2.0, 1.2
+    # 5 was generated before (2.5 - 1); each token is worth less once it is taken; the 4 of the prompt costs nothing.
+    assert [small.ids(logits, [0], [position])[0] for position in range(2, 6)] == [6, 5, 4, 6]
+
+
+def test_repetition_penalty_covers_the_prompt(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, token_ids=[4], temperature=0.0, repetition_penalty=2.0)
+    logits = torch.full((1, 40), -9.0)
+    logits[0, 4], logits[0, 6] = -1.0, -1.5
+    assert small.ids(logits, [0], [1]) == [6]
+
+
+def test_a_row_forgets_the_request_before(ops):
+    small = SmallSampler(ops=ops)
+    for _ in range(3):
+        small.add(0, token_ids=[4], temperature=0.0, frequency_penalty=2.0)
+        logits = torch.zeros(1, 40)
+        logits[0, 4], logits[0, 6] = 2.0, 1.0
+        assert [small.ids(logits, [0], [position])[0] for position in (1, 2)] == [4, 6]
+
+
+def test_a_failed_row_fails_alone(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, temperature=0.0)
+    small.add(1, temperature=1.0, frequency_penalty=1.0, logprobs=2)
+    small.add(2, temperature=0.0, logprobs=1)
+    logits = logits_like(5, rows=3)
+    logits[1, 7] = float("nan")
+    ids, logprobs = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    assert ids.tolist() == [logits[0].argmax().item(), -1, logits[2].argmax().item()]
+    assert logprobs is not None and logprobs.logprobs.isfinite().all()
+
+
+def test_a_row_whose_every_token_is_masked_fails(ops):
+    small = SmallSampler(vocab_size=2, ops=ops)
+    small.add(0, token_ids=[0], eos=[0, 1], temperature=0.0, ignore_eos=True)
+    assert small.ids(torch.zeros(1, 2), [0], [1]) == [-1]
+
+
+def test_an_empty_batch(ops):
+    small = SmallSampler(ops=ops)
+    assert small.ids(torch.zeros(0, 40), np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64).tolist()) == []
