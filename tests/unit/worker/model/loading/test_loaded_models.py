@@ -10,10 +10,11 @@ import torch
 import transformers
 
 from tests.fakes.weights import make_batch
+from tests.unit.worker.model.loading.reference import reference_model
 from tests.unit.worker.model.loading.test_hf_folder import CONFIG, _tokenizer
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.loading import ModelFiles, default_model_path, open_model
+from worker.model.loading import ModelFiles, open_model
 
 PAGE = 16
 
@@ -55,14 +56,9 @@ def test_folders_that_transformers_writes(tmp_path: Path, family: str, changes: 
     torch.testing.assert_close(_logits(files, ids), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(180)
 def test_the_default_model(tmp_path: Path) -> None:
-    path = default_model_path()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    ).eval()
     ids = torch.randint(17, 49152, (100,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0]
+        expected = reference_model()(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(_logits(open_model("", tmp_path), ids), expected, atol=1e-3, rtol=1e-3)
