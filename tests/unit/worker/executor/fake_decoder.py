@@ -1,0 +1,77 @@
+"""A decoder whose logits are a hash of all tokens before, which it finds through the KV cache's pages."""
+
+import torch
+
+from kernels.sampling.dispatch import ReferenceOps
+from worker.executor.model_runner import ModelRunner
+from worker.executor.request_rows import RequestRows
+from worker.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+VOCAB = 50
+PAGE = 4
+
+
+class FakeKV:
+    """One integer per slot: the token id written there, or -1."""
+
+    def __init__(self, num_pages):
+        self.tokens = torch.full((num_pages, PAGE), -1, dtype=torch.int64)
+
+    def copy_pages(self, copies):
+        for copy in copies:
+            self.tokens[copy.target] = self.tokens[copy.source]
+
+
+def expected_logits(token_ids):
+    """[VOCAB] float32 after these tokens."""
+    value = 17
+    for token in token_ids:
+        value = (value * 31 + int(token) + 1) % 1_000_003
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(value)) * 2
+
+
+class FakeDecoder:
+    """hidden_states are the contexts, one row of token ids (padded by -1) per wanted token."""
+
+    def __init__(self, max_model_len):
+        self.max_model_len = max_model_len
+        self.batches = []
+        self.logits_rows = []
+        self.fail = None
+        self.poisoned = None
+
+    def hidden_states(self, batch, kv):
+        if self.fail is not None:
+            raise self.fail
+        self.batches.append(batch)
+        kv.tokens.view(-1)[batch.slot_mapping[0]] = batch.input_ids.long()
+        bounds = batch.cu_seqlens_q.tolist()
+        out = torch.full((len(batch.logits_indices), self.max_model_len), -1, dtype=torch.int64)
+        for i, index in enumerate(batch.logits_indices.tolist()):
+            request = next(r for r in range(batch.num_requests) if bounds[r] <= index < bounds[r + 1])
+            length = int(batch.positions[index]) + 1
+            out[i, :length] = kv.tokens[batch.block_tables[0][request].long()].flatten()[:length]
+        return out
+
+    def logits(self, hidden):
+        self.logits_rows.append(len(hidden))
+        rows = [expected_logits(row[row >= 0].tolist()) for row in hidden]
+        logits = torch.stack(rows) if rows else torch.zeros(0, VOCAB)
+        if self.poisoned is not None:
+            logits[self.poisoned] = float("nan")
+        return logits
+
+
+def make_runner(max_num_seqs=4, max_model_len=64, num_pages=64):
+    """(runner, decoder, rows, kv)."""
+    rows = RequestRows(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=PAGE,
+        num_groups=1,
+        vocab_size=VOCAB,
+        device=CPU,
+    )
+    decoder, kv = FakeDecoder(max_model_len), FakeKV(num_pages)
+    return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ReferenceOps())), decoder, rows, kv

@@ -1,0 +1,273 @@
+"""Plans through runner, rows and sampler with a fake decoder, at both depths."""
+
+import threading
+
+import pytest
+import torch
+
+from shared.sampling_params import SamplingParams
+from tests.unit.worker.executor.fake_decoder import PAGE, VOCAB, expected_logits, make_runner
+from worker.executor.executor import ExecutorError
+from worker.executor.local import LocalExecutor
+from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, ScheduledTokens, StepPlan
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50)
+
+
+def new_row(row, token_ids, sampling=GREEDY, num_prompt_tokens=None, choice=0):
+    count = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    return NewRow(
+        row=row, token_ids=token_ids, num_prompt_tokens=count, sampling=sampling, eos_token_ids=[2], choice=choice
+    )
+
+
+def greedy_tokens(prompt, count):
+    """What an autoregressive loop without cache or rows gives."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(expected_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+def built(request):
+    runner, decoder, rows, kv = make_runner()
+    executor = LocalExecutor(runner.execute, request.param)
+    yield executor, decoder, rows, kv
+    executor.close()
+
+
+def test_prefill_in_chunks_then_decode_beside_another_request(built):
+    executor, _, _, _ = built
+    first, second = [3, 1, 4, 1, 5, 9, 2], [6, 5]
+    plans = [
+        StepPlan(
+            step=1,
+            scheduled=[ScheduledTokens(2, 0, 3, False)],
+            new_rows=[new_row(2, first)],
+            block_tables=[BlockTableUpdate(2, 0, 0, [9])],
+        ),
+        StepPlan(
+            step=2,
+            scheduled=[ScheduledTokens(2, 3, 4, True), ScheduledTokens(0, 0, 2, True)],
+            new_rows=[new_row(0, second)],
+            block_tables=[BlockTableUpdate(2, 0, 1, [5, 11]), BlockTableUpdate(0, 0, 0, [7, 1, 2])],
+        ),
+        *(
+            StepPlan(step=3 + i, scheduled=[ScheduledTokens(0, 2 + i, 1, True), ScheduledTokens(2, 7 + i, 1, True)])
+            for i in range(4)
+        ),
+    ]
+    # All are submitted before any result is read: rows feed sampled ids to the next step by themselves.
+    handles = [executor.submit(plan) for plan in plans]
+    results = [handle.result() for handle in handles]
+    assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
+    assert results[0].sampled == []
+    assert [token.row for token in results[1].sampled] == [2, 0]
+    by_row = {0: [], 2: []}
+    for result in results:
+        for token in result.sampled:
+            by_row[token.row].append(token.token_id)
+    assert by_row == {2: greedy_tokens(first, 5), 0: greedy_tokens(second, 5)}
+
+
+def test_seeded_sampling_survives_a_preemption_into_another_row(built):
+    executor, _, _, _ = built
+    sampling = SamplingParams(seed=77, temperature=1.2, top_p=0.9, frequency_penalty=0.7, max_tokens=50)
+    prompt = [8, 8, 3]
+
+    def run(row, known, steps):
+        pages = BlockTableUpdate(row, 0, 0, [row * 4 + i for i in range(4)])
+        new = new_row(row, known, sampling, num_prompt_tokens=len(prompt))
+        plan = StepPlan(
+            step=1, scheduled=[ScheduledTokens(row, 0, len(known), True)], new_rows=[new], block_tables=[pages]
+        )
+        tokens = [executor.submit(plan).result().sampled[0].token_id]
+        for i in range(steps - 1):
+            plan = StepPlan(step=2 + i, scheduled=[ScheduledTokens(row, len(known) + i, 1, True)])
+            tokens.append(executor.submit(plan).result().sampled[0].token_id)
+        return tokens
+
+    whole = run(0, prompt, 9)
+    before = run(1, prompt, 4)
+    after = run(3, prompt + before, 5)
+    assert before + after == whole
+    assert len(set(whole)) > 3
+
+
+def test_page_copies_come_before_the_step(built):
+    executor, _, _, kv = built
+    prompt = [1, 2, 3, 4, 5, 6]
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(0, 0, 6, True)],
+        new_rows=[new_row(0, prompt)],
+        block_tables=[BlockTableUpdate(0, 0, 0, [4, 5])],
+    )
+    executor.submit(plan).result()
+    fork = StepPlan(
+        step=2,
+        scheduled=[ScheduledTokens(1, 5, 1, True)],
+        new_rows=[new_row(1, prompt, choice=1)],
+        block_tables=[BlockTableUpdate(1, 0, 0, [4, 6])],
+        page_copies=[PageCopy(0, 5, 6)],
+    )
+    assert executor.submit(fork).result().sampled[0].token_id == greedy_tokens(prompt, 1)[0]
+    assert kv.tokens[6].tolist() == [5, 6, -1, -1]
+
+
+def test_logprobs_of_sampled_tokens(built):
+    executor, _, _, _ = built
+    sampling = SamplingParams(temperature=0.0, logprobs=3, max_tokens=5)
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(0, 0, 2, True), ScheduledTokens(1, 0, 1, True)],
+        new_rows=[new_row(0, [1, 2]), new_row(1, [7], sampling)],
+        block_tables=[BlockTableUpdate(0, 0, 0, [0]), BlockTableUpdate(1, 0, 0, [1])],
+    )
+    first, second = executor.submit(plan).result().sampled
+    assert first.logprobs is None
+    expected = torch.log_softmax(expected_logits([7]), dim=-1)
+    assert second.logprobs.token_id == second.token_id
+    assert second.logprobs.rank == 1
+    assert second.logprobs.logprob == pytest.approx(expected.max().item(), abs=1e-5)
+    assert second.logprobs.top_ids == expected.argsort(descending=True)[:3].tolist()
+
+
+def test_prompt_logprobs_in_chunks(built):
+    executor, _, _, _ = built
+    prompt = [5, 6, 7, 8, 9, 10]
+    plans = [
+        StepPlan(
+            step=1,
+            scheduled=[ScheduledTokens(1, 0, 2, True), ScheduledTokens(0, 0, 4, False, 2)],
+            new_rows=[new_row(0, prompt), new_row(1, [1, 2])],
+            block_tables=[BlockTableUpdate(0, 0, 0, [0, 1]), BlockTableUpdate(1, 0, 0, [2])],
+        ),
+        StepPlan(step=2, scheduled=[ScheduledTokens(0, 4, 2, True, 2)]),
+    ]
+    first, second = [handle.result() for handle in [executor.submit(plan) for plan in plans]]
+    assert first.sampled[0].token_id == greedy_tokens([1, 2], 1)[0]
+    assert second.sampled[0].token_id == greedy_tokens(prompt, 1)[0]
+    entries = first.prompt_logprobs[0] + second.prompt_logprobs[0]
+    assert [entry.token_id for entry in entries] == prompt[1:]
+    for i, entry in enumerate(entries):
+        expected = torch.log_softmax(expected_logits(prompt[: i + 1]), dim=-1)
+        assert entry.logprob == pytest.approx(expected[prompt[i + 1]].item(), abs=1e-5)
+        assert len(entry.top_ids) == 2
+
+
+def test_prompt_logprobs_never_hold_the_logits_of_a_long_prompt_at_once():
+    runner, decoder, _, _ = make_runner(max_num_seqs=1, max_model_len=700, num_pages=200)
+    prompt = [i % VOCAB for i in range(600)]
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(0, 0, 600, True, 0)],
+        new_rows=[new_row(0, prompt)],
+        block_tables=[BlockTableUpdate(0, 0, 0, list(range(151)))],
+    )
+    result = runner.execute(plan)
+    assert [entry.token_id for entry in result.prompt_logprobs[0]] == prompt[1:]
+    assert max(decoder.logits_rows) <= 256
+
+
+def test_a_row_with_nan_fails_alone(built):
+    executor, decoder, _, _ = built
+    decoder.poisoned = 1
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(i, 0, 1, True) for i in range(3)],
+        new_rows=[new_row(i, [i + 3], SamplingParams(temperature=0.0, logprobs=1)) for i in range(3)],
+        block_tables=[BlockTableUpdate(i, 0, 0, [i]) for i in range(3)],
+    )
+    sampled = executor.submit(plan).result().sampled
+    assert [token.token_id for token in sampled] == [greedy_tokens([3], 1)[0], -1, greedy_tokens([5], 1)[0]]
+    assert sampled[1].logprobs is None and sampled[0].logprobs is not None
+    # A step that was planned ahead still runs, inside the vocabulary.
+    decoder.poisoned = None
+    again = StepPlan(step=2, scheduled=[ScheduledTokens(i, 1, 1, True) for i in range(3)])
+    assert all(0 <= token.token_id < VOCAB for token in executor.submit(again).result().sampled)
+    assert (decoder.batches[-1].input_ids >= 0).all()
+
+
+def test_a_plan_without_tokens(built):
+    executor, _, _, _ = built
+    assert executor.submit(StepPlan(step=4, scheduled=[])).result().sampled == []
+
+
+def test_a_row_reads_as_zero_pages_after_a_new_request(built):
+    executor, decoder, _, _ = built
+    long = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(0, 0, 9, True)],
+        new_rows=[new_row(0, [1] * 9)],
+        block_tables=[BlockTableUpdate(0, 0, 0, [7, 8, 9])],
+    )
+    short = StepPlan(
+        step=2,
+        scheduled=[ScheduledTokens(0, 0, 1, True), ScheduledTokens(1, 0, 9, True)],
+        new_rows=[new_row(0, [1]), new_row(1, [1] * 9)],
+        block_tables=[BlockTableUpdate(0, 0, 0, [3]), BlockTableUpdate(1, 0, 0, [4, 5, 6])],
+    )
+    for handle in [executor.submit(long), executor.submit(short)]:
+        handle.result()
+    batch = decoder.batches[-1]
+    assert batch.block_tables[0].tolist() == [[3, 0, 0], [4, 5, 6]]
+    assert batch.slot_mapping[0].tolist() == [3 * PAGE, *range(4 * PAGE, 6 * PAGE), 6 * PAGE]
+    assert (batch.max_seqlen_q, batch.max_seqlen_k) == (9, 9)
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 10]
+    assert batch.seq_lens.tolist() == [1, 9]
+    assert batch.positions.tolist() == [0, *range(9)]
+
+
+def test_a_failed_step_raises_executor_error_and_ends_the_executor(built):
+    executor, decoder, _, _ = built
+    decoder.fail = RuntimeError("device lost")
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(0, 0, 1, True)],
+        new_rows=[new_row(0, [1])],
+        block_tables=[BlockTableUpdate(0, 0, 0, [0])],
+    )
+    handle = executor.submit(plan)
+    with pytest.raises(ExecutorError, match="device lost"):
+        handle.result()
+    with pytest.raises(ExecutorError):
+        executor.submit(plan).result()
+
+
+def test_close_twice_and_submit_after_close(built):
+    executor, _, _, _ = built
+    executor.close()
+    executor.close()
+    with pytest.raises(ExecutorError, match="closed"):
+        executor.submit(StepPlan(step=1, scheduled=[]))
+
+
+def test_depth_two_does_not_wait_for_the_step():
+    running, release = threading.Event(), threading.Event()
+    closed = []
+
+    def execute(plan):
+        running.set()
+        assert release.wait(10)
+        return plan.step
+
+    executor = LocalExecutor(execute, 2, on_close=lambda: closed.append(True))
+    first = executor.submit(StepPlan(step=1, scheduled=[]))
+    second = executor.submit(StepPlan(step=2, scheduled=[]))
+    assert running.wait(10)
+    assert not first.done() and not second.done()
+    release.set()
+    assert (first.result(), second.result()) == (1, 2)
+    assert first.done() and second.done()
+    executor.close()
+    assert closed == [True]
+
+
+def test_a_request_too_long_for_its_row_is_refused_with_the_numbers():
+    runner, _, _, _ = make_runner(max_model_len=8)
+    with pytest.raises(ValueError, match="10 tokens"):
+        runner.execute(StepPlan(step=1, scheduled=[], new_rows=[new_row(0, [1] * 10)]))
+    with pytest.raises(ValueError, match="3 pages"):
+        runner.execute(StepPlan(step=1, scheduled=[], block_tables=[BlockTableUpdate(0, 0, 0, [1, 2, 3])]))
