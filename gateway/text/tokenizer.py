@@ -21,10 +21,10 @@ _SCAN_WINDOW = 65_536
 class TextTokenizer:
     """One model's tokenizer.
 
-    User text in a conversation must not become control tokens (CVE-2026-44222). `guard` puts a mark between the
-    first two characters of every special token's text it finds, and behind it; the mark is an added token of this tokenizer, so that it splits
-    the text there, and its id is dropped from the result. Text without special tokens passes unchanged and so gets
-    the ids that it always had.
+    User text in a conversation must not become control tokens (CVE-2026-44222). `guard` puts a mark behind the first
+    character of every special token's text it finds, and behind the whole; the mark is an added token of this
+    tokenizer, so that it splits the text there, and its id is dropped from the result. Text without special tokens
+    passes unchanged and so gets the ids that it always had.
 
     Raises ConfigurationError where tokenizer.json is malformed or of a kind that is not supported.
     """

@@ -1,0 +1,120 @@
+"""Whether a request may enter, by requests and by waiting tokens; and if not, when to come again.
+
+A permit is held exactly as long as the generation. Limits are this gateway's own; the workers' reports bring in what
+other gateways have waiting there.
+"""
+
+from __future__ import annotations
+
+import time
+
+from shared.errors import RateLimitError, UnavailableError
+
+MIN_RETRY_AFTER = 1.0
+MAX_RETRY_AFTER = 60.0
+_DEFAULT_SECONDS_PER_REQUEST = 1.0
+_WEIGHT_OF_NEWEST = 0.1
+
+
+class Permit:
+    """One admitted request. `first_token` ends its waiting, `release` its life; both are idempotent."""
+
+    __slots__ = ("_admission", "_num_sequences", "_released", "_waiting_tokens")
+
+    def __init__(self, admission: Admission, num_sequences: int, waiting_tokens: int) -> None:
+        self._admission = admission
+        self._num_sequences = num_sequences
+        self._waiting_tokens = waiting_tokens
+        self._released = False
+
+    def first_token(self) -> None:
+        """The prompt is computed."""
+        self._admission.waiting_tokens -= self._waiting_tokens
+        self._waiting_tokens = 0
+
+    def release(self) -> None:
+        """The generation is over."""
+        if self._released:
+            return
+        self._released = True
+        self.first_token()
+        self._admission.on_release(self._num_sequences)
+
+
+class Admission:
+    """The counts and limits of one gateway process.
+
+    Attributes:
+        num_requests: admitted and not released.
+        num_sequences: their choices, which is what a worker's capacity counts.
+        waiting_tokens: their prompt tokens before the first output.
+    """
+
+    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int, max_concurrent_requests: int) -> None:
+        self._max_waiting_requests = max_waiting_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self._max_concurrent_requests = max_concurrent_requests
+        self.num_requests = 0
+        self.num_sequences = 0
+        self.waiting_tokens = 0
+        self._draining = False
+        # Mean seconds between ends of sequences while there is work, learned.
+        self._seconds_per_sequence = _DEFAULT_SECONDS_PER_REQUEST
+        self._last_release: float | None = None
+
+    def drain(self) -> None:
+        """From now on nothing is admitted."""
+        self._draining = True
+
+    def admit(
+        self, *, num_sequences: int, num_tokens: int, capacity: int, reported_tokens: int, tokens_per_second: float
+    ) -> Permit:
+        """Lets a request in.
+
+        Args:
+            num_tokens: of its prompt.
+            capacity: sequences that the model's workers run at a time.
+            reported_tokens: waiting tokens by the workers' last reports, those of other gateways included.
+            tokens_per_second: at which the workers together compute prompts; 0 while unknown.
+
+        Raises:
+            UnavailableError: draining.
+            RateLimitError: a limit is reached; `retry_after` is when, by the learned speed, there is room again.
+        """
+        if self._draining:
+            raise UnavailableError("The server is shutting down.", retry_after=5.0)
+        if self.num_requests >= self._max_concurrent_requests:
+            raise self._too_many(1, f"{self.num_requests} requests are in flight, which is the limit")
+        most = capacity + self._max_waiting_requests
+        excess = self.num_sequences + num_sequences - most
+        if excess > 0 and self.num_sequences > 0:
+            raise self._too_many(excess, f"{self.num_sequences} sequences run or wait; the limit is {most}")
+        waiting = max(self.waiting_tokens, reported_tokens)
+        excess_tokens = waiting + num_tokens - self._max_waiting_tokens
+        # A prompt alone may be larger than the limit: it is let in when nothing waits.
+        if excess_tokens > 0 and waiting > 0:
+            speed = tokens_per_second or self._max_waiting_tokens / MAX_RETRY_AFTER
+            message = f"{waiting} prompt tokens wait; with this prompt's {num_tokens} that is above the limit of "
+            raise RateLimitError(message + f"{self._max_waiting_tokens}.", retry_after=_clamp(excess_tokens / speed))
+        self.num_requests += 1
+        self.num_sequences += num_sequences
+        self.waiting_tokens += num_tokens
+        return Permit(self, num_sequences, num_tokens)
+
+    def on_release(self, num_sequences: int) -> None:
+        """Gives a permit's share back and learns how fast requests end. Only for Permit."""
+        now = time.monotonic()
+        if self._last_release is not None and self.num_requests > 1:
+            gap = (now - self._last_release) / num_sequences
+            self._seconds_per_sequence += _WEIGHT_OF_NEWEST * (gap - self._seconds_per_sequence)
+        self.num_requests -= 1
+        self.num_sequences -= num_sequences
+        # An idle stretch says nothing about speed.
+        self._last_release = now if self.num_requests else None
+
+    def _too_many(self, excess: int, why: str) -> RateLimitError:
+        return RateLimitError(f"The server is busy: {why}.", retry_after=_clamp(excess * self._seconds_per_sequence))
+
+
+def _clamp(seconds: float) -> float:
+    return min(max(seconds, MIN_RETRY_AFTER), MAX_RETRY_AFTER)

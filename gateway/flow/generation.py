@@ -1,0 +1,343 @@
+"""One request's life in the gateway, from admission to its last delta.
+
+The dispatch from the socket calls `on_output`, which turns ids into text and never waits. The route iterates. Between
+them is the outbox: at most one delta per choice, into which more is merged while the route is busy. Whatever way the
+route leaves the `async with`, what is left at the worker is cancelled and the permit given back: nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from types import TracebackType
+from typing import Protocol, Self
+
+import structlog
+
+from gateway.flow.admission import Admission, Permit
+from gateway.flow.choice import Choice
+from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.outbox import Outbox
+from gateway.flow.routing import Router
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.stop_strings import StopStrings
+from gateway.workers.client import Stream, WorkerLink
+from shared.errors import (
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    PeltonError,
+    UnavailableError,
+    WorkerLostError,
+)
+from shared.messages import MAX_CHOICES, Finish, FinishReason, Output, Submit, WorkerFacts
+
+_MAX_ID_PREFIX = 80
+
+log = structlog.get_logger("gateway.flow")
+
+
+class _Pipeline(Protocol):
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
+
+
+class _Entry(Protocol):
+    @property
+    def facts(self) -> WorkerFacts: ...
+    @property
+    def pipeline(self) -> _Pipeline: ...
+    def ready_workers(self) -> list[WorkerLink]: ...
+
+
+class _Models(Protocol):
+    def model(self, name: str) -> _Entry: ...
+
+
+class Generator:
+    """Takes requests in: checks, admits, routes, sends.
+
+    Args:
+        gateway_id: goes into the ids that workers see, so that those of two gateways differ.
+        request_timeout: seconds that a request may go without any token.
+        write_timeout: seconds that a full outbox may go unread.
+    """
+
+    def __init__(
+        self,
+        models: _Models,
+        admission: Admission,
+        router: Router,
+        *,
+        gateway_id: str,
+        request_timeout: float,
+        write_timeout: float,
+    ) -> None:
+        self._models = models
+        self._admission = admission
+        self._router = router
+        self._gateway_id = gateway_id
+        self.request_timeout = request_timeout
+        self.write_timeout = write_timeout
+        self._numbers = itertools.count(1)
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Admits, routes and sends; enter the result at once. See flow.requests.GeneratorLike for the errors."""
+        entry = self._models.model(request.model)
+        if not 1 <= request.n <= MAX_CHOICES:
+            raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
+        check_context(request, entry.facts)
+        workers = entry.ready_workers()
+        if not workers:
+            raise UnavailableError("No worker of the model answers at the moment.")
+        permit = self._admission.admit(
+            num_sequences=request.n,
+            num_tokens=len(request.prompt_token_ids),
+            capacity=sum(worker.max_num_seqs for worker in workers),
+            reported_tokens=sum(worker.stats.num_waiting_tokens for worker in workers),
+            tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in workers),
+        )
+        generation = Generation(self, request, entry, permit)
+        try:
+            generation.send()
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def dispatch(self, request: GenerationRequest, entry: _Entry, stream: Stream) -> tuple[WorkerLink, str]:
+        """Sends the request to the best worker that takes it; returns that and the id it has there.
+
+        Raises UnavailableError if there is none.
+        """
+        workers = entry.ready_workers()
+        # A new id for each attempt: late outputs of an earlier one must find nobody.
+        request_id = f"{request.request_id[:_MAX_ID_PREFIX]}.{self._gateway_id}.{next(self._numbers)}"
+        message = _submit_message(request, request_id, entry.facts.model_names[0], self.request_timeout)
+        error = UnavailableError("No worker of the model answers at the moment.")
+        while workers:
+            worker = self._router.choose(workers, request.prompt_token_ids, request.salt)
+            try:
+                worker.submit(message, stream)
+            except UnavailableError as refusal:
+                error = refusal
+                workers.remove(worker)
+            else:
+                return worker, request_id
+        raise error
+
+
+class Generation:
+    """A running request: `async with generator.submit(request) as generation: async for delta in generation`.
+
+    Each choice ends with exactly one delta that has a finish_reason, or the iteration raises a PeltonError. What came
+    before a failure is still delivered.
+    """
+
+    def __init__(self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit) -> None:
+        self.request = request
+        self._generator = generator
+        self._entry = entry
+        self._permit = permit
+        stops = (
+            StopStrings(request.stop, include_in_output=request.include_stop_str_in_output) if request.stop else None
+        )
+        self._choices = [
+            Choice(index, request, stops, entry.pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens))
+            for index in range(request.n)
+        ]
+        self._num_unfinished = request.n
+        self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer)
+        self._error: PeltonError | None = None
+        self._worker: WorkerLink | None = None
+        self._worker_request_id = ""
+        self._started = False
+        self._attempts = 0
+        self._closed = False
+        self._last_progress = time.monotonic()
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    # ---- for the route ----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        while True:
+            delta = self._outbox.take()
+            if delta is not None:
+                return delta
+            if self._error is not None:
+                raise self._error
+            if self._num_unfinished == 0 or self._closed:
+                raise StopAsyncIteration
+            await self._outbox.wait()
+
+    def close(self) -> None:
+        """Cancels what is left at the worker and gives the permit back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._leave_worker()
+        self._outbox.close()
+        self._permit.release()
+
+    @property
+    def emitted_token_ids(self) -> list[list[int]]:
+        """Per choice the ids that have come from workers; with the prompt's, all that a resumption needs."""
+        return [choice.token_ids for choice in self._choices]
+
+    @property
+    def started(self) -> bool:
+        """Whether any output has come."""
+        return self._started
+
+    # ---- for the generator and the link -----------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Passes the request to a worker. Raises UnavailableError."""
+        self._attempts += 1
+        self._worker, self._worker_request_id = self._generator.dispatch(self.request, self._entry, self)
+        if self._watchdog is None:
+            self._last_progress = time.monotonic()
+            self._set_watchdog()
+
+    def on_output(self, output: Output) -> None:
+        """News from the worker. A fault in here ends this request, not the worker's others."""
+        if self._closed or self._error is not None:
+            return
+        try:
+            self._take(output)
+        except PeltonError as error:
+            self._fail(error)
+        except Exception:
+            log.exception("output_not_handled", request_id=self.request.request_id)
+            self._fail(InternalError("The server failed; the request id finds the details in its log."))
+
+    def on_lost(self, error: WorkerLostError) -> None:
+        """The worker is gone. What has shown no output is sent to another, once."""
+        self._worker = None
+        if self._closed or self._error is not None:
+            return
+        if self._started or self._attempts > 1:
+            self._fail(error)
+            return
+        try:
+            self.send()
+        except PeltonError:
+            self._fail(error)
+        else:
+            log.info("request_moved", request_id=self.request.request_id)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _take(self, output: Output) -> None:
+        if not 0 <= output.choice < len(self._choices):
+            raise InternalError("The worker sent output of a choice that was not asked for.")
+        choice = self._choices[output.choice]
+        if choice.finished:
+            # Tokens that were on their way when a stop string was found here.
+            return
+        self._last_progress = time.monotonic()
+        if not self._started:
+            self._started = True
+            self._permit.first_token()
+        if output.finish is not None and output.finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise _failure(output.finish)
+        delta = choice.advance(output, self._entry.facts.vocab_size)
+        if delta.finish_reason is not None:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._leave_worker(cancel=output.finish is None)
+            elif output.finish is None and self._worker is not None:
+                self._worker.cancel_choice(self._worker_request_id, output.choice)
+        self._outbox.put(delta)
+
+    def _leave_worker(self, *, cancel: bool | None = None) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.forget(self._worker_request_id, cancel=self._num_unfinished > 0 if cancel is None else cancel)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    def _fail(self, error: PeltonError) -> None:
+        if self._error is None:
+            self._error = error
+            self._leave_worker(cancel=True)
+            self._outbox.wake()
+
+    def _on_slow_consumer(self) -> None:
+        self._fail(UnavailableError("The client did not read its stream in time.", code="slow_client"))
+
+    def _set_watchdog(self) -> None:
+        delay = self._last_progress + self._generator.request_timeout - time.monotonic()
+        if self.request.deadline is not None and not self._started:
+            delay = min(delay, self.request.deadline - time.time())
+        self._watchdog = asyncio.get_running_loop().call_later(max(delay, 0.0), self._on_watchdog)
+
+    def _on_watchdog(self) -> None:
+        overdue = time.monotonic() - self._last_progress >= self._generator.request_timeout
+        expired = not self._started and self.request.deadline is not None and time.time() >= self.request.deadline
+        if not overdue and not expired:
+            self._set_watchdog()
+            return
+        what = "next" if self._started else "first"
+        self._fail(UnavailableError(f"The request waited too long for its {what} token.", code="request_timeout"))
+
+
+def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:
+    """Raises ContextLengthError, with the numbers, for what can never fit; InvalidRequestError for an empty prompt."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    total = num_prompt_tokens + request.sampling.max_tokens
+    for limit, name in (
+        (facts.max_model_len, "the model's maximum context length"),
+        (facts.num_pages * facts.page_size, "the worker's whole KV cache"),
+    ):
+        if total > limit:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt_tokens} tokens and max_tokens is {request.sampling.max_tokens}, together "
+                f"{total}; {name} is {limit} tokens.",
+                param="max_tokens" if num_prompt_tokens < limit else "prompt",
+            )
+
+
+def _submit_message(request: GenerationRequest, request_id: str, model: str, timeout: float) -> Submit:
+    return Submit(
+        request_id=request_id,
+        model=model,
+        token_ids=request.prompt_token_ids,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        sampling=request.sampling,
+        num_choices=request.n,
+        salt=request.salt,
+        tenant=request.tenant,
+        priority=request.priority,
+        deadline=time.time() + timeout if request.deadline is None else request.deadline,
+    )
+
+
+_ERRORS_BY_CODE: dict[str | None, type[PeltonError]] = {
+    "context_length_exceeded": ContextLengthError,
+    "invalid_request": InvalidRequestError,
+    "service_unavailable": UnavailableError,
+    "worker_lost": WorkerLostError,
+    "deadline_exceeded": UnavailableError,
+}
+
+
+def _failure(finish: Finish) -> PeltonError:
+    """What an unsuccessful end means for the client."""
+    if finish.reason is FinishReason.ABORT:
+        return UnavailableError(finish.message or "The worker ended the request before it was complete.")
+    kind = _ERRORS_BY_CODE.get(finish.code, InternalError)
+    return kind(finish.message or "The worker failed to serve the request.", code=finish.code)

@@ -1,0 +1,79 @@
+"""Salts of the prefix cache: whoever has another key (or another cache_salt) shares no cached page, so that nobody
+can find out by timing what others have asked (CVE-2025-46570)."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+
+_SECRET_FILE = "cache-secret"
+_SECRET_BYTES = 32
+_SALT_BYTES = 32
+
+
+class Salts:
+    """Derives salts; equal in every gateway that has the same secret, and after a restart.
+
+    Args:
+        secret: the setting `cache_secret`, or what `kept_secret` gives.
+        shared: whether all keys share one cache (`shared_prefix_cache`).
+    """
+
+    def __init__(self, secret: bytes, *, shared: bool) -> None:
+        self._secret = secret
+        self._shared = shared
+
+    def derive(self, key_hash: bytes, cache_salt: str | None = None) -> bytes:
+        """The salt for a request, 32 bytes (empty where the cache is shared and the client wants no own).
+
+        Args:
+            key_hash: hash of the API key; empty for an open server.
+            cache_salt: what the client sent to separate its requests further.
+        """
+        if self._shared and not cache_salt:
+            return b""
+        owner = b"" if self._shared else key_hash
+        # Lengths in front: no two pairs give the same message.
+        message = len(owner).to_bytes(4, "little") + owner + (cache_salt or "").encode("utf-8", "surrogatepass")
+        return hmac.digest(self._secret, message, "sha256")[:_SALT_BYTES]
+
+
+def kept_secret(directory: Path) -> bytes:
+    """The secret of this runtime directory, made by whichever process comes first; its file has mode 0600.
+
+    Raises ConfigurationError where the file cannot be used.
+    """
+    path = directory / _SECRET_FILE
+    try:
+        if not path.exists():
+            _make(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise ConfigurationError(f"{path} must belong to this user alone (mode 0600)")
+            secret = file.read(_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be used: {error.strerror}") from error
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigurationError(f"{path} has not {_SECRET_BYTES} bytes; remove it, and a new one is made")
+    return secret
+
+
+def _make(path: Path) -> None:
+    """Written aside and linked into place: nobody reads half of it, and the first of several processes wins."""
+    aside = path.with_name(f"{_SECRET_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        os.unlink(aside)

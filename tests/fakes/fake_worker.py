@@ -1,0 +1,282 @@
+"""A worker without a model, over real ZeroMQ: in a thread (`FakeWorker`) or as a process of its own (`python -m`).
+
+It answers each prompt with a scripted list of token ids, one per tick, and can be told to misbehave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from shared import sockets, wire
+from shared.messages import (
+    PROTOCOL_VERSION,
+    Bundle,
+    BundleRequest,
+    Cancel,
+    Finish,
+    FinishReason,
+    GatewayMessage,
+    Hello,
+    Output,
+    Ping,
+    Pong,
+    Steps,
+    Submit,
+    TokenLogprobs,
+    Welcome,
+    WorkerFacts,
+    WorkerMessage,
+    WorkerStats,
+)
+from tests.fakes.tokenizers import make_bundle
+
+
+@dataclass
+class Misbehaviour:
+    """Each field is one fault; they may be set while the worker runs.
+
+    Attributes:
+        silent: nothing is read or sent, as under SIGSTOP.
+        no_pong: pings get no answer, all else goes on.
+        skip_sequence: so many step messages are numbered but not sent.
+        repeat_steps: step messages are sent twice.
+        wrong_epoch: step messages carry another epoch.
+        bad_token_id: this id is sent in place of the scripted ones.
+        no_finish: the last output has no finish, and more follow.
+        ignore_cancel: cancelled requests run on.
+    """
+
+    silent: bool = False
+    no_pong: bool = False
+    skip_sequence: int = 0
+    repeat_steps: bool = False
+    wrong_epoch: bool = False
+    bad_token_id: int | None = None
+    no_finish: bool = False
+    ignore_cancel: bool = False
+
+
+@dataclass
+class _Running:
+    submit: Submit
+    identity: bytes
+    choice: int
+    script: list[int]
+    position: int = 0
+
+
+def echo(submit: Submit) -> list[int]:
+    """The default script: the prompt again, then the end-of-text id 2."""
+    return [*submit.token_ids, 2]
+
+
+@dataclass
+class FakeWorker:
+    """`with FakeWorker(directory) as worker:` binds in `directory` and serves from a thread.
+
+    Attributes:
+        script: the ids with which a prompt is answered; ends early at id 2 (STOP) or at max_tokens (LENGTH).
+        delay: seconds between tokens of a request.
+        received: every message, in order.
+    """
+
+    directory: Path
+    index: int = 0
+    epoch: str = "00000001"
+    script: Callable[[Submit], list[int]] = echo
+    delay: float = 0.0
+    bundle: Bundle = field(default_factory=make_bundle)
+    model_names: Sequence[str] = ("fake",)
+    max_model_len: int = 4096
+    num_pages: int = 1024
+    max_num_seqs: int = 64
+    faults: Misbehaviour = field(default_factory=Misbehaviour)
+    welcome_epoch: str | None = None
+    version: int = PROTOCOL_VERSION
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+    def __post_init__(self) -> None:
+        self.received: list[GatewayMessage] = []
+        self.endpoint = sockets.worker_endpoint(self.directory, self.index, self.epoch)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._running: list[_Running] = []
+        self._sequences: dict[bytes, int] = {}
+        self._raw: list[list[bytes]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> FakeWorker:
+        self._router = sockets.make_router(self._context, self.endpoint)
+        self._thread = threading.Thread(target=self.serve, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Closes the socket as a process that ends does. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._context.term()
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        """Sends frames as they are, to every gateway that said hello."""
+        self._raw.append(frames)
+
+    def send(self, message: WorkerMessage) -> None:
+        """Sends a message of the test's own."""
+        self.send_raw([wire.encode(message)])
+
+    @property
+    def num_running(self) -> int:
+        """Choices not yet ended."""
+        return len(self._running)
+
+    def cancels(self) -> list[Cancel]:
+        return [message for message in self.received if isinstance(message, Cancel)]
+
+    def submits(self) -> list[Submit]:
+        return [message for message in self.received if isinstance(message, Submit)]
+
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(
+            model_names=list(self.model_names),
+            max_model_len=self.max_model_len,
+            num_pages=self.num_pages,
+            page_size=16,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=512,
+            vocab_size=512,
+            eos_token_ids=[2],
+            model_hash="fake",
+            bundle_hash=self.bundle.bundle_hash,
+        )
+
+    # ---- the loop, in the thread or the process ---------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Runs until stopped."""
+        next_tick = 0.0
+        while not self._stop.is_set():
+            if self.faults.silent:
+                time.sleep(0.005)
+                continue
+            wait = 5.0 if not self._running else max(0.0, (next_tick - time.monotonic()) * 1000)
+            if self._router.poll(min(wait, 5.0)):
+                identity, *frames = self._router.recv_multipart()
+                self._on_message(identity, wire.decode_gateway_message(frames[0]))
+            while self._raw:
+                frames = self._raw.pop(0)
+                for identity in self._sequences:
+                    self._send_frames(identity, frames)
+            if self._running and time.monotonic() >= next_tick:
+                self._step()
+                next_tick = time.monotonic() + self.delay
+        self._router.close(0)
+
+    def _on_message(self, identity: bytes, message: GatewayMessage) -> None:
+        self.received.append(message)
+        if isinstance(message, Hello):
+            self._sequences[identity] = 0
+            self._running = [one for one in self._running if one.identity != identity]
+            epoch = self.welcome_epoch or self.epoch
+            self._send(identity, Welcome(version=self.version, epoch=epoch, facts=self.facts()))
+        elif isinstance(message, Ping):
+            if not self.faults.no_pong:
+                self._send(identity, Pong(epoch=self.epoch, nonce=message.nonce, stats=self.stats))
+        elif isinstance(message, BundleRequest):
+            self._send(identity, self.bundle)
+        elif isinstance(message, Submit):
+            script = self.script(message)
+            for choice in range(message.choice, message.choice + message.num_choices):
+                self._running.append(_Running(message, identity, choice, script))
+        elif not self.faults.ignore_cancel:
+            self._cancel(identity, message)
+
+    def _cancel(self, identity: bytes, message: Cancel) -> None:
+        outputs = []
+        for one in list(self._running):
+            if one.submit.request_id == message.request_id and message.choice in (None, one.choice):
+                self._running.remove(one)
+                outputs.append(Output(message.request_id, one.choice, [], Finish(FinishReason.ABORT)))
+        if outputs:
+            self._send_steps(identity, outputs)
+
+    def _step(self) -> None:
+        by_gateway: dict[bytes, list[Output]] = {}
+        for one in list(self._running):
+            output = self._next_output(one)
+            by_gateway.setdefault(one.identity, []).append(output)
+            if output.finish is not None:
+                self._running.remove(one)
+        for identity, outputs in by_gateway.items():
+            self._send_steps(identity, outputs)
+
+    def _next_output(self, one: _Running) -> Output:
+        sampling = one.submit.sampling
+        ended = one.position >= len(one.script)
+        token_id = one.script[-1] if ended else one.script[one.position]
+        one.position += 1
+        finish = None
+        if not self.faults.no_finish:
+            if token_id == 2 and not sampling.ignore_eos:
+                finish = Finish(FinishReason.STOP, stop_token_id=2)
+            elif one.position >= min(sampling.max_tokens, len(one.script)):
+                finish = Finish(FinishReason.LENGTH)
+        if self.faults.bad_token_id is not None:
+            token_id = self.faults.bad_token_id
+        logprobs = None
+        if sampling.logprobs is not None:
+            logprobs = [TokenLogprobs(token_id, -0.5, 1, [token_id], [-0.5])]
+        cached = 0 if one.position == 1 else None
+        return Output(one.submit.request_id, one.choice, [token_id], finish, logprobs, cached)
+
+    def _send_steps(self, identity: bytes, outputs: list[Output]) -> None:
+        self._sequences[identity] += 1
+        if self.faults.skip_sequence > 0:
+            self.faults.skip_sequence -= 1
+            return
+        epoch = "ffffffff" if self.faults.wrong_epoch else self.epoch
+        message = Steps(epoch=epoch, sequence=self._sequences[identity], outputs=outputs)
+        for _ in range(2 if self.faults.repeat_steps else 1):
+            self._send(identity, message)
+
+    def _send(self, identity: bytes, message: WorkerMessage) -> None:
+        self._send_frames(identity, [wire.encode(message)])
+
+    def _send_frames(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._running = [one for one in self._running if one.identity != identity]
+
+
+def main() -> None:
+    """A process of its own, for signals: `python -m tests.fakes.fake_worker --dir DIR`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--epoch", default="00000001")
+    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--script", type=lambda text: [int(part) for part in text.split(",")], default=None)
+    args = parser.parse_args()
+    worker = FakeWorker(args.dir, args.index, args.epoch, delay=args.delay)
+    if args.script is not None:
+        worker = dataclasses.replace(worker, script=lambda _: args.script)
+    with worker:
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

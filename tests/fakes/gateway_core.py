@@ -1,0 +1,86 @@
+"""The gateway's core around fake workers: registry, admission, router and generator with short times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.flow.admission import Admission
+from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.generation import Generation, Generator
+from gateway.flow.routing import Router
+from gateway.text.pipeline import TextThreads
+from gateway.workers.client import Liveness
+from gateway.workers.registry import Registry
+from shared.sampling_params import SamplingParams
+
+FAST = Liveness(ping_interval=0.05, not_ready_after=0.4, lost_after=0.9)
+
+
+@dataclass
+class Core:
+    registry: Registry
+    admission: Admission
+    generator: Generator
+
+
+@asynccontextmanager
+async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
+    """Started and closed; `options` override the limits below."""
+    threads = TextThreads()
+    registry = Registry(
+        directory=directory,
+        gateway_id=options.get("gateway_id", "gw-1"),
+        threads=threads,
+        liveness=options.get("liveness", FAST),
+        scan_interval=0.02,
+    )
+    admission = Admission(
+        max_waiting_requests=options.get("max_waiting_requests", 64),
+        max_waiting_tokens=options.get("max_waiting_tokens", 100_000),
+        max_concurrent_requests=options.get("max_concurrent_requests", 1000),
+    )
+    generator = Generator(
+        registry,
+        admission,
+        Router(),
+        gateway_id="gw-1",
+        request_timeout=options.get("request_timeout", 20.0),
+        write_timeout=options.get("write_timeout", 10.0),
+    )
+    await registry.start()
+    try:
+        yield Core(registry, admission, generator)
+    finally:
+        await registry.close()
+        threads.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Waits for something to become true; fails the test if it does not."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not happen"
+        await asyncio.sleep(0.005)
+
+
+def make_request(ids: list[int], *, max_tokens: int = 64, **changes: Any) -> GenerationRequest:
+    """A request to the model "fake"."""
+    sampling = changes.pop("sampling", SamplingParams(max_tokens=max_tokens))
+    fields: dict[str, Any] = {"request_id": "request", "model": "fake", **changes}
+    return GenerationRequest(prompt_token_ids=ids, sampling=sampling, **fields)
+
+
+async def collect(generation: Generation) -> list[TextDelta]:
+    """All deltas, in order."""
+    async with generation:
+        return [delta async for delta in generation]
+
+
+def text_of(deltas: list[TextDelta], choice: int = 0) -> str:
+    return "".join(delta.text for delta in deltas if delta.choice == choice)
