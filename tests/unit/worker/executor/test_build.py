@@ -1,0 +1,214 @@
+"""build_executor on a tiny model: alone, in a tensor-parallel group, and with settings that cannot be."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.errors import ConfigurationError
+from shared.sampling_params import SamplingParams
+from shared.settings import WorkerSettings
+from tests.fakes.tiny_model import write_tiny_model
+from worker.executor import build
+from worker.executor.build import build_executor
+from worker.executor.executor import ExecutorError
+from worker.executor.ranks import RankGroup, check_parallel_size
+from worker.model.loading.open_model import open_model
+from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
+
+ROOT = Path(__file__).parents[4]
+PROMPTS = ([5, 9, 77, 200, 13], [1, 2, 3], [262, 0, 100, 101, 102, 103, 104])
+SAMPLING = (
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=2, max_tokens=20),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def settings(folder, tmp_path):
+    def make(**values):
+        (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
+        defaults = {"max_num_seqs": 4, "num_kv_pages": 64, "dtype": "float32", "num_threads": 1}
+        places = {"model": str(folder), "runtime_dir": str(tmp_path / "run")}
+        return WorkerSettings(**(defaults | places | values))
+
+    threads = torch.get_num_threads()
+    yield make
+    torch.set_num_threads(threads)
+
+
+def start(settings, depth=None):
+    return build_executor(settings, open_model(settings.model, Path(settings.cache_dir or "/nonexistent")), depth)
+
+
+def generate(executor, num_tokens=12):
+    """Tokens of three requests that run together."""
+    rows = range(len(PROMPTS))
+    plan = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(i, 0, len(PROMPTS[i]), True) for i in rows],
+        new_rows=[
+            NewRow(
+                row=i,
+                token_ids=PROMPTS[i],
+                num_prompt_tokens=len(PROMPTS[i]),
+                sampling=SAMPLING[i],
+                eos_token_ids=[2],
+                choice=0,
+            )
+            for i in rows
+        ],
+        block_tables=[BlockTableUpdate(i, 0, 0, [40 - 2 * i, 41 - 2 * i]) for i in rows],
+    )
+    handles = [executor.submit(plan)]
+    for step in range(num_tokens - 1):
+        items = [ScheduledTokens(i, len(PROMPTS[i]) + step, 1, True) for i in rows]
+        handles.append(executor.submit(StepPlan(step=2 + step, scheduled=items)))
+    results = [handle.result() for handle in handles]
+    return [[result.sampled[i].token_id for result in results] for i in rows]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_a_dead_rank_ends_the_group(settings):
+    alone = start(settings())
+    expected = generate(alone.executor)
+    alone.executor.close()
+    assert (alone.num_pages, alone.page_size, alone.max_model_len) == (64, 16, 256)
+    assert (alone.device, alone.dtype, alone.num_kv_groups) == ("cpu", "float32", 1)
+    assert len(set(map(tuple, expected))) == 3
+
+    config = settings(tensor_parallel_size=2)
+    pair = start(config)
+    directory = next(Path(config.runtime_dir).iterdir())
+    try:
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert generate(pair.executor) == expected
+        pair.check()
+        (rank,) = ranks_of_this_process()
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(ExecutorError):
+            generate(pair.executor)
+        deadline = time.monotonic() + 10
+        with pytest.raises(ExecutorError, match="rank 1"):
+            while time.monotonic() < deadline:
+                pair.check()
+    finally:
+        pair.executor.close()
+    assert not directory.exists()
+
+
+def ranks_of_this_process():
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            command = (path.parent / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid() and "worker.executor.rank_main" in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_depth_two_gives_the_tokens_of_depth_one(settings):
+    tokens = []
+    for depth in (1, 2):
+        built = start(settings(), depth)
+        assert built.executor.depth == depth
+        tokens.append(generate(built.executor))
+        built.executor.close()
+    assert tokens[0] == tokens[1]
+
+
+def test_ranks_end_when_their_leader_is_killed(settings):
+    config = settings(tensor_parallel_size=2)
+    source = (
+        "import sys, os, time\n"
+        "from shared.settings import WorkerSettings\n"
+        "from worker.executor.ranks import RankGroup\n"
+        f"group = RankGroup(2, WorkerSettings(runtime_dir={config.runtime_dir!r}, tensor_parallel_size=2))\n"
+        "group.start()\n"
+        "print(group._processes[0].pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True) as leader:
+        rank = int(leader.stdout.readline())
+        assert running(rank)
+        leader.kill()
+        deadline = time.monotonic() + 10
+        while running(rank) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not running(rank)
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_rank_that_cannot_load_is_reported_by_its_message(settings, tmp_path):
+    group = RankGroup(2, settings(tensor_parallel_size=2, model=str(tmp_path / "gone")))
+    try:
+        group.start()
+        group.join()
+        with pytest.raises(ConfigurationError, match="rank 1: there is no model"):
+            group.prepare(None)
+    finally:
+        group.close()
+    group.close()
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(settings):
+    for size in (3, 8):
+        with pytest.raises(ConfigurationError, match=rf"tensor-parallel-size is {size}.*over 1, 2, 4$"):
+            start(settings(tensor_parallel_size=size))
+
+
+def test_pipeline_parallelism_is_refused_by_name(settings, folder):
+    with pytest.raises(ConfigurationError, match="pipeline-parallel-size is 2"):
+        start(settings(pipeline_parallel_size=2))
+    check_parallel_size(open_model(str(folder), Path("/nonexistent")).spec, 4, 1)
+
+
+def test_a_context_that_does_not_fit_is_refused_and_the_models_own_is_lowered(settings):
+    with pytest.raises(ConfigurationError, match="has 5 pages of 16 tokens"):
+        start(settings(max_model_len=100, num_kv_pages=5))
+    built = start(settings(num_kv_pages=5))
+    assert (built.num_pages, built.max_model_len) == (5, 80)
+    built.executor.close()
+
+
+def test_the_smallest_context_warms_up(settings):
+    built = start(settings(max_model_len=1, num_kv_pages=1))
+    assert (built.num_pages, built.max_model_len) == (1, 1)
+    built.executor.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_where_there_is_none_is_refused(settings):
+    with pytest.raises(ConfigurationError, match="device is cuda"):
+        start(settings(device="cuda"))
+
+
+def test_dtypes(settings, monkeypatch):
+    cpu = torch.device("cpu")
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert build.resolve_dtype(settings(dtype="auto"), cpu) is expected
+        assert build.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is torch.float32
+    assert build.resolve_dtype(settings(dtype="float16"), cpu) is torch.float16
+    assert build.resolve_kv_dtype(settings(kv_cache_dtype="bfloat16"), cpu, torch.float32) is torch.bfloat16
