@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
 from gateway.flow.requests import GeneratorLike, ModelsLike
-from gateway.keys import DRAIN, GENERATOR, KEY_RING, LIMITS, METRICS, METRICS_REGISTRY, MODELS, Limits
+from gateway.flow.salt import Salts
+from gateway.keys import DRAIN, GENERATOR, KEY_RING, LIMITS, METRICS, METRICS_REGISTRY, MODELS, SALTS, Limits
 from gateway.middleware import Handler, Middleware
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
@@ -52,6 +53,7 @@ class Services:
     models: ModelsLike
     generator: GeneratorLike
     key_ring: KeyRing
+    salts: Salts
     drain: Drain
     metrics: GatewayMetrics
     metrics_registry: CollectorRegistry
@@ -84,6 +86,7 @@ def build_app(
     app[MODELS] = services.models
     app[GENERATOR] = services.generator
     app[KEY_RING] = services.key_ring
+    app[SALTS] = services.salts
     app[DRAIN] = services.drain
     app[METRICS] = services.metrics
     app[METRICS_REGISTRY] = services.metrics_registry

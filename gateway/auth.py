@@ -48,21 +48,19 @@ class Identity:
 
     Attributes:
         tenant: opaque name for fairness and limits.
-        salt: of the prefix cache; equal in every gateway and after a restart.
+        key_hash: SHA-256 of the key, from which the prefix cache's salt is derived; empty on an open server.
     """
 
     tenant: str
     scope: Scope
-    salt: bytes
+    key_hash: bytes
 
 
 class KeyRing:
     """Decides who a request is from; with no keys at all everyone may use the inference routes."""
 
-    def __init__(self, keys: Sequence[ApiKey], cache_secret: bytes, *, shared_prefix_cache: bool = False) -> None:
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = tuple(keys)
-        self._cache_secret = cache_secret
-        self._shared_prefix_cache = shared_prefix_cache
 
     @property
     def empty(self) -> bool:
@@ -80,7 +78,7 @@ class KeyRing:
         key = self._find(_bearer_token(headers))
         if scope is Scope.ADMIN and key.scope is not Scope.ADMIN:
             raise PermissionDeniedError("This route needs an admin key.")
-        return Identity(key.name, key.scope, self._salt(key))
+        return Identity(key.name, key.scope, key.digest)
 
     def _find(self, token: bytes) -> ApiKey:
         # Every stored digest is compared, as bytes and in constant time: compare_digest raises on non-ASCII text.
@@ -93,11 +91,6 @@ class KeyRing:
             raise AuthenticationError(_REFUSAL)
         return found
 
-    def _salt(self, key: ApiKey) -> bytes:
-        if self._shared_prefix_cache:
-            return b""
-        return hmac.digest(self._cache_secret, key.digest, "sha256")
-
 
 def _bearer_token(headers: MultiMapping[str]) -> bytes:
     values = headers.getall("Authorization", [])
@@ -107,13 +100,6 @@ def _bearer_token(headers: MultiMapping[str]) -> bytes:
     if scheme.lower() != "bearer" or not token.strip():
         raise AuthenticationError(_REFUSAL)
     return token.strip().encode("utf-8", "surrogateescape")
-
-
-def mix_salt(salt: bytes, cache_salt: str | None) -> bytes:
-    """The key's salt with the request's own `cache_salt` mixed in."""
-    if cache_salt is None:
-        return salt
-    return hashlib.sha256(len(salt).to_bytes(1, "big") + salt + cache_salt.encode()).digest()
 
 
 def load_keys(settings: GatewaySettings) -> list[ApiKey]:

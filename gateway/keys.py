@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from gateway.auth import Identity, KeyRing
 from gateway.drain import Drain
 from gateway.flow.requests import GeneratorLike, ModelsLike
+from gateway.flow.salt import Salts
 from shared.log import get_logger
 from shared.metrics import GatewayMetrics
 
@@ -29,6 +30,7 @@ LIMITS = web.AppKey("LIMITS", Limits)
 MODELS = web.AppKey[ModelsLike]("MODELS")
 GENERATOR = web.AppKey[GeneratorLike]("GENERATOR")
 KEY_RING = web.AppKey("KEY_RING", KeyRing)
+SALTS = web.AppKey("SALTS", Salts)
 DRAIN = web.AppKey("DRAIN", Drain)
 METRICS_REGISTRY = web.AppKey("METRICS_REGISTRY", CollectorRegistry)
 METRICS = web.AppKey("METRICS", GatewayMetrics)

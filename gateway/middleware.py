@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from aiohttp import web
 
 from gateway.auth import Scope
-from gateway.keys import DRAIN, IDENTITY, KEY_RING, REQUEST_ID, STARTED, log
+from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
 from shared.errors import InternalError, InvalidRequestError, PeltonError, PermissionDeniedError
 
@@ -20,6 +20,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPENAI_VERSION = "2020-10-01"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_PROBES = ("/health", "/ready", "/metrics")
 _EXPOSED_HEADERS = "x-request-id, openai-processing-ms, retry-after, retry-after-ms"
 
 
@@ -43,12 +44,19 @@ class Middleware:
         """Answers every request; only a client that went away, or a cancellation, leaves by an exception."""
         request[STARTED] = time.perf_counter()
         request[REQUEST_ID] = request_id_of(request)
-        response = await self._answer(request, handler)
-        log.info(
+        metrics = request.app[METRICS]
+        with metrics.http_requests_in_flight.track_inprogress():
+            response = await self._answer(request, handler)
+        # Routes are our own patterns and statuses are few, so the labels are bounded.
+        route = _route_name(request)
+        metrics.http_requests.labels(route, str(response.status)).inc()
+        # Probes come every few seconds; their lines would bury the others.
+        write = log.debug if route in _PROBES else log.info
+        write(
             "request",
             request_id=request[REQUEST_ID],
             method=request.method,
-            route=_route_name(request),
+            route=route,
             status=response.status,
             seconds=round(time.perf_counter() - request[STARTED], 4),
         )
@@ -125,6 +133,7 @@ class Middleware:
         headers = response.headers
         headers["x-request-id"] = request[REQUEST_ID]
         headers["openai-version"] = OPENAI_VERSION
+        headers["Server"] = "pelton"
         headers["openai-processing-ms"] = str(round((time.perf_counter() - request[STARTED]) * 1000))
         headers["X-Content-Type-Options"] = "nosniff"
         if (origin := self._allowed_origin(request)) is not None:

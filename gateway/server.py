@@ -82,6 +82,7 @@ class HttpProtocol(RequestHandler):
 def _finish(request: web.BaseRequest, response: web.Response) -> None:
     response.headers["x-request-id"] = request_id_of(request)
     response.headers["openai-version"] = OPENAI_VERSION
+    response.headers["Server"] = "pelton"
 
 
 class HttpServer(web.Server):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import dataclasses
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -42,7 +43,9 @@ class FanIn:
     every generation.
     """
 
-    def __init__(self, generator: GeneratorLike, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, generator: GeneratorLike, requests: Sequence[GenerationRequest], eos_token_ids: Iterable[int] = ()
+    ) -> None:
         self._generator = generator
         self._requests = requests
         self._stack = AsyncExitStack()
@@ -51,6 +54,8 @@ class FanIn:
         self._tasks: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
         self._unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
+        # Stop tokens are the same for all of a request's prompts.
+        self._stop_token_ids = frozenset(eos_token_ids).union(requests[0].sampling.stop_token_ids)
         self._cached_known: set[int] = set()
         self._num_open = len(requests)
         self.tally = Tally(sum(len(request.prompt_token_ids) for request in requests))
@@ -86,7 +91,16 @@ class FanIn:
     async def __anext__(self) -> tuple[int, int, TextDelta]:
         prompt_index, delta = await self._next()
         self._count(prompt_index, delta)
+        if delta.finish_reason == "stop" and delta.logprobs:
+            delta = self._without_stop_token(delta, self._requests[prompt_index])
         return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
+
+    def _without_stop_token(self, delta: TextDelta, request: GenerationRequest) -> TextDelta:
+        """Logprobs are of the tokens whose text is shown: joined, their bytes are the text."""
+        assert delta.logprobs is not None
+        if request.include_stop_str_in_output or delta.logprobs[-1].token_id not in self._stop_token_ids:
+            return delta
+        return dataclasses.replace(delta, logprobs=delta.logprobs[:-1])
 
     async def _next(self) -> tuple[int, TextDelta]:
         if not self._tasks:

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 
 from gateway.api.params import ChatFields, CompletionFields, SamplingFields
-from gateway.auth import Identity, mix_salt
+from gateway.auth import Identity
 from gateway.flow.events import GenerationRequest
+from gateway.flow.salt import Salts
 from shared.errors import InvalidRequestError
 from shared.messages import MAX_CHOICES
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -77,7 +78,7 @@ class Common:
         return sampling
 
 
-def common_of_chat(fields: ChatFields, identity: Identity) -> Common:
+def common_of_chat(fields: ChatFields, identity: Identity, salts: Salts) -> Common:
     """Checks what needs no model. Of max_tokens and max_completion_tokens, where both are given, the smaller holds."""
     given = [
         _in_range(name, value, 1, _MAX_INT32)
@@ -89,10 +90,12 @@ def common_of_chat(fields: ChatFields, identity: Identity) -> Common:
         if not fields.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _common(fields, identity, wanted_tokens=min(given, default=None), logprobs=logprobs, prompt_logprobs=None)
+    return _common(
+        fields, identity, salts, wanted_tokens=min(given, default=None), logprobs=logprobs, prompt_logprobs=None
+    )
 
 
-def common_of_completion(fields: CompletionFields, identity: Identity) -> Common:
+def common_of_completion(fields: CompletionFields, identity: Identity, salts: Salts) -> Common:
     """Checks what needs no model."""
     if fields.max_tokens is not None:
         _in_range("max_tokens", fields.max_tokens, 1, _MAX_INT32)
@@ -104,13 +107,19 @@ def common_of_completion(fields: CompletionFields, identity: Identity) -> Common
         )
     prompt_logprobs = fields.logprobs if fields.echo else None
     return _common(
-        fields, identity, wanted_tokens=fields.max_tokens, logprobs=fields.logprobs, prompt_logprobs=prompt_logprobs
+        fields,
+        identity,
+        salts,
+        wanted_tokens=fields.max_tokens,
+        logprobs=fields.logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
 def _common(
     fields: SamplingFields,
     identity: Identity,
+    salts: Salts,
     *,
     wanted_tokens: int | None,
     logprobs: int | None,
@@ -131,7 +140,7 @@ def _common(
         identity=identity,
         n=n,
         stop=_stop(fields.stop),
-        salt=mix_salt(identity.salt, fields.cache_salt),
+        salt=salts.derive(identity.key_hash, fields.cache_salt),
         wanted_tokens=wanted_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -11,7 +11,7 @@ from gateway.api.messages import check_messages, check_template_kwargs
 from gateway.api.params import ChatFields, parse_fields
 from gateway.api.prompts import completion_budget
 from gateway.api.sse import stream_events
-from gateway.keys import IDENTITY
+from gateway.keys import IDENTITY, SALTS
 from gateway.responses import json_response
 from gateway.routes.common import find_model, now, response_id, submit_all
 
@@ -19,7 +19,7 @@ from gateway.routes.common import find_model, now, response_id, submit_all
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answers a conversation, whole or streamed. max_tokens defaults to what is left of the context."""
     fields = parse_fields(await read_json(request), ChatFields)
-    common = common_of_chat(fields, request[IDENTITY])
+    common = common_of_chat(fields, request[IDENTITY], request.app[SALTS])
     messages = check_messages(fields.messages)
     template_kwargs = check_template_kwargs(fields.chat_template_kwargs)
     entry = find_model(request, fields.model)

@@ -60,7 +60,7 @@ def submit_all(
         for index, (ids, max_tokens) in enumerate(prompts)
     ]
     log.debug("submit", request_id=request[REQUEST_ID], response_id=identifier, prompts=len(requests), n=common.n)
-    return FanIn(request.app[GENERATOR], requests)
+    return FanIn(request.app[GENERATOR], requests, entry.facts.eos_token_ids)
 
 
 def now() -> int:

@@ -14,7 +14,7 @@ from gateway.api.params import CompletionFields, parse_fields
 from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, completion_budget, split_prompts
 from gateway.api.sse import stream_events
 from gateway.flow.requests import ModelEntryLike
-from gateway.keys import IDENTITY
+from gateway.keys import IDENTITY, SALTS
 from gateway.responses import json_response
 from gateway.routes.common import encode_prompt, find_model, now, response_id, submit_all
 from shared.errors import InvalidRequestError
@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continues one or several prompts, whole or streamed; choice index = prompt index * n + choice."""
     fields = parse_fields(await read_json(request), CompletionFields)
-    common = common_of_completion(fields, request[IDENTITY])
+    common = common_of_completion(fields, request[IDENTITY], request.app[SALTS])
     prompts = split_prompts(fields.prompt)
     num_choices = len(prompts) * common.n
     if num_choices > MAX_CHOICES_IN_ALL:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from gateway.app import ROUTES, Route, Services, build_app
 from gateway.auth import ApiKey, KeyRing, Scope
 from gateway.drain import Drain
+from gateway.flow.salt import Salts
 from gateway.keys import Limits
 from gateway.server import HttpRunner
 from shared.metrics import GatewayMetrics
@@ -132,7 +133,8 @@ async def run_gateway(
     services = Services(
         models=models,
         generator=generator,
-        key_ring=KeyRing(ring if keys else [], b"secret"),
+        key_ring=KeyRing(ring if keys else []),
+        salts=Salts(b"secret", shared=False),
         drain=Drain(max_requests),
         metrics=GatewayMetrics(registry),
         metrics_registry=registry,

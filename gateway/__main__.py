@@ -1,0 +1,45 @@
+"""`python -m gateway`: the HTTP side. Exit code 0 after an orderly end, 1 for a configuration that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from gateway.service import Service
+from shared import log
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+from shared.settings import GatewaySettings
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a gateway until it is stopped; returns the exit code."""
+    try:
+        settings = load_settings(GatewaySettings, argv, os.environ, prog="pelton gateway")
+        writer = log.configure(settings.log_level, settings.log_format, process="gateway")
+        _raise_file_limit()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, writer))
+    except ConfigurationError as error:
+        print(f"pelton gateway: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(settings: GatewaySettings, writer: log.LogWriter) -> None:
+    await Service(settings, writer).run()
+
+
+def _raise_file_limit() -> None:
+    """Each client and each worker is a file descriptor; the soft limit is often 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

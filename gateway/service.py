@@ -1,0 +1,196 @@
+"""One gateway process: its parts put together, its start, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from gateway.app import Services, build_app
+from gateway.auth import KeyRing, load_keys
+from gateway.drain import Drain
+from gateway.flow.admission import Admission
+from gateway.flow.generation import Generator
+from gateway.flow.routing import Router
+from gateway.flow.salt import Salts, kept_secret
+from gateway.keys import Limits
+from gateway.middleware import is_loopback_host
+from gateway.server import HttpRunner
+from gateway.text.pipeline import TextThreads
+from gateway.workers.registry import Registry
+from shared import notify, supervisor_pipe
+from shared.errors import ConfigurationError
+from shared.log import LogWriter, get_logger
+from shared.metrics import GatewayMetrics, WorkerCollector
+from shared.settings import GatewaySettings
+from shared.sockets import runtime_dir
+
+_BACKLOG = 2048
+_LAG_INTERVAL = 1.0
+_STOP_MARGIN = 10.0
+
+log = get_logger("gateway")
+
+
+class Service:
+    """Runs until a signal, or the end of its supervisor, stops it.
+
+    Args:
+        log_writer: whose count of dropped lines is shown in /metrics.
+    """
+
+    def __init__(self, settings: GatewaySettings, log_writer: LogWriter) -> None:
+        self._settings = settings
+        self._log_writer = log_writer
+        self._drain = Drain(settings.max_concurrent_requests)
+        self._stop = asyncio.Event()
+        self._registry = CollectorRegistry()
+        self._metrics = GatewayMetrics(self._registry)
+
+    async def run(self) -> None:
+        """Serves until it is stopped. Raises ConfigurationError where it cannot start."""
+        settings = self._settings
+        runner = HttpRunner(
+            self._build(), max_header_size=settings.max_header_size, header_timeout=settings.body_timeout
+        )
+        await runner.setup()
+        try:
+            await self._listen(runner)
+            self._watch_for_the_end()
+            url = _url(runner)
+            log.info("listening", url=url)
+            notify.ready(f"listening on {url}")
+            await self._stop.wait()
+            await self._wind_down()
+        finally:
+            await runner.cleanup()
+
+    def _build(self) -> web.Application:
+        settings = self._settings
+        directory = runtime_dir(settings.runtime_dir)
+        secret = settings.cache_secret.encode() if settings.cache_secret else kept_secret(directory)
+        key_ring = KeyRing(load_keys(settings))
+        loopback = is_loopback_host(settings.host) or is_loopback_host(f"[{settings.host}]")
+        if key_ring.empty and not loopback:
+            log.warning("no API keys: everyone who reaches the port may use the server", host=settings.host)
+        gateway_id = f"{os.getpid()}-{secrets.token_hex(4)}"
+        threads = TextThreads()
+        registry = Registry(
+            directory=None if settings.worker else directory,
+            endpoints=settings.worker,
+            gateway_id=gateway_id,
+            threads=threads,
+            metrics=self._metrics,
+        )
+        self._registry.register(WorkerCollector(registry.snapshots))
+        admission = Admission(
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            max_concurrent_requests=settings.max_concurrent_requests,
+        )
+        generator = Generator(
+            registry,
+            admission,
+            Router(),
+            gateway_id=gateway_id,
+            request_timeout=settings.request_timeout,
+            write_timeout=settings.write_timeout,
+        )
+        services = Services(
+            models=registry,
+            generator=generator,
+            key_ring=key_ring,
+            salts=Salts(secret, shared=settings.shared_prefix_cache),
+            drain=self._drain,
+            metrics=self._metrics,
+            metrics_registry=self._registry,
+        )
+        limits = Limits(
+            max_body_size=settings.max_body_size,
+            body_timeout=settings.body_timeout,
+            write_timeout=settings.write_timeout,
+            keepalive_interval=settings.keepalive_interval,
+            request_timeout=settings.request_timeout,
+        )
+        app = build_app(services, limits, check_host=key_ring.empty and loopback, cors_origins=settings.cors_origin)
+
+        async def workers(_app: web.Application) -> AsyncIterator[None]:
+            await registry.start()
+            yield
+            await registry.close()
+            threads.close()
+
+        app.cleanup_ctx.append(workers)
+        app.cleanup_ctx.append(self._housekeeping)
+        return app
+
+    async def _listen(self, runner: HttpRunner) -> None:
+        host, port = self._settings.host, self._settings.port
+        try:
+            await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
+        except socket.gaierror as error:
+            raise ConfigurationError(f"--host {host}: {error.strerror}") from None
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigurationError(f"port {port} on {host} is in use; choose another with --port") from None
+            raise ConfigurationError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}") from None
+
+    def _watch_for_the_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+        def supervisor_gone() -> None:
+            loop.call_soon_threadsafe(self._stop.set)
+
+        supervisor_pipe.watch(supervisor_gone)
+
+    def _on_signal(self) -> None:
+        """The first signal begins the drain, a second one ends it."""
+        if self._stop.is_set():
+            self._drain.hurry()
+        self._stop.set()
+
+    async def _wind_down(self) -> None:
+        self._drain.begin()
+        timeout = self._settings.drain_timeout
+        log.info("draining", in_flight=self._drain.num_in_flight, seconds=timeout)
+        notify.stopping("draining")
+        notify.extend_timeout(timeout + _STOP_MARGIN, "draining")
+        finished = await self._drain.wait(timeout)
+        log.info("drained", all_finished=finished)
+
+    async def _housekeeping(self, _app: web.Application) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._measure_lag()), asyncio.create_task(_feed_watchdog())]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _measure_lag(self) -> None:
+        while True:
+            due = time.monotonic() + _LAG_INTERVAL
+            await asyncio.sleep(_LAG_INTERVAL)
+            self._metrics.event_loop_lag.set(max(0.0, time.monotonic() - due))
+            self._metrics.log_lines_dropped.set(self._log_writer.dropped)
+
+
+async def _feed_watchdog() -> None:
+    """From the event loop itself, so that a loop that is stuck is seen."""
+    interval = notify.watchdog_interval()
+    while interval is not None:
+        notify.watchdog()
+        await asyncio.sleep(interval)
+
+
+def _url(runner: HttpRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
