@@ -10,7 +10,8 @@ from numba import cfunc, types
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, vadd, vdiv, vexp, vload, vmul, vsplat, vstore, vsub
 
-_MIN_PARALLEL = 4096
+# Below this many outputs one thread is done before another has woken up.
+_MIN_PARALLEL = 16384
 
 
 def supported(width: int, dtype: torch.dtype, activation: str) -> bool:

@@ -172,14 +172,20 @@ def compile_attention(
                 for p in range(num_pages):
                     at = keys + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
                     if few:
-                        score_page(few_rows, dim, page, kv_bf16, query, at, scores + p * page * 4, stride)
+                        following = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
+                        following = keys + (following * num_kv_heads + h) * page_bytes
+                        score_page(
+                            few_rows, dim, page, kv_bf16, query, at, scores + p * page * 4, stride, 1, following,
+                            at - keys + values,
+                        )  # fmt: skip
                     else:
                         for r in range(0, padded, 6):
                             score_page(
-                                6, dim, page, kv_bf16, query + r * dim * 4, at, scores + (r * stride + p * page) * 4, stride
-                            )
+                                6, dim, page, kv_bf16, query + r * dim * 4, at, scores + (r * stride + p * page) * 4,
+                                stride, 0, 0, 0,
+                            )  # fmt: skip
                 for r in range(rows):
-                    seen = load_i32(positions + (start + r // group) * 4) + 1 - begin
+                    seen = min(num_keys, load_i32(positions + (start + r // group) * 4) + 1 - begin)
                     line = scores + r * stride * 4
                     top = vsplat(floor)
                     for i in range(0, num_keys, 16):

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kernels.cpu.simd import F32, I64, WIDTH, const, fma, load, pointer, splat, store
+from kernels.cpu.simd import F32, I64, WIDTH, const, fma, load, pointer, prefetch, splat, store
 
 
 def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
@@ -26,18 +26,32 @@ def slot_width(page_size: int) -> int:
 
 @intrinsic(prefer_literal=True)
 def score_page(
-    typing: Any, rows: Any, dim: Any, page: Any, bf16: Any, query: Any, keys: Any, scores: Any, stride: Any
+    typing: Any,
+    rows: Any,
+    dim: Any,
+    page: Any,
+    bf16: Any,
+    query: Any,
+    keys: Any,
+    scores: Any,
+    stride: Any,
+    fetch: Any,
+    next_keys: Any,
+    next_values: Any,
 ) -> Any:
     """scores[r, s] = sum over d of query[r, d] * keys[d, s] for `rows` queries and the `page` slots of a page.
 
     Literals: rows, dim, page, bf16 (of the keys), stride (values between rows of scores). query: [rows, dim] float32;
-    keys: [dim, page]; scores: float32. Even and odd d are summed apart, which hides the latency of few rows.
+    keys: [dim, page]; scores: float32. Even and odd d are summed apart, which hides the latency of few rows. Where the
+    literal `fetch` is 1, the pages next_keys and next_values are fetched into the cache meanwhile: the processor's own
+    prefetching does not follow a block table.
     """
     num_rows, head_dim, slots = rows.literal_value, dim.literal_value, page.literal_value
     narrow, step = bool(bf16.literal_value), stride.literal_value
     width = slot_width(slots)
     kind = ir.VectorType(F32, width)
     size = 2 if narrow else 4
+    prefetched = fetch.literal_value == 1
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         query_address, key_address, score_address = values[4], values[5], values[6]
@@ -46,6 +60,11 @@ def score_page(
             for slot in sums:
                 builder.store(const(kind, 0.0), slot)
             with cgutils.for_range_slice(builder, I64(0), I64(head_dim), I64(2), I64) as (d, _):
+                if prefetched and first == 0:
+                    reach = builder.mul(d, I64(slots * size))
+                    for base in (values[9], values[10]):
+                        for line in range(0, 2 * slots * size, 64):
+                            prefetch(builder, builder.add(base, builder.add(reach, I64(line))))
                 for parity in range(2):
                     index = builder.add(d, I64(parity))
                     offset = builder.add(builder.mul(index, I64(slots * size)), I64(first * size))
@@ -61,7 +80,8 @@ def score_page(
                 store(builder, builder.add(score_address, I64((row * step + first) * 4)), total, False)
         return context.get_dummy_value()
 
-    return types.void(rows, dim, page, bf16, types.int64, types.int64, types.int64, stride), codegen
+    addresses = (types.int64, types.int64)
+    return types.void(rows, dim, page, bf16, types.int64, *addresses, stride, fetch, *addresses), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -79,6 +79,14 @@ def load(builder: ir.IRBuilder, address: ir.Value, bf16: bool, width: int = WIDT
     return builder.bitcast(builder.shl(builder.zext(half, integers), const(integers, 16)), wide)
 
 
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Asks for the cache line of an address, which need not be mapped."""
+    anything = ir.PointerType(ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [anything, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, anything), I32(0), I32(3), I32(1)])
+
+
 def to_bf16(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
     """float32 lanes to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
     integers = ir.VectorType(I32, values.type.count)

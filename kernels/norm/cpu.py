@@ -10,8 +10,8 @@ from numba import cfunc, types
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, load_f32, vadd, vfma, vload, vmul, vsplat, vstore, vsum
 
-# Below this many values the work is done before another thread has woken up.
-_MIN_PARALLEL = 4096
+# Below this many values one thread is done before another has woken up.
+_MIN_PARALLEL = 65536
 
 
 def supported(hidden_size: int, dtype: torch.dtype) -> bool:

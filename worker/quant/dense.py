@@ -1,4 +1,4 @@
-"""Dense weights as torch keeps them: float32 on the CPU, every float dtype on a GPU."""
+"""Dense weights as torch keeps them: on a GPU, and on processors where oneDNN does not serve a dtype."""
 
 from __future__ import annotations
 

@@ -29,5 +29,11 @@ class OneDNNPackedScheme:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias, accumulated in float32."""
+        if x.shape[0] == 1 and self.dtype is torch.float32:
+            # A single row would be summed in another order than the same row in a batch.
+            return self._multiply(x.expand(2, -1).contiguous(), bias)[:1]
+        return self._multiply(x, bias)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
         return out

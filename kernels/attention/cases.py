@@ -1,0 +1,100 @@
+"""Shapes of paged attention for its test and its benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.attention.inputs import AttentionGeometry, AttentionInputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: requests as (tokens computed in it, context before it)."""
+
+    name: str
+    requests: list[tuple[int, int]]
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    rotary_dim: int = 64
+    page_size: int = 16
+    scale: float = 0.125
+    seed: int = field(default=0)
+
+    def geometry(self) -> AttentionGeometry:
+        """The constants of the op."""
+        return AttentionGeometry(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_dim, self.page_size, self.scale
+        )
+
+
+CASES = [
+    Case("one token, empty cache", [(1, 0)]),
+    Case("decode, one request", [(1, 190)]),
+    Case("decode, odd contexts", [(1, 15), (1, 16), (1, 127), (1, 128), (1, 700)]),
+    Case("prefill", [(130, 0)]),
+    Case("prefill of a whole tile", [(16, 0), (17, 0), (15, 0)]),
+    Case("chunk after a long context", [(33, 300)]),
+    Case("decode beside prefill", [(1, 200), (45, 0), (1, 3), (7, 121)]),
+    Case("one query a KV head", [(1, 40), (20, 9)], num_heads=4, num_kv_heads=4),
+    Case("one KV head", [(1, 40), (20, 9)], num_heads=4, num_kv_heads=1),
+    Case("eight queries a KV head", [(1, 140), (20, 9)], num_heads=16, num_kv_heads=2),
+    Case("wide heads", [(1, 140), (20, 9)], num_heads=4, num_kv_heads=2, head_dim=128, rotary_dim=128),
+    Case("heads of 96", [(1, 140), (20, 9)], num_heads=4, num_kv_heads=2, head_dim=96, rotary_dim=96),
+    Case("half of a head rotates", [(1, 40), (20, 9)], num_heads=4, num_kv_heads=2, rotary_dim=32),
+    Case("pages of 8", [(1, 77), (20, 9)], page_size=8),
+    Case("pages of 24", [(1, 177), (20, 9)], page_size=24),
+    Case("pages of 256", [(1, 277), (20, 9)], page_size=256),
+]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Inputs of a case; keys and values are poisoned wherever no token of a request was written."""
+
+    qkv: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    inputs: AttentionInputs
+
+
+def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tensors:
+    """Random tensors; keys are stored [page, kv_head, head_dim, slot], as the CPU's storage does."""
+    generator = torch.Generator().manual_seed(case.seed)
+    size = case.page_size
+    counts = [-(-(before + tokens) // size) for tokens, before in case.requests]
+    num_pages = sum(counts) + 2
+    order = torch.randperm(num_pages, generator=generator).tolist()
+    tables, positions, slots, written = [], [], [], []
+    for (tokens, before), count in zip(case.requests, counts):
+        pages = [order.pop() for _ in range(count)]
+        tables.append(pages + [0] * (max(counts) - count))
+        place = [pages[i // size] * size + i % size for i in range(before + tokens)]
+        written += place[:before]
+        slots += place[before:]
+        positions += range(before, before + tokens)
+    shape = (num_pages, case.num_kv_heads, case.head_dim, size)
+    keys = torch.full(shape, float("nan"), dtype=kv_dtype).transpose(-1, -2)
+    values = torch.full((num_pages, case.num_kv_heads, size, case.head_dim), float("nan"), dtype=kv_dtype)
+    past = torch.tensor(written, dtype=torch.int64)
+    for pages in (keys, values):
+        cells = torch.randn((past.numel(), case.num_kv_heads, case.head_dim), generator=generator)
+        pages[past // size, :, past % size] = cells.to(kv_dtype)
+    lengths = [tokens for tokens, _ in case.requests]
+    contexts = [sum(request) for request in case.requests]
+    angles = torch.arange(max(contexts))[:, None] * torch.rand(case.rotary_dim // 2, generator=generator)
+    width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
+    inputs = AttentionInputs(
+        positions=torch.tensor(positions, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        block_table=torch.tensor(tables, dtype=torch.int32),
+        rope_table=torch.cat((angles.cos(), angles.sin()), dim=-1),
+        max_seqlen_q=max(lengths),
+        max_seqlen_k=max(contexts),
+    )
+    qkv = (torch.randn((sum(lengths), width), generator=generator) * 2).to(dtype)
+    return Tensors(qkv, keys, values, inputs)

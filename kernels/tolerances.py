@@ -1,0 +1,11 @@
+"""How far a kernel may be from its reference, one table for all tests: (relative, absolute)."""
+
+from __future__ import annotations
+
+import torch
+
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float32: (1e-5, 2e-5),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (1.6e-2, 1.6e-2),
+}

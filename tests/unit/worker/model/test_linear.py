@@ -1,0 +1,127 @@
+"""Linear layers: schemes against torch, and the split over ranks against the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared.errors import ConfigurationError
+from tests.fakes.weights import MemoryWeights
+from worker.model.attention import kv_head_range
+from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead, vocabulary_shard
+from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
+from worker.model.parallel import ParallelContext
+from worker.quant.dense import DenseScheme
+from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.select import linear_scheme, packed_linears_supported
+
+CPU = torch.device("cpu")
+
+
+class OneRank(ParallelContext):
+    """A rank whose group never sums, so that the test can."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def place(rank: int, size: int) -> Placement:
+    return Placement(torch.float32, CPU, OneRank(tp_rank=rank, tp_size=size))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_schemes_multiply(dtype: torch.dtype, rows: int, has_bias: bool) -> None:
+    if not packed_linears_supported(dtype):
+        pytest.skip(f"oneDNN does not multiply {dtype} on this processor")
+    weight, x = random(48, 40).to(dtype), random(rows, 40).to(dtype)
+    bias = random(48).to(dtype) if has_bias else None
+    wanted = F.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
+    for scheme in (OneDNNPackedScheme(dtype), DenseScheme(dtype, CPU)):
+        scheme.create_weights(48, 40)
+        scheme.load_rows(0, weight[:30])
+        scheme.load_rows(30, weight[30:])
+        scheme.after_load()
+        out = scheme.apply(x, bias)
+        assert out.dtype == dtype
+        tolerance = 1e-4 if dtype is torch.float32 else 0.15
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])
+def test_a_float32_row_is_the_same_alone_and_in_a_batch(out_features: int, in_features: int) -> None:
+    scheme = linear_scheme(torch.float32, CPU)
+    scheme.create_weights(out_features, in_features)
+    scheme.load_rows(0, random(out_features, in_features))
+    scheme.after_load()
+    x = random(32, in_features)
+    whole = scheme.apply(x, None)
+    for rows in (1, 2, 5, 16):
+        assert torch.equal(scheme.apply(x[:rows].contiguous(), None), whole[:rows])
+
+
+def test_column_parts_are_concatenated_and_split() -> None:
+    weights = MemoryWeights(
+        {"a.weight": random(8, 6), "b.weight": random(4, 6), "a.bias": random(8), "b.bias": random(4)}
+    )
+    x = random(3, 6)
+    wanted = [F.linear(x, weights.tensors[f"{n}.weight"], weights.tensors[f"{n}.bias"]) for n in "ab"]
+    for rank in range(2):
+        parts = [Part("a", slice(rank * 4, rank * 4 + 4)), Part("b", slice(rank * 2, rank * 2 + 2))]
+        layer = ColumnParallelLinear(weights, parts, [8, 4], 6, bias=True, place=place(rank, 2))
+        expected = torch.cat((wanted[0][:, parts[0].rows], wanted[1][:, parts[1].rows]), dim=1)
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_row_parallel_partial_sums_add_up_with_one_bias() -> None:
+    weights = MemoryWeights({"o.weight": random(5, 8), "o.bias": random(5)})
+    x = random(3, 8)
+    total = torch.zeros(3, 5)
+    for rank in range(2):
+        cols = slice(rank * 4, rank * 4 + 4)
+        layer = RowParallelLinear(weights, "o", (5, 8), cols, bias=True, place=place(rank, 2))
+        total += layer(x[:, cols].contiguous())
+    torch.testing.assert_close(total, F.linear(x, weights.tensors["o.weight"], weights.tensors["o.bias"]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_vocabulary_over_ranks(tied: bool, size: int) -> None:
+    weights = MemoryWeights({"embed.weight": random(11, 6), "head.weight": random(11, 6) + 1})
+    ids = torch.tensor([0, 10, 3, 6, 5], dtype=torch.int32)
+    x = random(2, 6)
+    embedded, logits = torch.zeros(5, 6), []
+    for rank in range(size):
+        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size))
+        embedded += embedding(ids, torch.float32)
+        logits.append(VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding if tied else None)(x))
+    torch.testing.assert_close(embedded, weights.tensors["embed.weight"][ids.long()])
+    head = weights.tensors["embed.weight" if tied else "head.weight"]
+    torch.testing.assert_close(torch.cat(logits, dim=1)[:, :11], F.linear(x, head))
+
+
+def test_vocabulary_shards_cover_each_token_once() -> None:
+    for vocab, size in [(11, 4), (3, 4), (49152, 3)]:
+        rows = [i for rank in range(size) for i in range(vocab)[vocabulary_shard(vocab, rank, size)[0]]]
+        assert rows == list(range(vocab))
+
+
+def test_kv_heads_are_replicated_where_there_are_fewer_than_ranks() -> None:
+    heads = [kv_head_range(2, ParallelContext(tp_rank=rank, tp_size=4)) for rank in range(4)]
+    assert heads == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    with pytest.raises(ConfigurationError, match="3 key-value heads"):
+        kv_head_range(3, ParallelContext(tp_size=4))
+
+
+def test_uneven_splits_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigurationError, match="size 2 does not divide the model's 9 attention heads"):
+        split_evenly(9, ParallelContext(tp_size=2), "attention heads")
