@@ -64,24 +64,41 @@ def _words(first_token, position, choice, key_low, key_high, words):  # type: ig
         words[4 * j + 3] = c3
 
 
-@njit(fastmath={"nnan", "nsz"}, **_options)
+@njit(**_options)
+def _key_range(bits):  # type: ignore[no-untyped-def]
+    """Smallest and largest float32 of a row, given and returned as int32 in an order that compares like the floats.
+
+    Comparisons of floats are not vectorized, because of NaN; here positive NaN sorts above +inf, negative below -inf.
+    """
+    low = np.int32(0x7FFFFFFF)
+    high = np.int32(-0x80000000)
+    for i in range(len(bits)):
+        key = np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        low = min(low, key)
+        high = max(high, key)
+    return low, high
+
+
+@njit(**_options)
+def _key_float(key):  # type: ignore[no-untyped-def]
+    return np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@njit(**_options)
 def _largest(values):  # type: ignore[no-untyped-def]
-    """Maximum of values without NaN; told so, the compiler vectorizes it."""
-    largest = np.float32(-np.inf)
-    for i in range(len(values)):
-        largest = values[i] if values[i] > largest else largest
-    return largest
+    """Maximum of values without NaN."""
+    _, high = _key_range(values.view(np.int32))
+    return _key_float(high)
 
 
 @njit(**_options)
 def _argmax(row):  # type: ignore[no-untyped-def]
     """Lowest id of the largest logit; -1 where the row has NaN or +inf, or nothing but -inf."""
-    unusable = 0
-    for i in range(len(row)):
-        unusable += 0 if row[i] < np.float32(np.inf) else 1
-    largest = _largest(row)
-    if unusable > 0 or largest == np.float32(-np.inf):
+    low, high = _key_range(row.view(np.int32))
+    minus_infinity = np.int32(-0x7F800001)
+    if low < minus_infinity or high >= np.int32(0x7F800000) or high == minus_infinity:
         return -1
+    largest = _key_float(high)
     for first in range(0, len(row), _CHUNK):
         if _largest(row[first : first + _CHUNK]) == largest:
             for i in range(first, len(row)):

@@ -11,8 +11,9 @@ CPU = torch.device("cpu")
 
 
 def plan(available=1 << 30, bytes_per_page=1000, max_position=8192, **settings):
-    settings = WorkerSettings(**settings)
-    return plan_kv(settings, bytes_per_page=bytes_per_page, available=available, max_position=max_position)
+    return plan_kv(
+        WorkerSettings(**settings), bytes_per_page=bytes_per_page, available=available, max_position=max_position
+    )
 
 
 def test_never_more_pages_than_all_requests_can_fill():

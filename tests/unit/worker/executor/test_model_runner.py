@@ -64,7 +64,7 @@ def test_prefill_in_chunks_then_decode_beside_another_request(built):
     assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
     assert results[0].sampled == []
     assert [token.row for token in results[1].sampled] == [2, 0]
-    by_row = {0: [], 2: []}
+    by_row: dict[int, list[int]] = {0: [], 2: []}
     for result in results:
         for token in result.sampled:
             by_row[token.row].append(token.token_id)
@@ -259,7 +259,7 @@ def test_depth_two_does_not_wait_for_the_step():
     assert running.wait(10)
     assert not first.done() and not second.done()
     release.set()
-    assert (first.result(), second.result()) == (1, 2)
+    assert [handle.result() for handle in (first, second)] == [1, 2]
     assert first.done() and second.done()
     executor.close()
     assert closed == [True]
