@@ -131,13 +131,20 @@ def _bucket(scaled):  # type: ignore[no-untyped-def]
 
 
 @njit(**_options)
-def _count_buckets(row, highest, temperature, lowest, counts, masses):  # type: ignore[no-untyped-def]
-    """Number and probability mass (largest token's = 1) of the tokens at or above `lowest`, by bucket."""
+def _count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
+    """Number and probability mass (largest token's = 1) of the tokens at or above `lowest`, by bucket.
+
+    Chunks of tokens that all lie beyond `last_bucket` are left out.
+    """
     scaled = np.empty(_CHUNK, np.float32)
     weights = np.empty(_CHUNK, np.float32)
     buckets = np.empty(_CHUNK, np.int32)
     for first in range(0, len(row), _CHUNK):
         size = min(_CHUNK, len(row) - first)
+        if last_bucket < _NUM_BUCKETS - 1:
+            largest = (_largest(row[first : first + size]) - highest) / temperature
+            if _bucket(largest) > last_bucket:
+                continue
         for i in range(size):
             s = (row[first + i] - highest) / temperature
             scaled[i] = s
@@ -188,13 +195,31 @@ def _sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: i
 
 
 @njit(**_options)
+def _bucket_of_top_k(row, highest, temperature, top_k, counts):  # type: ignore[no-untyped-def]
+    """A bucket beyond which none of the k likeliest tokens lies: that of the k-th largest of the chunks' maxima."""
+    for first in range(0, len(row), _CHUNK):
+        counts[_bucket((_largest(row[first : first + _CHUNK]) - highest) / temperature)] += 1
+    reached = 0
+    for bucket in range(_NUM_BUCKETS):
+        reached += counts[bucket]
+        counts[bucket] = 0
+        if reached >= top_k:
+            counts[bucket:] = 0
+            return bucket
+    return _NUM_BUCKETS - 1
+
+
+@njit(**_options)
 def _border(row, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
     """The key of the last token that passes the filters."""
     counts = np.zeros(_NUM_BUCKETS, np.int64)
     masses = np.zeros(_NUM_BUCKETS, np.float64)
     # -inf is never kept: a token without probability needs no border.
     lowest = max(log_min_p, np.float32(-3.0e38))
-    _count_buckets(row, highest, temperature, lowest, counts, masses)
+    last_bucket = _NUM_BUCKETS - 1
+    if 0 < top_k <= len(row) // _CHUNK:
+        last_bucket = _bucket_of_top_k(row, highest, temperature, top_k, counts)
+    _count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses)
     last_key = _token_key(lowest, np.uint64(0xFFFFFFFF))
     total = 0.0
     kept = 0
