@@ -1,0 +1,258 @@
+"""Runs a load: starts client processes, gives each request out at its time, and gathers the records.
+
+Concurrency and order are decided here, in one place; the processes only send. A request is announced ahead of
+its time (its body is then built by the client) and released either just before it is due or, under a limit
+on concurrency, when another has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.loadtest.client_process import cpu_seconds
+from scripts.loadtest.records import (
+    MAX_LINE_BYTES,
+    Cancel,
+    Command,
+    Cost,
+    Finish,
+    Go,
+    LoadRequest,
+    Prepare,
+    Ready,
+    Record,
+    Setup,
+    Sync,
+    Target,
+    encode_line,
+    event_decoder,
+)
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LEAD_SECONDS = 0.05  # a release travels to its client this long before it is due
+_PREPARE_AHEAD = 64  # bodies built ahead, per process
+_EXIT_SECONDS = 10.0
+
+
+class ClientError(Exception):
+    """A client process died or did not start."""
+
+
+@dataclass
+class LoadResult:
+    """Records by index, and what the load generator itself cost.
+
+    `start` and `end` are monotonic seconds; `cpu_share` is the part of all processors that the load generator used.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    num_offered: int = 0
+    start: float = 0.0
+    end: float = 0.0
+    cpu_share: float = 0.0
+    interrupted: bool = False
+
+
+class Load:
+    """One load, to be run once.
+
+    Args:
+        requests: ordered by arrival.
+        num_processes: client processes.
+        max_concurrency: requests in flight over all processes; None: no limit.
+        duration: seconds after which nothing more is sent; None: until all are.
+        on_record: called for each record as it comes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        requests: Sequence[LoadRequest],
+        *,
+        num_processes: int,
+        max_concurrency: int | None = None,
+        duration: float | None = None,
+        on_record: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self._target = target
+        self._requests = requests
+        self._num_processes = max(1, min(num_processes, len(requests)))
+        self._permits = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
+        self._duration = duration
+        self._on_record = on_record
+        self._stopping = asyncio.Event()
+        self._processes: list[_Process] = []
+        self._num_announced = 0
+        self._outstanding: set[int] = set()
+        self._changed = asyncio.Event()
+        self._result = LoadResult(num_offered=len(requests))
+
+    def interrupt(self) -> None:
+        """Sends nothing more and breaks off what is in flight; `run` then returns what there is."""
+        self._result.interrupted = True
+        self._stopping.set()
+        self._changed.set()
+        for process in self._processes:
+            process.send(Cancel())
+
+    async def run(self) -> LoadResult:
+        """Runs the load to its end.
+
+        Raises:
+            ClientError: a client process died.
+        """
+        cpu_start = cpu_seconds()
+        try:
+            async with asyncio.TaskGroup() as group:
+                starts = [group.create_task(_Process.start(self._target)) for _ in range(self._num_processes)]
+            self._processes = [task.result() for task in starts]
+            self._announce(up_to=0)
+            await asyncio.gather(*(process.ready() for process in self._processes))
+            readers = [asyncio.create_task(self._read(process)) for process in self._processes]
+            self._result.start = time.monotonic() + 2 * _LEAD_SECONDS
+            dispatch = asyncio.create_task(self._dispatch())
+            try:
+                await self._until_done(dispatch, readers)
+            finally:
+                dispatch.cancel()
+                self._result.end = time.monotonic()
+                await asyncio.gather(*self._shut_down(readers), return_exceptions=True)
+        finally:
+            for process in self._processes:
+                await process.end()
+        cost = cpu_seconds() - cpu_start + sum(process.cpu_seconds for process in self._processes)
+        elapsed = max(1e-9, self._result.end - self._result.start)
+        self._result.cpu_share = cost / elapsed / (os.cpu_count() or 1)
+        self._result.records.sort(key=lambda record: record.index)
+        return self._result
+
+    async def _until_done(self, dispatch: asyncio.Task[None], readers: list[asyncio.Task[None]]) -> None:
+        while not (dispatch.done() and not self._outstanding):
+            self._changed.clear()
+            waiter = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait(
+                    {waiter, *readers, dispatch} - ({dispatch} if dispatch.done() else set()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                waiter.cancel()
+            for reader in readers:
+                if reader.done():
+                    raise ClientError("a client process died")
+        dispatch.result()
+
+    def _shut_down(self, readers: list[asyncio.Task[None]]) -> list[asyncio.Future[None]]:
+        for process in self._processes:
+            process.send(Finish())
+        return [asyncio.ensure_future(asyncio.wait_for(reader, _EXIT_SECONDS)) for reader in readers]
+
+    async def _dispatch(self) -> None:
+        for position, request in enumerate(self._requests):
+            due = self._result.start + request.arrival
+            self._announce(up_to=position)
+            if not await self._wait_until(due - _LEAD_SECONDS) or not await self._acquire():
+                return
+            self._outstanding.add(request.index)
+            # Held back by the concurrency limit, it is due now: that wait is the limit's, not the client's.
+            late = self._permits is not None and time.monotonic() > due
+            self._process_of(position).send(Go(request.index, time.monotonic() if late else due))
+
+    def _process_of(self, position: int) -> _Process:
+        return self._processes[position % len(self._processes)]
+
+    def _announce(self, up_to: int) -> None:
+        """Has bodies built for requests up to this position and for those that follow it."""
+        end = min(len(self._requests), up_to + _PREPARE_AHEAD * self._num_processes)
+        while self._num_announced < end:
+            self._process_of(self._num_announced).send(Prepare(self._requests[self._num_announced]))
+            self._num_announced += 1
+
+    async def _wait_until(self, moment: float) -> bool:
+        """False when the load is to stop before then."""
+        if self._duration is not None and moment > self._result.start + self._duration:
+            return False
+        delay = moment - time.monotonic()
+        if delay > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+        return not self._stopping.is_set()
+
+    async def _acquire(self) -> bool:
+        if self._permits is not None:
+            limit = None if self._duration is None else self._result.start + self._duration - time.monotonic()
+            try:
+                await asyncio.wait_for(self._permits.acquire(), limit)
+            except TimeoutError:
+                return False
+        return not self._stopping.is_set()
+
+    async def _read(self, process: _Process) -> None:
+        async for record in process.records():
+            self._outstanding.discard(record.index)
+            if self._permits is not None:
+                self._permits.release()
+            self._result.records.append(record)
+            self._on_record(record)
+            self._changed.set()
+
+
+class _Process:
+    """A client process and its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.cpu_seconds = 0.0
+
+    @classmethod
+    async def start(cls, target: Target) -> _Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "scripts.loadtest.client_process",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
+            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+            start_new_session=True,  # Ctrl-C is for the coordinator, which still wants the records
+        )  # fmt: skip
+        self = cls(process)
+        self.send(Setup(target))
+        return self
+
+    async def ready(self) -> None:
+        """Waits until all commands so far are carried out."""
+        self.send(Sync())
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line or not isinstance(event_decoder.decode(line), Ready):
+            raise ClientError("a client process did not start")
+
+    def send(self, command: Command) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(encode_line(command))
+
+    async def records(self) -> AsyncIterator[Record]:
+        """Records until the process says what it cost, or its output ends."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            event = event_decoder.decode(line)
+            if isinstance(event, Cost):
+                self.cpu_seconds = event.cpu_seconds
+                return
+            if isinstance(event, Record):
+                yield event
+
+    async def end(self) -> None:
+        """Closes its input and waits for its exit; kills it when that takes too long."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()

@@ -1,0 +1,135 @@
+"""Synthetic prompts of a given number of tokens.
+
+Prompts are made of words that are one token each for the server's tokenizer, so n words are n tokens. Which words
+those are is asked of the server's /tokenize once; where it has none, every word is taken for one token, which
+is close for vocabularies of 30,000 and more, and the report shows the true number from the server's usage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import aiohttp
+
+from scripts.loadtest.records import Endpoint, LoadRequest, Segment
+
+CANDIDATES = (
+    "the of and to in is that for was on are with as be at this have from or had by but what some we can out other "
+    "were all there when up use your how said an each she which do their time if will way about many then them write "
+    "would like so these her long make thing see him two has look more day could go come did number sound no most "
+    "people my over know water than call first who may down side been now find any new work part take get place made "
+    "live where after back little only round man year came show every good me give our under name very through just "
+    "form great think say help low line before turn cause same mean move right boy old too does tell set three want "
+    "air well also play small end put home read hand large add even land here must big high such follow act why ask "
+    "men change went light kind off need house picture try us again animal point mother world near build self earth "
+    "father head stand own page should country found answer school grow study still learn plant cover food sun four "
+    "thought let keep eye never last door between city tree cross since hard start might story saw far sea draw left "
+    "late run while press close night real life few stop open seem together next white children begin got walk "
+    "example ease paper often always music those both mark book letter until mile river car feet care second group "
+    "carry took rain eat room friend began idea fish mountain north once base hear horse cut sure watch color face "
+    "wood main enough plain girl usual young ready above ever red list though feel talk bird soon body dog family "
+    "direct pose leave song measure state product black short class wind question happen complete ship area half "
+    "rock order fire south problem piece told knew pass farm top whole king size heard best hour better true during "
+    "hundred remember step early hold west ground interest reach fast five sing listen six table travel less morning"
+).split()
+
+CountTokens = Callable[[str], Awaitable[int]]
+
+
+class TokenizeError(Exception):
+    """The server has no usable /tokenize."""
+
+
+def words_text(words: Sequence[str], seed: int, segments: Sequence[Segment]) -> str:
+    """Text of the segments: words drawn by (seed, segment key), joined by spaces, the first with a space before it."""
+    parts: list[str] = []
+    for segment in segments:
+        parts += random.Random(f"{seed}/{segment.key}").choices(words, k=segment.num_tokens)
+    return " " + " ".join(parts)
+
+
+def shorten(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
+    """Takes tokens off the end, so that shared prefixes stay; at least one token is left."""
+    left = max(1, sum(segment.num_tokens for segment in segments) - num_tokens)
+    result = []
+    for segment in segments:
+        if left > 0:
+            result.append(Segment(segment.key, min(segment.num_tokens, left)))
+            left -= result[-1].num_tokens
+    return result
+
+
+def prompt_of(request: LoadRequest, words: Sequence[str], seed: int, overhead: int) -> str | list[int]:
+    """Text or token ids to send for a request."""
+    if request.token_ids is not None:
+        return request.token_ids
+    if request.text is not None:
+        return request.text
+    return words_text(words, seed, shorten(request.segments, overhead))
+
+
+async def single_token_words(count: CountTokens, candidates: Sequence[str] = CANDIDATES) -> list[str]:
+    """Those candidates that are one token each when a space stands before them.
+
+    `count` gives the tokens of a text. Groups are tried whole and halved where they have too many, so that
+    a usual vocabulary takes a dozen calls.
+    """
+    probe = " the the the"
+    overhead = 2 * await count(probe) - await count(probe + probe)
+
+    async def singles(group: Sequence[str]) -> list[str]:
+        if await count(" " + " ".join(group)) - overhead == len(group):
+            return list(group)
+        if len(group) == 1:
+            return []
+        middle = len(group) // 2
+        return await singles(group[:middle]) + await singles(group[middle:])
+
+    found: list[str] = []
+    for start in range(0, len(candidates), 64):
+        found += await singles(candidates[start : start + 64])
+    return found
+
+
+class Tokenizer:
+    """The server's /tokenize."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session = session
+        self._url = url.removesuffix("/v1") + "/tokenize"
+        self._model = model
+
+    async def count(self, text: str) -> int:
+        """Tokens of a text, with what the tokenizer adds by itself."""
+        return await self._post({"model": self._model, "prompt": text})
+
+    async def count_chat(self, text: str) -> int:
+        """Tokens of a user message with the chat template around it."""
+        return await self._post({"model": self._model, "messages": [{"role": "user", "content": text}]})
+
+    async def _post(self, body: dict[str, object]) -> int:
+        try:
+            async with self._session.post(self._url, json=body) as response:
+                if response.status != 200:
+                    raise TokenizeError(f"/tokenize answered {response.status}")
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise TokenizeError(f"/tokenize failed: {error}") from None
+        if isinstance(answer, dict) and isinstance(answer.get("count"), int):
+            return int(answer["count"])
+        raise TokenizeError("/tokenize answered without `count`")
+
+
+async def calibrate(tokenizer: Tokenizer, endpoint: Endpoint) -> tuple[list[str], int]:
+    """Words of one token each, and the tokens that the endpoint adds to a prompt.
+
+    Raises:
+        TokenizeError: the server has no /tokenize, or its vocabulary has too few of the words.
+    """
+    words = await single_token_words(tokenizer.count)
+    if len(words) < 32:
+        raise TokenizeError(f"only {len(words)} of {len(CANDIDATES)} words are single tokens")
+    text = " " + " ".join(words[:32])
+    total = await (tokenizer.count_chat(text) if endpoint == "chat" else tokenizer.count(text))
+    return words, max(0, total - 32)
