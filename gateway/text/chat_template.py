@@ -63,6 +63,8 @@ class ChatTemplate:
             raise InvalidRequestError(f"the model's chat template has {len(source)} characters; {MAX_SOURCE} are read")
         self._environment = _Environment(max_seconds)
         self._special_tokens = dict(special_tokens)
+        # Compiling evaluates constant expressions.
+        self._environment.start_clock()
         try:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:

@@ -121,7 +121,6 @@ class WorkerLink:
         self._monitor: zmq.Socket[bytes] | None = None
         self._fds: list[int] = []
         self._tick_handle: asyncio.TimerHandle | None = None
-        self._next_tick = 0.0
         self._drain_scheduled = False
 
     # ---- state ------------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class WorkerLink:
         return (
             not self.lost
             and self.facts is not None
-            and time.monotonic() - self._last_pong <= self._liveness.not_ready_after
+            and self._silent_seconds() <= self._liveness.not_ready_after
         )
 
     @property
@@ -180,9 +179,10 @@ class WorkerLink:
             self._loop.add_reader(fd, callback)
             self._fds.append(fd)
         self._send(Hello(version=PROTOCOL_VERSION, gateway_id=self._gateway_id))
-        self._next_tick = self._loop.time() + self._liveness.ping_interval
-        self._tick_handle = self._loop.call_at(self._next_tick, self._tick)
+        self._tick_handle = self._loop.call_later(self._liveness.ping_interval, self._tick)
+        # Until a first look found them empty, the sockets signal nothing.
         self._schedule_drain()
+        self._drain_monitor()
 
     def close(self) -> None:
         """Gives the worker up without further ado; its streams fail. Idempotent."""
@@ -428,14 +428,13 @@ class WorkerLink:
         self._send(Ping(self._nonce))
 
     def _tick(self) -> None:
-        interval = self._liveness.ping_interval
-        if self._loop.time() > self._next_tick + interval:
-            # This loop was late itself; the pongs may lie unread.
+        if self.facts is not None and self._silent_seconds() > self._liveness.lost_after:
+            # This loop may have been busy itself, and the pongs lie unread.
             self._read_to_the_end()
         if self.lost:
             return
         if self.facts is not None:
-            silent = time.monotonic() - self._last_pong
+            silent = self._silent_seconds()
             if silent > self._liveness.lost_after:
                 self._lose(f"silent for {silent:.1f} s")
                 return
@@ -443,5 +442,7 @@ class WorkerLink:
         cancels, self._delayed_cancels = self._delayed_cancels, []
         for message in cancels:
             self._cancel(message)
-        self._next_tick = self._loop.time() + interval
-        self._tick_handle = self._loop.call_at(self._next_tick, self._tick)
+        self._tick_handle = self._loop.call_later(self._liveness.ping_interval, self._tick)
+
+    def _silent_seconds(self) -> float:
+        return time.monotonic() - self._last_pong

@@ -33,9 +33,10 @@ class Core:
 async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
     """Started and closed; `options` override the limits below."""
     threads = TextThreads()
+    gateway_id = options.get("gateway_id", "gw-1")
     registry = Registry(
         directory=directory,
-        gateway_id=options.get("gateway_id", "gw-1"),
+        gateway_id=gateway_id,
         threads=threads,
         liveness=options.get("liveness", FAST),
         scan_interval=0.02,
@@ -49,7 +50,7 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
         registry,
         admission,
         Router(),
-        gateway_id="gw-1",
+        gateway_id=gateway_id,
         request_timeout=options.get("request_timeout", 20.0),
         write_timeout=options.get("write_timeout", 10.0),
     )

@@ -1,0 +1,273 @@
+"""Workers that die, fall silent, restart or do not fit, over real ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ModelNotFoundError, UnavailableError, WorkerLostError
+from shared.messages import PROTOCOL_VERSION, Bundle, Output, Steps, Submit, WorkerStats
+from tests.fakes.fake_worker import FakeWorker, Misbehaviour
+from tests.fakes.gateway_core import Core, collect, make_request, running_core, until
+from tests.fakes.tokenizers import byte_level_json, make_bundle
+
+HELLO = [39, 68, 75, 75, 78]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pelton-") as name:
+        yield Path(name)
+
+
+@contextmanager
+def worker_process(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.fakes.fake_worker", "--dir", str(directory), *arguments]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def joined(core: Core, workers: int = 1) -> None:
+    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers, 20)
+
+
+def endless(submit: Submit) -> list[int]:
+    return [40] * 4000
+
+
+async def test_kill_fails_its_streams_at_once_and_the_other_worker_goes_on(directory: Path) -> None:
+    script = ",".join(["40"] * 300)
+    with (
+        worker_process(directory, "--index", "0", "--delay", "0.01", "--script", script) as process,
+        FakeWorker(directory, index=1, delay=0.005, script=lambda _: [41] * 100) as other,
+    ):
+        async with running_core(directory) as core:
+            await joined(core, 2)
+            generations = [core.generator.submit(make_request(HELLO, max_tokens=1000)) for _ in range(8)]
+            firsts = [await anext(generation) for generation in generations]
+            on_victim = [40 in first.token_ids for first in firsts]
+            assert 0 < sum(on_victim) < 8
+            victim = next(link for link in core.registry.models()[0].workers if link.name == "0")
+            process.send_signal(signal.SIGKILL)
+            for generation, lost in zip(generations, on_victim, strict=True):
+                if lost:
+                    with pytest.raises(WorkerLostError):
+                        await collect(generation)
+                else:
+                    assert (await collect(generation))[-1].finish_reason == "length"
+            assert victim.lost_reason == "disconnected"
+            assert core.registry.ready() == (True, "ok")
+            assert core.admission.num_requests == core.admission.waiting_tokens == 0
+            assert other.num_running == 0
+            # Capacity is what lives.
+            await until(lambda: len(core.registry.models()[0].workers) == 1)
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=1000)))
+
+
+async def test_not_yet_started_requests_move_to_another_worker(directory: Path) -> None:
+    with FakeWorker(directory, index=1, delay=0.001) as other:
+        with FakeWorker(directory, index=0, faults=Misbehaviour(skip_sequence=10**9), delay=1.0) as victim:
+            async with running_core(directory) as core:
+                await joined(core, 2)
+                generations = [core.generator.submit(make_request(HELLO, request_id=f"r{i}")) for i in range(6)]
+                await until(lambda: len(victim.submits()) == 3)
+                await asyncio.to_thread(victim.stop)
+                for generation in generations:
+                    deltas = await collect(generation)
+                    assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+                assert len(other.submits()) == 6
+
+
+async def test_lost_before_output_without_another_worker(directory: Path) -> None:
+    with FakeWorker(directory, faults=Misbehaviour(skip_sequence=10**9), delay=1.0) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            generation = core.generator.submit(make_request(HELLO))
+            await until(lambda: worker.submits())
+            await asyncio.to_thread(worker.stop)
+            with pytest.raises(WorkerLostError):
+                await collect(generation)
+            # Known but gone is 503, unknown is 404.
+            with pytest.raises(UnavailableError):
+                core.registry.model("fake")
+            with pytest.raises(ModelNotFoundError):
+                core.registry.model("other")
+            assert core.registry.ready() == (False, "all workers are gone")
+
+
+async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: Path) -> None:
+    script = ",".join(["40"] * 1000)
+    with worker_process(directory, "--delay", "0.01", "--script", script) as process:
+        async with running_core(directory) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+                await anext(generation)
+                process.send_signal(signal.SIGSTOP)
+                await until(lambda: core.registry.ready() == (False, "no worker answers"))
+                with pytest.raises(UnavailableError):
+                    core.generator.submit(make_request(HELLO))
+                with pytest.raises(WorkerLostError):
+                    async for _ in generation:
+                        pass
+            assert core.registry.models() == ()
+            process.send_signal(signal.SIGCONT)
+            await joined(core)
+            # Nothing that it sent late reaches a new stream.
+            deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=7)))
+            assert sum(len(delta.token_ids) for delta in deltas) == 7
+
+
+async def test_short_silence_only_delays(directory: Path) -> None:
+    with FakeWorker(directory, script=lambda _: [40] * 100, delay=0.002) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO, max_tokens=100)) as generation:
+                first = await anext(generation)
+                worker.faults.silent = True
+                await until(lambda: not core.registry.ready()[0])
+                worker.faults.silent = False
+                deltas = [first] + [delta async for delta in generation]
+            assert sum(len(delta.token_ids) for delta in deltas) == 100
+            await until(lambda: core.registry.ready()[0])
+
+
+async def test_an_engine_that_hangs_is_lost_though_its_socket_lives(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=3600) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+                await anext(generation)
+                worker.faults.no_pong = True
+                with pytest.raises(WorkerLostError):
+                    await anext(generation)
+
+
+async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.01) as first:
+        async with running_core(directory) as core:
+            await joined(core)
+            generation = core.generator.submit(make_request(HELLO, max_tokens=1000))
+            await anext(generation)
+            old_id = first.submits()[0].request_id
+            await asyncio.to_thread(first.stop)
+            with pytest.raises(WorkerLostError):
+                await collect(generation)
+            with FakeWorker(directory, epoch="00000002", delay=0.01) as second:
+                await until(lambda: core.registry.models() and core.registry.models()[0].workers[0].epoch == "00000002")
+                # A late message of the first life: the link cannot be trusted any more, and the worker joins anew.
+                second.send(Steps(epoch="00000001", sequence=1, outputs=[Output(old_id, 0, [9, 9, 9])]))
+                await until(lambda: core.registry.counters().wrong_epoch == 1)
+                await joined(core)
+                deltas = await collect(core.generator.submit(make_request(HELLO)))
+                assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+
+
+async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(directory: Path) -> None:
+    worker = FakeWorker(directory)
+    with worker:
+        pass
+    socket_file = directory / "worker-0-00000001.sock"
+    if not socket_file.exists():
+        # ZeroMQ removed it on an orderly close; kill -9 would have left it.
+        with socket.socket(socket.AF_UNIX) as left_over:
+            left_over.bind(str(socket_file))
+    async with running_core(directory) as core:
+        await asyncio.sleep(0.1)
+        assert core.registry.ready() == (False, "no worker has joined")
+        socket_file.unlink()
+        with FakeWorker(directory, epoch="00000002"):
+            await joined(core)
+            await collect(core.generator.submit(make_request(HELLO)))
+
+
+@pytest.mark.parametrize("changes", [{"version": PROTOCOL_VERSION + 1}, {"welcome_epoch": "0000000f"}])
+async def test_workers_of_another_version_or_life_do_not_join(directory: Path, changes: dict) -> None:
+    with FakeWorker(directory, **changes) as worker:
+        async with running_core(directory) as core:
+            await until(lambda: core.registry.counters().wire_errors >= 1)
+            assert core.registry.models() == ()
+            assert worker.submits() == []
+
+
+async def test_a_bundle_is_fetched_once_and_a_bad_one_keeps_its_worker_out(directory: Path) -> None:
+    broken = Bundle(bundle_hash="broken", tokenizer_json=b"{}")
+    with (
+        FakeWorker(directory, index=0) as one,
+        FakeWorker(directory, index=1) as two,
+        FakeWorker(directory, index=2, bundle=broken, model_names=("bad",)),
+    ):
+        async with running_core(directory) as core:
+            await joined(core, 2)
+            asked = [type(message).__name__ for worker in (one, two) for message in worker.received]
+            assert asked.count("BundleRequest") == 1
+            await asyncio.sleep(0.1)
+            assert [entry.name for entry in core.registry.models()] == ["fake"]
+
+
+async def test_another_model_under_a_taken_name_waits(directory: Path) -> None:
+    template = "{{ messages[0].content }}"
+    other = make_bundle(byte_level_json(), template)
+    with FakeWorker(directory, index=1, bundle=other, model_names=("second", "alias")):
+        async with running_core(directory) as core:
+            await joined(core)
+            with FakeWorker(directory, index=0, model_names=("fake", "alias")) as conflicting:
+                await until(lambda: conflicting.received)
+                await asyncio.sleep(0.2)
+                assert [entry.name for entry in core.registry.models()] == ["second"]
+                assert core.registry.model("alias").name == "second"
+
+
+async def test_stats_and_limits_of_workers_are_seen(directory: Path) -> None:
+    stats = WorkerStats(num_running=3, pages_in_use=64, counters={"prompt_tokens_total": 5.0})
+    with (
+        FakeWorker(directory, index=0, stats=stats, num_pages=128),
+        FakeWorker(directory, index=1, max_model_len=100),
+    ):
+        async with running_core(directory) as core:
+            await joined(core, 2)
+            await until(lambda: any(snapshot.stats == stats for snapshot in core.registry.snapshots()))
+            snapshots = {snapshot.worker: snapshot for snapshot in core.registry.snapshots()}
+            assert snapshots["0"].num_pages == 128
+            assert snapshots["0"].ready
+            assert snapshots["1"].stats == WorkerStats()
+            assert core.registry.model("fake").facts.max_model_len == 100
+
+
+async def test_closing_fails_what_runs_and_leaves_no_descriptor(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.01):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            async with running_core(directory) as core:
+                await joined(core)
+                generation = core.generator.submit(make_request(HELLO, max_tokens=100))
+                await anext(generation)
+            with pytest.raises(WorkerLostError):
+                await collect(generation)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+
+
+async def test_prefix_goes_where_it_was_and_salt_keeps_apart(directory: Path) -> None:
+    with FakeWorker(directory, index=0) as one, FakeWorker(directory, index=1) as two:
+        async with running_core(directory) as core:
+            await joined(core, 2)
+            prefix = [5 + i % 200 for i in range(640)]
+            request = make_request([*prefix, 7], salt=b"a")
+            for _ in range(6):
+                await collect(core.generator.submit(request))
+            assert sorted([len(one.submits()), len(two.submits())]) == [0, 6]
+            assert dataclasses.replace(request, salt=b"b") != request

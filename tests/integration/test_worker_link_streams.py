@@ -1,0 +1,341 @@
+"""Streams over real ZeroMQ with a fake worker in a thread: the good case, and what a worker may do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.errors import (
+    ContextLengthError,
+    InternalError,
+    ModelNotFoundError,
+    RateLimitError,
+    UnavailableError,
+    WorkerLostError,
+)
+from shared.messages import MAX_CHOICES, Output, Steps, Submit
+from shared.sampling_params import SamplingParams
+from tests.fakes.fake_worker import FakeWorker, Misbehaviour
+from tests.fakes.gateway_core import Core, collect, make_request, running_core, text_of, until
+
+HELLO = [39, 68, 75, 75, 78]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    # Not tmp_path: a socket's path must stay under 108 bytes.
+    with tempfile.TemporaryDirectory(prefix="pelton-") as name:
+        yield Path(name)
+
+
+async def joined(core: Core, workers: int = 1) -> None:
+    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers)
+
+
+def endless(submit: Submit) -> list[int]:
+    return [40] * 4000
+
+
+async def test_one_request_from_text_to_text(directory: Path) -> None:
+    with FakeWorker(directory) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            entry = core.registry.model("fake")
+            ids = await entry.pipeline.encode("Grüße, 你好 🛑!")
+            deltas = await collect(core.generator.submit(make_request(ids, salt=b"s", tenant="t", priority=3)))
+            assert text_of(deltas) == "Grüße, 你好 🛑!"
+            assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
+            assert [token_id for delta in deltas for token_id in delta.token_ids] == [*ids, 2]
+            assert deltas[0].num_cached_tokens == 0
+            submit = worker.submits()[0]
+            assert (submit.token_ids, submit.num_prompt_tokens, submit.salt) == (ids, len(ids), b"s")
+            assert (submit.tenant, submit.priority, submit.model) == ("t", 3, "fake")
+            assert worker.cancels() == []
+            assert core.admission.num_requests == core.admission.waiting_tokens == 0
+            assert core.registry.counters().wire_errors == 0
+
+
+async def test_choices_end_once_each_and_length_is_told(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.001):
+        async with running_core(directory) as core:
+            await joined(core)
+            deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=9, n=3)))
+            for choice in range(3):
+                mine = [delta for delta in deltas if delta.choice == choice]
+                assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["length"]
+                assert mine[-1].finish_reason == "length"
+                assert sum(len(delta.token_ids) for delta in mine) == 9
+
+
+async def test_stop_string_cancels_the_worker(directory: Path) -> None:
+    with FakeWorker(directory, script=lambda _: [66, 67, *[65] * 3000], delay=0.002) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            entry = core.registry.model("fake")
+            shown = entry.pipeline.token_text
+            request = make_request(HELLO, max_tokens=3000, stop=(shown(67) + shown(65),), n=2)
+            deltas = await collect(core.generator.submit(request))
+            for choice in range(2):
+                assert text_of(deltas, choice) == shown(66)
+            assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop", "stop"]
+            await until(lambda: worker.num_running == 0)
+            assert core.registry.counters().unknown_ids == 0
+
+
+async def test_leaving_cancels_what_is_left(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.002) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO, max_tokens=4000, n=2)) as generation:
+                await anext(generation)
+                assert core.admission.num_requests == 1
+            assert core.admission.num_requests == core.admission.num_sequences == 0
+            await until(lambda: worker.num_running == 0)
+            assert len(worker.cancels()) == 1
+
+            # The same when the route is cancelled while it waits.
+            async def consume() -> None:
+                await collect(core.generator.submit(make_request(HELLO, max_tokens=4000)))
+
+            task = asyncio.create_task(consume())
+            await until(lambda: worker.num_running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: worker.num_running == 0)
+            assert core.admission.num_requests == core.admission.waiting_tokens == 0
+
+
+async def test_sequence_gap_fails_streams_and_the_link_goes_on(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.005) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            with pytest.raises(WorkerLostError):
+                async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+                    await anext(generation)
+                    worker.faults.skip_sequence = 1
+                    async for _ in generation:
+                        pass
+            await until(lambda: worker.num_running == 0)
+            assert core.registry.counters().sequence_gaps == 1
+            deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
+            assert sum(len(delta.token_ids) for delta in deltas) == 5
+
+
+async def test_gap_before_any_output_is_repeated_unseen(directory: Path) -> None:
+    with FakeWorker(directory, delay=0.01) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            worker.faults.skip_sequence = 1
+            deltas = await collect(core.generator.submit(make_request(HELLO)))
+            assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+            first, second = worker.submits()
+            assert first.request_id != second.request_id
+            assert first.token_ids == second.token_ids
+
+
+async def test_repeated_steps_are_dropped(directory: Path) -> None:
+    with FakeWorker(directory, faults=Misbehaviour(repeat_steps=True)):
+        async with running_core(directory) as core:
+            await joined(core)
+            deltas = await collect(core.generator.submit(make_request(HELLO)))
+            assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+            await until(lambda: core.registry.counters().repeated >= len(HELLO))
+
+
+async def test_wrong_epoch_loses_the_worker_which_then_joins_anew(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.005) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            with pytest.raises(WorkerLostError):
+                async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+                    await anext(generation)
+                    worker.faults.wrong_epoch = True
+                    async for _ in generation:
+                        pass
+            worker.faults.wrong_epoch = False
+            assert core.registry.counters().wrong_epoch >= 1
+            await joined(core)
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=5)))
+
+
+@pytest.mark.parametrize("bad", [512, 2**30])
+async def test_token_ids_out_of_range_fail_the_request(directory: Path, bad: int) -> None:
+    with FakeWorker(directory, faults=Misbehaviour(bad_token_id=bad), delay=0.002) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            with pytest.raises(InternalError):
+                await collect(core.generator.submit(make_request(HELLO)))
+            await until(lambda: worker.num_running == 0)
+
+
+async def test_missing_finish_is_a_failure(directory: Path) -> None:
+    faults = Misbehaviour(no_finish=True, ignore_cancel=True)
+    with FakeWorker(directory, faults=faults, delay=0.001) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            with pytest.raises(InternalError):
+                await collect(core.generator.submit(make_request(HELLO, max_tokens=12)))
+            # What it goes on to send finds nobody and hurts nobody.
+            worker.faults.no_finish = False
+            await collect(core.generator.submit(make_request(HELLO)))
+
+
+async def test_logprobs_arrive_one_a_token(directory: Path) -> None:
+    with FakeWorker(directory):
+        async with running_core(directory) as core:
+            await joined(core)
+            request = make_request(HELLO, sampling=SamplingParams(max_tokens=20, logprobs=1))
+            deltas = await collect(core.generator.submit(request))
+            logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+            assert [entry.token_id for entry in logprobs] == [*HELLO, 2]
+
+
+async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.002) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            bad: list[list[bytes]] = [
+                [b""],
+                [b"\x80\x04\x95pickle"],
+                [b"\xdf\xff\xff\xff\xff"],
+                [b"\x91" * 10_000 + b"\xc0"],
+                [b"a", b"b"],
+                [b"x"] * 50,
+                [b"\x81\xa4type\xa7nothing"],
+            ]
+            async with core.generator.submit(make_request(HELLO, max_tokens=400)) as generation:
+                await anext(generation)
+                for _ in range(200):
+                    for frames in bad:
+                        worker.send_raw(frames)
+                deltas = [delta async for delta in generation]
+            assert deltas[-1].finish_reason == "length"
+            await until(lambda: core.registry.counters().malformed >= 200 * len(bad))
+            assert core.registry.ready()[0]
+
+
+async def test_outputs_for_unknown_ids_are_counted_and_cancelled(directory: Path) -> None:
+    with FakeWorker(directory) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            worker.send(Steps(epoch=worker.epoch, sequence=1, outputs=[Output("nobody", 0, [5]), Output("", 0, [5])]))
+            await until(lambda: core.registry.counters().unknown_ids == 2)
+            await until(lambda: [cancel.request_id for cancel in worker.cancels()] == ["nobody"])
+
+
+async def test_output_of_a_choice_not_asked_for_fails_the_request(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=5.0) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO, max_tokens=40)) as generation:
+                await anext(generation)
+                request_id = worker.submits()[0].request_id
+                worker.send(Steps(epoch=worker.epoch, sequence=2, outputs=[Output(request_id, 7, [5])]))
+                with pytest.raises(InternalError):
+                    await anext(generation)
+
+
+async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.0005) as worker:
+        async with running_core(directory, write_timeout=0.2) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO, max_tokens=3900)) as slow:
+                await anext(slow)
+                # It does not read; the worker's own queue tells when it was cut.
+                await until(lambda: worker.num_running == 0)
+                other = await collect(core.generator.submit(make_request(HELLO, max_tokens=50)))
+                assert other[-1].finish_reason == "length"
+                pending = await anext(slow)
+                assert len(pending.token_ids) >= 256
+                with pytest.raises(UnavailableError) as caught:
+                    await anext(slow)
+                assert caught.value.code == "slow_client"
+
+
+async def test_what_piled_up_is_merged(directory: Path) -> None:
+    with FakeWorker(directory) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            async with core.generator.submit(make_request(HELLO)) as generation:
+                await until(lambda: worker.num_running == 0 and len(worker.received) > 3)
+                await until(lambda: generation.emitted_token_ids == [[*HELLO, 2]])
+                deltas = [delta async for delta in generation]
+            assert len(deltas) == 1
+            assert deltas[0].token_ids == [*HELLO, 2]
+            assert deltas[0].finish_reason == "stop"
+
+
+async def test_requests_that_cannot_be_served_are_refused_with_numbers(directory: Path) -> None:
+    with FakeWorker(directory, num_pages=10, max_model_len=4096):
+        async with running_core(directory) as core:
+            with pytest.raises(UnavailableError):
+                core.generator.submit(make_request(HELLO))
+            await joined(core)
+            with pytest.raises(ContextLengthError, match=r"5 tokens.*5000.*4096"):
+                core.generator.submit(make_request(HELLO, max_tokens=5000))
+            with pytest.raises(ContextLengthError, match="KV cache is 160"):
+                core.generator.submit(make_request(HELLO, max_tokens=200))
+            with pytest.raises(ModelNotFoundError):
+                core.generator.submit(make_request(HELLO, model="../../etc/passwd"))
+            for changes in ({"n": 0}, {"n": MAX_CHOICES + 1}):
+                with pytest.raises(Exception, match="n must be"):
+                    core.generator.submit(make_request(HELLO, **changes))
+            assert core.admission.num_requests == 0
+
+
+async def test_limits_give_429_and_draining_503(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, delay=0.01, max_num_seqs=2):
+        async with running_core(directory, max_waiting_requests=1) as core:
+            await joined(core)
+            running = [core.generator.submit(make_request(HELLO, max_tokens=4000)) for _ in range(3)]
+            with pytest.raises(RateLimitError) as caught:
+                core.generator.submit(make_request(HELLO))
+            assert 1.0 <= caught.value.retry_after <= 60.0
+            running.pop().close()
+            core.generator.submit(make_request(HELLO)).close()
+            core.admission.drain()
+            with pytest.raises(UnavailableError):
+                core.generator.submit(make_request(HELLO))
+            await anext(running[0])
+            for generation in running:
+                generation.close()
+            assert core.admission.num_requests == 0
+
+
+async def test_a_request_without_a_first_token_times_out(directory: Path) -> None:
+    with FakeWorker(directory, script=endless, faults=Misbehaviour(skip_sequence=10**9), delay=0.01) as worker:
+        async with running_core(directory, request_timeout=0.3) as core:
+            await joined(core)
+            with pytest.raises(UnavailableError) as caught:
+                await collect(core.generator.submit(make_request(HELLO, max_tokens=2000)))
+            assert caught.value.code == "request_timeout"
+            await until(lambda: worker.num_running == 0)
+
+
+async def test_two_gateways_number_their_steps_apart(directory: Path) -> None:
+    with FakeWorker(directory, delay=0.001):
+        async with running_core(directory, gateway_id="gw-1") as one, running_core(directory, gateway_id="gw-2") as two:
+            await joined(one)
+            await joined(two)
+            results = await asyncio.gather(
+                *(collect(core.generator.submit(make_request(HELLO))) for core in (one, two) for _ in range(5))
+            )
+            for deltas in results:
+                assert [token_id for delta in deltas for token_id in delta.token_ids] == [*HELLO, 2]
+            assert one.registry.counters() == two.registry.counters()
+
+
+async def test_the_request_itself_is_not_changed(directory: Path) -> None:
+    with FakeWorker(directory):
+        async with running_core(directory) as core:
+            await joined(core)
+            request = make_request(list(HELLO))
+            before = dataclasses.replace(request, prompt_token_ids=list(HELLO))
+            await collect(core.generator.submit(request))
+            assert request == before

@@ -1,0 +1,107 @@
+"""Admission: both limits, permits that are given back once, and a Retry-After that follows the learned speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.flow.admission import MAX_RETRY_AFTER, MIN_RETRY_AFTER, Admission, Permit
+from shared.errors import RateLimitError, UnavailableError
+
+
+def make(**changes: int) -> Admission:
+    limits = {"max_waiting_requests": 2, "max_waiting_tokens": 1000, "max_concurrent_requests": 100, **changes}
+    return Admission(**limits)
+
+
+def admit(admission: Admission, **changes: Any) -> Permit:
+    fields = {"num_sequences": 1, "num_tokens": 10, "capacity": 4, "reported_tokens": 0, "tokens_per_second": 0.0}
+    return admission.admit(**{**fields, **changes})
+
+
+def test_requests_beyond_capacity_and_queue_are_refused() -> None:
+    admission = make()
+    permits = [admit(admission) for _ in range(6)]
+    with pytest.raises(RateLimitError, match="limit is 6"):
+        admit(admission)
+    permits[0].release()
+    permits[0].release()
+    assert admission.num_requests == 5
+    admit(admission)
+    with pytest.raises(RateLimitError):
+        admit(admission)
+
+
+def test_choices_count_one_by_one_and_one_request_always_fits_alone() -> None:
+    admission = make()
+    permit = admit(admission, num_sequences=50)
+    with pytest.raises(RateLimitError):
+        admit(admission)
+    permit.release()
+    admit(admission, num_sequences=6)
+
+
+def test_concurrent_requests_have_a_limit_of_their_own() -> None:
+    admission = make(max_concurrent_requests=1)
+    admit(admission)
+    with pytest.raises(RateLimitError, match="in flight"):
+        admit(admission)
+
+
+def test_waiting_tokens_end_with_the_first_token_or_the_request() -> None:
+    admission = make()
+    first = admit(admission, num_tokens=900)
+    with pytest.raises(RateLimitError, match="limit of 1000"):
+        admit(admission, num_tokens=200)
+    first.first_token()
+    assert admission.waiting_tokens == 0
+    second = admit(admission, num_tokens=900)
+    second.release()
+    second.first_token()
+    first.release()
+    assert (admission.waiting_tokens, admission.num_sequences, admission.num_requests) == (0, 0, 0)
+
+
+def test_a_prompt_above_the_limit_enters_when_nothing_waits() -> None:
+    admission = make()
+    admit(admission, num_tokens=5000)
+    with pytest.raises(RateLimitError):
+        admit(admission, num_tokens=1)
+
+
+def test_tokens_that_other_gateways_wait_for_count() -> None:
+    with pytest.raises(RateLimitError):
+        admit(make(), num_tokens=500, reported_tokens=600)
+
+
+def test_retry_after_follows_the_learned_speed_of_prompts() -> None:
+    admission = make(max_waiting_tokens=100_000)
+    admit(admission, num_tokens=100_000)
+    waits = []
+    for speed in (1000.0, 4000.0, 10.0, 10**6):
+        with pytest.raises(RateLimitError) as caught:
+            admit(admission, num_tokens=20_000, tokens_per_second=speed)
+        waits.append(caught.value.retry_after)
+    assert waits == [20.0, 5.0, MAX_RETRY_AFTER, MIN_RETRY_AFTER]
+
+
+def test_retry_after_follows_how_fast_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    admission = make()
+    permits = [admit(admission) for _ in range(6)]
+    for _ in range(200):
+        now += 7.0
+        permits.pop(0).release()
+        permits.append(admit(admission))
+    with pytest.raises(RateLimitError) as caught:
+        admit(admission)
+    assert caught.value.retry_after == pytest.approx(7.0, rel=0.05)
+
+
+def test_draining_refuses_all() -> None:
+    admission = make()
+    admission.drain()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        admit(admission)

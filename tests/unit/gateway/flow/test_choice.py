@@ -1,0 +1,119 @@
+"""Outputs of a worker to deltas: stop strings against tokens, limits and logprobs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from gateway.flow.choice import Choice
+from gateway.flow.events import TextDelta
+from gateway.text.detokenizer import Detokenizer, build_token_bytes
+from gateway.text.stop_strings import StopStrings
+from shared.errors import InternalError
+from shared.messages import Finish, FinishReason, Output, TokenLogprobs
+from shared.sampling_params import SamplingParams
+from tests.fakes.gateway_core import make_request
+from tests.fakes.tokenizers import byte_level_json
+
+TOKENIZER = Tokenizer.from_buffer(byte_level_json())
+TABLE = build_token_bytes(json.loads(byte_level_json()), TOKENIZER.get_vocab())
+STOP = Finish(FinishReason.STOP, stop_token_id=2)
+LENGTH = Finish(FinishReason.LENGTH)
+
+
+def ids_of(text: str) -> list[int]:
+    return [TABLE.table.index(bytes([byte])) for byte in text.encode()]
+
+
+def make(*stop: str, **changes: Any) -> Choice:
+    request = make_request([1], stop=stop, **changes)
+    stops = StopStrings(stop, include_in_output=request.include_stop_str_in_output) if stop else None
+    return Choice(0, request, stops, Detokenizer(TABLE, skip_special_tokens=request.skip_special_tokens))
+
+
+def feed(choice: Choice, token_ids: list[int], finish: Finish | None = None, **fields: Any) -> TextDelta:
+    return choice.advance(Output("r", 0, token_ids, finish, **fields), 512)
+
+
+def test_a_stop_string_inside_one_output_cuts_ids_and_logprobs() -> None:
+    choice = make("lo", sampling=SamplingParams(max_tokens=64, logprobs=0))
+    ids = ids_of("hello!")
+    logprobs = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in ids]
+    delta = feed(choice, ids, logprobs=logprobs)
+    assert (delta.text, delta.finish_reason) == ("hel", "stop")
+    assert delta.token_ids == ids[:5]
+    assert delta.logprobs == logprobs[:5]
+    assert choice.token_ids == ids[:5]
+
+
+def test_a_stop_string_wins_over_length_in_the_same_output() -> None:
+    delta = feed(make("b"), ids_of("ab"), LENGTH)
+    assert (delta.text, delta.finish_reason) == ("a", "stop")
+
+
+def test_held_text_is_flushed_at_the_end() -> None:
+    choice = make("bcd")
+    assert feed(choice, ids_of("abc")).text == "a"
+    delta = feed(choice, [2], STOP)
+    assert (delta.text, delta.finish_reason) == ("bc", "stop")
+
+
+def test_the_stop_string_is_kept_on_request() -> None:
+    assert feed(make("lo", include_stop_str_in_output=True), ids_of("hello!")).text == "hello"
+
+
+def test_a_stop_string_does_not_count_before_min_tokens() -> None:
+    choice = make("a", sampling=SamplingParams(max_tokens=64, min_tokens=3))
+    delta = feed(choice, ids_of("aaaxa"))
+    assert (delta.text, delta.finish_reason) == ("aaax", "stop")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_token_that_ends_a_choice_has_no_text(skip: bool) -> None:
+    letter = ids_of("z")[0]
+    delta = feed(make(skip_special_tokens=skip), [*ids_of("a"), letter], Finish(FinishReason.STOP, letter))
+    assert (delta.text, delta.token_ids[-1]) == ("a", letter)
+    kept = feed(make(include_stop_str_in_output=True), [letter], Finish(FinishReason.STOP, letter))
+    assert kept.text == "z"
+
+
+def test_a_code_point_cut_by_the_limit_is_replaced() -> None:
+    choice = make()
+    assert feed(choice, ids_of("é🛑")[:4]).text == "é"
+    delta = feed(choice, [], LENGTH)
+    assert (delta.text, delta.finish_reason) == ("\ufffd", "length")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("ab🛑", max_size=20), cuts=st.sets(st.integers(1, 60)), stop=st.sampled_from([(), ("ab",), ("🛑a",)])
+)
+def test_any_grouping_of_tokens_gives_the_same_text(text: str, cuts: set[int], stop: tuple[str, ...]) -> None:
+    ids = ids_of(text)
+    whole = feed(make(*stop, max_tokens=200), ids, LENGTH)
+    choice = make(*stop, max_tokens=200)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    deltas: list[TextDelta] = []
+    for start, end in itertools.pairwise(edges):
+        if not choice.finished:
+            deltas.append(feed(choice, ids[start:end], LENGTH if end == len(ids) else None))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == whole.token_ids
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [whole.finish_reason]
+
+
+@pytest.mark.parametrize("token_ids", [[512], [-1], [5] * 65])
+def test_impossible_outputs_are_failures(token_ids: list[int]) -> None:
+    with pytest.raises(InternalError):
+        feed(make(), token_ids)
+
+
+def test_missing_logprobs_are_a_failure() -> None:
+    with pytest.raises(InternalError, match="log-prob"):
+        feed(make(sampling=SamplingParams(max_tokens=9, logprobs=0)), [5])

@@ -1,0 +1,59 @@
+"""Cache salts: separate per key and per wish, stable, and their secret kept private."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from gateway.flow.salt import Salts, kept_secret
+from shared.errors import ConfigurationError
+
+
+def test_each_key_and_each_cache_salt_has_its_own() -> None:
+    salts = Salts(b"secret", shared=False)
+    derived = [
+        salts.derive(b"key-1"),
+        salts.derive(b"key-2"),
+        salts.derive(b""),
+        salts.derive(b"key-1", "mine"),
+        salts.derive(b"key-2", "mine"),
+        salts.derive(b"key-1m", "ine"),
+        salts.derive(b"key-1", "\ud800"),
+        Salts(b"other", shared=False).derive(b"key-1"),
+    ]
+    assert len(set(derived)) == len(derived)
+    assert {len(salt) for salt in derived} == {32}
+    assert salts.derive(b"key-1", "mine") == Salts(b"secret", shared=False).derive(b"key-1", "mine")
+    assert salts.derive(b"key-1", "") == salts.derive(b"key-1")
+
+
+def test_a_shared_cache_is_shared_unless_the_client_wants_its_own() -> None:
+    salts = Salts(b"secret", shared=True)
+    assert salts.derive(b"key-1") == salts.derive(b"key-2") == b""
+    assert salts.derive(b"key-1", "x") == salts.derive(b"key-2", "x") != b""
+
+
+def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:
+    secret = kept_secret(tmp_path)
+    assert len(secret) == 32
+    assert kept_secret(tmp_path) == secret
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_secrets_that_others_could_read_or_that_are_cut_are_refused(tmp_path: Path) -> None:
+    kept_secret(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="0600"):
+        kept_secret(tmp_path)
+    file.chmod(0o600)
+    file.write_bytes(b"short")
+    with pytest.raises(ConfigurationError, match="32 bytes"):
+        kept_secret(tmp_path)
+    file.unlink()
+    file.symlink_to("/etc/hostname")
+    with pytest.raises(ConfigurationError):
+        kept_secret(tmp_path)

@@ -1,0 +1,89 @@
+"""Stop strings: cut exactly, whatever the split into pieces; nothing lost where they do not match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gateway.text.stop_strings import StopScanner, StopStrings
+
+
+def run(pieces: Sequence[str], strings: Sequence[str], *, include: bool = False) -> tuple[list[str], str | None]:
+    scanner = StopScanner(StopStrings(strings, include_in_output=include))
+    shown = [scanner.push(piece) for piece in pieces]
+    return [*shown, scanner.finish()], scanner.found
+
+
+def expected(text: str, strings: Sequence[str], *, include: bool) -> tuple[str, str | None]:
+    """The plain definition: the match that ends first, of those the longest."""
+    matches = [(text.find(s) + len(s), -len(s), s) for s in strings if s in text]
+    if not matches:
+        return text, None
+    end, _, found = min(matches)
+    return text[: end if include else end - len(found)], found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text"),
+    [
+        (["Hi", "\nUser", ":", " more"], "\nUser:", "Hi"),
+        (["The quick br", "own f", "ox jumps"], "own fox", "The quick br"),
+        (["alpha ", "beta", " gamma", " delta"], "beta gamma", "alpha "),
+        (["one\n", "two\n", "three"], "\n<|endoftext|>", "one\ntwo\nthree"),
+        (["aab"], "ab", "a"),
+        (["abababa", "babac"], "ababac", "abababab"[:6]),
+    ],
+)
+def test_reported_cases(pieces: list[str], stop: str, text: str) -> None:
+    shown, found = run(pieces, [stop])
+    assert "".join(shown) == text
+    assert (found is not None) == (stop in "".join(pieces))
+
+
+@settings(max_examples=500)
+@given(
+    pieces=st.lists(st.text("ab\n🛑", max_size=5), max_size=12),
+    strings=st.lists(st.text("ab\n🛑", min_size=1, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+)
+@example(["abc"], ["abcd", "bc"], False)
+def test_any_split_gives_the_plain_definition(pieces: list[str], strings: list[str], include: bool) -> None:
+    shown, found = run(pieces, strings, include=include)
+    assert ("".join(shown), found) == expected("".join(pieces), strings, include=include)
+
+
+@given(pieces=st.lists(st.text("ab", max_size=4), max_size=10), stop=st.text("ab", min_size=1, max_size=5))
+def test_no_more_is_held_back_than_may_become_a_match(pieces: list[str], stop: str) -> None:
+    scanner = StopScanner(StopStrings([stop]))
+    text = shown = ""
+    for piece in pieces:
+        text += piece
+        shown += scanner.push(piece)
+        if scanner.found:
+            return
+        held = text[len(shown) :]
+        longest = max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+        assert held == text[len(text) - longest :]
+
+
+def test_nothing_comes_after_a_match() -> None:
+    scanner = StopScanner(StopStrings(["x"]))
+    assert scanner.push("ax") == "a"
+    assert scanner.push("more") == scanner.finish() == ""
+
+
+def test_a_long_stop_string_slides_over_a_repetitive_text() -> None:
+    stop = "a" * 5000 + "b"
+    scanner = StopScanner(StopStrings([stop]))
+    shown = "".join(scanner.push("a") for _ in range(20_000))
+    assert len(shown) == 15_000
+    assert scanner.push("b") == ""
+    assert scanner.found == stop
+
+
+def test_an_empty_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["a", ""])
