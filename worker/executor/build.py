@@ -124,7 +124,6 @@ def _build(
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
         threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
     # What is loaded by now lives as long as the process; the collector need not look at it again.
-    gc.collect()
     gc.freeze()
     executor = LocalExecutor(execute, depth or _DEPTH[device.type], on_close=group.close if group is not None else None)
     return BuiltExecutor(

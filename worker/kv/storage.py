@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +16,13 @@ from worker.scheduler.plan import PageCopy
 def kv_heads_per_rank(spec: DecoderSpec, parallel: ParallelContext) -> int:
     """KV heads that one rank holds; at least one, replicated where there are fewer than ranks."""
     return max(1, spec.num_kv_heads // parallel.tp_size)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that cost nothing yet: writing 4 GiB of them takes seconds at start, most of them for a page never used."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVStorage:
@@ -33,7 +42,7 @@ class KVStorage:
         device: torch.device | str,
         parallel: ParallelContext | None = None,
     ) -> None:
-        """Allocates; the memory is zeroed so that it is really there before the first request."""
+        """Allocates zeros. On the CPU the system provides each page of memory when it is first written."""
         num_kv_heads = kv_heads_per_rank(spec, parallel or ParallelContext())
         self.num_pages = num_pages
         self.page_size = page_size
@@ -42,11 +51,11 @@ class KVStorage:
         self._group_layers = [group.layers for group in spec.kv_groups] or [tuple(range(spec.num_layers))]
         shape = (spec.num_layers, num_pages, num_kv_heads, page_size, spec.head_dim)
         if self.device.type == "cpu":
-            key_memory = torch.zeros((*shape[:3], spec.head_dim, page_size), dtype=dtype)
-            key_memory = key_memory.transpose(-1, -2)
+            key_memory = _lazy_zeros((*shape[:3], spec.head_dim, page_size), dtype).transpose(-1, -2)
+            value_memory = _lazy_zeros(shape, dtype)
         else:
             key_memory = torch.zeros(shape, dtype=dtype, device=self.device)
-        value_memory = torch.zeros(shape, dtype=dtype, device=self.device)
+            value_memory = torch.zeros(shape, dtype=dtype, device=self.device)
         self.keys = list(key_memory.unbind(0))
         self.values = list(value_memory.unbind(0))
 
