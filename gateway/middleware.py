@@ -42,8 +42,7 @@ class Middleware:
 
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answers every request; only a client that went away, or a cancellation, leaves by an exception."""
-        request[STARTED] = time.perf_counter()
-        request[REQUEST_ID] = request_id_of(request)
+        _begin(request)
         metrics = request.app[METRICS]
         with metrics.http_requests_in_flight.track_inprogress():
             response = await self._answer(request, handler)
@@ -130,6 +129,9 @@ class Middleware:
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler for on_response_prepare: the headers of every response."""
+        if REQUEST_ID not in request:
+            # aiohttp refused it before the middleware had it (an unknown Expect).
+            _begin(request)
         headers = response.headers
         headers["x-request-id"] = request[REQUEST_ID]
         headers["openai-version"] = OPENAI_VERSION
@@ -145,12 +147,22 @@ class Middleware:
             response.force_close()
 
 
+def _begin(request: web.Request) -> None:
+    request[STARTED] = time.perf_counter()
+    request[REQUEST_ID] = request_id_of(request)
+
+
 def request_id_of(request: web.BaseRequest) -> str:
     """The client's id where it is fit to be repeated in a header and a log, else a new one."""
     for name in ("X-Client-Request-Id", "X-Request-Id"):
         value = request.headers.get(name, "")
         if _REQUEST_ID.fullmatch(value):
             return value
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    """An id for a request whose client named none."""
     return f"req_{uuid.uuid4().hex}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from shared.errors import AuthenticationError, PeltonError, RateLimitError, UnavailableError
+from shared.errors import AuthenticationError, PeltonError, RateLimitError, RequestTimeoutError, UnavailableError
 
 _STATUS_MESSAGES = {
     400: ("The HTTP request is malformed.", "bad_request"),
@@ -51,6 +51,9 @@ def error_response(error: PeltonError) -> web.Response:
         seconds = max(0.0, error.retry_after)
         response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
         response.headers["retry-after-ms"] = str(math.ceil(seconds * 1000))
+    if isinstance(error, RequestTimeoutError):
+        # The rest of the body may still come; it must not be taken for another request.
+        response.force_close()
     if isinstance(error, AuthenticationError):
         response.headers["WWW-Authenticate"] = 'Bearer realm="pelton"'
     return response

@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.keys import log
-from gateway.middleware import OPENAI_VERSION, request_id_of
+from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
 from gateway.responses import http_exception_response, status_error_response
 
 
@@ -51,6 +51,7 @@ class HttpProtocol(RequestHandler):
         body = status_error_response(408).body
         assert isinstance(body, bytes)
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head += f"x-request-id: {new_request_id()}\r\n"
         self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
         self.force_close()
 

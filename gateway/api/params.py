@@ -148,7 +148,7 @@ class CompletionFields(SamplingFields, forbid_unknown_fields=True, kw_only=True)
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """/tokenize: `prompt` or `messages`."""
 
-    model: str
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -160,7 +160,7 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """/detokenize."""
 
-    model: str
+    model: str | None = None
     tokens: list[int]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,9 +48,9 @@ class Gateway:
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
         """Status, parsed body and headers. `body`: bytes go out as they are."""
-        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         all_headers = {"Content-Type": "application/json", **self.headers, **headers}
-        async with self.session.post(self.url + path, data=data, headers=all_headers) as response:
+        async with self.session.post(self.url + path, data=io.BytesIO(data), headers=all_headers) as response:
             assert response.content_type == "application/json"
             return response.status, orjson.loads(await response.read()), response.headers
 

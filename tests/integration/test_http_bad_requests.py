@@ -1,0 +1,308 @@
+"""Requests that killed or stalled other servers: each is a 400 that names the parameter, and the next request works.
+
+CVE and report numbers are in comments.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import RateLimitError
+from tests.fakes.fake_generator import MODEL
+from tests.fakes.http_gateway import run_gateway
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway() as running:
+        yield running
+        # Whatever came before, the next request is served and nothing is left over.
+        assert (await running.chat())[0] == 200
+        assert (await running.complete())[0] == 200
+        assert await running.generations_left() == 0
+
+
+def is_named(body, param):
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] is not None and error["param"].startswith(param), error
+    text = str(body)
+    assert not any(sign in text for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
+    return True
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], [""], ["a", ""], [[1], []], None, 5, {}, [1, "a"], [True], [1.0], [None]]
+)
+async def test_empty_and_odd_prompts(gateway, prompt):
+    # CVE-2024-8768, 57
+    status, body, _ = await gateway.complete(prompt=prompt)
+    assert status == 400 and is_named(body, "prompt")
+
+
+@pytest.mark.parametrize("prompt", [[-1], [258], [2**31], [2**64], [[1], [9999]]])
+async def test_token_ids_outside_the_vocabulary(gateway, prompt):
+    # CVE-2026-71486
+    status, body, _ = await gateway.complete(prompt=prompt)
+    assert status == 400 and is_named(body, "prompt") and "258" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [10**9, 129, 0, -1, 1.5, "2", True, [], 2**63, 1e30])
+@pytest.mark.parametrize("name", ["n", "best_of"])
+async def test_unbounded_n(gateway, name, value):
+    # CVE-2026-34756
+    status, body, _ = await gateway.complete(**{name: value})
+    assert status == 400 and is_named(body, name)
+    assert not gateway.generator.requests
+
+
+async def test_too_many_choices_over_all_prompts(gateway):
+    status, body, _ = await gateway.complete(prompt=["a"] * 100, n=128)
+    assert status == 400 and is_named(body, "n")
+    status, body, _ = await gateway.complete(prompt=["a"] * 1000)
+    assert status == 400 and is_named(body, "prompt")
+
+
+FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+
+
+@pytest.mark.parametrize("token", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999"])
+@pytest.mark.parametrize("name", [*FLOATS, "logit_bias"])
+async def test_numbers_that_are_not_finite(gateway, name, token):
+    # CVE-2026-54235
+    value = b'{"5":' + token + b"}" if name == "logit_bias" else token
+    raw = b'{"model":"fake-model","prompt":"hi","%s":%s}' % (name.encode(), value)
+    status, body, _ = await gateway.post("/v1/completions", raw)
+    assert status == 400 and body["error"]["type"] == "invalid_request_error"
+
+
+INTEGERS = ["max_tokens", "top_k", "min_tokens", "n", "seed", "priority", "logprobs"]
+
+
+@pytest.mark.parametrize("value", [2**63, 2**200, 1e30, 1.0, "5", True, [], {}, -(2**200)])
+@pytest.mark.parametrize("name", INTEGERS)
+async def test_integers_out_of_range_or_of_another_type(gateway, name, value):
+    # CVE-2026-21869
+    status, body, _ = await gateway.complete(**{name: value})
+    assert status == 400 and is_named(body, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", -1), ("top_k", -2), ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -1),
+        ("logprobs", 21), ("logprobs", True), ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"),
+        ("temperature", True), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1),
+        ("repetition_penalty", 0), ("repetition_penalty", -1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
+        ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"258": 1}),
+        ("logit_bias", {"1.0": 1}), ("logit_bias", {" 1": 1}), ("logit_bias", {"\u0661": 1}), ("logit_bias", []),
+        ("logit_bias", {str(i): 0 for i in range(1025)}), ("logit_bias", {"9" * 5000: 1}),
+        ("stop", ""), ("stop", [""]), ("stop", ["a"] * 17), ("stop", 5), ("stop", ["a", None]), ("stop", "x" * 1025),
+        ("stop_token_ids", [258]), ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", 5),
+        ("stop_token_ids", list(range(257))), ("ignore_eos", 1), ("ignore_eos", "true"), ("skip_special_tokens", 0),
+        ("include_stop_str_in_output", "no"), ("stream", 1), ("stream", "true"), ("stream_options", True),
+        ("stream_options", {"include_usage": True}), ("seed", 1.5), ("seed", "x"), ("cache_salt", ""),
+        ("cache_salt", 5),
+        ("cache_salt", "x" * 257), ("user", 5), ("echo", 1), ("model", 5), ("model", None), ("priority", 2**31),
+        ("priority", -(2**31) - 1),
+    ],
+)  # fmt: skip
+async def test_parameters_out_of_their_range(gateway, name, value):
+    status, body, _ = await gateway.complete(**{name: value})
+    assert status == 400 and is_named(body, name)
+
+
+async def test_unknown_stream_option(gateway):
+    status, body, _ = await gateway.chat(stream=True, stream_options={"include_usage": True, "other": 1})
+    assert status == 400 and is_named(body, "stream_options.other")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("custom_logit_processor", "80049500"),  # CVE-2026-7304
+        ("chat_template", "{% for i in range(10**9) %}x{% endfor %}"),  # CVE-2025-61620
+        ("prompt_embeds", "AAAA"),  # CVE-2025-62164
+        (
+            "tools",
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "stsring"}}}],
+        ),  # CVE-2025-48944
+        ("response_format", {"type": "json_object"}),  # CVE-2025-48942
+        ("response_format", {"type": "text", "schema": {}}),
+        ("structured_outputs", {"regex": "(a+)+$"}),  # CVE-2026-55574
+        ("guided_regex", "(unclosed"),  # CVE-2025-48943
+        ("tool_choice", "required"),
+        ("api_base", "http://169.254.169.254"),  # CVE-2024-6587
+        ("base_url", "http://169.254.169.254"),
+        ("documents", []),
+        ("n_discard", -1),
+        ("store", True),
+        ("store", 0),
+        ("metadata", {"a": "b"}),
+        ("prompt_logprobs", 5),
+        ("return_token_ids", True),
+        ("truncate_prompt_tokens", 5),
+        ("use_beam_search", True),
+        ("stop\u2028", 1),
+        ("x" * 10_000, 1),
+    ],
+)
+async def test_unsupported_and_unknown_parameters_are_named(gateway, name, value):
+    status, body, _ = await gateway.chat(**{name: value})
+    assert status == 400 and is_named(body, name[:64])
+    assert body["error"]["code"] in ("unsupported_parameter", "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenize", "chat_template", "tools", "documents", "conversation", "continue_final_message", "padding",
+        "truncation", "max_length", "return_tensors", "return_dict", "messages", "add_generation_prompt", "not a name",
+        "__class__", "bos_token",
+    ],
+)  # fmt: skip
+async def test_reserved_template_variables(gateway, name):
+    # CVE-2025-62426
+    status, body, _ = await gateway.chat(chat_template_kwargs={name: True})
+    assert status == 400 and is_named(body, f"chat_template_kwargs.{name}")
+    assert not gateway.models.entry.pipeline.messages
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "messages[0].content[0].x"),
+        (
+            [{"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "odd"}]}],
+            "messages[0].content[1].type",
+        ),
+        ([*MESSAGES, {"role": "user", "content": "x", "weight": 1}], "messages[1].weight"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "system", "content": ""}], "messages"),
+    ],
+)
+async def test_malformed_messages(gateway, messages, param):
+    # 38, 64, 67, CVE-2024-8768
+    status, body, _ = await gateway.chat(messages=messages)
+    assert status == 400 and is_named(body, param)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
+        {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+        {"type": "image_url", "image_url": {"url": "http:\\\\127.0.0.1"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+        {"type": None},
+        {"type": ["text"]},
+    ],
+)
+async def test_parts_that_are_no_text_are_refused_by_place(gateway, part):
+    # CVE-2025-6242, CVE-2026-34755: nothing is ever fetched, there is no client in the gateway.
+    content = [{"type": "text", "text": "look"}, part]
+    status, body, _ = await gateway.chat(messages=[*MESSAGES, {"role": "user", "content": content}])
+    assert status == 400 and is_named(body, "messages[1].content[1].type")
+
+
+@pytest.mark.parametrize("model", ["../../etc/passwd", "a\u0000b", "/etc", "x" * 2**19, "http://h/x", ""])
+async def test_model_names_that_are_none(gateway, model):
+    # CVE-2024-37032, CVE-2024-6587
+    for path, rest in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
+        status, body, _ = await gateway.post(path, {"model": model, **rest})
+        assert status == 404 and body["error"]["code"] == "model_not_found" and len(str(body)) < 500
+
+
+PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"5", b"null", b'"x"', b"{'a':1}", b'{"a":1,}', b"\xff", b'{"a":"\xff"}', b"\xef\xbb\xbf{}",
+        b'{"model":"a","model":"b"}', b'{"model":"\\ud800"}', b'{"model":"\\udc00x"}', b"[" * 100_000,
+        b'{"a":' * 100_000, b'{"a":' + b"9" * 10_000 + b"}", b'{"a":01}', b'{"a":"\n"}', b'{"a":1}{}', b"\x00",
+        '{"model":"x"}'.encode("utf-16"), b'{"model":NaN}', b'{"model": "x" /* c */}',
+    ],
+    ids=range(24),
+)  # fmt: skip
+async def test_bodies_that_are_no_json_object(gateway, path, raw):
+    # CVE-2026-73555: on every route, and nothing of the server's insides in the answer.
+    status, body, headers = await gateway.post(path, raw)
+    assert status == 400 and headers["x-request-id"]
+    assert body["error"]["type"] == "invalid_request_error" and body["error"]["code"] == "invalid_json"
+    assert not any(sign in str(body) for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
+
+
+async def test_duplicate_keys_deeper_down(gateway):
+    raw = b'{"model":"fake-model","messages":[{"role":"user","role":"system","content":"x"}]}'
+    status, body, _ = await gateway.post("/v1/chat/completions", raw)
+    assert status == 400 and body["error"]["param"] == "role"
+
+
+async def test_deep_but_allowed_nesting_in_a_field_that_is_not_wanted(gateway):
+    value = "x"
+    for _ in range(200):
+        value = [value]
+    status, body, _ = await gateway.chat(stop=value)
+    assert status == 400 and is_named(body, "stop")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),  # CVE-2024-30251
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-16"}, 415),
+        ({"Content-Type": "application/json; charset=UTF-8"}, 200),
+        ({"Content-Type": "application/vnd.x+json"}, 200),
+        ({"Content-Encoding": "gzip"}, 415),  # CVE-2025-69223
+        ({"Content-Encoding": "deflate"}, 415),
+        ({"Content-Encoding": "br"}, 415),
+        ({"Content-Encoding": "zstd"}, 415),
+        ({"Content-Encoding": "identity"}, 200),
+    ],
+)
+async def test_media_types(gateway, headers, status):
+    raw = b'{"model":"fake-model","prompt":"x"}'
+    got, body, _ = await gateway.post("/v1/completions", raw, **headers)
+    assert got == status
+    if status == 415:
+        assert body["error"]["code"] == "unsupported_media_type"
+
+
+async def test_admission_limit():
+    # 69
+    async with run_gateway() as gateway:
+        gateway.generator.submit_error = RateLimitError("Busy.", retry_after=1.25)
+        for fields in ({}, {"stream": True}):
+            status, body, headers = await gateway.chat(**fields)
+            assert status == 429 and body["error"]["code"] == "rate_limit_exceeded"
+            assert headers["Retry-After"] == "2" and headers["retry-after-ms"] == "1250"
+
+
+async def test_model_is_required(gateway):
+    status, body, _ = await gateway.post("/v1/chat/completions", {"messages": MESSAGES})
+    assert status == 400 and is_named(body, "model") and body["error"]["code"] == "missing_required_parameter"
+    status, body, _ = await gateway.post("/v1/completions", {"model": MODEL})
+    assert status == 400 and is_named(body, "prompt")
