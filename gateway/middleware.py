@@ -144,7 +144,9 @@ class Middleware:
         if self._cors_origins:
             headers["Vary"] = "Origin"
         if request.app[DRAIN].draining:
+            # aiohttp has written its own Connection header by now, so force_close alone would not tell the client.
             response.force_close()
+            headers["Connection"] = "close"
 
 
 def _begin(request: web.Request) -> None:
