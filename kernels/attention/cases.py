@@ -67,7 +67,10 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tenso
     counts = [-(-(before + tokens) // size) for tokens, before in case.requests]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=generator).tolist()
-    tables, positions, slots, written = [], [], [], []
+    tables: list[list[int]] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    written: list[int] = []
     for (tokens, before), count in zip(case.requests, counts):
         pages = [order.pop() for _ in range(count)]
         tables.append(pages + [0] * (max(counts) - count))
@@ -79,9 +82,9 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tenso
     keys = torch.full(shape, float("nan"), dtype=kv_dtype).transpose(-1, -2)
     values = torch.full((num_pages, case.num_kv_heads, size, case.head_dim), float("nan"), dtype=kv_dtype)
     past = torch.tensor(written, dtype=torch.int64)
-    for pages in (keys, values):
+    for memory in (keys, values):
         cells = torch.randn((past.numel(), case.num_kv_heads, case.head_dim), generator=generator)
-        pages[past // size, :, past % size] = cells.to(kv_dtype)
+        memory[past // size, :, past % size] = cells.to(kv_dtype)
     lengths = [tokens for tokens, _ in case.requests]
     contexts = [sum(request) for request in case.requests]
     angles = torch.arange(max(contexts))[:, None] * torch.rand(case.rotary_dim // 2, generator=generator)

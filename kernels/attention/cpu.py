@@ -17,6 +17,7 @@ from numba import cfunc, types
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.attention.micro import add_page, score_page
+from kernels.attention.rows import clear_rows, load_query, weigh, write_key
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import (
     WIDTH,
@@ -25,26 +26,15 @@ from kernels.cpu.simd import (
     load_f32,
     load_i32,
     load_i64,
-    store_f32,
-    vadd,
-    vexp,
-    vhighest,
-    vkeep,
     vload,
-    vmax,
     vmul,
-    vscatter,
     vsplat,
     vstore,
-    vsub,
-    vsum,
 )
 
 TILE_TOKENS = 16
 ROWS = 6  # queries whose products are accumulated in registers together
 _KEY_BLOCK = 128
-_TOKEN_BLOCK = 8
-_LOW = -3.0e38
 
 
 def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
@@ -78,7 +68,6 @@ def compile_attention(
 ) -> Any:
     """The kernel for one geometry; the closure holds integers only, so that numba finds it in its cache again."""
     group = num_heads // num_kv_heads
-    half = rotary_dim // 2
     element = 2 if bf16 else 4
     kv_element = 2 if kv_bf16 else 4
     width = (num_heads + 2 * num_kv_heads) * dim
@@ -96,7 +85,6 @@ def compile_attention(
         table_width, num_tokens, tiles, num_tiles = block[8], block[9], block[10], block[11]
         scratch, scratch_bytes, counters = block[12], block[13], block[31]
         scale = vsplat(load_f32(block[14]))
-        floor = types.float32(-3.0e38)
 
         while True:
             first = atomic_add(counters, 1) * 8
@@ -108,22 +96,13 @@ def compile_attention(
                 row = rope + load_i32(positions + token * 4) * rotary_dim * 4
                 for h in range(num_kv_heads):
                     target = (slot // page * num_kv_heads + h) * page_bytes
-                    key = keys + target + slot % page * kv_element
                     source = qkv + (token * width + (num_heads + h) * dim) * element
-                    for i in range(0, half, 16):
-                        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
-                        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
-                        low = vsub(vmul(x, cos), vmul(y, sin))
-                        high = vadd(vmul(y, cos), vmul(x, sin))
-                        vscatter(key + i * slot_bytes, slot_bytes, low, kv_bf16)
-                        vscatter(key + (half + i) * slot_bytes, slot_bytes, high, kv_bf16)
-                    for i in range(rotary_dim, dim, 16):
-                        x = vload(source + i * element, bf16)
-                        vscatter(key + i * slot_bytes, slot_bytes, x, kv_bf16)
-                    value = values + target + slot % page * dim * kv_element
+                    at = keys + target + slot % page * kv_element
+                    write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
                     source += num_kv_heads * dim * element
+                    target += slot % page * dim * kv_element
                     for i in range(0, dim, 16):
-                        vstore(value + i * kv_element, vload(source + i * element, bf16), kv_bf16)
+                        vstore(values + target + i * kv_element, vload(source + i * element, bf16), kv_bf16)
             atomic_add(counters + 8, last - first)
         while atomic_load(counters + 8) < num_tokens:
             pass
@@ -131,7 +110,6 @@ def compile_attention(
         query = scratch + atomic_add(counters + 16, 1) * scratch_bytes
         sums = query + max_rows * dim * 4
         scores = sums + max_rows * dim * 4
-        # The highest score and the sum of weights so far of each row.
         highest = scores + max_rows * stride * 4
         totals = highest + max_rows * 4
         while True:
@@ -145,25 +123,12 @@ def compile_attention(
             rows = count * group
             few = count == 1 and group <= 6
             padded = rows if few else (rows + 5) // 6 * 6
-            for r in range(padded):
-                q = query + r * dim * 4
-                for i in range(0, dim, 16):
-                    vstore(sums + (r * dim + i) * 4, vsplat(0.0), 0)
-                    if r >= rows:
-                        vstore(q + i * 4, vsplat(0.0), 0)
-                store_f32(highest + r * 4, floor)
-                store_f32(totals + r * 4, 0.0)
-                if r < rows:
-                    token = start + r // group
-                    source = qkv + (token * width + (h * group + r % group) * dim) * element
-                    row = rope + load_i32(positions + token * 4) * rotary_dim * 4
-                    for i in range(0, half, 16):
-                        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
-                        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
-                        vstore(q + i * 4, vmul(scale, vsub(vmul(x, cos), vmul(y, sin))), 0)
-                        vstore(q + (half + i) * 4, vmul(scale, vadd(vmul(y, cos), vmul(x, sin))), 0)
-                    for i in range(rotary_dim, dim, 16):
-                        vstore(q + i * 4, vmul(scale, vload(source + i * element, bf16)), 0)
+            clear_rows(rows, padded, query, sums, highest, totals, dim)
+            for r in range(rows):
+                token = start + r // group
+                source = qkv + (token * width + (h * group + r % group) * dim) * element
+                row = rope + load_i32(positions + token * 4) * rotary_dim * 4
+                load_query(source, row, query + r * dim * 4, scale, dim, rotary_dim, bf16)
 
             context = load_i32(positions + (start + count - 1) * 4) + 1
             for begin in range(0, context, keys_per_block):
@@ -171,56 +136,29 @@ def compile_attention(
                 num_pages = (num_keys + page - 1) // page
                 for p in range(num_pages):
                     at = keys + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
+                    line = scores + p * page * 4
                     if few:
-                        following = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
-                        following = keys + (following * num_kv_heads + h) * page_bytes
-                        score_page(
-                            few_rows, dim, page, kv_bf16, query, at, scores + p * page * 4, stride, 1, following,
-                            at - keys + values,
-                        )  # fmt: skip
+                        after = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
+                        after = keys + (after * num_kv_heads + h) * page_bytes
+                        score_page(few_rows, dim, page, kv_bf16, query, at, line, stride, 1, after, at - keys + values)
                     else:
                         for r in range(0, padded, 6):
-                            score_page(
-                                6, dim, page, kv_bf16, query + r * dim * 4, at, scores + (r * stride + p * page) * 4,
-                                stride, 0, 0, 0,
-                            )  # fmt: skip
+                            q, target = query + r * dim * 4, line + r * stride * 4
+                            score_page(6, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
                 for r in range(rows):
                     seen = min(num_keys, load_i32(positions + (start + r // group) * 4) + 1 - begin)
                     line = scores + r * stride * 4
-                    top = vsplat(floor)
-                    for i in range(0, num_keys, 16):
-                        x = vkeep(vload(line + i * 4, 0), seen - i, floor)
-                        vstore(line + i * 4, x, 0)
-                        top = vmax(top, x)
-                    before = load_f32(highest + r * 4)
-                    now = max(before, vhighest(top))
-                    store_f32(highest + r * 4, now)
-                    shift = vsplat(now)
-                    total = vsplat(0.0)
-                    for i in range(0, num_keys, 16):
-                        x = vexp(vsub(vload(line + i * 4, 0), shift))
-                        vstore(line + i * 4, x, 0)
-                        total = vadd(total, x)
-                    if begin > 0:
-                        decay = vexp(vsub(vsplat(before), shift))
-                        for i in range(0, dim, 16):
-                            cell = sums + (r * dim + i) * 4
-                            vstore(cell, vmul(vload(cell, 0), decay), 0)
-                        # All lanes of decay are equal.
-                        carried = vhighest(decay) * load_f32(totals + r * 4)
-                        store_f32(totals + r * 4, carried + vsum(total))
-                    else:
-                        store_f32(totals + r * 4, vsum(total))
+                    weigh(line, seen, num_keys, begin, highest + r * 4, totals + r * 4, sums + r * dim * 4, dim)
                 for p in range(num_pages):
                     at = values + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
                     used = min(page, num_keys - p * page)
+                    line = scores + p * page * 4
                     if few:
-                        add_page(few_rows, dim, 4, kv_bf16, scores + p * page * 4, stride, at, sums, used)
+                        add_page(few_rows, dim, 4, kv_bf16, line, stride, at, sums, used)
                     else:
                         for r in range(0, padded, 6):
-                            add_page(
-                                6, dim, 4, kv_bf16, scores + (r * stride + p * page) * 4, stride, at, sums + r * dim * 4, used
-                            )
+                            source, target = line + r * stride * 4, sums + r * dim * 4
+                            add_page(6, dim, 4, kv_bf16, source, stride, at, target, used)
             for r in range(rows):
                 target = out + ((start + r // group) * num_heads + h * group + r % group) * dim * element
                 factor = vsplat(types.float32(1.0) / load_f32(totals + r * 4))

@@ -104,9 +104,7 @@ def add_page(
         for start in range(0, vectors, per_block):
             columns = range(start, min(start + per_block, vectors))
             cells = {(r, c): cgutils.alloca_once(builder, kind) for r in range(num_rows) for c in columns}
-            places = {
-                (r, c): builder.add(out_address, I64((r * head_dim + c * WIDTH) * 4)) for r, c in cells
-            }
+            places = {(r, c): builder.add(out_address, I64((r * head_dim + c * WIDTH) * 4)) for r, c in cells}
             for cell, slot in cells.items():
                 builder.store(load(builder, places[cell], False), slot)
             with cgutils.for_range(builder, slots, intp=I64) as loop:
@@ -123,7 +121,5 @@ def add_page(
                 store(builder, places[cell], builder.load(slot), False)
         return context.get_dummy_value()
 
-    signature = types.void(
-        rows, dim, block, bf16, types.int64, stride, types.int64, types.int64, types.int64
-    )
+    signature = types.void(rows, dim, block, bf16, types.int64, stride, types.int64, types.int64, types.int64)
     return signature, codegen

@@ -11,7 +11,7 @@ _QUERY_BLOCK = 512
 
 
 def rotate(heads: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tensor) -> torch.Tensor:
-    """Rotates the first rotary_dim dimensions of [T, heads, head_dim] (Su et al. 2021), pairs (i, i + rotary_dim / 2)."""
+    """Rotates the first rotary_dim values of [T, heads, head_dim] (Su et al. 2021) in pairs (i, i + rotary_dim / 2)."""
     rows = rope_table[positions.long()].to(heads.dtype).unsqueeze(1)
     cos, sin = rows.chunk(2, dim=-1)
     rotary_dim = rows.shape[-1]

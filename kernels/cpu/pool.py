@@ -60,7 +60,7 @@ class Kernel:
         self._block_address = ctypes.addressof(self.block)
         self.block[NUM_ARGUMENTS - 1] = self._block_address + 8 * COUNTERS
         self._parallel: Callable[..., None] | None = _openmp()
-        self._zeros = (0,) * NUM_COUNTERS
+        self._zeros: list[ctypes.c_int64 | int] = [0] * NUM_COUNTERS
 
     def run(self, num_threads: int) -> None:
         """Runs with what is in the block, on at most `num_threads` threads."""

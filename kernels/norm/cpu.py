@@ -41,7 +41,9 @@ def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
                     x = vadd(x, vload(delta + (row * hidden + i) * element, bf16))
                     vstore(base + i * 4, x, 0)
                 squares = vfma(x, x, squares)
-            scale = vsplat(types.float32(1.0) / (vsum(squares) / types.float32(hidden) + load_f32(eps)) ** types.float32(0.5))
+            scale = vsplat(
+                types.float32(1.0) / (vsum(squares) / types.float32(hidden) + load_f32(eps)) ** types.float32(0.5)
+            )
             for i in range(0, hidden, 16):
                 x = vmul(vmul(vload(base + i * 4, 0), scale), vload(weight + i * 4, 0))
                 vstore(out + (row * hidden + i) * element, x, bf16)

@@ -119,7 +119,9 @@ def main() -> None:
         rows = num_requests * tokens
         share, speed = ceiling / took, rows / took * 1e3
         print(f"{kind:8} {rows:5} {context:7} {took:9.2f} {ceiling:9.2f} {share:6.1%} {speed:8.0f}")
-        results.append({"kind": kind, "rows": rows, "context": context, "ms": took, "linear_ms": ceiling, "share": share})
+        results.append(
+            {"kind": kind, "rows": rows, "context": context, "ms": took, "linear_ms": ceiling, "share": share}
+        )
     print(json.dumps({"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype, "results": results}))
 
 

@@ -65,7 +65,8 @@ def test_a_row_is_the_same_in_any_batch_and_chunk() -> None:
         slot_mapping=inputs.slot_mapping[:1],
         block_table=inputs.block_table[:1],
     )
-    single = run_cpu(case, torch.float32, torch.float32, dataclasses.replace(together, qkv=together.qkv[:1], inputs=alone))
+    part = dataclasses.replace(together, qkv=together.qkv[:1], inputs=alone)
+    single = run_cpu(case, torch.float32, torch.float32, part)
     assert torch.equal(single[0], whole[0])
     last = inputs.cu_seqlens_q[-1].item() - 1
     decode = dataclasses.replace(
@@ -76,7 +77,8 @@ def test_a_row_is_the_same_in_any_batch_and_chunk() -> None:
         slot_mapping=inputs.slot_mapping[last:],
         block_table=inputs.block_table[-1:],
     )
-    single = run_cpu(case, torch.float32, torch.float32, dataclasses.replace(together, qkv=together.qkv[last:], inputs=decode))
+    part = dataclasses.replace(together, qkv=together.qkv[last:], inputs=decode)
+    single = run_cpu(case, torch.float32, torch.float32, part)
     assert torch.equal(single[0], whole[last])
 
 
@@ -98,7 +100,8 @@ def test_reference_is_causal_attention_over_rotated_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"softcap": 20.0}, {"window": 5}, {"head_dim": 24, "rotary_dim": 24}, {"page_size": 4}, {"rotary_dim": 16}]
+    "change",
+    [{"softcap": 20.0}, {"window": 5}, {"head_dim": 24, "rotary_dim": 24}, {"page_size": 4}, {"rotary_dim": 16}],
 )
 def test_what_the_kernel_does_not_cover_is_left_to_the_reference(change: dict) -> None:
     geometry = dataclasses.replace(CASES[0].geometry(), **change)

@@ -28,10 +28,10 @@ def rope_table(rope: RopeSpec, max_positions: int) -> torch.Tensor:
 def inverse_frequencies(rope: RopeSpec, max_positions: int) -> tuple[torch.Tensor, float]:
     """[rotary_dim / 2] float32 radians per position, and the factor of cosines and sines (1 except for yarn)."""
     attention_factor = 1.0
-    base = _base_frequencies(rope.theta, rope.rotary_dim)
+    frequencies = base = _base_frequencies(rope.theta, rope.rotary_dim)
     match rope.kind:
         case "none":
-            frequencies = base
+            pass
         case "linear":
             frequencies = base / rope.factor
         case "dynamic":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -60,6 +61,9 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"factor": 4.0, "original_max_position": 64, "beta_fast": 16.0},
     ),
 }
+
+
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
 
 def make_spec(config: Any, rope: RopeSpec, **changes: Any) -> DecoderSpec:
@@ -144,7 +148,7 @@ def test_rope_scalings_beyond_the_original_context(rope_kind: str) -> None:
     ("changes", "spec_changes"),
     [
         ({"tie_word_embeddings": True}, {}),
-        ({"attention_bias": True, "mlp_bias": True}, dict.fromkeys(["attention_bias", "attention_output_bias", "mlp_bias"], True)),
+        ({"attention_bias": True, "mlp_bias": True}, BIASES),
         ({"num_key_value_heads": 4}, {}),
         ({"num_key_value_heads": 1}, {}),
         ({"hidden_size": 72, "head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, {}),
@@ -197,8 +201,6 @@ def test_interleaved_weights_are_permuted() -> None:
 
 
 def make_spec_interleaved(spec: DecoderSpec) -> DecoderSpec:
-    import dataclasses
-
     return dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, interleaved=True))
 
 
@@ -236,7 +238,5 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     _, spec, weights = make_pair({"num_attention_heads": 4, "num_key_value_heads": 4})
-    import dataclasses
-
     with pytest.raises(ConfigurationError, match="attention heads"):
         make_decoder(dataclasses.replace(spec, num_kv_heads=3), weights)

@@ -1,0 +1,99 @@
+"""What attention does with one row: rotate a key or query, and turn scores into softmax weights.
+
+Inlined into the kernel, where dim, rotary_dim, slot_bytes, bf16 and kv_bf16 are constants. Addresses are int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+
+from kernels.cpu.simd import (
+    load_f32,
+    store_f32,
+    vadd,
+    vexp,
+    vhighest,
+    vkeep,
+    vload,
+    vmax,
+    vmul,
+    vscatter,
+    vsplat,
+    vstore,
+    vsub,
+    vsum,
+)
+
+
+@njit(inline="always")
+def write_key(
+    source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
+) -> None:
+    """Rotates a key by the table's `row` and writes it to its slot, whose dimensions lie slot_bytes apart."""
+    element = 2 if bf16 else 4
+    half = rotary_dim // 2
+    for i in range(0, half, 16):
+        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
+        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
+        vscatter(target + i * slot_bytes, slot_bytes, vsub(vmul(x, cos), vmul(y, sin)), kv_bf16)
+        vscatter(target + (half + i) * slot_bytes, slot_bytes, vadd(vmul(y, cos), vmul(x, sin)), kv_bf16)
+    for i in range(rotary_dim, dim, 16):
+        vscatter(target + i * slot_bytes, slot_bytes, vload(source + i * element, bf16), kv_bf16)
+
+
+@njit(inline="always")
+def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
+    """Rotates a query, times the scale of the scores, into float32 scratch memory."""
+    element = 2 if bf16 else 4
+    half = rotary_dim // 2
+    for i in range(0, half, 16):
+        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
+        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
+        vstore(target + i * 4, vmul(scale, vsub(vmul(x, cos), vmul(y, sin))), 0)
+        vstore(target + (half + i) * 4, vmul(scale, vadd(vmul(y, cos), vmul(x, sin))), 0)
+    for i in range(rotary_dim, dim, 16):
+        vstore(target + i * 4, vmul(scale, vload(source + i * element, bf16)), 0)
+
+
+@njit(inline="always")
+def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, totals: Any, dim: Any) -> None:
+    """Starts the sums of a tile; rows that only fill up a block of products get queries of zero."""
+    for r in range(padded):
+        for i in range(0, dim, 16):
+            vstore(sums + (r * dim + i) * 4, vsplat(0.0), 0)
+            if r >= rows:
+                vstore(query + (r * dim + i) * 4, vsplat(0.0), 0)
+        store_f32(highest + r * 4, types.float32(-3.0e38))
+        store_f32(totals + r * 4, 0.0)
+
+
+@njit(inline="always")
+def weigh(line: Any, seen: Any, num_keys: Any, begin: Any, highest: Any, total: Any, sums: Any, dim: Any) -> None:
+    """Scores of num_keys keys, of which the row sees the first `seen`, become exp(score - highest so far).
+
+    Updates the highest score and the sum of weights, and scales the weighted sum of the keys before `begin` down.
+    """
+    floor = types.float32(-3.0e38)
+    top = vsplat(floor)
+    for i in range(0, num_keys, 16):
+        x = vkeep(vload(line + i * 4, 0), seen - i, floor)
+        vstore(line + i * 4, x, 0)
+        top = vmax(top, x)
+    before = load_f32(highest)
+    now = max(before, vhighest(top))
+    store_f32(highest, now)
+    shift = vsplat(now)
+    added = vsplat(0.0)
+    for i in range(0, num_keys, 16):
+        x = vexp(vsub(vload(line + i * 4, 0), shift))
+        vstore(line + i * 4, x, 0)
+        added = vadd(added, x)
+    if begin > 0:
+        decay = vexp(vsub(vsplat(before), shift))
+        for i in range(0, dim, 16):
+            vstore(sums + i * 4, vmul(vload(sums + i * 4, 0), decay), 0)
+        store_f32(total, vhighest(decay) * load_f32(total) + vsum(added))
+    else:
+        store_f32(total, vsum(added))
