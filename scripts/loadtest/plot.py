@@ -73,7 +73,7 @@ def _draw_distribution(axes: Any, title: str, values: list[float], d: Distributi
     counts, edges = np.histogram(shown, bins=min(40, max(8, int(np.sqrt(len(data)) * 2))), range=(low, high))
     axes.stairs(counts / max(1, counts.max()), edges, fill=True, color=_STREAMING, alpha=0.3)
     axes.plot(data, np.arange(1, len(data) + 1) / len(data), color=_STREAMING, linewidth=1.8, drawstyle="steps-post")
-    for share, value, name in ((0.5, d.p50, "p50"), (0.9, d.p90, "p90"), (0.99, d.p99, "p99")):
+    for share, value in ((0.5, d.p50), (0.9, d.p90), (0.99, d.p99)):
         axes.plot([value, value], [0, share], color=_LINE, linewidth=0.8, linestyle=":")
         axes.plot([value], [share], marker="o", markersize=4, color=_LINE)
     text = "\n".join(f"{name}  {_ms(value)}" for name, value in (("p50", d.p50), ("p90", d.p90), ("p99", d.p99)))

@@ -14,7 +14,7 @@ import aiohttp
 
 from scripts.loadtest.records import Endpoint, LoadRequest, Segment
 
-CANDIDATES = (
+_COMMON_WORDS = (
     "the of and to in is that for was on are with as be at this have from or had by but what some we can out other "
     "were all there when up use your how said an each she which do their time if will way about many then them write "
     "would like so these her long make thing see him two has look more day could go come did number sound no most "
@@ -32,7 +32,8 @@ CANDIDATES = (
     "direct pose leave song measure state product black short class wind question happen complete ship area half "
     "rock order fire south problem piece told knew pass farm top whole king size heard best hour better true during "
     "hundred remember step early hold west ground interest reach fast five sing listen six table travel less morning"
-).split()
+)
+CANDIDATES = tuple(_COMMON_WORDS.split())
 
 CountTokens = Callable[[str], Awaitable[int]]
 

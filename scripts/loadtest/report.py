@@ -62,13 +62,16 @@ def render(summary: Summary) -> str:
 
 def _facts(s: Summary) -> list[tuple[str, str]]:
     sent = f"{s.num_completed} completed of {s.num_requests} sent in {s.seconds:.1f} s"
+    rates = (
+        f"{number(s.requests_per_second)} requests/s, {number(s.output_tokens_per_second)} output tok/s, "
+        f"{number(s.total_tokens_per_second)} tok/s with prompts"
+    )
     facts = [
         ("requests", sent + (f", {s.num_not_sent} not sent" if s.num_not_sent else "")),
-        ("throughput", f"{number(s.requests_per_second)} requests/s, {number(s.output_tokens_per_second)} output tok/s, "
-                       f"{number(s.total_tokens_per_second)} tok/s with prompts"),
+        ("throughput", rates),
         ("tokens", f"{s.prompt_tokens:,} prompt ({s.cached_tokens:,} cached), {s.output_tokens:,} output"),
         ("concurrency", f"{s.max_concurrency_seen} at most"),
-    ]  # fmt: skip
+    ]
     if s.goodput_share is not None:
         bounds = ", ".join(f"{name} <= {number(bound)} ms" for name, bound in s.goodput_bounds.items())
         facts.append(
@@ -77,8 +80,8 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
     if s.limit_wait.maximum is not None and s.limit_wait.maximum >= 0.1:
         facts.append(("held by limit", f"p50 {number(s.limit_wait.p50)} ms, p99 {number(s.limit_wait.p99)} ms"))
     lag = s.schedule_lag
-    facts.append(("client", f"{s.client_cpu_share:.1%} of this machine's processors; sent late by p50 "
-                            f"{number(lag.p50)} ms, p99 {number(lag.p99)} ms"))  # fmt: skip
+    late = f"sent late by p50 {number(lag.p50)} ms, p99 {number(lag.p99)} ms"
+    facts.append(("client", f"{s.client_cpu_share:.1%} of this machine's processors; {late}"))
     facts.append(("errors", f"{sum(s.errors.values())}, of them {s.errors.get('http_429', 0)} answers 429"))
     return facts
 
