@@ -1,0 +1,99 @@
+"""Whole responses, byte for byte, against the transcripts beside this file.
+
+Only ids, times and header values that differ each time are replaced. A change of a transcript is a change for clients:
+`PYTHONPATH=. python -m tests.wire.test_transcripts` writes them anew, to be reviewed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.flow.events import TextDelta
+from shared.errors import WorkerLostError
+from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
+from tests.fakes.http_gateway import run_gateway
+
+FOLDER = Path(__file__).parent
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": MODEL, "prompt": "hi"}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+TEXT = 'H"\u2028\U0001f600'
+
+
+def _failing(_request: Any) -> list[Any]:
+    return [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
+    "chat": ("POST", "/v1/chat/completions", CHAT, FakeGenerator(spell(TEXT, cached=16))),
+    "chat_stream": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(spell(TEXT))),
+    "chat_stream_usage": (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, **USAGE, "n": 2},
+        FakeGenerator(spell("ab", "length")),
+    ),
+    "chat_stream_logprobs": (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 1},
+        FakeGenerator(spell("\u00e9")),
+    ),
+    "chat_stream_error": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(_failing)),
+    "chat_error": ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, FakeGenerator()),
+    "completion": ("POST", "/v1/completions", {**COMPLETION, "n": 2}, FakeGenerator(spell(TEXT, cached=16))),
+    "completion_stream": ("POST", "/v1/completions", {**COMPLETION, **USAGE}, FakeGenerator(spell(TEXT))),
+    "completion_echo_logprobs": (
+        "POST",
+        "/v1/completions",
+        {**COMPLETION, "echo": True, "logprobs": 1},
+        FakeGenerator(spell("ab")),
+    ),
+    "completion_stream_logprobs": (
+        "POST",
+        "/v1/completions",
+        {**COMPLETION, "stream": True, "logprobs": 1},
+        FakeGenerator(spell("ab")),
+    ),
+    "models": ("GET", "/v1/models", None, FakeGenerator()),
+    "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
+    "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
+    "tokenize": ("POST", "/tokenize", COMPLETION, FakeGenerator()),
+    "detokenize": ("POST", "/detokenize", {"model": MODEL, "tokens": [104, 105]}, FakeGenerator()),
+    "health": ("GET", "/health", None, FakeGenerator()),
+    "ready": ("GET", "/ready", None, FakeGenerator()),
+    "method_not_allowed": ("DELETE", "/v1/models", None, FakeGenerator()),
+}
+
+
+async def _transcript(method: str, path: str, body: dict[str, Any] | None, generator: FakeGenerator) -> str:
+    async with run_gateway(generator) as gateway:
+        headers = {"X-Request-Id": "the-request"}
+        async with gateway.session.request(method, gateway.url + path, json=body, headers=headers) as response:
+            raw = (await response.read()).decode()
+            lines = [f"{name}: {value}" for name, value in response.headers.items()]
+    head = "\n".join(line for line in lines if not line.startswith("Date:"))
+    head = re.sub(r"openai-processing-ms: \d+", "openai-processing-ms: 0", head)
+    raw = re.sub(r'"id":"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', raw)
+    raw = re.sub(r'"created":\d+', '"created":0', raw)
+    head = re.sub(r"Content-Length: \d+", "Content-Length: 0", head)
+    return f"{method} {path}\nHTTP {response.status}\n{head}\n\n{raw}\n"
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_transcript(name):
+    assert await _transcript(*CASES[name]) == (FOLDER / f"{name}.txt").read_text("utf-8")
+
+
+def test_each_transcript_has_its_case():
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(CASES)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        (FOLDER / f"{case}.txt").write_text(asyncio.run(_transcript(*CASES[case])), "utf-8")
