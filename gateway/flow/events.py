@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ class GenerationRequest:
         tenant: opaque name of who asks.
         priority: lower runs first.
         deadline: Unix time in seconds after which a request still waiting for its first token fails.
+        arrival: when it arrived, by time.monotonic; latencies are measured from there.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class GenerationRequest:
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
+    arrival: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from gateway.flow.admission import Admission, Permit
 from gateway.flow.choice import Choice
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import Outbox
 from gateway.flow.routing import Router
 from gateway.text.detokenizer import Detokenizer
@@ -32,6 +34,7 @@ from shared.errors import (
     WorkerLostError,
 )
 from shared.messages import MAX_CHOICES, Finish, FinishReason, Output, Submit, WorkerFacts
+from shared.metrics import GatewayMetrics
 
 _MAX_ID_PREFIX = 80
 
@@ -61,6 +64,7 @@ class Generator:
         gateway_id: goes into the ids that workers see, so that those of two gateways differ.
         request_timeout: seconds that a request may go without any token.
         write_timeout: seconds that a full outbox may go unread.
+        metrics: where requests are counted; None counts them for nobody.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Generator:
         gateway_id: str,
         request_timeout: float,
         write_timeout: float,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self._models = models
         self._admission = admission
@@ -79,10 +84,19 @@ class Generator:
         self._gateway_id = gateway_id
         self.request_timeout = request_timeout
         self.write_timeout = write_timeout
+        self._metrics = metrics or GatewayMetrics(CollectorRegistry())
+        self._measures: dict[str, ModelMeasures] = {}
         self._numbers = itertools.count(1)
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Admits, routes and sends; enter the result at once. See flow.requests.GeneratorLike for the errors."""
+        try:
+            return self._submit(request)
+        except PeltonError as error:
+            self._metrics.requests_rejected.labels(error.code or error.type).inc()
+            raise
+
+    def _submit(self, request: GenerationRequest) -> Generation:
         entry = self._models.model(request.model)
         if not 1 <= request.n <= MAX_CHOICES:
             raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
@@ -97,13 +111,20 @@ class Generator:
             reported_tokens=sum(worker.stats.num_waiting_tokens for worker in workers),
             tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in workers),
         )
-        generation = Generation(self, request, entry, permit)
         try:
+            generation = Generation(self, request, entry, permit)
             generation.send()
         except BaseException:
-            generation.close()
+            permit.release()
             raise
         return generation
+
+    def measure(self, request: GenerationRequest, entry: _Entry) -> Measure:
+        """Times one request."""
+        name = entry.facts.model_names[0]
+        if name not in self._measures:
+            self._measures[name] = ModelMeasures(self._metrics, name)
+        return Measure(self._measures[name], request.arrival, request.n)
 
     def dispatch(self, request: GenerationRequest, entry: _Entry, stream: Stream) -> tuple[WorkerLink, str]:
         """Sends the request to the best worker that takes it; returns that and the id it has there.
@@ -147,6 +168,7 @@ class Generation:
             for index in range(request.n)
         ]
         self._num_unfinished = request.n
+        self._measure = generator.measure(request, entry)
         self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer)
         self._error: PeltonError | None = None
         self._worker: WorkerLink | None = None
@@ -186,6 +208,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self._measure.end(self._error, complete=self._num_unfinished == 0)
         self._leave_worker()
         self._outbox.close()
         self._permit.release()
@@ -208,6 +231,7 @@ class Generation:
         self._worker, self._worker_request_id = self._generator.dispatch(self.request, self._entry, self)
         if self._watchdog is None:
             self._last_progress = time.monotonic()
+            self._measure.sent()
             self._set_watchdog()
 
     def on_output(self, output: Output) -> None:
@@ -253,6 +277,7 @@ class Generation:
         if output.finish is not None and output.finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise _failure(output.finish)
         delta = choice.advance(output, self._entry.facts.vocab_size)
+        self._measure.output(output.choice, len(delta.token_ids), delta.finish_reason)
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
@@ -275,6 +300,7 @@ class Generation:
             self._outbox.wake()
 
     def _on_slow_consumer(self) -> None:
+        self._measure.slow_client()
         self._fail(UnavailableError("The client did not read its stream in time.", code="slow_client"))
 
     def _set_watchdog(self) -> None:

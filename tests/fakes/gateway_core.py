@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from gateway.flow.admission import Admission
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.generation import Generation, Generator
@@ -17,6 +19,7 @@ from gateway.flow.routing import Router
 from gateway.text.pipeline import TextThreads
 from gateway.workers.client import Liveness
 from gateway.workers.registry import Registry
+from shared.metrics import GatewayMetrics
 from shared.sampling_params import SamplingParams
 
 FAST = Liveness(ping_interval=0.05, not_ready_after=0.4, lost_after=0.9)
@@ -27,6 +30,11 @@ class Core:
     registry: Registry
     admission: Admission
     generator: Generator
+    metrics: CollectorRegistry
+
+    def sample(self, name: str, **labels: str) -> float:
+        """The value of a metric, 0 where it has none yet."""
+        return self.metrics.get_sample_value(f"pelton:{name}", labels) or 0.0
 
 
 @asynccontextmanager
@@ -34,7 +42,10 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
     """Started and closed; `options` override the limits below."""
     threads = TextThreads()
     gateway_id = options.get("gateway_id", "gw-1")
+    collected = CollectorRegistry()
+    metrics = GatewayMetrics(collected)
     registry = Registry(
+        metrics=metrics,
         directory=directory,
         gateway_id=gateway_id,
         threads=threads,
@@ -53,10 +64,11 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
         gateway_id=gateway_id,
         request_timeout=options.get("request_timeout", 20.0),
         write_timeout=options.get("write_timeout", 10.0),
+        metrics=metrics,
     )
     await registry.start()
     try:
-        yield Core(registry, admission, generator)
+        yield Core(registry, admission, generator, collected)
     finally:
         await registry.close()
         threads.close()

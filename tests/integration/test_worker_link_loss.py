@@ -74,6 +74,8 @@ async def test_kill_fails_its_streams_at_once_and_the_other_worker_goes_on(direc
             assert core.registry.ready() == (True, "ok")
             assert core.admission.num_requests == core.admission.waiting_tokens == 0
             assert other.num_running == 0
+            assert core.sample("workers_lost_total") == 1
+            assert core.sample("request_failures_total", model_name="fake", reason="worker_lost") == sum(on_victim)
             # Capacity is what lives.
             await until(lambda: len(core.registry.models()[0].workers) == 1)
             await collect(core.generator.submit(make_request(HELLO, max_tokens=1000)))

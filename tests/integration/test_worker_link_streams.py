@@ -60,6 +60,36 @@ async def test_one_request_from_text_to_text(directory: Path) -> None:
             assert core.registry.counters().wire_errors == 0
 
 
+async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) -> None:
+    script = [40] * 30
+    with FakeWorker(directory, script=lambda _: script, delay=0.001) as worker:
+        async with running_core(directory) as core:
+            await joined(core)
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=10, n=2)))
+            script[4] = 2
+            await collect(core.generator.submit(make_request(HELLO, max_tokens=10)))
+            async with core.generator.submit(make_request(HELLO)) as left:
+                await anext(left)
+            with pytest.raises(ContextLengthError):
+                core.generator.submit(make_request(HELLO, max_tokens=10**6))
+            worker.faults.bad_token_id = 512
+            with pytest.raises(InternalError):
+                await collect(core.generator.submit(make_request(HELLO)))
+            outcomes = {
+                "length": core.sample("request_success_total", model_name="fake", finished_reason="length"),
+                "stop": core.sample("request_success_total", model_name="fake", finished_reason="stop"),
+                "abort": core.sample("request_failures_total", model_name="fake", reason="abort"),
+                "error": core.sample("request_failures_total", model_name="fake", reason="error"),
+                "lost": core.sample("request_failures_total", model_name="fake", reason="worker_lost"),
+            }
+            assert outcomes == {"length": 1, "stop": 1, "abort": 1, "error": 1, "lost": 0}
+            assert core.sample("requests_accepted_total", model_name="fake") == 4
+            assert core.sample("requests_rejected_total", code="context_length_exceeded") == 1
+            assert core.sample("time_to_first_token_seconds_count", model_name="fake") == 3
+            assert core.sample("inter_token_latency_seconds_count", model_name="fake") >= 9 + 9 + 4
+            assert core.sample("e2e_request_latency_seconds_count", model_name="fake") == 2
+
+
 async def test_choices_end_once_each_and_length_is_told(directory: Path) -> None:
     with FakeWorker(directory, script=endless, delay=0.001):
         async with running_core(directory) as core:
@@ -256,6 +286,7 @@ async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
                 with pytest.raises(UnavailableError) as caught:
                     await anext(slow)
                 assert caught.value.code == "slow_client"
+            assert core.sample("slow_clients_total") == 1
 
 
 async def test_what_piled_up_is_merged(directory: Path) -> None:

@@ -1,0 +1,88 @@
+"""What /metrics tells of requests: counted where a generation's life is decided, once each."""
+
+from __future__ import annotations
+
+import time
+
+from shared.errors import PeltonError, WorkerLostError
+from shared.metrics import GatewayMetrics
+
+
+class ModelMeasures:
+    """The metrics of one model, with the label resolved once."""
+
+    def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
+        self.accepted = metrics.requests_accepted.labels(model_name)
+        self.success = {reason: metrics.request_success.labels(model_name, reason) for reason in ("stop", "length")}
+        self.failures = {
+            reason: metrics.request_failures.labels(model_name, reason) for reason in ("abort", "error", "worker_lost")
+        }
+        self.time_to_first_token = metrics.time_to_first_token.labels(model_name)
+        self.inter_token_latency = metrics.inter_token_latency.labels(model_name)
+        self.time_per_output_token = metrics.time_per_output_token.labels(model_name)
+        self.e2e_latency = metrics.e2e_latency.labels(model_name)
+        self.queue_time = metrics.queue_time.labels(model_name)
+        self.slow_clients = metrics.slow_clients
+
+
+class Measure:
+    """Times one accepted request. `end` counts it as exactly one of success, failure and abort.
+
+    Args:
+        arrival: of the request, by time.monotonic.
+    """
+
+    __slots__ = ("_arrival", "_ended", "_first", "_last", "_measures", "_num_tokens", "_reasons")
+
+    def __init__(self, measures: ModelMeasures, arrival: float, num_choices: int) -> None:
+        self._measures = measures
+        self._arrival = arrival
+        self._first: float | None = None
+        self._last: list[float] = [0.0] * num_choices
+        self._num_tokens = 0
+        self._reasons: set[str] = set()
+        self._ended = False
+
+    def sent(self) -> None:
+        """A worker has it."""
+        self._measures.accepted.inc()
+        self._measures.queue_time.observe(time.monotonic() - self._arrival)
+
+    def output(self, choice: int, num_tokens: int, finish_reason: str | None) -> None:
+        """News of a choice."""
+        now = time.monotonic()
+        if finish_reason is not None:
+            self._reasons.add(finish_reason)
+        if num_tokens == 0:
+            return
+        self._num_tokens += num_tokens
+        if self._first is None:
+            self._first = now
+            self._measures.time_to_first_token.observe(now - self._arrival)
+        last = self._last[choice]
+        if last:
+            gap = (now - last) / num_tokens
+            for _ in range(num_tokens):
+                self._measures.inter_token_latency.observe(gap)
+        self._last[choice] = now
+
+    def slow_client(self) -> None:
+        self._measures.slow_clients.inc()
+
+    def end(self, error: PeltonError | None, *, complete: bool) -> None:
+        """The request is over: with an error, complete, or left by its client. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        if error is not None:
+            reason = "worker_lost" if isinstance(error, WorkerLostError) else "error"
+            self._measures.failures[reason].inc()
+        elif not complete:
+            self._measures.failures["abort"].inc()
+        else:
+            self._measures.success["length" if "length" in self._reasons else "stop"].inc()
+            now = max(self._last)
+            self._measures.e2e_latency.observe(time.monotonic() - self._arrival)
+            if self._first is not None and self._num_tokens > len(self._last):
+                per_choice = self._num_tokens / len(self._last)
+                self._measures.time_per_output_token.observe((now - self._first) / (per_choice - 1))
