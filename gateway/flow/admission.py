@@ -73,7 +73,7 @@ class Admission:
 
         Args:
             num_tokens: of its prompt.
-            capacity: sequences that the model's workers run at a time.
+            capacity: sequences that the workers run at a time.
             reported_tokens: waiting tokens by the workers' last reports, those of other gateways included.
             tokens_per_second: at which the workers together compute prompts; 0 while unknown.
 

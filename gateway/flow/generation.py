@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -55,6 +56,7 @@ class _Entry(Protocol):
 
 class _Models(Protocol):
     def model(self, name: str) -> _Entry: ...
+    def models(self) -> Sequence[_Entry]: ...
 
 
 class Generator:
@@ -104,12 +106,14 @@ class Generator:
         workers = entry.ready_workers()
         if not workers:
             raise UnavailableError("No worker of the model answers at the moment.")
+        # The limits are over all models.
+        everyone = [worker for one in self._models.models() for worker in one.ready_workers()]
         permit = self._admission.admit(
             num_sequences=request.n,
             num_tokens=len(request.prompt_token_ids),
-            capacity=sum(worker.max_num_seqs for worker in workers),
-            reported_tokens=sum(worker.stats.num_waiting_tokens for worker in workers),
-            tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in workers),
+            capacity=sum(worker.max_num_seqs for worker in everyone),
+            reported_tokens=sum(worker.stats.num_waiting_tokens for worker in everyone),
+            tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in everyone),
         )
         try:
             generation = Generation(self, request, entry, permit)
