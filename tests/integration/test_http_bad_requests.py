@@ -260,7 +260,7 @@ async def test_duplicate_keys_deeper_down(gateway):
 
 
 async def test_deep_but_allowed_nesting_in_a_field_that_is_not_wanted(gateway):
-    value = "x"
+    value: object = "x"
     for _ in range(200):
         value = [value]
     status, body, _ = await gateway.chat(stop=value)

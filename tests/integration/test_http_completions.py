@@ -103,7 +103,7 @@ async def test_echo_with_logprobs():
         assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0, -0.5]
         assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3]
         assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][5] == {"c": -0.5}
-        joined = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        joined: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         text = ""
         for event in (await gateway.stream_complete(prompt="a\u20acb", echo=True, logprobs=1))[:-1]:
             text += event["choices"][0]["text"]

@@ -1,0 +1,202 @@
+"""The gateway as a process of its own, over real ZeroMQ to a fake worker: start, readiness, drain, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.http_gateway import parse_events
+
+MESSAGES = [{"role": "user", "content": "abc"}]
+
+
+class Process:
+    """`python -m gateway` on a free port."""
+
+    def __init__(self, directory: Path, *args: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
+        self.log = directory.parent / "gateway.log"
+        environment = {**os.environ, **env}
+        with self.log.open("wb") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(directory), *args],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=pass_fds,
+            )
+
+    async def url(self) -> str:
+        """Where it listens, once it does."""
+        for _ in range(400):
+            if found := re.search(r'"url":"([^"]+)"', self.log.read_text()):
+                return found[1]
+            assert self.popen.poll() is None, self.log.read_text()
+            await asyncio.sleep(0.025)
+        raise AssertionError("does not listen")
+
+    async def end(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
+        self.popen.send_signal(number)
+        return await asyncio.to_thread(self.popen.wait, timeout)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    path = tmp_path / "r"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@contextlib.asynccontextmanager
+async def running(directory, *args, **env):
+    process = Process(directory, *args, **env)
+    try:
+        yield process, await process.url()
+    finally:
+        process.kill()
+
+
+async def ready(session, url, status=200):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        async with session.get(url + "/ready") as response:
+            if response.status == status:
+                return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"/ready did not become {status}")
+
+
+async def test_start_serve_and_lose_the_worker(directory):
+    async with running(directory) as (process, url), aiohttp.ClientSession() as session:
+        async with session.get(url + "/ready") as response:
+            assert response.status == 503 and (await response.json())["error"]["code"] == "not_ready"
+        with FakeWorker(directory):
+            await ready(session, url)
+            async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
+                whole = await client.completions.create(model="fake", prompt="hello", max_tokens=50)
+                stream = await client.completions.create(model="fake", prompt="hello", max_tokens=50, stream=True)
+                text = "".join([chunk.choices[0].text async for chunk in stream])
+                assert whole.choices[0].text == text == "hello" and whole.choices[0].finish_reason == "stop"
+                chat = await client.chat.completions.create(model="fake", messages=MESSAGES)
+                assert "abc" in (chat.choices[0].message.content or "")
+            async with session.get(url + "/metrics") as response:
+                metrics = await response.text()
+            assert 'pelton:worker_ready{model_name="fake",worker="0"} 1.0' in metrics
+        await ready(session, url, 503)
+        async with session.post(url + "/v1/chat/completions", json={"model": "fake", "messages": MESSAGES}) as response:
+            assert response.status == 503 and response.headers["Retry-After"]
+        assert await process.end() == 0
+
+
+async def test_sigterm_drains_and_exits_with_0(directory):
+    # An endless answer: the drain's time runs out and the stream is told.
+    with FakeWorker(directory, delay=0.01, script=lambda _: [100] * 100_000):
+        async with running(directory, "--drain-timeout", "1") as (process, url), aiohttp.ClientSession() as session:
+            await ready(session, url)
+            body = {"model": "fake", "prompt": "a", "max_tokens": 4000, "stream": True}
+            async with session.post(url + "/v1/completions", json=body) as response:
+                first = await response.content.readuntil(b"\n\n")
+                ending = asyncio.create_task(process.end())
+                await ready(session, url, 503)
+                async with session.post(url + "/v1/completions", json=body) as refused:
+                    assert refused.status == 503 and refused.headers["Connection"] == "close"
+                *chunks, error, done = parse_events(first + await response.content.read())
+            assert done == "[DONE]" and "shutting down" in error["error"]["message"] and chunks
+            assert await ending == 0
+
+
+async def test_sigterm_when_idle_ends_at_once(directory):
+    async with running(directory, "--drain-timeout", "60") as (process, _):
+        assert await process.end(signal.SIGINT) == 0
+
+
+async def test_the_end_of_the_supervisor_ends_the_gateway(directory):
+    reading, writing = os.pipe()
+    os.set_inheritable(reading, True)
+    process = Process(directory, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading))
+    try:
+        os.close(reading)
+        await process.url()
+        with pytest.raises(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.popen.wait, 0.5)
+        os.close(writing)
+        assert await asyncio.to_thread(process.popen.wait, 20) == 0
+    finally:
+        process.kill()
+
+
+async def test_ready_and_watchdog_notifications(directory, tmp_path):
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(path))
+        receiver.settimeout(20)
+        async with running(directory, NOTIFY_SOCKET=str(path), WATCHDOG_USEC="200000") as (process, _):
+            seen = set()
+            while not {"READY=1", "WATCHDOG=1"} <= seen:
+                seen |= set((await asyncio.to_thread(receiver.recv, 4096)).decode().split("\n"))
+            process.popen.terminate()
+            while "STOPPING=1" not in seen:
+                seen |= set((await asyncio.to_thread(receiver.recv, 4096)).decode().split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--api-key-file", "/nonexistent"], "--api-key-file"),
+        (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
+        (["--no-such-flag"], "no-such-flag"),
+        (["--api-key", "with space"], "API key"),
+        (["--port", "BUSY"], "is in use"),
+    ],
+)
+def test_configuration_that_cannot_be_used(directory, args, words):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        args = [str(busy.getsockname()[1]) if arg == "BUSY" else arg for arg in args]
+        port = [] if "--port" in args else ["--port", "0"]
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", *port, "--runtime-dir", str(directory), *args],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+    assert "with space" not in done.stderr
+
+
+async def test_keys_by_file_and_environment(directory, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# who\nsk-one name=alice\n\nsk-two name=root scope=admin\n")
+    env = {"PELTON_API_KEY": "sk-three"}
+    async with (
+        running(directory, "--api-key-file", str(keys), **env) as (process, url),
+        aiohttp.ClientSession() as session,
+    ):
+        for key, status in (("sk-one", 200), ("sk-two", 200), ("sk-three", 200), ("sk-four", 401)):
+            async with session.get(url + "/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
+                assert response.status == status
+        # With keys the Host header may be any.
+        async with session.get(url + "/health", headers={"Host": "pelton.example"}) as response:
+            assert response.status == 200 and json.loads(await response.read()) == {"status": "ok"}
+        assert await process.end() == 0
+        assert "sk-" not in process.log.read_text()

@@ -1,0 +1,58 @@
+"""Parsing of request bodies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api import body
+from gateway.api.body import parse_object
+from shared.errors import InvalidRequestError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=5))
+def test_valid_objects_are_parsed_as_they_are(value):
+    assert parse_object(json.dumps(value).encode()) == value
+    try:
+        raw = json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return
+    assert parse_object(raw) == value
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_parsed_or_refused(raw):
+    try:
+        parse_object(raw)
+    except InvalidRequestError as error:
+        assert error.code in ("invalid_json", "too_many_values")
+
+
+def test_a_message_does_not_repeat_the_body():
+    for raw in (b'{"secret": "a" "b"}', b'{"a": secret}', b"secret"):
+        with pytest.raises(InvalidRequestError) as refused:
+            parse_object(raw)
+        assert "secret" not in refused.value.message
+
+
+def test_values_are_counted_before_they_are_parsed(monkeypatch):
+    monkeypatch.setattr(body, "MAX_VALUES", 10)
+    assert parse_object(b'{"a":[1,1,1,1,1,1,1,1,1,1,1]}')
+    with pytest.raises(InvalidRequestError, match="more than 10"):
+        parse_object(b'{"a":[1,1,1,1,1,1,1,1,1,1,1,1]}')
+
+
+def test_surrogate_pairs_are_fine_and_halves_are_not():
+    assert parse_object(b'{"a":"\\ud83d\\ude00"}') == {"a": "\U0001f600"}
+    for raw in (b'{"a":"\\ud83d"}', b'{"a":"\\ude00"}', b'{"\\ud83d":1}', b'{"a":"\\ud83d\\u0041"}'):
+        with pytest.raises(InvalidRequestError):
+            parse_object(raw)

@@ -1,0 +1,74 @@
+"""The pre-split chunks against the same chunks built whole."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.chat_shapes import ChatChunks
+from gateway.api.completion_shapes import Choices, CompletionChunks
+from gateway.api.fan_in import Tally
+from gateway.flow.events import TextDelta
+from gateway.responses import dump_json
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+def events(data: bytes):
+    assert data.endswith(b"\n\n") or not data
+    blocks = data.decode().split("\n\n")[:-1]
+    assert all(block.startswith("data: ") and len(block.splitlines()) == 1 for block in blocks)
+    return [orjson.loads(block.removeprefix("data: ")) for block in blocks if block != "data: [DONE]"]
+
+
+@given(text=TEXT, model=TEXT, index=st.integers(0, 200), usage=st.booleans())
+def test_chat_chunks(text, model, index, usage):
+    chunks = ChatChunks("id", 7, model, Tally(1), include_usage=usage, token_bytes=None)
+    sent = events(chunks.encode(index, 0, TextDelta(index, text, [1], finish_reason="stop")))
+    common = {"id": "id", "object": "chat.completion.chunk", "created": 7, "model": model}
+    deltas = [
+        ({"role": "assistant", "content": ""}, None),
+        *([({"content": text}, None)] if text else []),
+        ({}, "stop"),
+    ]
+    assert sent == [
+        {
+            **common,
+            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}],
+            **({"usage": None} if usage else {}),
+        }
+        for delta, reason in deltas
+    ]
+
+
+@given(text=TEXT, model=TEXT, reason=st.sampled_from([None, "length"]), usage=st.booleans())
+def test_completion_chunks(text, model, reason, usage):
+    chunks = CompletionChunks("id", 7, model, Tally(1), Choices(None, None), include_usage=usage)
+    sent = events(chunks.encode(3, 1, TextDelta(1, text, [1], finish_reason=reason)))
+    if not text and reason is None:
+        assert sent == []
+        return
+    assert sent == [
+        {
+            "id": "id",
+            "object": "text_completion",
+            "created": 7,
+            "model": model,
+            "choices": [{"index": 3, "text": text, "logprobs": None, "finish_reason": reason}],
+            **({"usage": None} if usage else {}),
+        }
+    ]
+
+
+@given(TEXT)
+def test_json_is_one_line_for_everybody(text):
+    data = dump_json({"text": text})
+    assert orjson.loads(data) == {"text": text}
+    assert len(data.decode().splitlines()) == 1
+
+
+@pytest.mark.parametrize("raw", ["\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\r", "\n", "\x1c", "\x1d", "\x1e"])
+def test_line_separators_are_escaped(raw):
+    assert raw.encode() not in dump_json(raw)

@@ -1,0 +1,91 @@
+"""Bodies to parameters; whatever the body, the outcome is a valid request or an InvalidRequestError."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.generation_params import common_of_chat, common_of_completion
+from gateway.api.messages import check_messages
+from gateway.api.params import NO_EFFECT, UNSUPPORTED, ChatFields, CompletionFields, TokenizeFields, parse_fields
+from gateway.api.prompts import completion_budget, split_prompts
+from gateway.auth import Identity, Scope
+from gateway.flow.salt import Salts
+from shared.errors import ContextLengthError, InvalidRequestError, PeltonError
+from tests.fakes.fake_generator import facts
+
+IDENTITY = Identity("t", Scope.INFERENCE, b"k")
+SALTS = Salts(b"s", shared=False)
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([0, 1, -1, 2**31, 2**63, 1e999])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = sorted({*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__, *UNSUPPORTED})
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_any_body_is_taken_or_refused(body):
+    try:
+        chat = parse_fields({"model": "m", "messages": [{"role": "user", "content": "x"}], **body}, ChatFields)
+        common = common_of_chat(chat, IDENTITY, SALTS)
+        check_messages(chat.messages)
+        request = common.generation_request("r", [1], common.wanted_tokens or 5, 258, 1.0)
+        request.sampling.validate(258)
+    except InvalidRequestError as error:
+        assert error.param
+    try:
+        fields = parse_fields({"model": "m", "prompt": "x", **body}, CompletionFields)
+        common = common_of_completion(fields, IDENTITY, SALTS)
+        assert split_prompts(fields.prompt)
+        common.generation_request("r", [1], common.wanted_tokens or 5, 258, 1.0).sampling.validate(258)
+    except InvalidRequestError as error:
+        assert error.param
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_unsupported_fields_are_taken_only_where_they_ask_for_nothing(name):
+    if name in TokenizeFields.__struct_fields__:
+        pytest.skip("this endpoint takes it")
+    for value in (None, *NO_EFFECT.get(name, ())):
+        parse_fields({"model": "m", "prompt": "x", name: value}, TokenizeFields)
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_fields({"model": "m", "prompt": "x", name: "something"}, TokenizeFields)
+    assert refused.value.param == name and refused.value.code == "unsupported_parameter"
+
+
+def test_completion_budget():
+    limits = facts(max_model_len=100, num_pages=1000)
+    assert completion_budget(90, None, None, limits, "prompt") == 10
+    assert completion_budget(90, None, 16, limits, "prompt") == 10
+    assert completion_budget(10, None, 16, limits, "prompt") == 16
+    assert completion_budget(90, 10, 16, limits, "prompt") == 10
+    with pytest.raises(ContextLengthError, match=r"90 tokens and 11 .* 101 .*maximum context length is 100"):
+        completion_budget(90, 11, 16, limits, "prompt")
+    with pytest.raises(ContextLengthError, match=r"100 tokens.*maximum context length is 100"):
+        completion_budget(100, None, 16, limits, "prompt")
+    # A cache smaller than the context is the limit, and is named.
+    with pytest.raises(ContextLengthError, match=r"KV cache.* 32 tokens"):
+        completion_budget(32, None, 16, facts(max_model_len=100, num_pages=2), "prompt")
+
+
+def test_salts_differ_by_cache_salt():
+    fields = parse_fields({"model": "m", "prompt": "x"}, CompletionFields)
+    salted = parse_fields({"model": "m", "prompt": "x", "cache_salt": "a"}, CompletionFields)
+    assert common_of_completion(fields, IDENTITY, SALTS).salt != common_of_completion(salted, IDENTITY, SALTS).salt
+
+
+def test_errors_have_all_that_a_client_needs():
+    with pytest.raises(PeltonError) as refused:
+        parse_fields({"model": "m", "prompt": "x", "stream_options": {"x": 1}}, CompletionFields)
+    assert refused.value.param == "stream_options.x"
