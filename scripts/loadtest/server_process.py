@@ -1,0 +1,96 @@
+"""A `pelton serve` of the benchmark's own, on a free loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+_ROOT = Path(__file__).resolve().parents[2]
+_READY_SECONDS = 180.0
+_STOP_SECONDS = 40.0
+
+
+class ServerError(Exception):
+    """The server did not become ready."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs. `ready_seconds` is from its start to the first 200 of /ready."""
+
+    url: str
+    ready_seconds: float
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@asynccontextmanager
+async def serve(cache_dir: Path, log: Path, arguments: Sequence[str]) -> AsyncIterator[Server]:
+    """Runs a server until the block ends; then SIGTERM, and SIGKILL to its group when that takes too long.
+
+    Raises:
+        ServerError: it exits or is not ready in time; the message ends with the log's last lines.
+    """
+    port = free_port()
+    # Short: the paths of sockets have a limit.
+    with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as runtime_dir:
+        command = [sys.executable, "-P", "-m", "shared.cli", "serve", "--host", "127.0.0.1", "--port", str(port),
+                   "--runtime-dir", runtime_dir, "--cache-dir", str(cache_dir), *arguments]  # fmt: skip
+        start = time.monotonic()
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(cache_dir)},
+            )  # fmt: skip
+        try:
+            await _wait_ready(process, port, log)
+            yield Server(f"http://127.0.0.1:{port}/v1", time.monotonic() - start)
+        finally:
+            await _stop(process)
+
+
+async def _wait_ready(process: asyncio.subprocess.Process, port: int, log: Path) -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while time.monotonic() < deadline:
+            if process.returncode is not None:
+                raise ServerError(f"the server exited with {process.returncode}:\n{_tail(log)}")
+            try:
+                async with session.get(f"http://127.0.0.1:{port}/ready") as response:
+                    if response.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            await asyncio.sleep(0.02)
+    raise ServerError(f"the server was not ready within {_READY_SECONDS:.0f} s:\n{_tail(log)}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+    except TimeoutError:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
