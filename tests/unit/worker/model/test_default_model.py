@@ -1,0 +1,130 @@
+"""The default model against transformers, built from the same dequantized weights, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.fakes.weights import make_batch
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.loading.open_model import ModelFiles, open_model
+from worker.model.rope import half_split_rows
+
+PAGE = 16
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Explain gravity to a child.",
+    "List three prime numbers.",
+    "Translate 'good morning' to Spanish.",
+    "Why is the sky blue?",
+    "Give me a recipe for pancakes.",
+    "Who wrote Hamlet?",
+    "What does HTTP stand for?",
+    "Name a large river in Africa.",
+    "Write a Python function that adds two numbers.",
+    "How do vaccines work?",
+    "What is 12 times 12?",
+    "Describe the taste of an apple.",
+    "Tell me a joke about cats.",
+    "What are the seasons?",
+    "How far away is the moon?",
+    "Summarize the plot of Cinderella.",
+    "What is a neural network?",
+    "Suggest a name for a boat.",
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFiles]:
+    opened = open_model("", Path(tmp_path_factory.mktemp("cache")))
+    yield opened
+    opened.weights.close()
+
+
+@pytest.fixture(scope="module")
+def reference(files: ModelFiles) -> LlamaForCausalLM:
+    spec = files.spec
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.norm_eps,
+        max_position_embeddings=spec.max_position,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.tie_weights()
+    modules = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
+    modules |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    modules |= {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    orders = {
+        "q": half_split_rows(spec.num_heads, spec.head_dim, spec.rope.rotary_dim),
+        "k": half_split_rows(spec.num_kv_heads, spec.head_dim, spec.rope.rotary_dim),
+    }
+    with torch.no_grad():
+        for layer in range(spec.num_layers):
+            for name, module in modules.items():
+                values = files.weights.get(f"layers.{layer}.{name}.weight").dequantize(torch.float32)
+                values = values[orders[name]] if name in orders and spec.rope.interleaved else values
+                model.get_parameter(f"model.layers.{layer}.{module}.weight").copy_(values)
+        model.model.embed_tokens.weight.copy_(files.weights.get("embed.weight").dequantize(torch.float32))
+        model.model.norm.weight.copy_(files.weights.get("norm.weight").dequantize(torch.float32))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(files: ModelFiles) -> list[list[int]]:
+    tokenizer = Tokenizer.from_buffer(bytes(files.bundle.tokenizer_json))
+    texts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("num_prompts", "num_tokens"), [(4, 12), pytest.param(len(QUESTIONS), 64, marks=pytest.mark.slow)]
+)
+def test_logits_and_greedy_tokens(
+    files: ModelFiles, reference: LlamaForCausalLM, prompts: list[list[int]], num_prompts: int, num_tokens: int
+) -> None:
+    """Prompts read in chunks of two lengths, then decoded together; each token is transformers' own choice."""
+    prompts = prompts[:num_prompts]
+    decoder = Decoder(
+        files.spec, files.weights, dtype=torch.float32, device="cpu", max_num_tokens=2048, max_model_len=512
+    )
+    width = 10
+    kv = KVStorage(files.spec, width * len(prompts), PAGE, torch.float32, "cpu")
+    tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
+    parts = [decoder.forward(make_batch([(p[:7], 0, t) for p, t in zip(prompts, tables)], PAGE), kv)]
+    parts.append(decoder.forward(make_batch([(p[7:], 7, t) for p, t in zip(prompts, tables)], PAGE), kv))
+    ends = torch.tensor([len(p) - 7 for p in prompts]).cumsum(0) - 1
+    logits = parts[1][ends]
+    tokens = [list(prompt) for prompt in prompts]
+    decoded = [[row] for row in logits]
+    for step in range(num_tokens):
+        for sequence, row in zip(tokens, logits):
+            sequence.append(int(row.argmax()))
+        if step + 1 < num_tokens:
+            batch = make_batch([(s[-1:], len(s) - 1, t) for s, t in zip(tokens, tables)], PAGE, "last")
+            logits = decoder.forward(batch, kv)
+            for rows, row in zip(decoded, logits):
+                rows.append(row)
+    for prompt, sequence, rows in zip(prompts, tokens, decoded):
+        with torch.no_grad():
+            wanted = reference(torch.tensor([sequence[:-1]])).logits[0, len(prompt) - 1 :]
+        assert wanted.argmax(dim=-1).tolist() == sequence[len(prompt) :]
+        assert (torch.stack(rows) - wanted).abs().max() < 1e-3
