@@ -40,7 +40,8 @@ class Drain:
                 f"The server has {self._max_requests} requests in flight, its limit. Try again later.", retry_after=1.0
             )
         task = asyncio.current_task()
-        assert task is not None
+        if task is None:
+            raise RuntimeError("admit is for a running task")
         self._tasks.add(task)
         self._idle.clear()
         try:

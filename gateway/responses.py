@@ -59,13 +59,18 @@ def error_response(error: PeltonError) -> web.Response:
     return response
 
 
-def status_error_response(status: int) -> web.Response:
-    """A whole response for a failure that HTTP itself defines (no route, wrong method, malformed request)."""
+def status_error_object(status: int) -> dict[str, Any]:
+    """The error object for a failure that HTTP itself defines (no route, wrong method, malformed request)."""
     message, code = _STATUS_MESSAGES.get(
         status, ("The request failed.", "server_error" if status >= 500 else "bad_request")
     )
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def status_error_response(status: int) -> web.Response:
+    """A whole response for such a failure."""
+    return json_response(status_error_object(status), status)
 
 
 def http_exception_response(error: web.HTTPException) -> web.Response:

@@ -11,7 +11,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from gateway.keys import log
 from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
-from gateway.responses import http_exception_response, status_error_response
+from gateway.responses import dump_json, http_exception_response, status_error_object, status_error_response
 
 
 class HttpProtocol(RequestHandler):
@@ -48,8 +48,7 @@ class HttpProtocol(RequestHandler):
         # A request that came in meanwhile owns the connection; the half one behind it falls to the keep-alive timeout.
         if self.transport is None or self._request_in_progress or self._messages:
             return
-        body = status_error_response(408).body
-        assert isinstance(body, bytes)
+        body = dump_json(status_error_object(408))
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         head += f"x-request-id: {new_request_id()}\r\n"
         self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)

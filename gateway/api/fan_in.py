@@ -13,6 +13,7 @@ from typing import Any, Self
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.requests import GenerationLike, GeneratorLike
 from shared.errors import InternalError
+from shared.messages import TokenLogprobs
 
 _QUEUE_SIZE = 64
 _SUCCESSES = ("stop", "length")
@@ -92,15 +93,15 @@ class FanIn:
         prompt_index, delta = await self._next()
         self._count(prompt_index, delta)
         if delta.finish_reason == "stop" and delta.logprobs:
-            delta = self._without_stop_token(delta, self._requests[prompt_index])
+            shown = self._without_stop_token(delta.logprobs, self._requests[prompt_index])
+            delta = dataclasses.replace(delta, logprobs=shown)
         return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
 
-    def _without_stop_token(self, delta: TextDelta, request: GenerationRequest) -> TextDelta:
+    def _without_stop_token(self, logprobs: list[TokenLogprobs], request: GenerationRequest) -> list[TokenLogprobs]:
         """Logprobs are of the tokens whose text is shown: joined, their bytes are the text."""
-        assert delta.logprobs is not None
-        if request.include_stop_str_in_output or delta.logprobs[-1].token_id not in self._stop_token_ids:
-            return delta
-        return dataclasses.replace(delta, logprobs=delta.logprobs[:-1])
+        if request.include_stop_str_in_output or logprobs[-1].token_id not in self._stop_token_ids:
+            return logprobs
+        return logprobs[:-1]
 
     async def _next(self) -> tuple[int, TextDelta]:
         if not self._tasks:

@@ -63,9 +63,9 @@ class SseResponse:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._keepalive is not None
-        self._keepalive.cancel()
-        await asyncio.gather(self._keepalive, return_exceptions=True)
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            await asyncio.gather(self._keepalive, return_exceptions=True)
 
     async def send(self, data: bytes) -> None:
         """One write. Raises ConnectionError when the client is gone or has not read for `write_timeout` seconds."""

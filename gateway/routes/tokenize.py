@@ -34,15 +34,16 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
-    if (fields.prompt is None) == (fields.messages is None):
-        raise InvalidRequestError("Send either prompt or messages.", param="prompt")
     if fields.prompt is not None:
+        if fields.messages is not None:
+            raise InvalidRequestError("Send either prompt or messages, not both.", param="messages")
         for name in ("add_generation_prompt", "chat_template_kwargs"):
             if getattr(fields, name) is not None:
                 raise InvalidRequestError(f"{name} goes with messages.", param=name)
         special = fields.add_special_tokens is not False
         return await entry.pipeline.encode(fields.prompt, special, max_tokens=MAX_TOKENS)
-    assert fields.messages is not None
+    if fields.messages is None:
+        raise InvalidRequestError("Send prompt or messages.", param="prompt")
     if fields.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens goes with prompt; a chat template adds its own.", param="add_special_tokens"

@@ -149,7 +149,7 @@ async def test_ready_and_watchdog_notifications(directory, tmp_path):
         receiver.bind(str(path))
         receiver.settimeout(20)
         async with running(directory, NOTIFY_SOCKET=str(path), WATCHDOG_USEC="200000") as (process, _):
-            seen = set()
+            seen: set[str] = set()
             while not {"READY=1", "WATCHDOG=1"} <= seen:
                 seen |= set((await asyncio.to_thread(receiver.recv, 4096)).decode().split("\n"))
             process.popen.terminate()
