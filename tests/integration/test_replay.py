@@ -1,0 +1,171 @@
+"""Replay against a fake server over real HTTP, with real client processes."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.loadtest.coordinator import Load
+from scripts.loadtest.records import LoadRequest, Segment, Target
+from tests.fakes.fake_openai_server import MODEL, TEMPLATE_TOKENS, FakeOpenAIServer, tokens_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def requests(count: int, max_tokens: int = 6) -> list[LoadRequest]:
+    return [LoadRequest(i, 0.0, max_tokens, segments=[Segment(f"line-{i}", 20)]) for i in range(count)]
+
+
+async def run_load(server: FakeOpenAIServer, count: int, **options):
+    timeout = options.pop("timeout", 20.0)
+    async with server.running() as url:
+        target = Target(url, "chat", MODEL, timeout=timeout, words=["the", "of", "and"], api_key="sk-test")
+        return await Load(target, requests(count), num_processes=2, **options).run()
+
+
+async def replay(*arguments: str, interrupt_when: Callable[[], bool] | None = None) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scripts.loadtest", *arguments,
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    if interrupt_when is not None:
+        while not interrupt_when():
+            await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_every_request_gives_one_record_with_tokens_from_usage():
+    server = FakeOpenAIServer(faults={3: "one_frame"})
+    result = await run_load(server, 10)
+    assert [record.index for record in result.records] == list(range(10))
+    assert {record.error for record in result.records} == {None}
+    assert {record.output_tokens for record in result.records} == {6}
+    assert sorted(len(record.frame_times) for record in result.records) == [1] + [6] * 9
+    assert {record.finish_reason for record in result.records} == {"length"}
+    assert set(server.authorizations) == {"Bearer sk-test"}
+    assert {len(body["messages"][0]["content"].split()) for body in server.bodies} == {20}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("http_429", "http_429"),
+        ("http_500", "http_500"),
+        ("cut", "truncated"),
+        ("no_done", "truncated"),
+        ("error_event", "stream_error"),
+        ("bad_frame", "bad_frame"),
+        ("stall", "timeout"),
+        ("not_a_stream", "bad_frame"),
+    ],
+)
+async def test_faults_are_told_apart_and_touch_one_request(fault, kind):
+    result = await run_load(FakeOpenAIServer(faults={0: fault}), 4, timeout=1.0)
+    assert sorted(str(record.error) for record in result.records) == sorted([kind, "None", "None", "None"])
+    (failed,) = [record for record in result.records if record.error]
+    assert failed.message
+    assert failed.retry_after == ("3" if fault.startswith("http") else None)
+
+
+async def test_a_stream_without_usage_counts_frames():
+    result = await run_load(FakeOpenAIServer(faults={0: "no_usage"}), 2)
+    assert {record.output_tokens for record in result.records} == {6}
+    assert sorted(record.tokens_from_usage for record in result.records) == [False, True]
+
+
+async def test_nothing_listens():
+    target = Target("http://127.0.0.1:9/v1", "chat", MODEL, timeout=2.0, words=["the"])
+    result = await Load(target, requests(3), num_processes=1).run()
+    assert [record.error for record in result.records] == ["connect"] * 3
+
+
+async def test_the_concurrency_limit_holds_over_all_processes():
+    server = FakeOpenAIServer(ttft=0.02)
+    result = await run_load(server, 24, max_concurrency=3)
+    assert len(result.records) == 24
+    assert server.peak_open == 3
+
+
+async def test_duration_sends_no_more_and_lets_the_rest_end():
+    server = FakeOpenAIServer(ttft=0.2)
+    result = await run_load(server, 40, max_concurrency=2, duration=0.5)
+    assert 2 <= len(result.records) < 20
+    assert {record.error for record in result.records} == {None}
+    assert len(server.bodies) == len(result.records)
+
+
+async def test_prompts_have_the_lengths_of_the_trace_and_share_blocks(tmp_path):
+    trace = tmp_path / "mooncake.jsonl"
+    lines = [{"timestamp": 0, "input_length": 700 + i, "output_length": 3, "hash_ids": [1, 2 + i]} for i in range(4)]
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    server = FakeOpenAIServer()
+    async with server.running() as url:
+        code, out, err = await replay(
+            str(trace), "--url", url, "--ignore-eos", "--temperature", "0", "--goodput", "ttft:10000",
+            "--output", str(tmp_path / "out"),
+        )  # fmt: skip
+    assert code == 0, err
+    assert "one token each by /tokenize" in err
+    assert "100.0%" in out
+    texts = [body["messages"][0]["content"] for body in server.bodies]
+    assert sorted(TEMPLATE_TOKENS + tokens_of(text) - 1 for text in texts) == [700, 701, 702, 703]
+    assert len({" ".join(text.split()[:512]) for text in texts}) == 1
+    assert len({" ".join(text.split()[:520]) for text in texts}) == 4
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())["summary"]
+    assert summary["prompt_length_error"]["maximum"] == 0
+    assert summary["output_tokens"] == 12
+    assert len((tmp_path / "out" / "requests.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "out" / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_completions_without_tokenize_and_with_failures(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:15:46.{i:07},40,5\n" for i in range(6))
+    )
+    server = FakeOpenAIServer(tokenize=False, faults={1: "http_429", 2: "cut"})
+    async with server.running() as url:
+        code, out, err = await replay(str(trace), "--url", url, "--endpoint", "completions", "--request-rate", "100")
+    assert code == 0, err
+    assert "estimated" in err
+    assert "4 completed of 6 sent" in out
+    assert "of them 1 answers 429" in out
+    assert all(len(body["prompt"].split()) == 40 for body in server.bodies)
+
+
+async def test_interrupted_it_reports_what_there_is(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "\n".join(json.dumps({"arrival": i * 0.2, "prompt": "hi", "output_length": 4}) for i in range(500))
+    )
+    server = FakeOpenAIServer()
+    async with server.running() as url:
+        code, out, err = await replay(str(trace), "--url", url, interrupt_when=lambda: len(server.bodies) >= 3)
+    assert code == 130, err
+    assert "interrupted" in out
+    assert "not sent" in out
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--goodput", "speed:3"], "unknown goodput bound"),
+        (["--num-requests", "2"], "the trace has 1"),
+        ([], "does not answer"),
+    ],
+)
+async def test_what_cannot_start_says_why(tmp_path, arguments, message):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival": 0, "prompt": "hi"}')
+    code, _, err = await replay(str(trace), "--url", "http://127.0.0.1:9/v1", *arguments)
+    assert code == 1
+    assert message in err
+    assert "Traceback" not in err

@@ -1,0 +1,112 @@
+"""Trace formats, and what is said about lines that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.loadtest.traces import TraceError, detect, read_trace
+
+SAMPLE = Path(__file__).parents[3] / "scripts" / "traces" / "sample.jsonl"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    return path
+
+
+def test_the_sample_is_a_minute_of_forty_requests_with_shared_prefixes():
+    requests = read_trace(SAMPLE)
+    assert len(requests) == 40
+    assert [r.index for r in requests] == list(range(40))
+    assert requests[0].arrival == 0
+    assert requests[-1].arrival < 60
+    prefixes = [r.segments[0].key for r in requests if r.segments and r.segments[0].key.startswith("prefix-")]
+    assert len(prefixes) > len(set(prefixes)) > 1
+    assert any(r.text for r in requests)
+
+
+def test_own_format(tmp_path):
+    path = write(
+        tmp_path,
+        '# a comment\n\n{"arrival": 5, "prompt": "hello", "output_length": 3}\n'
+        '{"arrival": 3.5, "input_length": 10, "prefix": "p", "prefix_length": 4}\n',
+    )
+    first, second = read_trace(path)
+    assert (first.arrival, first.max_tokens, first.num_prompt_tokens) == (0.0, None, 10)
+    assert [(s.key, s.num_tokens) for s in first.segments] == [("prefix-p", 4), ("line-4", 6)]
+    assert (second.arrival, second.text, second.max_tokens, second.num_prompt_tokens) == (1.5, "hello", 3, None)
+
+
+def test_mooncake_blocks_with_the_same_hash_share_a_segment(tmp_path):
+    path = write(
+        tmp_path,
+        '{"timestamp": 1000, "input_length": 1100, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
+        '{"timestamp": 2500, "input_length": 1600, "output_length": 9, "hash_ids": [1, 2, 8]}\n',
+    )
+    first, second = read_trace(path)
+    assert [(s.key, s.num_tokens) for s in first.segments] == [("block-1", 512), ("block-2", 512), ("block-3", 76)]
+    assert [(s.key, s.num_tokens) for s in second.segments] == [
+        ("block-1", 512), ("block-2", 512), ("block-8", 512), ("line-2", 64),
+    ]  # fmt: skip
+    assert second.arrival == 1.5
+
+
+def test_azure_timestamps_with_seven_digits_and_with_a_zone(tmp_path):
+    path = write(
+        tmp_path,
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,0\n",
+    )
+    first, second = read_trace(path)
+    assert (first.num_prompt_tokens, first.max_tokens) == (374, 44)
+    assert second.arrival == pytest.approx(4.314579, abs=1e-6)
+    assert second.max_tokens == 1
+    zoned = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5+00:00,1,1\n2024-05-10 00:00:02+00:00,2,2\n"
+    assert read_trace(write(tmp_path, zoned))[1].arrival == pytest.approx(1.5)
+
+
+def test_lengths_can_be_cut_and_prefixes_stay(tmp_path):
+    path = write(tmp_path, '{"timestamp": 0, "input_length": 900, "output_length": 70, "hash_ids": [4, 5]}')
+    (request,) = read_trace(path, max_input=600, max_output=8)
+    assert [(s.key, s.num_tokens) for s in request.segments] == [("block-4", 512), ("block-5", 88)]
+    assert request.max_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the trace is empty"),
+        ("hello\n", "line 1: unknown trace format"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
+        ('{"arrival": 0, "prompt": "a"}\n{"arrival": ', "line 2: not valid JSON"),
+        ('{"arrival": 0, "prompt": "a"}\n[1]', "line 2: expected a JSON object"),
+        ('{"arrival": 0, "prompt": "a"}\n{"arrival": -1, "prompt": "a"}', "line 2: `arrival` must be"),
+        ('{"arrival": NaN, "prompt": "a"}', "line 1: `arrival` must be"),
+        ('{"arrival": 0, "prompt": "a", "lenght": 3}', "line 1: unknown key `lenght`"),
+        ('{"arrival": 0, "prompt": "a", "input_length": 3}', "exactly one of `prompt` and `input_length`"),
+        ('{"arrival": 0, "input_length": 3, "prefix": "a", "prefix_length": 4}', "larger than `input_length` 3"),
+        ('{"arrival": 0, "input_length": true}', "`input_length` must be an integer"),
+        ('{"arrival": 0, "input_length": 99999999999}', "`input_length` must be an integer"),
+        ('{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1, 2]}', "2 `hash_ids` are more"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2: `TIMESTAMP` must be"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1\n", "line 2: expected 3 columns"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,x,1\n", "line 2: `ContextTokens`"),
+    ],
+)
+def test_wrong_traces_are_named_by_file_and_line(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(tmp_path / "none")
+
+
+def test_detection_needs_the_keys():
+    with pytest.raises(ValueError, match="unknown trace format"):
+        detect('{"time": 1}')
