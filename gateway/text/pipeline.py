@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -25,11 +26,13 @@ _T = TypeVar("_T")
 class TextThreads:
     """The threads that tokenize and render, shared by all models of a process.
 
-    The `tokenizers` library releases the interpreter lock. A thread cannot be interrupted: a caller that is cancelled
-    no longer waits, and what has not begun is dropped.
+    The `tokenizers` library releases the interpreter lock while it works. A thread cannot be interrupted: a caller
+    that is cancelled no longer waits, and what has not begun is dropped.
     """
 
     def __init__(self, num_threads: int = 2) -> None:
+        # The library's own pool would let one long text hold up all others; each of our threads does its own work.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._small = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large-text")
 

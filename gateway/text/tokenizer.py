@@ -77,7 +77,9 @@ class TextTokenizer:
         # Lone surrogates, which JSON can express, have no UTF-8; the library would refuse the text.
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch methods release the interpreter lock; the fast one computes no offsets.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def unguard(self, text: str) -> str:
         """The text without marks."""

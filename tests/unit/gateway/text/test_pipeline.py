@@ -180,3 +180,14 @@ async def test_large_texts_do_not_hold_up_small_ones() -> None:
     release.set()
     assert await asyncio.gather(*large[:2]) == [True, True]
     threads.close()
+
+
+async def test_the_loop_runs_on_while_a_long_text_is_tokenized(pipeline: TextPipeline) -> None:
+    work = asyncio.create_task(pipeline.encode("a" * 2_000_000))
+    num_turns = 0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(await work) == 2_000_000
+    # With the interpreter lock held throughout, there would be one or two.
+    assert num_turns > 10

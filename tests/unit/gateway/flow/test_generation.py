@@ -1,0 +1,238 @@
+"""A request's life without sockets: how a worker's ends are told to the client, moving on, deadlines."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from gateway.flow.admission import Admission
+from gateway.flow.events import GenerationRequest
+from gateway.flow.generation import Generator
+from gateway.flow.routing import Router
+from gateway.text.detokenizer import Detokenizer, build_token_bytes
+from gateway.workers.client import Stream
+from shared.errors import (
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    PeltonError,
+    UnavailableError,
+    WorkerLostError,
+)
+from shared.messages import Finish, FinishReason, Output, Submit, WorkerFacts, WorkerStats
+from tests.fakes.gateway_core import collect, make_request
+from tests.fakes.tokenizers import byte_level_json
+
+FACTS = WorkerFacts(
+    model_names=["fake"],
+    max_model_len=1000,
+    num_pages=100,
+    page_size=16,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    vocab_size=512,
+    eos_token_ids=[2],
+    model_hash="m",
+    bundle_hash="b",
+)
+
+
+class Link:
+    """Stands for a WorkerLink: keeps what it was asked."""
+
+    page_size = 16
+    max_num_seqs = 8
+    waiting_tokens = 0
+    num_sequences = 0
+    stats = WorkerStats()
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.submitted: list[Submit] = []
+        self.streams: list[Stream] = []
+        self.forgotten: list[tuple[str, bool]] = []
+        self.cancelled: list[tuple[str, int]] = []
+
+    def submit(self, message: Submit, stream: Stream) -> None:
+        if self.refuses:
+            raise UnavailableError("full")
+        self.submitted.append(message)
+        self.streams.append(stream)
+
+    def forget(self, request_id: str, *, cancel: bool) -> None:
+        self.forgotten.append((request_id, cancel))
+
+    def cancel_choice(self, request_id: str, choice: int) -> None:
+        self.cancelled.append((request_id, choice))
+
+
+class World:
+    """A generator over links of one model."""
+
+    def __init__(self, num_links: int = 1, **options: Any) -> None:
+        table = build_token_bytes(json.loads(byte_level_json()), Tokenizer.from_buffer(byte_level_json()).get_vocab())
+        self.links = [Link() for _ in range(num_links)]
+        pipeline = SimpleNamespace(
+            detokenizer=lambda skip_special_tokens: Detokenizer(table, skip_special_tokens=skip_special_tokens)
+        )
+        entry: Any = SimpleNamespace(facts=FACTS, pipeline=pipeline, ready_workers=lambda: list(self.links))
+        models: Any = SimpleNamespace(model=lambda name: entry, models=lambda: [entry])
+        self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999, max_concurrent_requests=99)
+        self.generator = Generator(
+            models,
+            self.admission,
+            Router(),
+            gateway_id="gw",
+            request_timeout=options.get("request_timeout", 60.0),
+            write_timeout=60.0,
+        )
+
+
+def output(ids: list[int], finish: Finish | None = None, choice: int = 0) -> Output:
+    return Output("any", choice, ids, finish)
+
+
+@pytest.mark.parametrize(
+    ("finish", "kind", "code"),
+    [
+        (Finish(FinishReason.ABORT), UnavailableError, "service_unavailable"),
+        (Finish(FinishReason.ERROR, message="boom"), InternalError, "internal_error"),
+        (Finish(FinishReason.ERROR, message="x", code="invalid_logits"), InternalError, "invalid_logits"),
+        (Finish(FinishReason.ERROR, message="x", code="deadline_exceeded"), UnavailableError, "deadline_exceeded"),
+        (Finish(FinishReason.ERROR, message="x", code="context_length_exceeded"), ContextLengthError, None),
+        (Finish(FinishReason.ERROR, message="x", code="invalid_request"), InvalidRequestError, "invalid_request"),
+    ],
+)
+async def test_unsuccessful_ends_raise_after_what_came_before(
+    finish: Finish, kind: type[PeltonError], code: str | None
+) -> None:
+    world = World()
+    async with world.generator.submit(make_request([1], n=2)) as generation:
+        generation.on_output(output([70]))
+        generation.on_output(output([], finish))
+        generation.on_output(output([71], choice=1))
+        assert (await anext(generation)).token_ids == [70]
+        with pytest.raises(kind) as caught:
+            await anext(generation)
+        assert type(caught.value) is kind
+        assert code is None or caught.value.code == code
+        if finish.message:
+            assert caught.value.message == finish.message
+    # The other choice must not run on.
+    assert world.links[0].forgotten == [(world.links[0].submitted[0].request_id, True)]
+    assert world.admission.num_requests == 0
+
+
+async def test_a_second_end_of_a_choice_changes_nothing() -> None:
+    world = World()
+    stop = Finish(FinishReason.STOP, stop_token_id=2)
+    async with world.generator.submit(make_request([1], n=2)) as generation:
+        for _ in range(3):
+            generation.on_output(output([70, 2], stop))
+        generation.on_output(output([71], Finish(FinishReason.ERROR, message="late")))
+        generation.on_output(output([71], Finish(FinishReason.LENGTH), choice=1))
+        deltas = [delta async for delta in generation]
+    assert [(delta.choice, delta.finish_reason) for delta in deltas] == [(0, "stop"), (1, "length")]
+    assert world.links[0].forgotten == [(world.links[0].submitted[0].request_id, False)]
+
+
+async def test_a_request_without_output_moves_once() -> None:
+    world = World(num_links=2)
+    generation = world.generator.submit(make_request([1, 2, 3]))
+    first, second = sorted(world.links, key=lambda link: -len(link.submitted))
+    world.links = [second]
+    generation.on_lost(WorkerLostError("gone"))
+    assert second.submitted[0].token_ids == [1, 2, 3]
+    assert second.submitted[0].request_id != first.submitted[0].request_id
+    assert second.submitted[0].sampling == first.submitted[0].sampling
+    world.links = [Link()]
+    generation.on_lost(WorkerLostError("gone"))
+    with pytest.raises(WorkerLostError):
+        await collect(generation)
+    assert world.links[0].submitted == []
+    assert world.admission.num_requests == world.admission.waiting_tokens == 0
+
+
+async def test_a_request_with_output_does_not_move() -> None:
+    world = World(num_links=2)
+    async with world.generator.submit(make_request([1])) as generation:
+        generation.on_output(output([70]))
+        generation.on_lost(WorkerLostError("gone"))
+        assert sum(len(link.submitted) for link in world.links) == 1
+        assert (await anext(generation)).token_ids == [70]
+        with pytest.raises(WorkerLostError):
+            await anext(generation)
+        assert generation.emitted_token_ids == [[70]]
+
+
+async def test_a_worker_that_refuses_is_passed_over() -> None:
+    world = World(num_links=3)
+    world.links[0].refuses = world.links[1].refuses = True
+    world.generator.submit(make_request([1])).close()
+    assert len(world.links[2].submitted) == 1
+    world.links[2].refuses = True
+    with pytest.raises(UnavailableError, match="full"):
+        world.generator.submit(make_request([1]))
+    assert world.admission.num_requests == world.admission.waiting_tokens == 0
+
+
+async def test_deadlines_end_what_waits_and_not_what_runs() -> None:
+    world = World()
+    waiting = world.generator.submit(make_request([1], deadline=time.time() + 0.05))
+    running = world.generator.submit(make_request([1], deadline=time.time() + 0.05))
+    running.on_output(output([70]))
+    with pytest.raises(UnavailableError, match="first token"):
+        await collect(waiting)
+    running.on_output(output([71], Finish(FinishReason.LENGTH)))
+    assert (await collect(running))[-1].finish_reason == "length"
+    assert world.links[0].submitted[0].deadline is not None
+
+
+async def test_a_stream_that_stands_still_ends_too() -> None:
+    world = World(request_timeout=0.05)
+    async with world.generator.submit(make_request([1])) as generation:
+        generation.on_output(output([70]))
+        assert (await anext(generation)).token_ids == [70]
+        with pytest.raises(UnavailableError, match="next token"):
+            await anext(generation)
+
+
+async def test_a_fault_of_our_own_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    generation = world.generator.submit(make_request([1]))
+    monkeypatch.setattr(generation, "_choices", None)
+    generation.on_output(output([70]))
+    with pytest.raises(InternalError):
+        await collect(generation)
+
+
+async def test_closing_twice_gives_back_once() -> None:
+    world = World()
+    generation = world.generator.submit(make_request([1], n=3))
+    generation.close()
+    generation.close()
+    generation.on_output(output([70]))
+    generation.on_lost(WorkerLostError("gone"))
+    assert (world.admission.num_requests, world.admission.num_sequences) == (0, 0)
+    assert len(world.links[0].forgotten) == 1
+    assert [delta async for delta in generation] == []
+
+
+async def test_ids_at_the_worker_are_unique_and_short() -> None:
+    world = World()
+    request: GenerationRequest = make_request([1], request_id="x" * 500)
+    for _ in range(3):
+        world.generator.submit(request).close()
+    ids = [submit.request_id for submit in world.links[0].submitted]
+    assert len(set(ids)) == 3
+    assert max(map(len, ids)) <= 128
+
+
+async def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        World().generator.submit(make_request([]))
