@@ -103,6 +103,7 @@ class Service:
             gateway_id=gateway_id,
             request_timeout=settings.request_timeout,
             write_timeout=settings.write_timeout,
+            metrics=self._metrics,
         )
         services = Services(
             models=registry,
