@@ -38,8 +38,8 @@ from shared.messages import (
     WorkerStats,
 )
 
-MAX_MESSAGES_PER_TURN = 256
-"""Messages read before other callbacks of the loop get their turn."""
+MAX_FRAMES_PER_TURN = 256
+"""Frames read before other callbacks of the loop get their turn."""
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MAX_RECENT = 4096
 _MAX_DELAYED_CANCELS = 65_536
@@ -122,6 +122,7 @@ class WorkerLink:
         self._fds: list[int] = []
         self._tick_handle: asyncio.TimerHandle | None = None
         self._drain_scheduled = False
+        self._inside_message = False
 
     # ---- state ------------------------------------------------------------------------------------------------
 
@@ -137,11 +138,7 @@ class WorkerLink:
     @property
     def ready(self) -> bool:
         """Whether the worker has answered a round trip through its engine loop lately."""
-        return (
-            not self.lost
-            and self.facts is not None
-            and self._silent_seconds() <= self._liveness.not_ready_after
-        )
+        return not self.lost and self.facts is not None and self._silent_seconds() <= self._liveness.not_ready_after
 
     @property
     def num_streams(self) -> int:
@@ -289,33 +286,23 @@ class WorkerLink:
 
     def _drain(self) -> None:
         """Reads until the socket is empty, or until others must have their turn."""
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            if self.lost:
+        for _ in range(MAX_FRAMES_PER_TURN):
+            if self.lost or self._socket is None:
                 return
-            frame = self._receive()
-            if frame is None:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
                 return
-            if frame:
+            is_first = not self._inside_message
+            self._inside_message = bool(self._socket.getsockopt(zmq.RCVMORE))
+            if is_first and not self._inside_message:
                 self._on_frame(frame)
-            else:
+            elif is_first:
+                # Our messages have one frame; what follows of this one is read past.
                 self.counters.malformed += 1
         if not self._drain_scheduled and not self.lost:
             self._drain_scheduled = True
             self._loop.call_soon(self._scheduled_drain)
-
-    def _receive(self) -> bytes | None:
-        """One message of one frame; empty for one with another number of frames; None when there is none."""
-        assert self._socket is not None
-        try:
-            frame = self._socket.recv(zmq.NOBLOCK)
-            more = False
-            while self._socket.getsockopt(zmq.RCVMORE):
-                # The frames of a message arrive together: these do not wait.
-                self._socket.recv(zmq.NOBLOCK)
-                more = True
-        except zmq.Again:
-            return None
-        return b"" if more else frame
 
     def _drain_monitor(self) -> None:
         while not self.lost and self._monitor is not None:
@@ -329,7 +316,7 @@ class WorkerLink:
 
     def _read_to_the_end(self) -> None:
         """What the worker sent before it went still counts."""
-        for _ in range(2 * sockets.HIGH_WATER_MARK // MAX_MESSAGES_PER_TURN):
+        for _ in range(2 * sockets.HIGH_WATER_MARK // MAX_FRAMES_PER_TURN):
             if self.lost or not self._events() & zmq.POLLIN:
                 return
             self._drain()

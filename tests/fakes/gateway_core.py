@@ -22,7 +22,7 @@ from gateway.workers.registry import Registry
 from shared.metrics import GatewayMetrics
 from shared.sampling_params import SamplingParams
 
-FAST = Liveness(ping_interval=0.05, not_ready_after=0.4, lost_after=0.9)
+FAST = Liveness(ping_interval=0.05, not_ready_after=1.5, lost_after=3.0)
 
 
 @dataclass
