@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -35,7 +38,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\n" + JSON_HEADERS
     [
         b"NONSENSE\r\n\r\n",
         b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/x.9\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n",
@@ -211,3 +214,17 @@ async def test_a_dropped_connection_mid_body_is_no_error_of_the_server():
             writer.transport.abort()
         assert (await gateway.complete())[0] == 200
         assert gateway.drain.num_in_flight == 0
+
+
+@pytest.mark.slow
+def test_the_same_with_the_parser_in_python():
+    # CVE-2025-53643: aiohttp falls back to it where its compiled parser is missing.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "AIOHTTP_NO_EXTENSIONS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
