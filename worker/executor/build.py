@@ -21,6 +21,7 @@ from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
 from worker.executor.memory import KVPlan, available_bytes, plan_kv
 from worker.executor.model_runner import ModelRunner
+from worker.executor.precompile import Precompilation
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
 from worker.executor.request_rows import RequestRows
 from worker.kv.storage import KVStorage
@@ -189,16 +190,28 @@ def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torc
 def load_decoder(
     settings: WorkerSettings, files: ModelFiles, device: torch.device, parallel: ParallelContext
 ) -> Decoder:
-    """Reads this rank's weights."""
-    return Decoder(
+    """Reads this rank's weights, and compiles its kernels meanwhile."""
+    dtype = resolve_dtype(settings, device)
+    precompilation = Precompilation(
         files.spec,
-        files.weights,
-        dtype=resolve_dtype(settings, device),
+        parallel,
+        page_size=settings.block_size,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(settings, device, dtype),
         device=device,
-        parallel=parallel,
-        max_num_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len or files.spec.max_position,
     )
+    try:
+        return Decoder(
+            files.spec,
+            files.weights,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            max_num_tokens=settings.max_num_batched_tokens,
+            max_model_len=settings.max_model_len or files.spec.max_position,
+        )
+    finally:
+        precompilation.wait()
 
 
 def make_runner(

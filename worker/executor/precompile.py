@@ -1,0 +1,63 @@
+"""Compiles the model's CPU kernels while its weights are read; both take seconds when the caches are empty."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from worker.model.attention import attention_geometry
+from worker.model.parallel import ParallelContext
+from worker.model.spec import DecoderSpec
+
+
+class Precompilation:
+    """A thread that fills numba's cache; the model then finds its kernels there. Nothing to do on other devices.
+
+    Until `wait` returns, no other thread may compile or import what imports numba: numba's first use is not made for
+    several threads. An error is left for the model to meet again, with its own message.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        parallel: ParallelContext,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._spec = spec
+        self._parallel = parallel
+        self._page_size = page_size
+        self._dtype = dtype
+        self._kv_dtype = kv_dtype
+        self._thread: threading.Thread | None = None
+        if device.type == "cpu":
+            import kernels.cpu.ops  # noqa: F401 - in this thread, see above
+
+            self._thread = threading.Thread(target=self._compile, name="compile-model", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the thread has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _compile(self) -> None:
+        from kernels.activation import cpu as activation
+        from kernels.attention import cpu as attention
+        from kernels.norm import cpu as norm
+
+        spec, dtype = self._spec, self._dtype
+        windows = {group.window for group in spec.kv_groups} or {None}
+        for window in windows:
+            geometry = attention_geometry(spec, self._page_size, window, self._parallel)
+            if attention.supported(geometry, dtype, self._kv_dtype):
+                attention.PagedAttention(geometry, dtype, self._kv_dtype)
+        if norm.supported(spec.hidden_size, dtype):
+            norm.AddRMSNorm(spec.hidden_size, dtype)
+        width = spec.intermediate_size // self._parallel.tp_size
+        if activation.supported(width, dtype, spec.activation):
+            activation.SiluAndMul(width, dtype)
