@@ -123,6 +123,28 @@ async def test_sigterm_drains_and_exits_with_0(directory):
             assert await ending == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_noticed_on_the_production_loop(directory, stream):
+    # 75: uvloop, and down to the Cancel that the worker gets.
+    with FakeWorker(directory, delay=0.01, script=lambda _: [100] * 100_000) as worker:
+        async with running(directory) as (process, url), aiohttp.ClientSession() as session:
+            await ready(session, url)
+            raw = json.dumps({"model": "fake", "prompt": "a", "max_tokens": 4000, "stream": stream}).encode()
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+            for leaving in (False, True):
+                for _ in range(200):
+                    if worker.num_running == (0 if leaving else 1):
+                        break
+                    await asyncio.sleep(0.02)
+                else:
+                    raise AssertionError("the worker saw no cancel" if leaving else "the worker saw no request")
+                writer.close()
+            assert len(worker.cancels()) == 1
+            assert await process.end() == 0
+
+
 async def test_sigterm_when_idle_ends_at_once(directory):
     async with running(directory, "--drain-timeout", "60") as (process, _):
         assert await process.end(signal.SIGINT) == 0
