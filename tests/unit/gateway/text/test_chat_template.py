@@ -19,35 +19,46 @@ def render(source: str, messages: Any = USER, *, tools: Any = None, prompt: bool
     return template.render(messages, tools, prompt, kwargs)
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}{{ eos_token }}{% endfor %}",
-         "<s>user: Hi <b>&</b></s>"),
-        ("{% for m in messages %}\n  {% if true %}\nx\n  {% endif %}\n{% endfor %}\ny", "x\ny"),
-        (("{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}"
-         "{% endfor %}"), "02"),
-        ("{{ {'a': '<é>', 'b': [1, none]} | tojson }}", '{"a": "<é>", "b": [1, null]}'),
-        ("{{ {'b': 1, 'a': 2} | tojson(indent=2) }}", '{\n  "b": 1,\n  "a": 2\n}'),
-        ("{% generation %}a{{ messages | length }}{% endgeneration %}", "a1"),
-        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
-        (("{% for x in ['a', 'b', 'c'] %}{{ loop.index }}{{ loop.first }}{{ loop.last }}{{ loop.length }}"
-         "{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}"),
-         "1TrueFalse3b2FalseFalse3ac3FalseTrue3b"),
-        ("{% for x in [] %}a{% else %}none{% endfor %}", "none"),
-        ("{% for k, v in {'a': 1}.items() %}{{ k ~ '=' ~ v }}{% endfor %}", "a=1"),
-        ("{% macro f(x) %}[{{ x | trim | upper }}]{% endmacro %}{{ f(' a ') }}", "[A]"),
-        ("{{ messages | map(attribute='role') | join(', ') }}{{ 'a,b'.split(',')[-1] }}", "userb"),
-        (("{% for x in [1, [2, [3]]] recursive %}{% if x is iterable %}{{ loop(x) }}{% else %}{{ x }}{% endif %}"
-         "{% endfor %}"), "123"),
-        ("{{ 'yes' if add_generation_prompt and not tools and thinking else 'no' }}", "yes"),
-        ("{{ '%s-%d' % ('a', 3) }}{{ '{}'.format(4) }}{{ 'abc'.replace('b', 'xx') }}", "a-34axxc"),
-        ("{{ messages[::-1][0].content[:2] }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
-         "Hi1"),
-    ],
-)  # fmt: skip
+CASES = [
+    ("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}{{ eos_token }}{% endfor %}",
+     "<s>user: Hi <b>&</b></s>"),
+    ("{% for m in messages %}\n  {% if true %}\nx\n  {% endif %}\n{% endfor %}\ny", "x\ny"),
+    (("{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}"
+     "{% endfor %}"), "02"),
+    ("{{ {'a': '<é>', 'b': [1, none]} | tojson }}", '{"a": "<é>", "b": [1, null]}'),
+    ("{{ {'b': 1, 'a': 2} | tojson(indent=2) }}", '{\n  "b": 1,\n  "a": 2\n}'),
+    ("{% generation %}a{{ messages | length }}{% endgeneration %}", "a1"),
+    ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+    (("{% for x in ['a', 'b', 'c'] %}{{ loop.index }}{{ loop.first }}{{ loop.last }}{{ loop.length }}"
+     "{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}"),
+     "1TrueFalse3b2FalseFalse3ac3FalseTrue3b"),
+    ("{% for x in [] %}a{% else %}none{% endfor %}", "none"),
+    ("{% for k, v in {'a': 1}.items() %}{{ k ~ '=' ~ v }}{% endfor %}", "a=1"),
+    ("{% macro f(x) %}[{{ x | trim | upper }}]{% endmacro %}{{ f(' a ') }}", "[A]"),
+    ("{{ messages | map(attribute='role') | join(', ') }}{{ 'a,b'.split(',')[-1] }}", "userb"),
+    (("{% for x in [1, [2, [3]]] recursive %}{% if x is iterable %}{{ loop(x) }}{% else %}{{ x }}{% endif %}"
+     "{% endfor %}"), "123"),
+    ("{{ 'yes' if add_generation_prompt and not tools and thinking else 'no' }}", "yes"),
+    ("{{ '%s-%d' % ('a', 3) }}{{ '{}'.format(4) }}{{ 'abc'.replace('b', 'xx') }}", "a-34axxc"),
+    ("{{ messages[::-1][0].content[:2] }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+     "Hi1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "text"), CASES)
 def test_what_templates_use_works(source: str, text: str) -> None:
     assert render(source, thinking=True) == text
+
+
+@pytest.mark.parametrize("source", [source for source, _ in CASES])
+def test_it_renders_as_transformers_does(source: str) -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    variables = {"documents": None, "bos_token": "<s>", "eos_token": "</s>", "thinking": True}
+    expected = _compile_jinja_template(source).render(
+        messages=USER, tools=None, add_generation_prompt=True, **variables
+    )
+    assert render(source, thinking=True) == expected
 
 
 def test_the_date_is_there() -> None:
