@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,12 +43,14 @@ class FakeOpenAIServer:
     faults: what goes wrong with the n-th generation request.
     ttft, tpot: seconds before the first and between later frames.
     tokenize: False answers /tokenize with 404, as servers without it do.
+    on_request: called with the number of each generation request.
     """
 
     faults: Mapping[int, Fault] = field(default_factory=dict)
     ttft: float = 0.0
     tpot: float = 0.0
     tokenize: bool = True
+    on_request: Callable[[int], None] = lambda number: None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     num_open: int = 0
@@ -93,6 +95,7 @@ class FakeOpenAIServer:
         number = len(self.bodies)
         body = await request.json()
         self.bodies.append(body)
+        self.on_request(number)
         self.authorizations.append(request.headers.get("Authorization"))
         fault = self.faults.get(number)
         if fault in ("http_429", "http_500"):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,16 +26,18 @@ async def run_load(server: FakeOpenAIServer, count: int, **options):
         return await Load(target, requests(count), num_processes=2, **options).run()
 
 
-async def replay(*arguments: str, interrupt_when: Callable[[], bool] | None = None) -> tuple[int, str, str]:
+async def replay(
+    *arguments: str, module: str = "scripts.loadtest", interrupt_on: asyncio.Event | None = None
+) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scripts.loadtest", *arguments,
+        sys.executable, "-m", module, *arguments,
         cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    if interrupt_when is not None:
-        while not interrupt_when():
-            await asyncio.sleep(0.02)
+    if interrupt_on is not None:
+        await interrupt_on.wait()
         process.send_signal(signal.SIGINT)
     out, err = await process.communicate()
+    assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
 
@@ -145,9 +146,10 @@ async def test_interrupted_it_reports_what_there_is(tmp_path):
     trace.write_text(
         "\n".join(json.dumps({"arrival": i * 0.2, "prompt": "hi", "output_length": 4}) for i in range(500))
     )
-    server = FakeOpenAIServer()
+    third = asyncio.Event()
+    server = FakeOpenAIServer(on_request=lambda number: third.set() if number == 2 else None)
     async with server.running() as url:
-        code, out, err = await replay(str(trace), "--url", url, interrupt_when=lambda: len(server.bodies) >= 3)
+        code, out, err = await replay(str(trace), "--url", url, interrupt_on=third)
     assert code == 130, err
     assert "interrupted" in out
     assert "not sent" in out
@@ -169,3 +171,26 @@ async def test_what_cannot_start_says_why(tmp_path, arguments, message):
     assert code == 1
     assert message in err
     assert "Traceback" not in err
+
+
+async def test_the_serving_benchmark_measures_a_server_that_runs():
+    server = FakeOpenAIServer(ttft=0.01)
+    arguments = ["--no-ceiling", "--rounds", "1", "--concurrency", "4", "--tests", "load", "prefix"]
+    async with server.running() as url:
+        code, out, err = await replay("--url", url, *arguments, module="scripts.loadtest.bench")
+    assert code == 0, err
+    figures = json.loads(out.splitlines()[-1])
+    assert figures["load"]["output_tokens_per_second"] > 0
+    assert figures["prefix"]["ratio"] > 0
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) == 2 + 4 + 10
+    assert sorted(map(len, prompts)) == [32] * 2 + [128] * 4 + [1000] * 10
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
+
+
+async def test_the_serving_benchmark_gives_no_figures_of_failed_requests():
+    async with FakeOpenAIServer(faults={4: "http_500"}).running() as url:
+        code, out, err = await replay("--url", url, "--no-ceiling", "--tests", "load", module="scripts.loadtest.bench")
+    assert code == 1
+    assert "http_500" in err
+    assert out == ""
