@@ -9,7 +9,7 @@ from shared.sampling_params import SamplingParams
 from tests.unit.worker.executor.fake_decoder import PAGE, VOCAB, expected_logits, make_runner
 from worker.executor.executor import ExecutorError
 from worker.executor.local import LocalExecutor
-from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, ScheduledTokens, StepPlan
+from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, ScheduledTokens, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50)
 
@@ -251,7 +251,7 @@ def test_depth_two_does_not_wait_for_the_step():
     def execute(plan):
         running.set()
         assert release.wait(10)
-        return plan.step
+        return StepResult(step=plan.step, sampled=[])
 
     executor = LocalExecutor(execute, 2, on_close=lambda: closed.append(True))
     first = executor.submit(StepPlan(step=1, scheduled=[]))
@@ -259,7 +259,7 @@ def test_depth_two_does_not_wait_for_the_step():
     assert running.wait(10)
     assert not first.done() and not second.done()
     release.set()
-    assert [handle.result() for handle in (first, second)] == [1, 2]
+    assert [handle.result().step for handle in (first, second)] == [1, 2]
     assert first.done() and second.done()
     executor.close()
     assert closed == [True]
