@@ -171,8 +171,7 @@ class WorkerLink:
         self._socket = sockets.make_dealer(self._context, self.endpoint, self._gateway_id.encode())
         self._monitor = self._socket.get_monitor_socket(_LOST_EVENTS)
         for socket, callback in ((self._socket, self._drain), (self._monitor, self._drain_monitor)):
-            fd = socket.getsockopt(zmq.FD)
-            assert isinstance(fd, int)
+            fd = int(socket.getsockopt(zmq.FD))
             self._loop.add_reader(fd, callback)
             self._fds.append(fd)
         self._send(Hello(version=PROTOCOL_VERSION, gateway_id=self._gateway_id))
@@ -270,7 +269,6 @@ class WorkerLink:
 
     def _schedule_drain(self) -> None:
         """After a send the edge of a message that arrived meanwhile may have passed: look at EVENTS again."""
-        assert self._socket is not None
         if not self._drain_scheduled and self._events() & zmq.POLLIN:
             self._drain_scheduled = True
             self._loop.call_soon(self._scheduled_drain)
@@ -280,9 +278,7 @@ class WorkerLink:
         self._drain()
 
     def _events(self) -> int:
-        assert self._socket is not None
-        events = self._socket.getsockopt(zmq.EVENTS)
-        return events if isinstance(events, int) else 0
+        return 0 if self._socket is None or self.lost else int(self._socket.getsockopt(zmq.EVENTS))
 
     def _drain(self) -> None:
         """Reads until the socket is empty, or until others must have their turn."""
