@@ -127,7 +127,7 @@ def _draw_requests(axes: Any, result: LoadResult) -> None:
                Line2D([], [], color=_STREAMING, linewidth=6, label="streaming")]  # fmt: skip
     if spans[_FAILED]:
         handles.append(Line2D([], [], color=_FAILED, linewidth=6, label="failed"))
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.7, 1.0), ncols=3, frameon=False, fontsize=9)
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=3, frameon=False, fontsize=9)
 
 
 def _draw_rates(axes: Any, result: LoadResult) -> None:
