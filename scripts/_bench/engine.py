@@ -9,11 +9,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from kernels.cpu.pool import use_cache_directory, use_huge_pages
 from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
@@ -25,16 +27,18 @@ from worker.quant.select import linear_scheme
 PAGE_SIZE = 16
 
 
-def median_ms(run: Callable[[], object], seconds: float) -> float:
-    """Median time of a call, over at least three calls and about `seconds`."""
-    run()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
+def alternating_ms(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median time of each call. They take turns, so that what else the machine does falls on all alike."""
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
         run()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 3 or time.perf_counter() < end:
+        for run, taken in zip(runs, times):
+            start = time.perf_counter()
+            run()
+            taken.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(taken) for taken in times]
 
 
 class LinearLayers:
@@ -56,8 +60,8 @@ class LinearLayers:
         scheme.after_load()
         return scheme
 
-    def ceiling_ms(self, rows: int, head_rows: int, seconds: float) -> float:
-        """Milliseconds of one pass over all matrices."""
+    def one_pass(self, rows: int, head_rows: int) -> Callable[[], None]:
+        """A pass over all matrices with `rows` rows, the head with `head_rows`."""
         x = {width: torch.randn((rows, width), dtype=self._dtype) for width in set(self._inputs)}
         head = torch.randn((head_rows, self._inputs[-1]), dtype=self._dtype)
 
@@ -66,7 +70,7 @@ class LinearLayers:
                 scheme.apply(x[width], None)
             self._schemes[-1].apply(head, None)
 
-        return median_ms(run, seconds)
+        return run
 
 
 def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> ForwardBatch:
@@ -97,10 +101,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=190, help="context length of the decode steps")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
     parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each line")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "pelton")
     options = parser.parse_args()
     dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
+    use_huge_pages()
+    use_cache_directory(options.cache_dir)
     files = open_model(options.model, options.cache_dir)
     decoder = Decoder(
         files.spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=4096, max_model_len=files.spec.max_position
@@ -114,9 +120,9 @@ def main() -> None:
     results = []
     for kind, num_requests, tokens, context in cases:
         step = make_step(num_requests, tokens, context, files.spec.vocab_size)
-        ceiling = linears.ceiling_ms(num_requests * tokens, num_requests, options.seconds)
-        took = median_ms(lambda step=step: decoder.forward(step, kv), options.seconds)  # type: ignore[misc]
         rows = num_requests * tokens
+        runs: list[Callable[[], object]] = [linears.one_pass(rows, num_requests), partial(decoder.forward, step, kv)]
+        ceiling, took = alternating_ms(runs, options.seconds)
         share, speed = ceiling / took, rows / took * 1e3
         print(f"{kind:8} {rows:5} {context:7} {took:9.2f} {ceiling:9.2f} {share:6.1%} {speed:8.0f}")
         results.append(
