@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.fakes.weights import make_batch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.loading.open_model import ModelFiles, open_model
+from worker.model.loading.model_files import ModelFiles
+from worker.model.loading.open_model import open_model
 from worker.model.rope import half_split_rows
 
 PAGE = 16
