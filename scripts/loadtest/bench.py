@@ -32,6 +32,7 @@ from scripts.loadtest.statistics import Summary, summarize, ttft
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PREFILL_ROWS = 512
+_CEILING_DRIFT = 0.1
 TESTS = ("single", "load", "long", "gap", "prefix")
 
 
@@ -268,8 +269,11 @@ async def run(options: argparse.Namespace) -> None:
         figures["ceilings"] = ceilings
         figures["ceilings_after"] = after = await measure_ceilings(rows)
         for count, ceiling in ceilings.items():
-            speeds = f"{number(ceiling['tokens_per_second'])}, {number(after[count]['tokens_per_second'])}"
+            before, later = ceiling["tokens_per_second"], after[count]["tokens_per_second"]
+            speeds = f"{number(before)}, {number(later)}"
             lines.append([f"ceiling of {count} rows ({ceiling['kernel']}): before, after tok/s", speeds])
+            if abs(later / before - 1) > _CEILING_DRIFT:
+                print(f"note: the ceiling of {count} rows moved; was the machine busy with others?", file=sys.stderr)
     print(table(lines, ["measured", "value"]))
     print(json.dumps(figures))
 
