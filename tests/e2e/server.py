@@ -1,0 +1,151 @@
+"""A real `pelton serve` as a subprocess, for tests: started on a free port, asked over HTTP, ended by its own id."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+READY_TIMEOUT = 120.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Any, timeout: float, what: str) -> Any:
+    """Polls until the condition holds and returns its value; fails the test with `what` otherwise."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {timeout} s: {what}")
+
+
+@dataclass
+class Server:
+    """`pelton serve ARGS`. Use as a context manager."""
+
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.port = free_port()
+        self.directory = tempfile.TemporaryDirectory(prefix="pelton-e2e-")
+        self.log_path = Path(self.directory.name) / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        runtime = Path(self.directory.name) / "run"
+        command = [sys.executable, "-m", "shared.cli", "serve", "--port", str(self.port), "--runtime-dir", str(runtime)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PELTON_")} | self.env
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *self.args], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+        try:
+            wait_until(self.ready_or_dead, READY_TIMEOUT, "ready")
+            assert self.process.poll() is None, self.log()
+        except BaseException:
+            print(self.log())
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.directory.cleanup()
+
+    def log(self) -> str:
+        """What the processes wrote."""
+        return self.log_path.read_text(errors="replace")
+
+    def ready_or_dead(self) -> bool:
+        """Ends the wait for a server that exited."""
+        assert self.process is not None
+        return self.process.poll() is not None or self.status("/ready") == 200
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def client(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
+        """The official client, without retries so that failures show."""
+        return openai.OpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=60, **options)
+
+    def async_client(self, api_key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=120)
+
+    def status(self, path: str) -> int:
+        """Status of a GET, 0 where nothing listens."""
+        try:
+            return self.request("GET", path)[0]
+        except (OSError, http.client.HTTPException):
+            return 0
+
+    def request(self, method: str, path: str, body: Any = None, api_key: str | None = None) -> tuple[int, Any]:
+        """Status and body (decoded where it is JSON)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            raw = response.read()
+        finally:
+            connection.close()
+        with contextlib.suppress(ValueError):
+            return response.status, json.loads(raw)
+        return response.status, raw.decode()
+
+    def metric(self, name: str) -> float:
+        """Sum over all label sets of one metric."""
+        status, text = self.request("GET", "/metrics")
+        assert status == 200, text
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in str(text).splitlines()
+            if line.startswith((f"pelton:{name}{{", f"pelton:{name} "))
+        ]
+        assert values, f"no metric pelton:{name}"
+        return sum(values)
+
+    def idle(self) -> bool:
+        """Nothing runs, waits or holds pages."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names)
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of this server's workers: descendants whose command is `-m worker`."""
+        assert self.process is not None
+        children = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+        return [
+            int(parts[0])
+            for parts in (line.split(None, 2) for line in children.splitlines())
+            if int(parts[1]) == self.process.pid and "-m worker" in parts[2] and "rank_main" not in parts[2]
+        ]

@@ -1,0 +1,48 @@
+"""Model files that cannot be used: one clear sentence, exit code 1, no traceback, no crash loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker.model.loading import default_model_path
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _serve(model: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-m", "shared.cli", "serve", str(model), "--port", "0"]
+    command += ["--runtime-dir", str(tmp_path / "run"), "--cache-dir", str(tmp_path / "cache")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("flags", [(), ("-O",)])
+def test_a_truncated_file_is_named(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(default_model_path().read_bytes()[:50_000_000])
+    ended = _serve(broken, tmp_path, *flags)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 1, output
+    assert "broken.gguf" in output
+    assert "Traceback" not in output
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch marker'\ntR.")
+    ended = _serve(folder, tmp_path)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 1, output
+    assert "Traceback" not in output
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    ended = _serve(tmp_path / "nowhere.gguf", tmp_path)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 1 and "nowhere.gguf" in output and "Traceback" not in output

@@ -1,0 +1,56 @@
+"""Clients that leave: pages and slots are freed, whatever the request was doing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.server import Server, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """Two requests run at a time, so that a third one waits."""
+    with Server(("--max-num-seqs", "2")) as running:
+        yield running
+
+
+def _open(server: Server, *, stream: bool) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "Tell", "max_tokens": 4000, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": stream}), headers)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_running_and_waiting_requests_end_with_their_clients(small: Server, stream: bool) -> None:
+    connections = [_open(small, stream=stream) for _ in range(4)]
+    wait_until(lambda: small.metric("num_requests_running") == 2, 20, "two running")
+    wait_until(lambda: small.metric("num_requests_waiting") == 2, 20, "two waiting")
+    assert small.metric("kv_cache_usage_perc") > 0
+    if stream:
+        connections[0].getresponse().read(64)
+    for connection in connections:
+        connection.close()
+    left = time.monotonic()
+    wait_until(small.idle, 10, "idle after the clients left")
+    print(f"idle after {time.monotonic() - left:.2f} s")
+
+
+def test_a_storm_of_disconnects_leaves_nothing(small: Server) -> None:
+    for _ in range(5):
+        connections = [_open(small, stream=True) for _ in range(40)]
+        time.sleep(0.05)
+        for connection in connections:
+            connection.close()
+    wait_until(small.idle, 15, "idle after the storm")
+    status, answer = small.request("POST", "/v1/completions", {"prompt": "Hi", "model": "SmolLM2-135M-Instruct"})
+    assert status == 200 and answer["usage"]["completion_tokens"] >= 1
+    assert "Traceback" not in small.log()

@@ -1,0 +1,100 @@
+"""Workers that die or freeze under load: touched streams end with one error, the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.e2e.server import Server, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Server]:
+    with Server(("--data-parallel-size", "2", "--num-threads", "1")) as running:
+        wait_until(lambda: len(running.worker_pids()) == 2, 60, "two workers")
+        wait_until(lambda: _num_workers(running) == 2, 60, "two workers connected")
+        yield running
+
+
+def _num_workers(server: Server) -> int:
+    text = str(server.request("GET", "/metrics")[1])
+    return sum(line.startswith("pelton:num_requests_running{") for line in text.splitlines())
+
+
+async def _stream(client: openai.AsyncOpenAI, index: int, tokens: int, started: asyncio.Event) -> str:
+    """"ok" for a complete stream, else the code of the error that ended it."""
+    try:
+        stream = await client.completions.create(
+            model=MODEL, prompt=f"Story {index}:", max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        reason, count = None, 0
+        async for chunk in stream:
+            started.set()
+            reason = chunk.choices[0].finish_reason or reason
+            count += 1
+    except openai.APIError as error:
+        return str(error.code)
+    return "ok" if reason == "length" else f"ended with {reason} after {count}"
+
+
+async def test_a_killed_worker_ends_only_its_own_streams(pair: Server) -> None:
+    async with pair.async_client() as client:
+        events = [asyncio.Event() for _ in range(8)]
+        tasks = [asyncio.create_task(_stream(client, i, 300, events[i])) for i in range(8)]
+        await asyncio.gather(*(event.wait() for event in events))
+        os.kill(pair.worker_pids()[0], signal.SIGKILL)
+        results = await asyncio.gather(*tasks)
+        assert set(results) == {"ok", "worker_lost"}, results
+        assert pair.status("/ready") == 200
+        wait_until(lambda: _num_workers(pair) == 2, 60, "the worker is back")
+        event = asyncio.Event()
+        assert await _stream(client, 9, 8, event) == "ok"
+    wait_until(pair.idle, 10, "idle")
+
+
+async def test_a_frozen_worker_is_not_ready_then_lost() -> None:
+    with Server() as server:
+        pid = server.worker_pids()[0]
+        async with server.async_client() as client:
+            event = asyncio.Event()
+            task = asyncio.create_task(_stream(client, 0, 6000, event))
+            await event.wait()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                loop = asyncio.get_running_loop()
+                begin = loop.time()
+                while server.status("/ready") == 200 and loop.time() - begin < 30:
+                    await asyncio.sleep(0.1)
+                unready = loop.time() - begin
+                assert server.status("/ready") == 503
+                assert server.status("/health") == 200
+                assert await task == "worker_lost"
+                lost = loop.time() - begin
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert 3 < unready < 12, unready
+            assert 10 < lost < 30, lost
+            wait_until(lambda: server.status("/ready") == 200, 60, "ready again")
+            assert await _stream(client, 1, 8, asyncio.Event()) == "ok"
+        wait_until(server.idle, 15, "no late work")
+
+
+async def test_sigterm_lets_running_streams_finish() -> None:
+    with Server() as server:
+        async with server.async_client() as client:
+            event = asyncio.Event()
+            task = asyncio.create_task(_stream(client, 0, 200, event))
+            await event.wait()
+            assert server.process is not None
+            server.process.send_signal(signal.SIGTERM)
+            assert await task == "ok"
+        assert await asyncio.to_thread(server.process.wait, 40) == 0

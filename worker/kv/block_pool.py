@@ -1,0 +1,107 @@
+"""Pages of the KV cache as numbers: who holds them, and which of the free ones can still be found."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+
+class OutOfPagesError(Exception):
+    """More pages were asked for than are free. The caller checks `num_free` first, so this is a fault of its own."""
+
+
+class BlockPool:
+    """Reference counts of the pages 0 .. num_pages - 1 of one KV group.
+
+    A page is held (reference count > 0), blank (free, its content is nobody's) or cached (free, but the prefix cache
+    can still find it). Blank pages are handed out first, then cached ones, least recently released first.
+
+    Args:
+        num_pages: size of the pool.
+        on_evict: told of each cached page that is about to be handed out for other content.
+    """
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int], None]) -> None:
+        self.num_pages = num_pages
+        self._on_evict = on_evict
+        self._ref_counts = [0] * num_pages
+        # Popped from the end: page 0 goes out first.
+        self._blank = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds, blank or cached."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free pages that can still be found."""
+        return len(self._cached)
+
+    def is_held(self, page: int) -> bool:
+        """Whether any request holds the page."""
+        return self._ref_counts[page] > 0
+
+    def allocate(self, count: int) -> list[int]:
+        """Pages with a reference count of 1, for new content. Raises OutOfPagesError."""
+        if count > self.num_free:
+            raise OutOfPagesError(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+        pages = []
+        for _ in range(count):
+            if self._blank:
+                page = self._blank.pop()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                self._on_evict(page)
+            self._ref_counts[page] = 1
+            pages.append(page)
+        return pages
+
+    def acquire(self, page: int) -> None:
+        """One more holder of a page that is held or cached."""
+        if self._ref_counts[page] == 0:
+            del self._cached[page]
+        self._ref_counts[page] += 1
+
+    def release(self, page: int, *, findable: bool) -> None:
+        """One holder fewer; the last one leaves the page cached where it is findable, else blank."""
+        count = self._ref_counts[page] - 1
+        if count < 0:
+            raise ValueError(f"page {page} is released more often than it was acquired")
+        self._ref_counts[page] = count
+        if count == 0:
+            if findable:
+                self._cached[page] = None
+            else:
+                self._blank.append(page)
+
+    def forget(self, page: int) -> None:
+        """The prefix cache can no longer find the page: a cached one becomes blank, a held one stays held."""
+        if page in self._cached:
+            del self._cached[page]
+            self._blank.append(page)
+
+    def check(self, held: Iterable[int], findable: set[int]) -> None:
+        """Raises AssertionError unless the counts equal the holders' lists and every page is in exactly one state.
+
+        Args:
+            held: all pages of all holders, with repetitions.
+            findable: the pages that the prefix cache knows.
+        """
+        expected = [0] * self.num_pages
+        for page in held:
+            expected[page] += 1
+        _require(expected == self._ref_counts, "reference counts differ from the pages that requests hold")
+        blank, cached = set(self._blank), set(self._cached)
+        _require(len(blank) == len(self._blank), "a page is twice in the list of blank pages")
+        _require(not blank & cached, "a page is both blank and cached")
+        free = {page for page, count in enumerate(expected) if count == 0}
+        _require(blank | cached == free, "the free lists differ from the pages without a holder")
+        _require(cached == free & findable, "the cached pages differ from the free ones that can be found")
+
+
+def _require(holds: bool, message: str) -> None:
+    # Not `assert`: production runs this too, also under -O.
+    if not holds:
+        raise AssertionError(message)

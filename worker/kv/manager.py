@@ -1,0 +1,247 @@
+"""Which pages each request holds: the owner of block tables, sharing and the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shared.block_hash import ROOT, next_page_hash
+from worker.kv.block_pool import BlockPool
+from worker.kv.prefix_cache import PrefixCache
+from worker.scheduler.plan import PageCopy
+
+
+class SequencePages:
+    """The pages of one sequence. Only the KVManager writes here, except `num_announced`.
+
+    Attributes:
+        salt: mixed into its hashes.
+        tables: per KV group, the pages in the order of positions. All groups grow in step.
+        num_slots: tokens that the pages can hold.
+        num_announced: entries of each block table that the executor knows; kept by the scheduler.
+        num_committed: leading full pages that are computed and, where caching is on, in the prefix cache.
+        hashes: of the leading full pages, as far as they were ever needed. They depend on token ids alone and so
+            outlive the pages when a request is preempted.
+    """
+
+    __slots__ = ("hashes", "num_announced", "num_committed", "num_slots", "salt", "tables")
+
+    def __init__(self, salt: bytes, num_groups: int) -> None:
+        self.salt = salt
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_slots = 0
+        self.num_announced = 0
+        self.num_committed = 0
+        self.hashes: list[bytes] = []
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What a prompt can reuse.
+
+    Attributes:
+        num_tokens: reusable tokens, a multiple of the page size.
+        pages: per KV group, the pages that hold them.
+        num_revived: per KV group, how many of those are free now and would leave the pool.
+    """
+
+    num_tokens: int
+    pages: list[list[int]]
+    num_revived: list[int]
+
+
+class KVManager:
+    """Pages for sequences, in one pool per KV group.
+
+    Args:
+        num_pages: pages of each group's pool.
+        page_size: tokens in a page, the same in all groups.
+        num_groups: layers that share a window share a group; one for Llama.
+        enable_prefix_caching: whether full pages are hashed and found again.
+    """
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, num_groups: int = 1, enable_prefix_caching: bool = True
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_groups = num_groups
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_evictions = 0
+        self._caches = [PrefixCache() for _ in range(num_groups)]
+        self._pools = [BlockPool(num_pages, self._evictor(cache)) for cache in self._caches]
+        self._live: set[SequencePages] = set()
+        self._no_match = PrefixMatch(0, [[] for _ in range(num_groups)], [0] * num_groups)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that every group has free."""
+        return min(pool.num_free for pool in self._pools)
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages that sequences hold, of the fullest group."""
+        return self.num_pages - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Free pages that could still be found, of the group with most of them."""
+        return max(pool.num_cached for pool in self._pools)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        return self.num_pages * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of one group that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def open(self, salt: bytes) -> SequencePages:
+        """An empty sequence. It counts as live from its first page until `free`."""
+        return SequencePages(salt, self.num_groups)
+
+    def match_prefix(self, sequence: SequencePages, token_ids: Sequence[int]) -> PrefixMatch:
+        """The longest run of leading pages that all groups have. Takes nothing yet.
+
+        Whole pages only, and never the last token: its logits are what the next token is sampled from.
+        """
+        if not self.enable_prefix_caching:
+            return self._no_match
+        size = self.page_size
+        pages: list[list[int]] = [[] for _ in range(self.num_groups)]
+        parent = ROOT
+        for index in range((len(token_ids) - 1) // size):
+            ids = token_ids[index * size : (index + 1) * size]
+            page_hash = self._hash(sequence, index, parent, ids)
+            found = [cache.find(page_hash, parent, ids, sequence.salt) for cache in self._caches]
+            hits = [page for page in found if page is not None]
+            if len(hits) < self.num_groups:
+                break
+            for table, page in zip(pages, hits, strict=True):
+                table.append(page)
+            parent = page_hash
+        revived = [
+            sum(not pool.is_held(page) for page in table) for pool, table in zip(self._pools, pages, strict=True)
+        ]
+        return PrefixMatch(len(pages[0]) * size, pages, revived)
+
+    def fits(self, num_tokens: int, match: PrefixMatch, reserve: int = 0) -> bool:
+        """Whether a new sequence of num_tokens can start from `match` and leave `reserve` pages free."""
+        wanted = self.pages_for(num_tokens) + reserve
+        return all(
+            wanted - len(pages) + revived <= pool.num_free
+            for pool, pages, revived in zip(self._pools, match.pages, match.num_revived, strict=True)
+        )
+
+    def no_match(self) -> PrefixMatch:
+        """A match of nothing, for requests that must compute their whole prompt."""
+        return self._no_match
+
+    def adopt(self, sequence: SequencePages, match: PrefixMatch) -> None:
+        """Gives an empty sequence the pages of a match, at once after match_prefix."""
+        for pool, table, pages in zip(self._pools, sequence.tables, match.pages, strict=True):
+            for page in pages:
+                pool.acquire(page)
+            table.extend(pages)
+        sequence.num_committed = len(match.pages[0])
+        sequence.num_slots = match.num_tokens
+        if match.num_tokens:
+            self._live.add(sequence)
+
+    def shared_with(self, parent: SequencePages, num_tokens: int) -> PrefixMatch:
+        """The full pages below num_tokens of a live sequence, as something to start from."""
+        count = num_tokens // self.page_size
+        return PrefixMatch(count * self.page_size, [table[:count] for table in parent.tables], [0] * self.num_groups)
+
+    def fork(self, parent: SequencePages, child: SequencePages, num_tokens: int) -> list[PageCopy]:
+        """Gives an empty child the first num_tokens of its parent.
+
+        Full pages are shared; a partial last page is copied, because both will write into theirs. The caller has
+        checked with `fits` that there is a page for it.
+        """
+        shared = self.shared_with(parent, num_tokens)
+        child.hashes = parent.hashes[: len(shared.pages[0])]
+        self.adopt(child, shared)
+        # What the parent has not committed yet the child commits when its own first step arrives.
+        child.num_committed = min(child.num_committed, parent.num_committed)
+        if num_tokens == shared.num_tokens:
+            return []
+        self.extend(child, num_tokens)
+        index = len(shared.pages[0])
+        return [
+            PageCopy(group, theirs[index], ours[index])
+            for group, (theirs, ours) in enumerate(zip(parent.tables, child.tables, strict=True))
+        ]
+
+    def extend(self, sequence: SequencePages, num_tokens: int) -> bool:
+        """Makes room for num_tokens in all; False, with nothing changed, where pages are lacking."""
+        if num_tokens <= sequence.num_slots:
+            return True
+        count = self.pages_for(num_tokens) - len(sequence.tables[0])
+        if count > self.num_free:
+            return False
+        for pool, table in zip(self._pools, sequence.tables, strict=True):
+            table.extend(pool.allocate(count))
+        sequence.num_slots = len(sequence.tables[0]) * self.page_size
+        self._live.add(sequence)
+        return True
+
+    def commit(self, sequence: SequencePages, token_ids: Sequence[int], num_computed: int) -> None:
+        """The first num_computed tokens are computed and their ids known: hashes the pages that became full."""
+        size = self.page_size
+        for index in range(sequence.num_committed, num_computed // size):
+            if self.enable_prefix_caching:
+                ids = token_ids[index * size : (index + 1) * size]
+                parent = sequence.hashes[index - 1] if index else ROOT
+                page_hash = self._hash(sequence, index, parent, ids)
+                for cache, table in zip(self._caches, sequence.tables, strict=True):
+                    cache.insert(table[index], page_hash, parent, ids, sequence.salt)
+            sequence.num_committed = index + 1
+
+    def free(self, sequence: SequencePages, *, distrust: bool = False) -> None:
+        """Gives all pages back. Those in the prefix cache stay findable until they are needed.
+
+        Args:
+            distrust: the computation gave no finite numbers or failed, so that its pages, whoever computed them,
+                must not be found again.
+        """
+        for pool, cache, table in zip(self._pools, self._caches, sequence.tables, strict=True):
+            # Last page first: the tail of a prefix is useless without its head, so it is evicted before it.
+            for page in reversed(table):
+                if distrust and cache.remove(page):
+                    pool.forget(page)
+                pool.release(page, findable=page in cache)
+            table.clear()
+        sequence.num_slots = sequence.num_announced = sequence.num_committed = 0
+        self._live.discard(sequence)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where counts, free lists, tables and hashes contradict each other."""
+        for group, (pool, cache) in enumerate(zip(self._pools, self._caches, strict=True)):
+            cache.check()
+            pool.check((page for sequence in self._live for page in sequence.tables[group]), cache.pages)
+        for sequence in self._live:
+            if {len(table) for table in sequence.tables} != {sequence.num_slots // self.page_size}:
+                raise AssertionError("block tables of the KV groups differ in length")
+            if any(len(set(table)) != len(table) for table in sequence.tables):
+                raise AssertionError("a page is twice in one block table")
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._live)
+
+    def _hash(self, sequence: SequencePages, index: int, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        if index < len(sequence.hashes):
+            return sequence.hashes[index]
+        page_hash = next_page_hash(parent, token_ids, sequence.salt)
+        sequence.hashes.append(page_hash)
+        return page_hash
+
+    def _evictor(self, cache: PrefixCache) -> Callable[[int], None]:
+        def evict(page: int) -> None:
+            cache.remove(page)
+            self.num_evictions += 1
+
+        return evict

@@ -1,0 +1,77 @@
+"""Finds pages by what they hold: the tokens of the page and, through the chained hash, all tokens before it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shared.block_hash import ROOT, next_page_hash
+
+
+class _Entry(NamedTuple):
+    page_hash: bytes
+    parent: bytes
+    token_ids: bytes
+    salt: bytes
+
+
+class PrefixCache:
+    """hash -> page for full pages whose keys and values are computed. One page a hash; the first one stays."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._entries
+
+    @property
+    def pages(self) -> set[int]:
+        """All pages that can be found."""
+        return set(self._entries)
+
+    def insert(self, page: int, page_hash: bytes, parent: bytes, token_ids: Sequence[int], salt: bytes) -> None:
+        """Makes a page findable, unless another page with the same hash already is."""
+        if page_hash not in self._pages:
+            self._pages[page_hash] = page
+            self._entries[page] = _Entry(page_hash, parent, _packed(token_ids), salt)
+
+    def find(self, page_hash: bytes, parent: bytes, token_ids: Sequence[int], salt: bytes) -> int | None:
+        """The page with this hash, if its parent, its tokens and its salt are the same too.
+
+        A walk from the first page compares every token of the prefix in this way, so that a collision of hashes
+        is a miss and never another prompt's keys and values.
+        """
+        page = self._pages.get(page_hash)
+        if page is None:
+            return None
+        same = self._entries[page] == _Entry(page_hash, parent, _packed(token_ids), salt)
+        return page if same else None
+
+    def remove(self, page: int) -> bool:
+        """Makes a page unfindable; returns whether it was findable."""
+        entry = self._entries.pop(page, None)
+        if entry is None:
+            return False
+        del self._pages[entry.page_hash]
+        return True
+
+    def check(self) -> None:
+        """Raises AssertionError unless both directions agree and every hash is that of its entry."""
+        if len(self._pages) != len(self._entries):
+            raise AssertionError("prefix cache: the number of hashes differs from the number of pages")
+        for page, entry in self._entries.items():
+            if self._pages.get(entry.page_hash) != page:
+                raise AssertionError(f"prefix cache: page {page} is not the one that its hash finds")
+            salt = entry.salt if entry.parent == ROOT else b""
+            token_ids = array("I", entry.token_ids)
+            if next_page_hash(entry.parent, token_ids, salt) != entry.page_hash:
+                raise AssertionError(f"prefix cache: the hash of page {page} is not that of its tokens")
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()

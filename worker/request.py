@@ -1,0 +1,181 @@
+"""One choice of one Submit while it lives in this worker, and the checks that a Submit must pass."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from shared.messages import MAX_CHOICES, Submit, TokenLogprobs
+from worker.kv.manager import SequencePages
+
+
+class Status(enum.Enum):
+    """Where a request is. HELD: waits for the first choice of its Submit to compute the prompt that they share."""
+
+    HELD = enum.auto()
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """The scheduler's view of one choice. Only the scheduler writes here.
+
+    Attributes:
+        owner: identity of the gateway that submitted it.
+        arrival: order of submission; with the priority it orders all queues.
+        token_ids: prompt and every generated token whose value has arrived.
+        num_initial_tokens: tokens that came with the Submit, the same for all its choices.
+        max_num_tokens: length at which the request ends for its length.
+        min_num_tokens: length up to which no stop token ends it.
+        stop_ids: ids that end it.
+        life: raised when it leaves its row; results of steps of an earlier life are discarded.
+        num_computed_tokens: tokens whose keys and values are computed by the steps submitted so far.
+        num_pending: tokens sampled by steps in flight, whose values have not arrived.
+        prompt_step: the step that completed the initial tokens in this life; others may fork from later steps on.
+        leader, followers: while followers are HELD they wait for the leader's prompt; later the leader is the one
+            to fork from if it still runs.
+        num_cached_tokens: prompt tokens that were not computed when it first started; None before that.
+        wants_prompt_logprobs: still owes the report on its prompt.
+    """
+
+    __slots__ = (
+        "arrival",
+        "choice",
+        "deadline",
+        "followers",
+        "leader",
+        "life",
+        "max_num_tokens",
+        "min_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_initial_tokens",
+        "num_pending",
+        "num_prompt_tokens",
+        "owner",
+        "pages",
+        "priority",
+        "prompt_logprobs",
+        "prompt_step",
+        "reported_cached_tokens",
+        "request_id",
+        "row",
+        "sampling",
+        "status",
+        "stop_ids",
+        "token_ids",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(
+        self,
+        submit: Submit,
+        choice: int,
+        *,
+        owner: bytes,
+        arrival: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        pages: SequencePages,
+    ) -> None:
+        sampling = submit.sampling
+        self.owner = owner
+        self.request_id = submit.request_id
+        self.choice = choice
+        self.sampling = sampling
+        self.priority = submit.priority
+        self.arrival = arrival
+        self.deadline = submit.deadline
+        self.token_ids = list(submit.token_ids)
+        self.num_prompt_tokens = submit.num_prompt_tokens
+        self.num_initial_tokens = len(submit.token_ids)
+        self.max_num_tokens = min(submit.num_prompt_tokens + sampling.max_tokens, max_model_len)
+        self.min_num_tokens = submit.num_prompt_tokens + sampling.min_tokens
+        own_stops = frozenset(sampling.stop_token_ids)
+        self.stop_ids = own_stops if sampling.ignore_eos else own_stops | eos_token_ids
+        self.status = Status.WAITING
+        self.life = 0
+        self.row = -1
+        self.num_computed_tokens = 0
+        self.num_pending = 0
+        self.pages = pages
+        self.prompt_step: int | None = None
+        self.leader: Request | None = None
+        self.followers: list[Request] = []
+        self.num_cached_tokens: int | None = None
+        self.reported_cached_tokens = False
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in every queue: smaller runs first and is preempted last."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, those included whose value is still on the device."""
+        return len(self.token_ids) + self.num_pending
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitLimits:
+    """What a Submit is checked against."""
+
+    model_names: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    max_cached_tokens: int
+
+
+def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
+    """Raises an InvalidRequestError or ModelNotFoundError naming what is wrong; types were checked by the decoder."""
+    if submit.model not in limits.model_names:
+        raise ModelNotFoundError(f"the model {submit.model!r} is not served here", param="model")
+    num_tokens = len(submit.token_ids)
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt has no tokens", param="token_ids")
+    largest = max(submit.token_ids)
+    if largest >= limits.vocab_size or min(submit.token_ids) < 0:
+        raise InvalidRequestError(
+            f"token id {largest} is not below the vocabulary's size {limits.vocab_size}", param="token_ids"
+        )
+    if not 1 <= submit.num_prompt_tokens <= num_tokens:
+        raise InvalidRequestError(
+            f"num_prompt_tokens is {submit.num_prompt_tokens}, but there are {num_tokens} tokens",
+            param="num_prompt_tokens",
+        )
+    if submit.choice + submit.num_choices > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"choices up to {submit.choice + submit.num_choices - 1} are asked for; they must be below {MAX_CHOICES}",
+            param="num_choices",
+        )
+    if submit.deadline is not None and not math.isfinite(submit.deadline):
+        raise InvalidRequestError("deadline must be a finite number", param="deadline")
+    submit.sampling.validate(limits.vocab_size)
+    check_length(submit, limits.max_model_len, limits.max_cached_tokens)
+
+
+def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> None:
+    """Raises ContextLengthError where the request can never be computed.
+
+    Args:
+        max_model_len: tokens of prompt and completion together.
+        max_cached_tokens: what the whole KV cache holds.
+    """
+    num_tokens = len(submit.token_ids)
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
+            "one of which is needed for the completion"
+        )
+    # The last token of a completion is never computed, so it needs no place in the cache.
+    longest = min(submit.num_prompt_tokens + submit.sampling.max_tokens, max_model_len) - 1
+    if max(num_tokens, longest) > max_cached_tokens:
+        raise ContextLengthError(
+            f"the prompt's {submit.num_prompt_tokens} tokens and a completion of {submit.sampling.max_tokens} "
+            f"do not fit the KV cache, which holds {max_cached_tokens} tokens"
+        )

@@ -1,0 +1,51 @@
+"""The order of requests: priority first (lower runs first), then first come, first served."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from worker.request import Request
+
+_key = attrgetter("key")
+
+
+class RequestQueue:
+    """Requests sorted by their key. The first is served first; the last is preempted first.
+
+    A preempted request keeps its key, so it comes back before all that arrived after it: within a priority nobody
+    starves.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._items[index]
+
+    def add(self, request: Request) -> None:
+        """Puts a request in its place."""
+        insort(self._items, request, key=_key)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out. Raises ValueError where it is not in the queue."""
+        index = bisect_left(self._items, request.key, key=_key)
+        if index == len(self._items) or self._items[index] is not request:
+            raise ValueError(f"request {request.request_id} is not in the queue")
+        del self._items[index]
+
+
+def admission_reserve(num_running: int, num_pages: int) -> int:
+    """Pages that admission leaves free so that the running requests can grow before anyone must be preempted.
+
+    Each running request takes one page per page_size steps. One page for each, at most a twentieth of the cache;
+    none where nothing runs, so that a request that fits the cache alone is always admitted.
+    """
+    return min(num_running, max(1, num_pages // 20))

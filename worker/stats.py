@@ -1,0 +1,45 @@
+"""The worker's counters. Gauges are computed when a Pong asks for them; both travel in WorkerStats."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the worker started, under the names that /metrics shows (after the prefix `pelton:`).
+
+    Attributes:
+        prompt_tokens_total: prompt tokens of requests that started, cached ones included, each prompt once.
+        generation_tokens_total: tokens emitted.
+        prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens looked up and found.
+        prefix_cache_evictions_total: cached pages that were given to other content.
+        num_preemptions_total: requests that gave their pages back to be recomputed later.
+        malformed_messages_total: messages from gateways that were not acted upon.
+        rejected_requests_total: submits refused for what they ask.
+        invalid_logits_total: requests failed because their logits were not finite.
+        discarded_tokens_total: tokens sampled for requests that had ended meanwhile.
+        failed_steps_total: steps that raised.
+        engine_steps_total: steps that ran.
+        step_tokens_total: tokens that the steps computed.
+        gateways_dropped_total: gateways that fell silent or did not take their messages.
+    """
+
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    prefix_cache_evictions_total: int = 0
+    num_preemptions_total: int = 0
+    malformed_messages_total: int = 0
+    rejected_requests_total: int = 0
+    invalid_logits_total: int = 0
+    discarded_tokens_total: int = 0
+    failed_steps_total: int = 0
+    engine_steps_total: int = 0
+    step_tokens_total: int = 0
+    gateways_dropped_total: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        """For WorkerStats.counters."""
+        return {name: float(value) for name, value in asdict(self).items()}
