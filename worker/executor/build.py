@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from kernels.cpu.pool import use_cache_directory
+from kernels.cpu.pool import use_cache_directory, use_huge_pages
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
@@ -139,15 +139,17 @@ def _build(
     )
 
 
-def prepare_process(settings: WorkerSettings) -> Path:
-    """Sets torch's threads and where compiled code is kept; returns the cache directory."""
+def prepare_process(settings: WorkerSettings) -> None:
+    """Sets torch's threads and where compiled code is kept. Comes before anything large is allocated."""
+    use_huge_pages()
     torch.set_num_threads(num_threads(settings))
-    directory = Path(settings.cache_dir) if settings.cache_dir else _user_cache()
-    use_cache_directory(directory)
-    return directory
+    use_cache_directory(cache_directory(settings))
 
 
-def _user_cache() -> Path:
+def cache_directory(settings: WorkerSettings) -> Path:
+    """Where converted tokenizers and compiled code are kept: the setting, or the user's own cache."""
+    if settings.cache_dir:
+        return Path(settings.cache_dir)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pelton"
 
 

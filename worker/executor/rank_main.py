@@ -12,7 +12,7 @@ import zmq
 from kernels.sampling.dispatch import sampling_ops
 from shared import supervisor_pipe
 from shared.errors import ConfigurationError
-from worker.executor.build import load_decoder, make_runner, num_threads, prepare_process, resolve_device
+from worker.executor.build import cache_directory, load_decoder, make_runner, num_threads, prepare_process, resolve_device
 from worker.executor.memory import KVPlan
 from worker.executor.ranks import ENDPOINT_VARIABLE, RankReply, RankStart, join_group
 from worker.model.loading.open_model import open_model
@@ -46,7 +46,8 @@ def main() -> int:
 def _serve(socket: zmq.Socket[bytes]) -> None:
     start = msgspec.msgpack.decode(socket.recv(), type=RankStart)
     settings = start.settings
-    cache_dir = prepare_process(settings)
+    prepare_process(settings)
+    cache_dir = cache_directory(settings)
     parallel = join_group(start.rank, settings.tensor_parallel_size, start.store, settings.device)
     files = open_model(settings.model, cache_dir)
     device = resolve_device(settings, start.rank)

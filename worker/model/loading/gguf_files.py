@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from worker.model.loading.gguf_reader import GGUFFile, MetadataValue, StringArra
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.model_hash import model_hash
 from worker.model.loading.tokenizer_from_gguf import CONVERTER_VERSION, Vocabulary, convert_tokenizer, read_vocabulary
+
+_FORMAT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
+"""`Name.Q4_1.gguf` and `Name-Q4_K_M.gguf` are formats of one model; clients name the model."""
 
 
 def open_gguf(path: Path, cache_dir: Path) -> ModelFiles:
@@ -33,7 +37,7 @@ def open_gguf(path: Path, cache_dir: Path) -> ModelFiles:
             weights=weights,
             bundle=bundle,
             eos_token_ids=eos,
-            default_name=path.stem,
+            default_name=_FORMAT_SUFFIX.sub("", path.stem),
             created=int(path.stat().st_mtime),
             model_hash=model_hash([(path, head)]),
         )

@@ -1,0 +1,148 @@
+"""`python -m worker`: the model side. Exit code 0 after an orderly end, 1 for a model or setting that cannot be used
+and for a device or rank that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import structlog
+
+from shared import log, notify, sockets, supervisor_pipe
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+from shared.messages import WorkerFacts
+from shared.settings import WorkerSettings
+from worker.engine import Engine, StalledError
+from worker.executor.build import BuiltExecutor, build_executor, cache_directory
+from worker.executor.executor import ExecutorError
+from worker.kv.manager import KVManager
+from worker.model.loading import ModelFiles, open_model
+from worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from worker.stats import Counters
+from worker.transport import Transport
+
+_LOAD_NOTICE_SECONDS = 10.0
+_ORPHAN_SECONDS = 10.0
+
+logger = structlog.get_logger("worker")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a worker until it is stopped; returns the exit code."""
+    try:
+        settings = load_settings(WorkerSettings, argv, os.environ, prog="pelton worker")
+        writer = log.configure(settings.log_level, settings.log_format, process=f"worker-{settings.worker_index}")
+        return _serve(settings, writer)
+    except ConfigurationError as error:
+        print(f"pelton worker: {error}", file=sys.stderr)
+    return 1
+
+
+def _serve(settings: WorkerSettings, writer: log.LogWriter) -> int:
+    directory = sockets.runtime_dir(settings.runtime_dir)
+    begin = time.monotonic()
+    with _announced("loading the model"):
+        files = open_model(settings.model, cache_directory(settings))
+        built = build_executor(settings, files)
+        files.weights.close()
+    counters = Counters()
+    epoch = secrets.token_hex(4)
+    sockets.remove_stale(directory, settings.worker_index)
+    transport = Transport(sockets.worker_endpoint(directory, settings.worker_index, epoch), epoch, counters)
+    engine = _build_engine(settings, files, built, transport, counters)
+    transport.start()
+    _connect_signals(engine)
+    gc.collect()
+    gc.freeze()
+    logger.info("worker_ready", model=files.default_name, seconds=round(time.monotonic() - begin, 2), epoch=epoch)
+    notify.ready("serving")
+    try:
+        engine.run()
+    except (ExecutorError, StalledError):
+        return 1
+    finally:
+        notify.stopping("stopping")
+        transport.close()
+        built.executor.close()
+        writer.flush()
+    return 0
+
+
+def _build_engine(
+    settings: WorkerSettings, files: ModelFiles, built: BuiltExecutor, transport: Transport, counters: Counters
+) -> Engine:
+    facts = WorkerFacts(
+        model_names=list(settings.served_model_name or (files.default_name,)),
+        max_model_len=built.max_model_len,
+        num_pages=built.num_pages,
+        page_size=built.page_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        vocab_size=files.spec.vocab_size,
+        eos_token_ids=list(files.eos_token_ids),
+        model_hash=files.model_hash,
+        bundle_hash=files.bundle.bundle_hash,
+        device=built.device,
+        dtype=built.dtype,
+        created=files.created,
+    )
+    kv = KVManager(
+        num_pages=built.num_pages,
+        page_size=built.page_size,
+        num_groups=built.num_kv_groups,
+        enable_prefix_caching=settings.enable_prefix_caching,
+    )
+    config = SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=built.max_model_len,
+        target_step_ms=settings.target_step_ms,
+        eos_token_ids=tuple(files.eos_token_ids),
+    )
+    scheduler = Scheduler(config, kv, counters)
+    return Engine(scheduler, built.executor, transport, facts, files.bundle, check_executor=built.check)
+
+
+def _connect_signals(engine: Engine) -> None:
+    """SIGTERM and SIGINT drain; a second one, or the supervisor's end, waits for nothing."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: engine.stop())
+
+    def orphaned() -> None:
+        engine.stop(now=True)
+        # The loop may be inside a step that never ends.
+        time.sleep(_ORPHAN_SECONDS)
+        os._exit(1)
+
+    supervisor_pipe.watch(orphaned)
+
+
+@contextlib.contextmanager
+def _announced(status: str) -> Iterator[None]:
+    """Tells systemd every few seconds that the start goes on, so that a large model is not taken for a hung one."""
+    done = threading.Event()
+
+    def announce() -> None:
+        while not done.is_set():
+            notify.extend_timeout(3 * _LOAD_NOTICE_SECONDS, status)
+            done.wait(_LOAD_NOTICE_SECONDS)
+
+    thread = threading.Thread(target=announce, name="loading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,231 @@
+"""The engine loop: takes messages in, lets the scheduler plan, the executor compute, and tells the gateways.
+
+It owns no request state itself: requests are the scheduler's, connections the transport's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from shared import notify
+from shared.errors import PeltonError, UnavailableError
+from shared.messages import (
+    PROTOCOL_VERSION,
+    Bundle,
+    BundleRequest,
+    Cancel,
+    Finish,
+    FinishReason,
+    GatewayMessage,
+    Hello,
+    Output,
+    Ping,
+    Pong,
+    Submit,
+    Welcome,
+    WorkerFacts,
+    WorkerStats,
+)
+from worker.executor.executor import Executor, StepHandle
+from worker.request import SubmitLimits, validate_submit
+from worker.scheduler.plan import StepPlan
+from worker.scheduler.scheduler import Scheduler
+from worker.transport import Transport
+
+IDLE_WAIT_SECONDS = 1.0
+BLOCKED_WAIT_SECONDS = 0.02
+STALL_SECONDS = 60.0
+"""Requests that wait so long without a step running are a fault of the scheduler's: the worker starts anew."""
+INTEGRITY_SECONDS = 30.0
+"""Idle time between two checks of pages and queues."""
+
+log = structlog.get_logger("worker.engine")
+
+
+class StalledError(RuntimeError):
+    """Requests wait, and yet nothing can be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: StepPlan
+    handle: StepHandle
+    submitted: float
+
+
+class Engine:
+    """One worker's loop.
+
+    Args:
+        check_executor: raises ExecutorError where a rank has died; asked while idle.
+        drain_seconds: what running requests get to finish after `stop`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        transport: Transport,
+        facts: WorkerFacts,
+        bundle: Bundle,
+        *,
+        check_executor: Callable[[], None] = lambda: None,
+        drain_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._transport = transport
+        self._facts = facts
+        self._bundle = bundle
+        self._check_executor = check_executor
+        self._drain_seconds = drain_seconds
+        self._clock = clock
+        self._limits = SubmitLimits(
+            tuple(facts.model_names), facts.vocab_size, facts.max_model_len, scheduler.kv.max_tokens
+        )
+        self._flights: deque[_Flight] = deque()
+        self._last_landing = self._last_progress = self._last_check = clock()
+        self._blocked = False
+        self._stop_at: float | None = None
+        self._watchdog_interval = notify.watchdog_interval()
+        self._next_watchdog = 0.0
+
+    def stop(self, *, now: bool = False) -> None:
+        """Takes no new requests; the loop ends when those it has are finished, or their time is up. May be called
+        from a signal handler or another thread; the second call, like `now`, waits for nothing."""
+        now = now or self._stop_at is not None
+        self._stop_at = self._clock() + (0.0 if now else self._drain_seconds)
+        self._transport.wake()
+
+    def run(self) -> None:
+        """Runs until stopped. Raises ExecutorError or StalledError, after every request was told of its end."""
+        try:
+            while not self._stopped():
+                self.step()
+            self._scheduler.fail_all("The server is shutting down.", "service_unavailable")
+        except Exception as error:
+            log.error("engine_failed", error=f"{type(error).__name__}: {error}")
+            self._scheduler.fail_all("The worker that ran this request failed.", "worker_lost")
+            raise
+        finally:
+            self._transport.send_outputs(self._scheduler.take_outputs())
+
+    def _stopped(self) -> bool:
+        return self._stop_at is not None and (not self._scheduler.has_requests or self._clock() >= self._stop_at)
+
+    def step(self) -> None:
+        """One pass: poll, schedule, execute, apply, emit.
+
+        Up to the executor's depth of steps are in flight: the next one is planned while the last one runs, and a
+        result is waited for only when no further step can be submitted.
+        """
+        self._poll()
+        plan = self._scheduler.schedule() if len(self._flights) < self._executor.depth else None
+        if plan is not None:
+            self._flights.append(_Flight(plan, self._executor.submit(plan), self._clock()))
+        self._blocked = not self._flights
+        if self._flights and (plan is None or len(self._flights) >= self._executor.depth):
+            self._land()
+        self._transport.send_outputs(self._scheduler.take_outputs())
+        self._watch()
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        if not self._flights and not self._scheduler.has_requests:
+            self._idle()
+        elif self._blocked:
+            self._transport.wait(BLOCKED_WAIT_SECONDS)
+        for identity, message in self._transport.receive():
+            self._on_message(identity, message)
+        for identity in self._transport.take_lost():
+            self._scheduler.abort_owner(identity)
+
+    def _idle(self) -> None:
+        self._check_executor()
+        if self._clock() - self._last_check > INTEGRITY_SECONDS:
+            self._scheduler.check_integrity()
+            self._last_check = self._clock()
+        self._transport.wait(min(IDLE_WAIT_SECONDS, self._watchdog_interval or IDLE_WAIT_SECONDS))
+        self._last_progress = self._clock()
+
+    def _on_message(self, identity: bytes, message: GatewayMessage) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(identity, message)
+        elif not self._transport.knows(identity):
+            # Its lease ran out, or it never said hello. It will miss its pongs and connect anew.
+            self._scheduler.counters.malformed_messages_total += 1
+        elif isinstance(message, Submit):
+            self._on_submit(identity, message)
+        elif isinstance(message, Cancel):
+            self._scheduler.abort(message.request_id, message.choice, identity)
+        elif isinstance(message, Ping):
+            self._transport.send(identity, Pong(epoch=self._transport.epoch, nonce=message.nonce, stats=self._stats()))
+        elif isinstance(message, BundleRequest) and message.bundle_hash == self._bundle.bundle_hash:
+            self._transport.send(identity, self._bundle)
+        else:
+            self._scheduler.counters.malformed_messages_total += 1
+
+    def _on_hello(self, identity: bytes, message: Hello) -> None:
+        if message.version != PROTOCOL_VERSION:
+            self._scheduler.counters.malformed_messages_total += 1
+            log.warning("protocol_version", theirs=message.version, ours=PROTOCOL_VERSION)
+        self._scheduler.abort_owner(identity)
+        answer = Welcome(version=PROTOCOL_VERSION, epoch=self._transport.epoch, facts=self._facts)
+        self._transport.welcome(identity, answer)
+
+    def _on_submit(self, identity: bytes, message: Submit) -> None:
+        if self._scheduler.is_live(message, identity):
+            # An answer under this id would end the stream that it belongs to.
+            self._scheduler.counters.malformed_messages_total += 1
+            return
+        try:
+            if self._stop_at is not None:
+                raise UnavailableError("The server is shutting down.")
+            validate_submit(message, self._limits)
+            self._scheduler.add(message, identity)
+        except PeltonError as error:
+            self._scheduler.counters.rejected_requests_total += 1
+            finish = Finish(FinishReason.ERROR, message=error.message, code=error.code or "invalid_request")
+            choices = range(message.choice, message.choice + message.num_choices)
+            refusals = [(identity, Output(message.request_id, choice, [], finish)) for choice in choices]
+            self._transport.send_outputs(refusals)
+
+    def _stats(self) -> WorkerStats:
+        scheduler = self._scheduler
+        return WorkerStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens(),
+            pages_in_use=scheduler.kv.pages_in_use,
+            num_cached_pages=scheduler.kv.num_cached,
+            prefill_tokens_per_second=scheduler.budget.prefill_tokens_per_second,
+            counters=scheduler.counters.as_dict(),
+        )
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def _land(self) -> None:
+        """Waits for the oldest step in flight and hands its result to the scheduler."""
+        flight = self._flights.popleft()
+        result = flight.handle.result()
+        landed = self._clock()
+        # With two in flight a step begins when the one before it ends, not when it is submitted.
+        milliseconds = (landed - max(flight.submitted, self._last_landing)) * 1000
+        self._last_landing = self._last_progress = landed
+        self._scheduler.apply(flight.plan, result, milliseconds)
+
+    def _watch(self) -> None:
+        """Says to systemd that the loop turns, unless it turns without getting anywhere."""
+        now = self._clock()
+        if self._scheduler.has_requests and now - self._last_progress > STALL_SECONDS:
+            raise StalledError(f"{self._scheduler.num_waiting} requests wait and no step runs")
+        if self._watchdog_interval is not None and now >= self._next_watchdog:
+            notify.watchdog()
+            self._next_watchdog = now + self._watchdog_interval / 2

@@ -1,0 +1,186 @@
+"""The worker's ROUTER: frames to messages and back, and which gateways are connected.
+
+Knows gateways, leases and sequence numbers; nothing of requests. Everything that arrives malformed is counted and
+dropped. One thread calls it, except `wake`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from shared import sockets, wire
+from shared.errors import WireError
+from shared.messages import GatewayMessage, Output, Steps, WorkerMessage
+from worker.stats import Counters
+
+LEASE_SECONDS = 10.0
+"""A gateway that says nothing for so long (it pings every second) is gone, and its requests with it."""
+
+MAX_MESSAGES_PER_PASS = 512
+"""Messages read before the engine computes the next step, so that a flood cannot keep it from that."""
+
+_FLUSH_MS = 500
+
+log = structlog.get_logger("worker.transport")
+
+
+@dataclass(slots=True)
+class _Gateway:
+    sequence: int
+    last_heard: float
+
+
+class Transport:
+    """One bound socket.
+
+    Args:
+        endpoint: where `start` binds.
+        epoch: of this life of the worker; on every Steps message.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, endpoint: str, epoch: str, counters: Counters, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.endpoint = endpoint
+        self.epoch = epoch
+        self._counters = counters
+        self._clock = clock
+        self._gateways: dict[bytes, _Gateway] = {}
+        self._lost: list[bytes] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()
+        self._wake_read, self._wake_write = os.pipe()
+
+    def start(self) -> None:
+        """Binds. Raises ConfigurationError where that is not possible."""
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._context = zmq.Context()
+        self._socket = sockets.make_router(self._context, self.endpoint)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+
+    def close(self) -> None:
+        """Sends what is queued, as far as that takes no longer than half a second, and unbinds. Idempotent."""
+        if self._socket is None or self._context is None:
+            return
+        self._socket.close(_FLUSH_MS)
+        self._socket = None
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        path = self.endpoint.removeprefix("ipc://")
+        if path != self.endpoint:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def wake(self) -> None:
+        """Ends a `wait`. May be called from a signal handler or another thread."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"w")
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a message is there, when woken, or after the time."""
+        for source, _ in self._poller.poll(seconds * 1000):
+            if source == self._wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+
+    def receive(self) -> list[tuple[bytes, GatewayMessage]]:
+        """What has arrived, with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
+        messages = []
+        for _ in range(MAX_MESSAGES_PER_PASS):
+            frames = self._receive_frames()
+            if frames is None:
+                break
+            identity, payload = frames
+            try:
+                if payload is None:
+                    raise WireError("a message has one frame")
+                messages.append((identity, wire.decode_gateway_message(payload)))
+            except WireError:
+                self._counters.malformed_messages_total += 1
+                continue
+            gateway = self._gateways.get(identity)
+            if gateway is not None:
+                gateway.last_heard = self._clock()
+        return messages
+
+    def _receive_frames(self) -> tuple[bytes, bytes | None] | None:
+        """Identity and payload of the next message, the payload None unless it is one frame; None for no message."""
+        if self._socket is None:
+            return None
+        try:
+            identity = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        payload: bytes | None = None
+        num_frames = 0
+        # The parts of a message arrive together, so reading on never waits.
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv(zmq.NOBLOCK)
+            num_frames += 1
+            payload = frame if num_frames == 1 else None
+        return identity, payload
+
+    # ---- gateways ---------------------------------------------------------------------------------------------
+
+    def welcome(self, identity: bytes, message: WorkerMessage) -> None:
+        """Counts a gateway as connected, with step numbers from 1, and answers its Hello."""
+        self._gateways[identity] = _Gateway(0, self._clock())
+        self.send(identity, message)
+
+    def knows(self, identity: bytes) -> bool:
+        """Whether the gateway has said hello and not been given up since."""
+        return identity in self._gateways
+
+    @property
+    def num_gateways(self) -> int:
+        """Connected gateways."""
+        return len(self._gateways)
+
+    def take_lost(self) -> list[bytes]:
+        """Gateways given up since the last call: silent past their lease, or unable to take their messages."""
+        limit = self._clock() - LEASE_SECONDS
+        for identity in [who for who, gateway in self._gateways.items() if gateway.last_heard < limit]:
+            self._give_up(identity, "silent")
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _give_up(self, identity: bytes, reason: str) -> None:
+        if self._gateways.pop(identity, None) is not None:
+            self._lost.append(identity)
+            self._counters.gateways_dropped_total += 1
+            log.warning("gateway_dropped", gateway=identity.decode("utf-8", "replace"), reason=reason)
+
+    # ---- sending ----------------------------------------------------------------------------------------------
+
+    def send_outputs(self, outputs: list[tuple[bytes, Output]]) -> None:
+        """One Steps message per gateway. Outputs for gateways that are gone are dropped with them."""
+        by_gateway: dict[bytes, list[Output]] = {}
+        for identity, output in outputs:
+            by_gateway.setdefault(identity, []).append(output)
+        for identity, items in by_gateway.items():
+            gateway = self._gateways.get(identity)
+            if gateway is None:
+                continue
+            gateway.sequence += 1
+            self.send(identity, Steps(epoch=self.epoch, sequence=gateway.sequence, outputs=items))
+
+    def send(self, identity: bytes, message: WorkerMessage) -> None:
+        """Queues a message. A gateway whose queue is full, or whose connection is gone, is given up."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._give_up(identity, zmq.strerror(error.errno or 0))
