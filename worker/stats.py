@@ -19,7 +19,6 @@ class Counters:
         rejected_requests_total: submits refused for what they ask.
         invalid_logits_total: requests failed because their logits were not finite.
         discarded_tokens_total: tokens sampled for requests that had ended meanwhile.
-        failed_steps_total: steps that raised.
         engine_steps_total: steps that ran.
         step_tokens_total: tokens that the steps computed.
         gateways_dropped_total: gateways that fell silent or did not take their messages.
@@ -35,7 +34,6 @@ class Counters:
     rejected_requests_total: int = 0
     invalid_logits_total: int = 0
     discarded_tokens_total: int = 0
-    failed_steps_total: int = 0
     engine_steps_total: int = 0
     step_tokens_total: int = 0
     gateways_dropped_total: int = 0

@@ -90,7 +90,7 @@ class Transport:
 
     def wait(self, seconds: float) -> None:
         """Returns when a message is there, when woken, or after the time."""
-        for source, _ in self._poller.poll(seconds * 1000):
+        for source, _ in self._poller.poll(int(seconds * 1000)):
             if source == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)

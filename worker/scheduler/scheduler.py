@@ -6,22 +6,16 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.errors import ConfigurationError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.request import Request, Status, check_length
 from worker.scheduler.budget import StepBudget
-from worker.scheduler.plan import (
-    BlockTableUpdate,
-    NewRow,
-    PageCopy,
-    SampledToken,
-    ScheduledTokens,
-    StepPlan,
-    StepResult,
-)
+from worker.scheduler.draft import Draft, Flight
+from worker.scheduler.outbox import Outbox
+from worker.scheduler.plan import SampledToken, StepPlan, StepResult
 from worker.scheduler.policy import RequestQueue, admission_reserve
 from worker.stats import Counters
 from worker.stop import FINISH_LENGTH, finish_after
@@ -51,30 +45,6 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running request can take a token in each step"
             )
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making, and for each scheduled item the request and which of its lives it was."""
-
-    step: int
-    scheduled: list[ScheduledTokens] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    block_tables: list[BlockTableUpdate] = field(default_factory=list)
-    page_copies: list[PageCopy] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    lives: list[int] = field(default_factory=list)
-    num_decode: int = 0
-    num_prompt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    plan: StepPlan
-    requests: list[Request]
-    lives: list[int]
-    num_decode: int
-    num_prompt: int
 
 
 class Scheduler:
@@ -109,8 +79,8 @@ class Scheduler:
         self._num_held = 0
         self._deadlines: list[tuple[float, int, Request]] = []
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._flights: deque[_Flight] = deque()
-        self._outputs: list[tuple[bytes, Output]] = []
+        self._flights: deque[Flight] = deque()
+        self._outbox = Outbox()
         self._num_arrived = 0
         self._num_steps = 0
 
@@ -168,7 +138,7 @@ class Scheduler:
         gone = [request for (who, _), live in self._live.items() if who == owner for request in live.values()]
         for request in gone:
             self._finish(request, Finish(FinishReason.ABORT))
-        self._outputs = [item for item in self._outputs if item[0] != owner]
+        self._outbox.drop_owner(owner)
         return len(gone)
 
     def fail_all(self, message: str, code: str) -> None:
@@ -178,8 +148,7 @@ class Scheduler:
 
     def take_outputs(self) -> list[tuple[bytes, Output]]:
         """What happened since the last call, as (owner, Output) in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outbox.take()
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -194,23 +163,23 @@ class Scheduler:
         """
         self._drop_late()
         self._make_way()
-        draft = _Draft(self._num_steps)
+        draft = Draft(self._num_steps, self.kv.page_size)
         behind, preempted = self._schedule_decoding(draft)
-        draft.num_decode = len(draft.scheduled)
+        draft.num_decode = len(draft.requests)
         room = self.budget.prompt_tokens(draft.num_decode)
         for request in behind:
             if request.status is Status.RUNNING and room > 0:
-                room -= self._take(draft, request, room)
+                room -= draft.take(request, room)
         if not preempted:
             self._admit_waiting(draft, room)
-        if not draft.scheduled:
+        if not draft.requests:
             return None
         for request in draft.requests:
             if request.followers and request.prompt_step is not None:
                 self._release_followers(request)
         return self._launch(draft)
 
-    def _schedule_decoding(self, draft: _Draft) -> tuple[list[Request], bool]:
+    def _schedule_decoding(self, draft: Draft) -> tuple[list[Request], bool]:
         """Gives each row that is one token behind its token; returns the rows further behind, and whether pages
         were so short that requests had to be preempted."""
         behind: list[Request] = []
@@ -229,54 +198,21 @@ class Scheduler:
                     self._preempt(running[-1])
                     preempted = True
                 if request.status is Status.RUNNING:
-                    self._take(draft, request, 1)
+                    draft.take(request, 1)
             index += 1
         return behind, preempted
 
-    def _take(self, draft: _Draft, request: Request, room: int) -> int:
-        """Schedules up to `room` of the tokens that the request is behind; returns how many. Pages are there."""
-        start = request.num_computed_tokens
-        num_tokens = len(request.token_ids) + request.num_pending
-        count = min(room, num_tokens - start)
-        end = start + count
-        sample = end == num_tokens
-        alternatives = None
-        if request.wants_prompt_logprobs and start < request.num_prompt_tokens:
-            alternatives = request.sampling.prompt_logprobs
-        draft.scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives))
-        draft.requests.append(request)
-        draft.lives.append(request.life)
-        pages = request.pages
-        if pages.num_announced * self.kv.page_size < pages.num_slots:
-            for group, table in enumerate(pages.tables):
-                news = table[pages.num_announced :]
-                draft.block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
-            pages.num_announced = len(pages.tables[0])
-        request.num_computed_tokens = end
-        if sample:
-            request.num_pending += 1
-        if request.prompt_step is None and end >= request.num_initial_tokens:
-            request.prompt_step = draft.step
-        return count
-
-    def _launch(self, draft: _Draft) -> StepPlan:
-        plan = StepPlan(
-            step=draft.step,
-            scheduled=draft.scheduled,
-            new_rows=draft.new_rows,
-            block_tables=draft.block_tables,
-            page_copies=draft.page_copies,
-        )
-        draft.num_prompt = plan.num_tokens - draft.num_decode
-        self._flights.append(_Flight(plan, draft.requests, draft.lives, draft.num_decode, draft.num_prompt))
+    def _launch(self, draft: Draft) -> StepPlan:
+        flight = draft.launch()
+        self._flights.append(flight)
         self._num_steps += 1
         self.counters.engine_steps_total += 1
-        self.counters.step_tokens_total += plan.num_tokens
-        return plan
+        self.counters.step_tokens_total += flight.num_decode + flight.num_prompt
+        return flight.plan
 
     # ---- admission and preemption -----------------------------------------------------------------------------
 
-    def _admit_waiting(self, draft: _Draft, room: int) -> None:
+    def _admit_waiting(self, draft: Draft, room: int) -> None:
         """Starts waiting requests in order, as far as rows, pages and the budget go. The first that does not fit
         holds up those behind it, or a large request would starve."""
         while len(self._waiting) and self._free_rows and room > 0:
@@ -286,7 +222,7 @@ class Scheduler:
                 return
             self._waiting.remove(request)
             self._start(draft, request, match)
-            room -= self._take(draft, request, room)
+            room -= draft.take(request, room)
 
     def _parent(self, request: Request) -> Request | None:
         """The running request whose prompt, computed in an earlier step of its present life, can be forked."""
@@ -308,7 +244,7 @@ class Scheduler:
         reserve = admission_reserve(len(self._running), self.kv.num_pages)
         return match if self.kv.fits(request.num_tokens, match, reserve) else None
 
-    def _start(self, draft: _Draft, request: Request, match: PrefixMatch) -> None:
+    def _start(self, draft: Draft, request: Request, match: PrefixMatch) -> None:
         """Gives a request its row and all the pages that its tokens need."""
         parent = self._parent(request)
         if parent is not None:
@@ -328,16 +264,7 @@ class Scheduler:
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
         self._running.add(request)
-        draft.new_rows.append(
-            NewRow(
-                row=request.row,
-                token_ids=request.token_ids.copy(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.sampling,
-                eos_token_ids=list(self.config.eos_token_ids),
-                choice=request.choice,
-            )
-        )
+        draft.enter_row(request, self.config.eos_token_ids)
 
     def _count_start(self, request: Request, forked: bool, match: PrefixMatch) -> None:
         if not forked:
@@ -408,23 +335,14 @@ class Scheduler:
                 self.counters.discarded_tokens_total += token is not None
                 continue
             if item.prompt_logprobs is not None:
-                self._collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
+                self._outbox.collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
             if token is None:
                 self.kv.commit(request.pages, request.token_ids, item.start + item.count)
             else:
                 self._append(request, token, item.start + item.count)
         self.counters.prefix_cache_evictions_total = self.kv.num_evictions
 
-    def fail_step(self, plan: StepPlan, message: str) -> None:
-        """A step raised: its requests fail, the others go on. Called in place of `apply`."""
-        flight = self._land(plan)
-        self.counters.failed_steps_total += 1
-        finish = Finish(FinishReason.ERROR, message=message, code="internal_error")
-        for request, life in zip(flight.requests, flight.lives, strict=True):
-            if request.life == life:
-                self._finish(request, finish, distrust=True)
-
-    def _land(self, plan: StepPlan) -> _Flight:
+    def _land(self, plan: StepPlan) -> Flight:
         flight = self._flights.popleft()
         if flight.plan is not plan:
             raise RuntimeError(f"step {plan.step} came back before step {flight.plan.step}")
@@ -447,33 +365,11 @@ class Scheduler:
         finish_now = finish_after(request)
         logprobs = [token.logprobs] if token.logprobs is not None else None
         if finish_now is None:
-            self._emit(request, [token.token_id], None, logprobs)
+            self._outbox.put(request, [token.token_id], None, logprobs)
         else:
             self._finish(request, finish_now, [token.token_id], logprobs)
 
-    def _collect_prompt_logprobs(self, request: Request, entries: list[TokenLogprobs]) -> None:
-        if not request.prompt_logprobs:
-            request.prompt_logprobs.append(TokenLogprobs(request.token_ids[0], None, 0, [], []))
-        request.prompt_logprobs += entries
-
     # ---- ends -------------------------------------------------------------------------------------------------
-
-    def _emit(
-        self,
-        request: Request,
-        token_ids: list[int],
-        finish: Finish | None,
-        logprobs: list[TokenLogprobs] | None,
-    ) -> None:
-        cached = prompt_logprobs = None
-        if not request.reported_cached_tokens:
-            request.reported_cached_tokens = True
-            cached = request.num_cached_tokens
-        if request.wants_prompt_logprobs and len(request.prompt_logprobs) >= request.num_prompt_tokens:
-            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
-            request.wants_prompt_logprobs = False
-        output = Output(request.request_id, request.choice, token_ids, finish, logprobs, cached, prompt_logprobs)
-        self._outputs.append((request.owner, output))
 
     def _finish(
         self,
@@ -497,7 +393,7 @@ class Scheduler:
         del self._live[key][request.choice]
         if not self._live[key]:
             del self._live[key]
-        self._emit(request, token_ids or [], finish, logprobs)
+        self._outbox.put(request, token_ids or [], finish, logprobs)
         self._release_followers(request)
         request.leader = None
 

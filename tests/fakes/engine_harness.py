@@ -1,0 +1,115 @@
+"""A scheduler with a fake executor behind it, driven step by step without a socket."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from shared.messages import Finish, FinishReason, Output, Submit
+from shared.sampling_params import SamplingParams
+from tests.fakes.fake_executor import EOS_TOKEN_ID, FakeExecutor, FakeHandle, generate
+from worker.kv.manager import KVManager
+from worker.scheduler.plan import StepPlan
+from worker.scheduler.scheduler import Scheduler, SchedulerConfig
+
+
+def make_submit(request_id: str, token_ids: list[int], **fields) -> Submit:
+    """A Submit; `sampling` may be given as a dict."""
+    sampling = fields.pop("sampling", {})
+    return Submit(
+        request_id=request_id,
+        model="fake",
+        token_ids=token_ids,
+        num_prompt_tokens=fields.pop("num_prompt_tokens", len(token_ids)),
+        sampling=SamplingParams(**sampling) if isinstance(sampling, dict) else sampling,
+        **fields,
+    )
+
+
+class Harness:
+    """Runs steps as the engine does, checks integrity after each, and collects every choice's outputs."""
+
+    def __init__(
+        self,
+        *,
+        depth: int = 1,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 32,
+        max_model_len: int = 96,
+        num_pages: int = 32,
+        page_size: int = 4,
+        num_groups: int = 1,
+        enable_prefix_caching: bool = True,
+        clock=lambda: 0.0,
+    ) -> None:
+        self.kv = KVManager(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_groups=num_groups,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS_TOKEN_ID,),
+        )
+        self.scheduler = Scheduler(config, self.kv, clock=clock)
+        self.executor = FakeExecutor(
+            max_num_seqs=max_num_seqs, num_pages=num_pages, page_size=page_size, num_groups=num_groups, depth=depth
+        )
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finishes: dict[tuple[str, int], Finish] = {}
+        self.outputs: dict[tuple[str, int], list[Output]] = defaultdict(list)
+        self._flights: deque[tuple[StepPlan, FakeHandle]] = deque()
+
+    def add(self, submit: Submit) -> None:
+        self.scheduler.add(submit)
+        self._collect()
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self.scheduler.abort(request_id, choice)
+        self._collect()
+
+    def step(self, milliseconds: float = 1.0) -> StepPlan | None:
+        """One pass of the engine loop: submits at most one plan, lands the oldest where the pipeline is full."""
+        plan = self.scheduler.schedule() if len(self._flights) < self.executor.depth else None
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self._flights.append((plan, self.executor.submit(plan)))
+        if self._flights and (plan is None or len(self._flights) == self.executor.depth):
+            oldest, handle = self._flights.popleft()
+            self.scheduler.apply(oldest, handle.result(), milliseconds)
+        self.scheduler.check_integrity()
+        self._collect()
+        return plan
+
+    def drain(self, limit: int = 5000) -> None:
+        """Steps until nothing is left, then checks that everything was given back."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests and not self._flights:
+                break
+            self.step()
+        assert not self.scheduler.has_requests, "requests are stuck"
+        assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_waiting_tokens() == 0
+        assert self.kv.pages_in_use == self.kv.num_live == 0
+
+    def expect_solo(self, submit: Submit) -> None:
+        """Each choice ended well, with the text that it has alone."""
+        config = self.scheduler.config
+        for choice in range(submit.choice, submit.choice + submit.num_choices):
+            key = (submit.request_id, choice)
+            text = generate(submit.token_ids, submit.sampling, choice, config.max_model_len, submit.num_prompt_tokens)
+            assert self.tokens[key] == text, key
+            finish = self.finishes[key]
+            assert finish.reason in (FinishReason.STOP, FinishReason.LENGTH), (key, finish)
+            if finish.reason is FinishReason.STOP:
+                assert finish.stop_token_id == text[-1]
+
+    def _collect(self) -> None:
+        for _, output in self.scheduler.take_outputs():
+            key = (output.request_id, output.choice)
+            assert key not in self.finishes, f"{key} has news after its end"
+            self.tokens[key] += output.token_ids
+            self.outputs[key].append(output)
+            if output.finish is not None:
+                self.finishes[key] = output.finish

@@ -1,0 +1,188 @@
+"""An executor without a model that still notices every mistake in plans.
+
+It keeps a KV cache whose slots hold token ids. A row's next token is a hash of the tokens that its block table leads
+to, so a page that was shared, copied, evicted or written wrongly changes the text, as it would with a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+
+from shared.messages import TokenLogprobs
+from shared.sampling_params import SamplingParams
+from worker.executor.executor import ExecutorError
+from worker.scheduler.plan import NewRow, SampledToken, ScheduledTokens, StepPlan, StepResult
+
+VOCAB_SIZE = 97
+EOS_TOKEN_ID = 2
+POISON_TOKEN_ID = 96
+"""A sequence with this token in it has no finite logits."""
+
+
+def next_token(tokens: list[int], num_prompt_tokens: int, sampling: SamplingParams, choice: int) -> int:
+    """The token after `tokens`; -1 for poisoned ones. About one in sixteen ends the text."""
+    if POISON_TOKEN_ID in tokens:
+        return -1
+    text = f"{tokens} {sampling.seed} {choice}"
+    number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    masked = sampling.ignore_eos or len(tokens) - num_prompt_tokens < sampling.min_tokens
+    if number % 16 == 0 and not masked:
+        return EOS_TOKEN_ID
+    # Never the end, a stop token that min_tokens would mask, or the poison.
+    return 3 + (number >> 8) % (VOCAB_SIZE - 4)
+
+
+def generate(
+    prompt: list[int], sampling: SamplingParams, choice: int, max_model_len: int, num_prompt_tokens: int | None = None
+) -> list[int]:
+    """The text of a request that runs alone, as token ids, without any scheduler."""
+    boundary = num_prompt_tokens if num_prompt_tokens is not None else len(prompt)
+    tokens = list(prompt)
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS_TOKEN_ID})
+    while len(tokens) - boundary < sampling.max_tokens and len(tokens) < max_model_len:
+        tokens.append(next_token(tokens, boundary, sampling, choice))
+        if tokens[-1] in stops and len(tokens) - boundary > sampling.min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+class _Row:
+    def __init__(self, new: NewRow, num_groups: int) -> None:
+        self.tokens = list(new.token_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.sampling = new.sampling
+        self.choice = new.choice
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+
+
+class FakeHandle:
+    """A step whose result is known, but may be asked for only in order."""
+
+    def __init__(self, result: StepResult | Exception, ready_at: float) -> None:
+        self._result = result
+        self._ready_at = ready_at
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._ready_at
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class FakeExecutor:
+    """Runs plans on token ids.
+
+    Args:
+        depth: what the engine may have in flight.
+        seconds_per_step: how long a step seems to take.
+        fail: called with each plan; an exception that it returns is what the step's result raises.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        num_pages: int,
+        page_size: int,
+        num_groups: int = 1,
+        depth: int = 1,
+        seconds_per_step: float = 0.0,
+        fail: Callable[[StepPlan], Exception | None] = lambda plan: None,
+    ) -> None:
+        self.depth = depth
+        self.closed = False
+        self.plans: list[StepPlan] = []
+        self._max_num_seqs = max_num_seqs
+        self._page_size = page_size
+        self._seconds_per_step = seconds_per_step
+        self._fail = fail
+        self._rows: dict[int, _Row] = {}
+        self._pages: list[list[list[int | None]]] = [
+            [[None] * page_size for _ in range(num_pages)] for _ in range(num_groups)
+        ]
+
+    def submit(self, plan: StepPlan) -> FakeHandle:
+        if self.closed:
+            raise ExecutorError("the executor is closed")
+        self.plans.append(plan)
+        failure = self._fail(plan)
+        result = failure if failure is not None else self._execute(plan)
+        return FakeHandle(result, time.monotonic() + self._seconds_per_step)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        for new in plan.new_rows:
+            assert 0 <= new.row < self._max_num_seqs
+            self._rows[new.row] = _Row(new, len(self._pages))
+        for update in plan.block_tables:
+            table = self._rows[update.row].tables[update.group]
+            assert update.start <= len(table), "a block table has a gap"
+            table[update.start :] = update.pages
+        for copy in plan.page_copies:
+            group = self._pages[copy.group]
+            group[copy.target] = list(group[copy.source])
+        assert len({item.row for item in plan.scheduled}) == len(plan.scheduled), "a row is scheduled twice in a step"
+        assert all(item.count > 0 for item in plan.scheduled)
+        # All rows write before any row reads: what a step shares with itself would go wrong on a device too.
+        written = {slot for item in plan.scheduled for slot in self._write(item)}
+        sampled: list[SampledToken] = []
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for item in plan.scheduled:
+            self._check_reads(item, written)
+            self._read(item, sampled, prompt_logprobs)
+        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs)
+
+    def _write(self, item: ScheduledTokens) -> list[tuple[int, int, int]]:
+        row = self._rows[item.row]
+        slots = []
+        for position in range(item.start, item.start + item.count):
+            for group, table in enumerate(row.tables):
+                page, slot = table[position // self._page_size], position % self._page_size
+                self._pages[group][page][slot] = row.tokens[position]
+                slots.append((group, page, slot))
+        return slots
+
+    def _check_reads(self, item: ScheduledTokens, written: set[tuple[int, int, int]]) -> None:
+        """No row reads, as its past, what another row computes in the same step."""
+        for position in range(item.start):
+            for group, table in enumerate(self._rows[item.row].tables):
+                slot = (group, table[position // self._page_size], position % self._page_size)
+                assert slot not in written, "a row reads a page that this very step writes"
+
+    def _read(
+        self, item: ScheduledTokens, sampled: list[SampledToken], prompt_logprobs: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        row = self._rows[item.row]
+        end = item.start + item.count
+        size = self._page_size
+        contexts = [
+            [group[table[position // size]][position % size] for position in range(end)]
+            for group, table in zip(self._pages, row.tables, strict=True)
+        ]
+        tokens = [token if token is not None else -1 for token in contexts[0]]
+        assert all(context == contexts[0] for context in contexts), "the KV groups hold different texts"
+        if item.prompt_logprobs is not None:
+            last = min(end, row.num_prompt_tokens - 1)
+            prompt_logprobs[item.row] = [
+                self._logprob(row.tokens[position], item.prompt_logprobs)
+                for position in range(item.start + 1, last + 1)
+            ]
+        if item.sample:
+            assert end == len(row.tokens), "a token is sampled that is not the next one"
+            token = next_token(tokens, row.num_prompt_tokens, row.sampling, row.choice)
+            row.tokens.append(max(token, 0))
+            alternatives = row.sampling.logprobs
+            logprobs = self._logprob(token, alternatives) if alternatives is not None and token >= 0 else None
+            sampled.append(SampledToken(item.row, token, logprobs))
+
+    @staticmethod
+    def _logprob(token_id: int, alternatives: int) -> TokenLogprobs:
+        top = list(range(alternatives))
+        return TokenLogprobs(token_id, -1.0, 1, top, [-1.0] * alternatives)

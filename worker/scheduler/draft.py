@@ -1,0 +1,89 @@
+"""A step's plan in the making, and what is remembered of it until its result arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.request import Request
+from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, ScheduledTokens, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A plan that was handed out.
+
+    Attributes:
+        requests, lives: for each scheduled item the request and which of its lives it was.
+        num_decode, num_prompt: tokens of rows that were one behind, and of the others.
+    """
+
+    plan: StepPlan
+    requests: list[Request]
+    lives: list[int]
+    num_decode: int
+    num_prompt: int
+
+
+class Draft:
+    """Collects what a step shall compute. Moves the requests' num_computed_tokens and num_pending on as it goes."""
+
+    def __init__(self, step: int, page_size: int) -> None:
+        self.step = step
+        self.requests: list[Request] = []
+        self.page_copies: list[PageCopy] = []
+        self.num_decode = 0
+        self._page_size = page_size
+        self._scheduled: list[ScheduledTokens] = []
+        self._new_rows: list[NewRow] = []
+        self._block_tables: list[BlockTableUpdate] = []
+        self._lives: list[int] = []
+
+    def enter_row(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """The request's row was given to it in this step."""
+        self._new_rows.append(
+            NewRow(
+                row=request.row,
+                token_ids=request.token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=request.sampling,
+                eos_token_ids=list(eos_token_ids),
+                choice=request.choice,
+            )
+        )
+
+    def take(self, request: Request, room: int) -> int:
+        """Schedules up to `room` of the tokens that the request is behind; returns how many. It has the pages."""
+        start = request.num_computed_tokens
+        num_tokens = len(request.token_ids) + request.num_pending
+        count = min(room, num_tokens - start)
+        end = start + count
+        sample = end == num_tokens
+        alternatives = None
+        if request.wants_prompt_logprobs and start < request.num_prompt_tokens:
+            alternatives = request.sampling.prompt_logprobs
+        self._scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives))
+        self.requests.append(request)
+        self._lives.append(request.life)
+        pages = request.pages
+        if pages.num_announced * self._page_size < pages.num_slots:
+            for group, table in enumerate(pages.tables):
+                news = table[pages.num_announced :]
+                self._block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
+            pages.num_announced = len(pages.tables[0])
+        request.num_computed_tokens = end
+        if sample:
+            request.num_pending += 1
+        if request.prompt_step is None and end >= request.num_initial_tokens:
+            request.prompt_step = self.step
+        return count
+
+    def launch(self) -> Flight:
+        """The finished plan."""
+        plan = StepPlan(
+            step=self.step,
+            scheduled=self._scheduled,
+            new_rows=self._new_rows,
+            block_tables=self._block_tables,
+            page_copies=self.page_copies,
+        )
+        return Flight(plan, self.requests, self._lives, self.num_decode, plan.num_tokens - self.num_decode)
