@@ -128,7 +128,8 @@ class Engine:
         self._poll()
         plan = self._scheduler.schedule() if len(self._flights) < self._executor.depth else None
         if plan is not None:
-            self._flights.append(_Flight(plan, self._executor.submit(plan), self._clock()))
+            begin = self._clock()
+            self._flights.append(_Flight(plan, self._executor.submit(plan), begin))
         self._blocked = not self._flights
         if self._flights and (plan is None or len(self._flights) >= self._executor.depth):
             self._land()
@@ -173,12 +174,16 @@ class Engine:
             self._scheduler.counters.malformed_messages_total += 1
 
     def _on_hello(self, identity: bytes, message: Hello) -> None:
-        if message.version != PROTOCOL_VERSION:
-            self._scheduler.counters.malformed_messages_total += 1
-            log.warning("protocol_version", theirs=message.version, ours=PROTOCOL_VERSION)
         self._scheduler.abort_owner(identity)
         answer = Welcome(version=PROTOCOL_VERSION, epoch=self._transport.epoch, facts=self._facts)
-        self._transport.welcome(identity, answer)
+        if message.version == PROTOCOL_VERSION:
+            self._transport.welcome(identity, answer)
+            return
+        # It learns from the answer which version would do; nothing else that it says is understood.
+        self._scheduler.counters.malformed_messages_total += 1
+        log.warning("protocol_version", theirs=message.version, ours=PROTOCOL_VERSION)
+        self._transport.forget(identity)
+        self._transport.send(identity, answer)
 
     def _on_submit(self, identity: bytes, message: Submit) -> None:
         if self._scheduler.is_live(message, identity):
@@ -224,7 +229,7 @@ class Engine:
     def _watch(self) -> None:
         """Says to systemd that the loop turns, unless it turns without getting anywhere."""
         now = self._clock()
-        if self._scheduler.has_requests and now - self._last_progress > STALL_SECONDS:
+        if self._blocked and self._scheduler.has_requests and now - self._last_progress > STALL_SECONDS:
             raise StalledError(f"{self._scheduler.num_waiting} requests wait and no step runs")
         if self._watchdog_interval is not None and now >= self._next_watchdog:
             notify.watchdog()
