@@ -40,6 +40,8 @@ from shared.messages import (
 
 MAX_FRAMES_PER_TURN = 256
 """Frames read before other callbacks of the loop get their turn."""
+REFRESH_SECONDS = 0.05
+"""After the last stream ended the worker is asked once more, so that its gauges show soon that it is idle."""
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MAX_RECENT = 4096
 _MAX_DELAYED_CANCELS = 65_536
@@ -123,6 +125,7 @@ class WorkerLink:
         self._tick_handle: asyncio.TimerHandle | None = None
         self._drain_scheduled = False
         self._inside_message = False
+        self._refresh_scheduled = False
 
     # ---- state ------------------------------------------------------------------------------------------------
 
@@ -246,7 +249,15 @@ class WorkerLink:
             self._num_sequences -= submission.num_choices
             self._waiting_tokens -= submission.waiting_tokens
             self._remember(request_id)
+            if not self._submissions and not self._refresh_scheduled and not self.lost:
+                self._refresh_scheduled = True
+                self._loop.call_later(REFRESH_SECONDS, self._refresh)
         return submission
+
+    def _refresh(self) -> None:
+        self._refresh_scheduled = False
+        if not self.lost:
+            self._ping()
 
     def _remember(self, request_id: str) -> None:
         self._recent[request_id] = None

@@ -40,7 +40,7 @@ def test_running_and_waiting_requests_end_with_their_clients(small: Server, stre
     for connection in connections:
         connection.close()
     left = time.monotonic()
-    wait_until(small.idle, 10, "idle after the clients left")
+    wait_until(small.idle, 5, "idle after the clients left")
     print(f"idle after {time.monotonic() - left:.2f} s")
 
 
