@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from shared import notify
-from shared.errors import PeltonError, UnavailableError
+from shared.errors import InvalidRequestError, PeltonError, UnavailableError
 from shared.messages import (
     PROTOCOL_VERSION,
     Bundle,
@@ -35,7 +35,7 @@ from worker.executor.executor import Executor, StepHandle
 from worker.request import SubmitLimits, validate_submit
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.scheduler import Scheduler
-from worker.transport import Transport
+from worker.transport import BrokenSubmit, Transport
 
 IDLE_WAIT_SECONDS = 1.0
 BLOCKED_WAIT_SECONDS = 0.02
@@ -156,13 +156,13 @@ class Engine:
         self._transport.wait(min(IDLE_WAIT_SECONDS, self._watchdog_interval or IDLE_WAIT_SECONDS))
         self._last_progress = self._clock()
 
-    def _on_message(self, identity: bytes, message: GatewayMessage) -> None:
+    def _on_message(self, identity: bytes, message: GatewayMessage | BrokenSubmit) -> None:
         if isinstance(message, Hello):
             self._on_hello(identity, message)
         elif not self._transport.knows(identity):
             # Its lease ran out, or it never said hello. It will miss its pongs and connect anew.
             self._scheduler.counters.malformed_messages_total += 1
-        elif isinstance(message, Submit):
+        elif isinstance(message, Submit | BrokenSubmit):
             self._on_submit(identity, message)
         elif isinstance(message, Cancel):
             self._scheduler.abort(message.request_id, message.choice, identity)
@@ -185,20 +185,22 @@ class Engine:
         self._transport.forget(identity)
         self._transport.send(identity, answer)
 
-    def _on_submit(self, identity: bytes, message: Submit) -> None:
-        if self._scheduler.is_live(message, identity):
+    def _on_submit(self, identity: bytes, message: Submit | BrokenSubmit) -> None:
+        choices = range(message.choice, message.choice + message.num_choices)
+        if self._scheduler.is_live(message.request_id, choices, identity):
             # An answer under this id would end the stream that it belongs to.
             self._scheduler.counters.malformed_messages_total += 1
             return
         try:
             if self._stop_at is not None:
                 raise UnavailableError("The server is shutting down.")
+            if isinstance(message, BrokenSubmit):
+                raise InvalidRequestError("the request breaks a limit of the protocol between gateway and worker")
             validate_submit(message, self._limits)
             self._scheduler.add(message, identity)
         except PeltonError as error:
             self._scheduler.counters.rejected_requests_total += 1
             finish = Finish(FinishReason.ERROR, message=error.message, code=error.code or "invalid_request")
-            choices = range(message.choice, message.choice + message.num_choices)
             refusals = [(identity, Output(message.request_id, choice, [], finish)) for choice in choices]
             self._transport.send_outputs(refusals)
 

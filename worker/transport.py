@@ -11,13 +11,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import structlog
 import zmq
 
 from shared import sockets, wire
 from shared.errors import WireError
-from shared.messages import GatewayMessage, Output, Steps, WorkerMessage
+from shared.messages import MAX_CHOICES, GatewayMessage, Output, RequestId, Steps, WorkerMessage
 from worker.stats import Counters
 
 LEASE_SECONDS = 10.0
@@ -27,6 +29,17 @@ MAX_MESSAGES_PER_PASS = 512
 """Messages read before the engine computes the next step, so that a flood cannot keep it from that."""
 
 _FLUSH_MS = 500
+
+
+class BrokenSubmit(msgspec.Struct, tag="submit", frozen=True):
+    """What can still be read of a Submit that breaks a limit: enough to tell its gateway that it has ended."""
+
+    request_id: RequestId
+    choice: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)] = 0
+    num_choices: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+
+
+_broken_submit_decoder = msgspec.msgpack.Decoder(BrokenSubmit)
 
 log = structlog.get_logger("worker.transport")
 
@@ -55,6 +68,7 @@ class Transport:
         self._clock = clock
         self._gateways: dict[bytes, _Gateway] = {}
         self._lost: list[bytes] = []
+        self._drained = True
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
@@ -71,17 +85,17 @@ class Transport:
 
     def close(self) -> None:
         """Sends what is queued, as far as that takes no longer than half a second, and unbinds. Idempotent."""
-        if self._socket is None or self._context is None:
-            return
-        self._socket.close(_FLUSH_MS)
-        self._socket = None
-        self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-        path = self.endpoint.removeprefix("ipc://")
-        if path != self.endpoint:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        if self._socket is not None:
+            self._socket.close(_FLUSH_MS)
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        # A late `wake` must not write to whatever gets the number next.
+        pipe, self._wake_read, self._wake_write = (self._wake_read, self._wake_write), -1, -1
+        for fd in pipe:
+            if fd >= 0:
+                os.close(fd)
 
     def wake(self) -> None:
         """Ends a `wait`. May be called from a signal handler or another thread."""
@@ -97,7 +111,8 @@ class Transport:
 
     def receive(self) -> list[tuple[bytes, GatewayMessage]]:
         """What has arrived, with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
-        messages = []
+        messages: list[tuple[bytes, GatewayMessage]] = []
+        now = self._clock()
         for _ in range(MAX_MESSAGES_PER_PASS):
             frames = self._receive_frames()
             if frames is None:
@@ -112,7 +127,7 @@ class Transport:
                 continue
             gateway = self._gateways.get(identity)
             if gateway is not None:
-                gateway.last_heard = self._clock()
+                gateway.last_heard = now
         return messages
 
     def _receive_frames(self) -> tuple[bytes, bytes | None] | None:
@@ -136,8 +151,14 @@ class Transport:
 
     def welcome(self, identity: bytes, message: WorkerMessage) -> None:
         """Counts a gateway as connected, with step numbers from 1, and answers its Hello."""
+        self.forget(identity)
         self._gateways[identity] = _Gateway(0, self._clock())
         self.send(identity, message)
+
+    def forget(self, identity: bytes) -> None:
+        """Ends a gateway's connected state. It will not be among the lost: the caller deals with its requests."""
+        self._gateways.pop(identity, None)
+        self._lost = [who for who in self._lost if who != identity]
 
     def knows(self, identity: bytes) -> bool:
         """Whether the gateway has said hello and not been given up since."""
@@ -149,10 +170,14 @@ class Transport:
         return len(self._gateways)
 
     def take_lost(self) -> list[bytes]:
-        """Gateways given up since the last call: silent past their lease, or unable to take their messages."""
+        """Gateways given up since the last call: silent past their lease, or unable to take their messages.
+
+        After a long step, or a stop by SIGSTOP, their pings lie in the queue: nobody is silent before it was read out.
+        """
         limit = self._clock() - LEASE_SECONDS
-        for identity in [who for who, gateway in self._gateways.items() if gateway.last_heard < limit]:
-            self._give_up(identity, "silent")
+        if self._drained:
+            for identity in [who for who, gateway in self._gateways.items() if gateway.last_heard < limit]:
+                self._give_up(identity, "silent")
         lost, self._lost = self._lost, []
         return lost
 

@@ -89,6 +89,7 @@ class StepBudget:
         self._decode = CostTable()
         self._prompt = CostTable()
         self._prefill_rate = 0.0
+        self._probed = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -110,10 +111,16 @@ class StepBudget:
             self._prompt.observe(num_prompt, max(milliseconds - alone, 0.0))
 
     def prompt_tokens(self, num_decode: int) -> int:
-        """Prompt tokens that a step with num_decode decoding rows may take, at least 1 where the step has room."""
+        """Prompt tokens that a step with num_decode decoding rows may take, at least 1 where the step has room.
+
+        Except once for each doubling of the decoding rows: that step goes without, to learn what so many take alone.
+        """
         room = self._max_tokens - num_decode
         if num_decode == 0 or room <= MIN_CHUNK:
             return room
+        if num_decode >= _GROWTH * max(self._decode.largest, self._probed):
+            self._probed = num_decode
+            return 0
         alone = self._decode.cost(num_decode)
         if alone is None:
             return min(room, 2 * MIN_CHUNK)

@@ -94,7 +94,7 @@ class Scheduler:
         """
         check_length(submit, self.config.max_model_len, self.kv.max_tokens)
         choices = range(submit.choice, submit.choice + submit.num_choices)
-        if self.is_live(submit, owner):
+        if self.is_live(submit.request_id, choices, owner):
             raise PeltonError(f"request {submit.request_id} is running already")
         leader: Request | None = None
         for choice in choices:
@@ -122,10 +122,9 @@ class Scheduler:
             else:
                 self._hold(request, leader)
 
-    def is_live(self, submit: Submit, owner: bytes) -> bool:
-        """Whether any choice of the Submit is live: answering for its id would end another's stream."""
-        live = self._live.get((owner, submit.request_id), {})
-        return any(submit.choice <= choice < submit.choice + submit.num_choices for choice in live)
+    def is_live(self, request_id: str, choices: range, owner: bytes) -> bool:
+        """Whether any of the choices is live: answering for its id would end another's stream."""
+        return any(choice in choices for choice in self._live.get((owner, request_id), ()))
 
     def abort(self, request_id: str, choice: int | None = None, owner: bytes = b"") -> None:
         """Ends a request, or one choice of it, with Finish(ABORT). Unknown and finished ids are ignored."""

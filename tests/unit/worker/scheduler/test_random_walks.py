@@ -19,11 +19,12 @@ def _random_submit(rng: random.Random, number: int, max_model_len: int) -> Submi
     prompt = list(rng.choice(_PREFIXES)) if rng.random() < 0.7 else []
     prompt += [rng.randrange(3, 96) for _ in range(rng.randrange(1, 20))]
     num_prompt_tokens = len(prompt)
-    sampling = {"seed": rng.randrange(3), "max_tokens": rng.randrange(1, 30), "ignore_eos": rng.random() < 0.3}
+    max_tokens = rng.randrange(1, 30)
+    sampling: dict[str, object] = {"seed": rng.randrange(3), "max_tokens": max_tokens, "ignore_eos": rng.random() < 0.3}
     if rng.random() < 0.2:
         sampling["stop_token_ids"] = tuple(rng.randrange(3, 96) for _ in range(3))
     elif rng.random() < 0.3:
-        sampling["min_tokens"] = rng.randrange(sampling["max_tokens"] + 1)
+        sampling["min_tokens"] = rng.randrange(max_tokens + 1)
     if rng.random() < 0.15:
         sampling["prompt_logprobs"] = 2
     if rng.random() < 0.2:
@@ -45,12 +46,12 @@ def _random_submit(rng: random.Random, number: int, max_model_len: int) -> Submi
     return submit
 
 
-def _walk(seed: int, **options) -> Harness:
+def _walk(seed: int, num_requests: int = 24, **options) -> Harness:
     rng = random.Random(seed)
     harness = Harness(**options)
     submits: dict[str, Submit] = {}
     aborted: set[tuple[str, int]] = set()
-    for number in range(24):
+    for number in range(num_requests):
         submit = _random_submit(rng, number, harness.scheduler.config.max_model_len)
         submits[submit.request_id] = submit
         harness.add(submit)
@@ -83,11 +84,11 @@ def _check_texts(harness: Harness, submit: Submit, aborted: set[tuple[str, int]]
             entries = [entry for output in harness.outputs[key] for entry in output.logprobs or []]
             assert [entry.token_id for entry in entries] == harness.tokens[key]
         reports = [output.prompt_logprobs for output in harness.outputs[key] if output.prompt_logprobs is not None]
-        if submit.sampling.prompt_logprobs is not None and choice == 0 and harness.tokens[key]:
-            (report,) = reports
+        wanted = submit.sampling.prompt_logprobs is not None and choice == 0
+        # An abort may come before the report is complete, or between the report and the first token.
+        assert len(reports) == wanted or (wanted and not harness.tokens[key])
+        for report in reports:
             assert [entry.token_id for entry in report] == submit.token_ids[: submit.num_prompt_tokens]
-        else:
-            assert not reports
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -118,4 +119,4 @@ def test_texts_equal_solo_texts_when_pages_are_short(seed, depth, num_groups):
 def test_any_shape_of_engine_gives_the_same_texts(seed, page_size, num_pages, **options):
     # As many tokens as the largest request has, whatever the page size.
     pages = max(num_pages, 96) if page_size == 1 else num_pages
-    _walk(seed, page_size=page_size, num_pages=pages, **options)
+    _walk(seed, 10, page_size=page_size, num_pages=pages, **options)

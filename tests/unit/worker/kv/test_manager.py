@@ -1,0 +1,178 @@
+"""Sharing, finding again and copying of pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.kv import prefix_cache
+from worker.kv.manager import KVManager, SequencePages
+from worker.scheduler.plan import PageCopy
+
+TOKENS = list(range(100, 122))
+
+
+def _manager(**options) -> KVManager:
+    return KVManager(**{"num_pages": 12, "page_size": 4, **options})
+
+
+def _computed(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> SequencePages:
+    """A sequence whose tokens are all computed."""
+    sequence = kv.open(salt)
+    kv.adopt(sequence, kv.match_prefix(sequence, token_ids))
+    assert kv.extend(sequence, len(token_ids))
+    kv.commit(sequence, token_ids, len(token_ids))
+    kv.check_integrity()
+    return sequence
+
+
+def _found(kv: KVManager, token_ids: list[int], salt: bytes = b"") -> int:
+    return kv.match_prefix(kv.open(salt), token_ids).num_tokens
+
+
+def test_whole_pages_are_found_and_the_last_token_never_is():
+    kv = _manager()
+    kv.free(_computed(kv, TOKENS))
+    assert _found(kv, TOKENS) == 20
+    assert _found(kv, TOKENS[:20]) == 16
+    assert _found(kv, TOKENS[:7]) == 4
+    assert _found(kv, TOKENS[:4]) == 0
+    assert _found(kv, [*TOKENS[:8], 1, *TOKENS[9:]]) == 8
+    assert _found(kv, [1, *TOKENS[1:]]) == 0
+
+
+def test_a_match_shares_the_pages():
+    kv = _manager()
+    first = _computed(kv, TOKENS)
+    second = _computed(kv, TOKENS)
+    assert second.tables[0][:5] == first.tables[0][:5]
+    assert kv.pages_in_use == 7
+    kv.free(first)
+    assert kv.pages_in_use == 6
+    kv.free(second)
+    assert (kv.pages_in_use, kv.num_cached) == (0, 5)
+
+
+def test_salts_keep_tenants_apart():
+    kv = _manager()
+    kv.free(_computed(kv, TOKENS, b"one"))
+    assert _found(kv, TOKENS, b"one") == 20
+    assert _found(kv, TOKENS, b"two") == _found(kv, TOKENS) == 0
+
+
+def test_equal_hashes_of_other_tokens_are_a_miss(monkeypatch):
+    monkeypatch.setattr("worker.kv.manager.next_page_hash", lambda parent, ids, salt: b"%d" % len(parent))
+    kv = _manager()
+    sequence = kv.open(b"")
+    assert kv.extend(sequence, 8)
+    kv.commit(sequence, TOKENS, 8)
+    assert _found(kv, TOKENS) == 8
+    assert _found(kv, [1, *TOKENS[1:]]) == 0
+    assert _found(kv, [*TOKENS[:4], 1, *TOKENS[5:]]) == 4
+    assert _found(kv, TOKENS, b"salt") == 0
+
+
+def test_pages_are_hashed_only_when_full_and_computed():
+    kv = _manager()
+    sequence = kv.open(b"")
+    assert kv.extend(sequence, len(TOKENS))
+    assert _found(kv, TOKENS) == 0
+    kv.commit(sequence, TOKENS, 11)
+    assert _found(kv, TOKENS) == 8
+    assert sequence.num_committed == 2
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head():
+    kv = _manager(num_pages=6)
+    kv.free(_computed(kv, TOKENS[:20]))
+    other = kv.open(b"")
+    assert kv.extend(other, 12)
+    kv.check_integrity()
+    assert kv.num_evictions == 2
+    assert _found(kv, TOKENS) == 12
+
+
+def test_pages_of_a_failed_sequence_are_not_found_again_wherever_they_came_from():
+    kv = _manager()
+    kv.free(_computed(kv, TOKENS[:8]))
+    sequence = _computed(kv, TOKENS)
+    sharer = _computed(kv, TOKENS)
+    kv.free(sequence, distrust=True)
+    kv.check_integrity()
+    assert _found(kv, TOKENS) == 0
+    kv.free(sharer)
+    kv.check_integrity()
+    assert (kv.pages_in_use, kv.num_cached) == (0, 0)
+
+
+def test_extend_changes_nothing_where_pages_are_lacking():
+    kv = _manager(num_pages=3)
+    sequence = kv.open(b"")
+    assert kv.extend(sequence, 8)
+    assert not kv.extend(sequence, 13)
+    assert (len(sequence.tables[0]), sequence.num_slots, kv.num_free) == (2, 8, 1)
+    assert kv.extend(sequence, 12)
+
+
+def test_fits_counts_cached_pages_that_would_be_taken_back():
+    kv = _manager(num_pages=5)
+    kv.free(_computed(kv, TOKENS[:16]))
+    match = kv.match_prefix(kv.open(b""), TOKENS[:20])
+    # 4 of the 5 free pages are the match itself.
+    assert kv.fits(20, match)
+    assert not kv.fits(21, match)
+    assert not kv.fits(20, match, reserve=1)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_fork_shares_full_pages_and_copies_the_partial_one(num_groups):
+    kv = _manager(num_groups=num_groups)
+    parent = _computed(kv, TOKENS[:10])
+    child = kv.open(b"")
+    copies = kv.fork(parent, child, 9)
+    kv.check_integrity()
+    assert [table[:2] for table in child.tables] == [table[:2] for table in parent.tables]
+    assert copies == [PageCopy(group, parent.tables[group][2], child.tables[group][2]) for group in range(num_groups)]
+    assert all(copy.source != copy.target for copy in copies)
+    kv.free(parent)
+    kv.free(child)
+    assert kv.pages_in_use == 0
+
+
+def test_a_fork_at_the_end_of_a_page_copies_nothing():
+    kv = _manager()
+    parent = _computed(kv, TOKENS[:10])
+    child = kv.open(b"")
+    assert kv.fork(parent, child, 8) == []
+    assert child.num_slots == 8
+
+
+def test_all_groups_must_have_a_page_for_it_to_be_found():
+    kv = _manager(num_groups=2)
+    sequence = _computed(kv, TOKENS)
+    kv.free(sequence)
+    assert _found(kv, TOKENS) == 20
+    kv._caches[1].remove(next(iter(kv._caches[1].pages)))
+    assert _found(kv, TOKENS) < 20
+
+
+def test_caching_can_be_off():
+    kv = _manager(enable_prefix_caching=False)
+    kv.free(_computed(kv, TOKENS))
+    assert _found(kv, TOKENS) == 0
+    assert kv.num_cached == 0
+
+
+def test_check_integrity_finds_a_wrong_hash_and_a_lost_page():
+    kv = _manager()
+    sequence = _computed(kv, TOKENS)
+    cache = kv._caches[0]
+    page = sequence.tables[0][0]
+    entry = cache._entries[page]
+    cache._entries[page] = prefix_cache._Entry(entry.page_hash, entry.parent, b"\1\0\0\0" * 4, entry.salt)
+    with pytest.raises(AssertionError, match="hash of page"):
+        kv.check_integrity()
+    cache._entries[page] = entry
+    kv.check_integrity()
+    sequence.tables[0].pop()
+    with pytest.raises(AssertionError, match="reference counts differ"):
+        kv.check_integrity()

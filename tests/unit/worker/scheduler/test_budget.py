@@ -1,0 +1,108 @@
+"""The cost table and the chunk that it allows, on a simulated machine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from worker.scheduler.budget import MAX_STRETCH, MIN_CHUNK, CostTable, StepBudget
+
+
+def test_an_empty_table_knows_nothing():
+    table = CostTable()
+    assert table.cost(5) is None
+    assert table.count_within(1e9, 100) == 0
+
+
+def test_costs_between_measurements_are_interpolated_and_beyond_them_proportional():
+    table = CostTable()
+    table.observe(10, 20.0)
+    table.observe(100, 110.0)
+    assert table.cost(1) == 20.0
+    assert table.cost(55) == pytest.approx(65.0)
+    assert table.cost(200) == pytest.approx(220.0)
+
+
+def test_a_count_grows_at_most_twofold_over_what_was_seen():
+    table = CostTable()
+    table.observe(16, 0.1)
+    assert table.count_within(1000.0, 2048) == 32
+
+
+def test_a_noisy_small_count_does_not_make_larger_ones_look_cheaper():
+    table = CostTable()
+    table.observe(8, 50.0)
+    table.observe(64, 10.0)
+    assert table.cost(64) == 50.0
+
+
+def test_without_streams_a_step_is_full():
+    budget = StepBudget(target_ms=10, max_tokens=2048)
+    budget.observe(0, 2048, 5000.0)
+    assert budget.prompt_tokens(0) == 2048
+
+
+def test_prompts_always_progress():
+    budget = StepBudget(target_ms=10, max_tokens=2048)
+    budget.observe(8, 0, 500.0)
+    budget.observe(8, 16, 5000.0)
+    assert budget.prompt_tokens(8) == MIN_CHUNK
+    # A step that the streams fill nearly leaves what is left.
+    assert budget.prompt_tokens(2047) == 1
+
+
+@pytest.mark.parametrize(("decode_ms", "token_ms"), [(8.0, 0.9), (40.0, 0.7), (4.0, 0.02)])
+def test_steps_keep_to_the_target_while_a_long_prompt_is_read(decode_ms, token_ms):
+    rng = random.Random(1)
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+
+    def run(num_decode: int, num_prompt: int, context: int) -> float:
+        # Attention makes a prompt token dearer by half at a context of 4,000.
+        cost = decode_ms * (1 + num_decode / 32) + num_prompt * token_ms * (1 + context / 8000)
+        took = cost * rng.uniform(0.95, 1.05)
+        budget.observe(num_decode, num_prompt, took)
+        return took
+
+    alone = sorted(run(4, 0, 0) for _ in range(20))[10]
+    took, chunks, done = [], [], 0
+    while done < 4000:
+        chunk = min(budget.prompt_tokens(4), 4000 - done)
+        took.append(run(4, chunk, done))
+        chunks.append(chunk)
+        done += chunk
+    limit = max(min(60.0, MAX_STRETCH * alone), alone + MIN_CHUNK * token_ms * 1.5)
+    assert sorted(took)[int(len(took) * 0.99)] <= limit * 1.25
+    # The room is used, too: most steps take at least half of what the limit allows.
+    fair = (limit - alone) / (token_ms * 1.5)
+    assert sum(chunks) / len(chunks) >= min(fair / 2, 4000 / 8)
+
+
+def test_a_burst_of_prompts_is_not_held_back_by_streams_never_measured_alone():
+    """16 prompts of 128 tokens, of which the first runs already: what a cold server meets first."""
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+    waiting, decoding, steps, read = 15 * 128, 1, 0, 0
+    while waiting:
+        chunk = min(budget.prompt_tokens(decoding), waiting)
+        budget.observe(decoding, chunk, 8.0 + 0.6 * decoding + 0.5 * chunk)
+        waiting -= chunk
+        read += chunk
+        decoding = 1 + read // 128
+        steps += 1
+    # 16 ms or more of each step are left for the prompts, which is 32 tokens or more; a few steps go into learning.
+    assert steps <= 15 * 128 / 32 + 12
+
+
+def test_a_probe_that_nobody_measures_is_not_repeated():
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+    assert budget.prompt_tokens(4) == 0
+    assert budget.prompt_tokens(4) == budget.prompt_tokens(7) == 2 * MIN_CHUNK
+    assert budget.prompt_tokens(8) == 0
+
+
+def test_the_speed_of_reading_prompts_is_learned():
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+    assert budget.prefill_tokens_per_second == 0.0
+    for _ in range(30):
+        budget.observe(0, 100, 200.0)
+    assert budget.prefill_tokens_per_second == pytest.approx(500.0)

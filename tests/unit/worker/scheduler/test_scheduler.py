@@ -1,0 +1,272 @@
+"""What the scheduler promises, one case each."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import ConfigurationError, ContextLengthError, PeltonError
+from shared.messages import FinishReason
+from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.fake_executor import POISON_TOKEN_ID, generate
+from worker.scheduler.scheduler import SchedulerConfig
+
+PROMPT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+FREE_RUN = {"ignore_eos": True, "max_tokens": 8}
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request):
+    return request.param
+
+
+def test_prompts_longer_than_a_step_are_read_in_chunks(depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    submit = make_submit("a", [3 + index for index in range(50)], sampling=FREE_RUN)
+    harness.add(submit)
+    harness.drain()
+    harness.expect_solo(submit)
+    chunks = [plan.scheduled[0].count for plan in harness.executor.plans]
+    assert chunks == [16, 16, 16, 2] + [1] * 7
+
+
+def test_a_text_that_ends_by_length_costs_no_step_more(depth):
+    harness = Harness(depth=depth)
+    harness.add(make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 5}))
+    harness.drain()
+    assert sum(item.sample for plan in harness.executor.plans for item in plan.scheduled) == 5
+
+
+def test_a_text_that_ends_by_a_stop_token_costs_one_token_at_most(depth):
+    harness = Harness(depth=depth)
+    text = generate(PROMPT, make_submit("x", PROMPT, sampling=FREE_RUN).sampling, 0, 96)
+    stop = text[3]
+    submit = make_submit("a", PROMPT, sampling={**FREE_RUN, "stop_token_ids": (stop,)})
+    harness.add(submit)
+    harness.drain()
+    harness.expect_solo(submit)
+    assert harness.finishes["a", 0].stop_token_id == stop
+    assert harness.scheduler.counters.discarded_tokens_total == depth - 1
+
+
+def test_the_context_length_ends_a_text():
+    harness = Harness(max_model_len=16)
+    submit = make_submit("a", PROMPT, sampling={"ignore_eos": True, "max_tokens": 50})
+    harness.add(submit)
+    harness.drain()
+    assert len(harness.tokens["a", 0]) == 6
+    assert harness.finishes["a", 0].reason is FinishReason.LENGTH
+
+
+def test_a_resumed_request_that_was_complete_ends_at_once():
+    harness = Harness()
+    harness.add(make_submit("a", [*PROMPT, 20, 21], num_prompt_tokens=10, sampling={"max_tokens": 2}))
+    assert harness.finishes["a", 0].reason is FinishReason.LENGTH
+    harness.drain()
+    assert not harness.executor.plans
+
+
+def test_a_request_larger_than_the_context_or_the_cache_is_refused_with_the_numbers():
+    harness = Harness(num_pages=8, page_size=4, max_model_len=64)
+    with pytest.raises(ContextLengthError, match=r"70 tokens.*maximum context length is 64"):
+        harness.add(make_submit("a", [5] * 70))
+    with pytest.raises(ContextLengthError, match=r"10 tokens and a completion of 40.*holds 32 tokens"):
+        harness.add(make_submit("b", PROMPT, sampling={"max_tokens": 40}))
+    assert not harness.scheduler.has_requests
+    fits = make_submit("c", PROMPT, sampling={"ignore_eos": True, "max_tokens": 23})
+    harness.add(fits)
+    harness.drain()
+    harness.expect_solo(fits)
+
+
+def test_an_id_that_is_live_is_refused_and_the_first_goes_on():
+    harness = Harness()
+    submit = make_submit("a", PROMPT, num_choices=2, sampling=FREE_RUN)
+    harness.add(submit)
+    with pytest.raises(PeltonError, match="running already"):
+        harness.add(make_submit("a", PROMPT, choice=1))
+    harness.add(make_submit("a", PROMPT, choice=2, sampling=FREE_RUN))
+    harness.drain()
+    harness.expect_solo(submit)
+
+
+def test_a_prefix_seen_before_is_not_computed_again():
+    harness = Harness()
+    first = make_submit("a", PROMPT, sampling=FREE_RUN)
+    harness.add(first)
+    harness.drain()
+    second = make_submit("b", PROMPT, sampling=FREE_RUN)
+    other_tenant = make_submit("c", PROMPT, sampling=FREE_RUN, salt=b"other")
+    reported = make_submit("d", PROMPT, sampling={**FREE_RUN, "prompt_logprobs": 0})
+    for submit in (second, other_tenant, reported):
+        harness.add(submit)
+    harness.drain()
+    cached = {name: harness.outputs[name, 0][0].num_cached_tokens for name in "abcd"}
+    assert cached == {"a": 0, "b": 8, "c": 0, "d": 0}
+    assert harness.scheduler.counters.prefix_cache_hits_total == 8
+    assert len(harness.outputs["d", 0][0].prompt_logprobs) == len(PROMPT)
+    for submit in (first, second, other_tenant, reported):
+        harness.expect_solo(submit)
+
+
+def test_choices_share_the_prompt_and_copy_its_last_page(depth):
+    harness = Harness(depth=depth, max_num_seqs=4)
+    submit = make_submit("a", PROMPT, num_choices=4, sampling=FREE_RUN)
+    harness.add(submit)
+    harness.drain()
+    harness.expect_solo(submit)
+    plans = harness.executor.plans
+    prefilled = sum(item.count for plan in plans for item in plan.scheduled if item.start < len(PROMPT))
+    assert prefilled == len(PROMPT) + 3
+    assert sum(len(plan.page_copies) for plan in plans) == 3
+
+
+def test_choices_of_a_prompt_that_fills_its_pages_copy_the_page_that_they_would_write():
+    harness = Harness(max_num_seqs=4)
+    submit = make_submit("a", PROMPT[:8], num_choices=3, sampling=FREE_RUN)
+    harness.add(submit)
+    harness.drain()
+    harness.expect_solo(submit)
+    assert sum(len(plan.page_copies) for plan in harness.executor.plans) == 2
+
+
+def test_choices_survive_the_abort_of_the_first():
+    harness = Harness(max_num_batched_tokens=16)
+    submit = make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN)
+    harness.add(submit)
+    harness.step()
+    harness.abort("a", 0)
+    assert harness.finishes["a", 0].reason is FinishReason.ABORT
+    harness.drain()
+    rest = make_submit("a", submit.token_ids, choice=1, num_choices=2, sampling=submit.sampling)
+    harness.expect_solo(rest)
+
+
+def test_pages_too_few_for_two_preempt_the_later(depth):
+    harness = Harness(depth=depth, num_pages=10, max_num_seqs=2)
+    submits = [
+        make_submit(name, PROMPT, salt=name.encode(), sampling={"ignore_eos": True, "max_tokens": 24}) for name in "ab"
+    ]
+    for submit in submits:
+        harness.add(submit)
+    finished = []
+    while harness.scheduler.has_requests:
+        harness.step()
+        finished += [name for name, _ in harness.finishes if name not in finished]
+    assert finished == ["a", "b"]
+    assert harness.scheduler.counters.num_preemptions_total >= 1
+    for submit in submits:
+        harness.expect_solo(submit)
+
+
+def test_lower_priority_numbers_run_first_and_displace_others(depth):
+    harness = Harness(depth=depth, max_num_seqs=1)
+    submits = [
+        make_submit(name, PROMPT, priority=priority, sampling=FREE_RUN)
+        for name, priority in (("low", 5), ("middle", 0), ("urgent", -1))
+    ]
+    harness.add(submits[0])
+    for _ in range(3):
+        harness.step()
+    harness.add(submits[1])
+    harness.add(submits[2])
+    harness.drain()
+    assert [name for name, _ in harness.finishes] == ["urgent", "middle", "low"]
+    assert harness.scheduler.counters.num_preemptions_total == 1
+    for submit in submits:
+        harness.expect_solo(submit)
+
+
+def test_equal_priorities_do_not_displace_each_other():
+    harness = Harness(max_num_seqs=1)
+    for name in "abc":
+        harness.add(make_submit(name, PROMPT, sampling=FREE_RUN))
+    harness.drain()
+    assert [name for name, _ in harness.finishes] == ["a", "b", "c"]
+    assert harness.scheduler.counters.num_preemptions_total == 0
+
+
+def test_a_large_request_at_the_head_is_not_overtaken():
+    harness = Harness(num_pages=12, max_num_seqs=4)
+    harness.add(make_submit("running", PROMPT, sampling={"ignore_eos": True, "max_tokens": 12}))
+    harness.step()
+    harness.add(make_submit("large", [3 + index for index in range(36)], sampling=FREE_RUN))
+    harness.add(make_submit("small", [50], sampling={"ignore_eos": True, "max_tokens": 1}))
+    harness.drain()
+    assert next(iter(harness.finishes)) == ("running", 0)
+    first_rows = [new.token_ids for plan in harness.executor.plans for new in plan.new_rows]
+    assert first_rows.index([50]) > [len(ids) for ids in first_rows].index(36)
+
+
+def test_waiting_past_the_deadline_fails_and_running_past_it_does_not():
+    now = [100.0]
+    harness = Harness(max_num_seqs=1, clock=lambda: now[0])
+    runs = make_submit("a", PROMPT, deadline=101.0, num_choices=2, sampling=FREE_RUN)
+    waits = make_submit("b", PROMPT, deadline=101.0, sampling=FREE_RUN)
+    harness.add(runs)
+    harness.add(waits)
+    harness.step()
+    now[0] = 102.0
+    harness.drain()
+    harness.expect_solo(runs)
+    assert harness.finishes["b", 0].reason is FinishReason.ERROR
+    assert harness.finishes["b", 0].code == "deadline_exceeded"
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone_and_leave_no_page_behind(depth):
+    harness = Harness(depth=depth)
+    poisoned = make_submit("bad", [*PROMPT, POISON_TOKEN_ID, *PROMPT], sampling=FREE_RUN)
+    good = make_submit("good", PROMPT, salt=b"x", sampling=FREE_RUN)
+    harness.add(poisoned)
+    harness.add(good)
+    harness.drain()
+    harness.expect_solo(good)
+    finish = harness.finishes["bad", 0]
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "invalid_logits")
+    assert harness.tokens["bad", 0] == []
+    assert harness.scheduler.counters.invalid_logits_total == 1
+    again = make_submit("again", PROMPT, sampling=FREE_RUN)
+    harness.add(again)
+    harness.drain()
+    assert harness.outputs["again", 0][0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_an_abort_at_any_time_leaves_nothing_behind(depth, steps):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    harness.add(make_submit("a", [3 + index for index in range(40)], num_choices=2, sampling=FREE_RUN))
+    for _ in range(steps):
+        harness.step()
+    harness.abort("a")
+    harness.abort("a")
+    harness.abort("never seen")
+    assert harness.scheduler.kv.pages_in_use == 0
+    harness.drain()
+    assert {finish.reason for finish in harness.finishes.values()} == {FinishReason.ABORT}
+    assert len(harness.finishes) == 2
+
+
+def test_a_gateway_that_is_gone_takes_its_requests_and_their_news_along():
+    harness = Harness()
+    scheduler = harness.scheduler
+    scheduler.add(make_submit("a", PROMPT, num_choices=2), b"gone")
+    scheduler.add(make_submit("a", PROMPT, sampling=FREE_RUN), b"stays")
+    assert scheduler.abort_owner(b"gone") == 2
+    assert scheduler.take_outputs() == []
+    harness.drain()
+    assert harness.finishes["a", 0].reason is FinishReason.LENGTH
+
+
+def test_a_result_of_another_step_is_refused():
+    harness = Harness(depth=2)
+    harness.add(make_submit("a", PROMPT, sampling=FREE_RUN))
+    first = harness.scheduler.schedule()
+    second = harness.scheduler.schedule()
+    assert first is not None and second is not None
+    result = harness.executor.submit(first).result()
+    with pytest.raises(RuntimeError, match="came back before"):
+        harness.scheduler.apply(second, result)
+
+
+def test_every_row_must_fit_a_step():
+    with pytest.raises(ConfigurationError, match=r"max_num_batched_tokens is 16.*max_num_seqs \(32\)"):
+        SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=16, max_model_len=64)
