@@ -32,7 +32,6 @@ WORKER_COUNTERS = {
     "spec_decode_num_accepted_tokens": "drafted tokens that the model accepted",
     "engine_steps": "steps that the engine ran",
     "step_tokens": "tokens that the steps computed, prompt and output",
-    "failed_steps": "steps that raised",
     "discarded_tokens": "tokens sampled for requests that had ended meanwhile",
     "invalid_logits": "requests failed because their logits were not finite",
     "rejected_requests": "submits that the worker refused for what they ask",
