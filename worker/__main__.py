@@ -37,42 +37,47 @@ logger = structlog.get_logger("worker")
 
 def main(argv: Sequence[str]) -> int:
     """Runs a worker until it is stopped; returns the exit code."""
+    # Before anything is served there is nothing to drain: either signal ends the process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         settings = load_settings(WorkerSettings, argv, os.environ, prog="pelton worker")
-        writer = log.configure(settings.log_level, settings.log_format, process=f"worker-{settings.worker_index}")
-        return _serve(settings, writer)
-    except ConfigurationError as error:
+        log.configure(settings.log_level, settings.log_format, process=f"worker-{settings.worker_index}")
+        return _serve(settings)
+    except (ConfigurationError, ExecutorError) as error:
         print(f"pelton worker: {error}", file=sys.stderr)
     return 1
 
 
-def _serve(settings: WorkerSettings, writer: log.LogWriter) -> int:
+def _serve(settings: WorkerSettings) -> int:
+    orphan = _Orphan()
+    supervisor_pipe.watch(orphan.end)
     directory = sockets.runtime_dir(settings.runtime_dir)
     begin = time.monotonic()
-    with _announced("loading the model"):
-        files = open_model(settings.model, cache_directory(settings))
-        built = build_executor(settings, files)
-        files.weights.close()
-    counters = Counters()
-    epoch = secrets.token_hex(4)
-    sockets.remove_stale(directory, settings.worker_index)
-    transport = Transport(sockets.worker_endpoint(directory, settings.worker_index, epoch), epoch, counters)
-    engine = _build_engine(settings, files, built, transport, counters)
-    transport.start()
-    _connect_signals(engine)
-    gc.collect()
-    gc.freeze()
-    logger.info("worker_ready", model=files.default_name, seconds=round(time.monotonic() - begin, 2), epoch=epoch)
-    notify.ready("serving")
-    try:
-        engine.run()
-    except (ExecutorError, StalledError):
-        return 1
-    finally:
-        notify.stopping("stopping")
-        transport.close()
-        built.executor.close()
-        writer.flush()
+    with contextlib.ExitStack() as ending:
+        with _announced("loading the model"):
+            files = open_model(settings.model, cache_directory(settings))
+            built = build_executor(settings, files)
+            ending.callback(built.executor.close)
+            files.weights.close()
+        counters = Counters()
+        epoch = secrets.token_hex(4)
+        sockets.remove_stale(directory, settings.worker_index)
+        transport = Transport(sockets.worker_endpoint(directory, settings.worker_index, epoch), epoch, counters)
+        ending.callback(transport.close)
+        engine = _build_engine(settings, files, built, transport, counters)
+        transport.start()
+        orphan.engine = engine
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: engine.stop())
+        gc.collect()
+        gc.freeze()
+        logger.info("worker_ready", model=files.default_name, seconds=round(time.monotonic() - begin, 2), epoch=epoch)
+        notify.ready("serving")
+        ending.callback(notify.stopping, "stopping")
+        try:
+            engine.run()
+        except (ExecutorError, StalledError):
+            return 1
     return 0
 
 
@@ -111,18 +116,18 @@ def _build_engine(
     return Engine(scheduler, built.executor, transport, facts, files.bundle, check_executor=built.check)
 
 
-def _connect_signals(engine: Engine) -> None:
-    """SIGTERM and SIGINT drain; a second one, or the supervisor's end, waits for nothing."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: engine.stop())
+class _Orphan:
+    """Ends a worker whose supervisor is gone: at once while it loads, else when its requests were told."""
 
-    def orphaned() -> None:
-        engine.stop(now=True)
-        # The loop may be inside a step that never ends.
-        time.sleep(_ORPHAN_SECONDS)
+    engine: Engine | None = None
+
+    def end(self) -> None:
+        """Does not return while the process lives. Called from a thread of its own."""
+        if self.engine is not None:
+            self.engine.stop(now=True)
+            # The loop may be inside a step that never ends.
+            time.sleep(_ORPHAN_SECONDS)
         os._exit(1)
-
-    supervisor_pipe.watch(orphaned)
 
 
 @contextlib.contextmanager

@@ -109,19 +109,19 @@ class Transport:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
 
-    def receive(self) -> list[tuple[bytes, GatewayMessage]]:
+    def receive(self) -> list[tuple[bytes, GatewayMessage | BrokenSubmit]]:
         """What has arrived, with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
-        messages: list[tuple[bytes, GatewayMessage]] = []
+        messages: list[tuple[bytes, GatewayMessage | BrokenSubmit]] = []
         now = self._clock()
+        self._drained = False
         for _ in range(MAX_MESSAGES_PER_PASS):
             frames = self._receive_frames()
             if frames is None:
+                self._drained = True
                 break
             identity, payload = frames
             try:
-                if payload is None:
-                    raise WireError("a message has one frame")
-                messages.append((identity, wire.decode_gateway_message(payload)))
+                messages.append((identity, _decode(payload)))
             except WireError:
                 self._counters.malformed_messages_total += 1
                 continue
@@ -209,3 +209,15 @@ class Transport:
             self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._give_up(identity, zmq.strerror(error.errno or 0))
+
+
+def _decode(payload: bytes | None) -> GatewayMessage | BrokenSubmit:
+    """Raises WireError for what cannot even be answered."""
+    if payload is None:
+        raise WireError("a message has one frame")
+    try:
+        return wire.decode_gateway_message(payload)
+    except WireError as error:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError):
+            return _broken_submit_decoder.decode(payload)
+        raise error from None
