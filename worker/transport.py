@@ -25,6 +25,10 @@ from worker.stats import Counters
 LEASE_SECONDS = 10.0
 """A gateway that says nothing for so long (it pings every second) is gone, and its requests with it."""
 
+LONGEST_PASS_SECONDS = 2.0
+"""More than this between two looks at the leases, in a long step or after a SIGSTOP, does not count as silence: what
+the gateways said meanwhile may lie unread, some of it still in the kernel."""
+
 MAX_MESSAGES_PER_PASS = 512
 """Messages read before the engine computes the next step, so that a flood cannot keep it from that."""
 
@@ -68,7 +72,7 @@ class Transport:
         self._clock = clock
         self._gateways: dict[bytes, _Gateway] = {}
         self._lost: list[bytes] = []
-        self._drained = True
+        self._last_look = clock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
@@ -96,6 +100,9 @@ class Transport:
         for fd in pipe:
             if fd >= 0:
                 os.close(fd)
+        if self.endpoint.startswith("ipc://"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.endpoint.removeprefix("ipc://"))
 
     def wake(self) -> None:
         """Ends a `wait`. May be called from a signal handler or another thread."""
@@ -113,11 +120,9 @@ class Transport:
         """What has arrived, with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
         messages: list[tuple[bytes, GatewayMessage | BrokenSubmit]] = []
         now = self._clock()
-        self._drained = False
         for _ in range(MAX_MESSAGES_PER_PASS):
             frames = self._receive_frames()
             if frames is None:
-                self._drained = True
                 break
             identity, payload = frames
             try:
@@ -170,14 +175,16 @@ class Transport:
         return len(self._gateways)
 
     def take_lost(self) -> list[bytes]:
-        """Gateways given up since the last call: silent past their lease, or unable to take their messages.
-
-        After a long step, or a stop by SIGSTOP, their pings lie in the queue: nobody is silent before it was read out.
-        """
-        limit = self._clock() - LEASE_SECONDS
-        if self._drained:
-            for identity in [who for who, gateway in self._gateways.items() if gateway.last_heard < limit]:
-                self._give_up(identity, "silent")
+        """Gateways given up since the last call: silent past their lease, or unable to take their messages."""
+        now = self._clock()
+        unseen = now - self._last_look - LONGEST_PASS_SECONDS
+        self._last_look = now
+        if unseen > 0:
+            for gateway in self._gateways.values():
+                gateway.last_heard += unseen
+        limit = now - LEASE_SECONDS
+        for identity in [who for who, gateway in self._gateways.items() if gateway.last_heard < limit]:
+            self._give_up(identity, "silent")
         lost, self._lost = self._lost, []
         return lost
 

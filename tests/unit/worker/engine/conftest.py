@@ -1,0 +1,39 @@
+"""A worker in a directory of its own, at the depths that are used: 1 on the CPU, 2 on CUDA."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.worker.engine.harness import Limits, Worker
+from worker.scheduler.plan import StepPlan
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Worker]]:
+    """Starts a worker: `start(depth=2, fail=...)`. The path must be short, so it is not pytest's own directory."""
+    workers: list[Worker] = []
+    with tempfile.TemporaryDirectory(prefix="pelton-") as directory:
+
+        def make(*, fail: Callable[[StepPlan], Exception | None] = lambda plan: None, **limits: int) -> Worker:
+            workers.append(Worker(Path(directory), Limits(**limits), fail))
+            return workers[-1]
+
+        yield make
+        for worker in workers:
+            worker.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def worker(request: pytest.FixtureRequest, start: Callable[..., Worker]) -> Worker:
+    """At both depths."""
+    return start(depth=request.param)
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request: pytest.FixtureRequest) -> int:
+    """For tests that start their worker themselves."""
+    return int(request.param)

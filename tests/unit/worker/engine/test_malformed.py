@@ -1,0 +1,203 @@
+"""Frames that no gateway sends: each is counted and dropped, and whoever else is served does not notice."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from shared import sockets, wire
+from shared.messages import Cancel, Hello, Ping, Pong, Steps, Submit, WorkerStats
+from tests.unit.worker.engine.harness import EPOCH, Worker, make_submit
+
+VALID = wire.encode(make_submit("v"))
+DEEP = b"\x91" * 10_000 + b"\xc0"
+
+
+class Marker:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
+
+
+PAYLOADS = {
+    "empty": b"",
+    "truncated": VALID[:-3],
+    "two messages in one frame": VALID + VALID,
+    "array of 2^32 - 1": b"\xdd\xff\xff\xff\xff",
+    "map of 2^32 - 1": b"\xdf\xff\xff\xff\xff",
+    "text of 2^32 - 1": b"\xdb\xff\xff\xff\xff",
+    "tokens of 2^32 - 1": VALID.replace(b"\xa9token_ids\x95", b"\xa9token_ids\xdd\xff\xff\xff\xff"),
+    "nested 10,000 deep": DEEP,
+    "nested in an unknown field": b"\x83\xa4type\xa4ping\xa5nonce\x01\xa1x" + DEEP,
+    "nested in a submit": b"\x84\xa4type\xa6submit\xaarequest_id\xa1r\xa5model\xa1m\xa1x" + DEEP,
+    "unknown type": msgspec.msgpack.encode({"type": "run", "request_id": "r"}),
+    "type of another kind": msgspec.msgpack.encode({"type": 7}),
+    "no type": msgspec.msgpack.encode({"nonce": 1}),
+    "number": b"\x01",
+    "JSON": json.dumps({"type": "ping", "nonce": 1}).encode(),
+    "noise": bytes(range(256)) * 8,
+    "invalid UTF-8": b"\x82\xa4type\xa6cancel\xaarequest_id\xa2\xff\xfe",
+    "empty request id": msgspec.msgpack.encode({"type": "cancel", "request_id": ""}),
+    "long request id": wire.encode(Cancel("r" * 129)),
+    "submit with a long request id": wire.encode(make_submit("r" * 129)),
+    "submit without choices": wire.encode(make_submit("r", num_choices=0)),
+    "submit of choice 128": wire.encode(make_submit("r", choice=128)),
+    "submit of a million choices": wire.encode(make_submit("r", num_choices=1_000_000)),
+    "negative nonce": wire.encode(Ping(-1)),
+    "steps": wire.encode(Steps(EPOCH, 1, [])),
+    "pong": wire.encode(Pong(EPOCH, 1, WorkerStats())),
+}
+
+
+def test_the_malformed_tokens_are_what_they_say() -> None:
+    assert PAYLOADS["tokens of 2^32 - 1"] != VALID
+
+
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+def test_a_malformed_frame_is_counted_and_dropped(worker: Worker, payload: bytes) -> None:
+    client, stranger = worker.client(), worker.client(b"stranger", hello=False)
+    live = client.submit("live", max_tokens=40, ignore_eos=True)
+    client.send_frames(payload)
+    stranger.send_frames(payload)
+    worker.pump(lambda: worker.counters.malformed_messages_total == 2, "both counted")
+    client.check(live)
+    client.complete("next")
+    assert client.sync().counters["malformed_messages_total"] == 2
+    worker.settle()
+
+
+@pytest.mark.parametrize("num_frames", [2, 3, 2**16])
+def test_a_message_of_many_frames_is_counted_once(worker: Worker, num_frames: int) -> None:
+    client = worker.client()
+    for frame in (b"", VALID):
+        client.send_frames(*[frame] * num_frames)
+    assert client.sync().counters["malformed_messages_total"] == 2
+    client.complete("next")
+    assert set(client.outputs) == {("next", 0)}
+
+
+def test_a_pickle_is_not_read(worker: Worker, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    client = worker.client()
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        client.send_frames(pickle.dumps(Marker(marker), protocol))
+    assert client.sync().counters["malformed_messages_total"] == pickle.HIGHEST_PROTOCOL + 1
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Marker(marker)))
+    assert marker.exists(), "the marker is not touched by anything"
+
+
+def test_other_kinds_of_sockets_do_no_harm(worker: Worker) -> None:
+    client = worker.client()
+    for kind in (zmq.REQ, zmq.PUSH, zmq.PUB, zmq.SUB):
+        socket = worker.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(worker.endpoint)
+        if kind == zmq.REQ:
+            socket.send(VALID)
+            worker.pump(lambda: worker.counters.malformed_messages_total == 1, "the REQ's message counted")
+        client.complete(f"beside {kind}")
+        socket.close()
+    assert client.sync().counters["malformed_messages_total"] == 1
+
+
+def test_nothing_is_done_before_hello(worker: Worker) -> None:
+    stranger = worker.client(b"stranger", hello=False)
+    for message in (make_submit("a"), Cancel("a"), Ping(1)):
+        stranger.send(message)
+    worker.pump(lambda: worker.counters.malformed_messages_total == 3, "all counted")
+    assert not worker.scheduler.has_requests
+    stranger.hello()
+    assert stranger.stats is None and not stranger.outputs
+    stranger.complete("a")
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_another_protocol_version_is_told_ours_and_not_served(worker: Worker, known: bool) -> None:
+    client, other = worker.client(), worker.client(b"other", hello=known)
+    if known:
+        other.submit("old", max_tokens=100, ignore_eos=True)
+        other.sync()
+    before = len(other.welcomes)
+    other.send(Hello(2, "other"))
+    other.send(make_submit("a"))
+    worker.pump(lambda: len(other.welcomes) > before, "an answer")
+    worker.pump(lambda: worker.counters.malformed_messages_total == 2, "both counted")
+    assert other.welcomes[-1].version == 1
+    client.complete("next")
+    worker.settle()
+    assert not other.outputs
+    other.hello()
+    other.complete("a")
+
+
+def test_frames_changed_at_random_reach_nobody_else(worker: Worker) -> None:
+    """2,000 messages with a few bytes changed, cut or doubled, while another gateway's stream goes on."""
+    generator = random.Random(7)
+    client, fuzzer = worker.client(), worker.client(b"fuzzer", hello=False)
+    # Not the fuzzer's own client, which would hold the answers to the protocol.
+    worker.clients.remove(fuzzer)
+    live = client.submit("live", max_tokens=100, ignore_eos=True)
+    messages = [Hello(1, "fuzzer"), make_submit("f", num_choices=3, logprobs=2), Cancel("f", 1), Ping(3)]
+    for number in range(2000):
+        frame = bytearray(wire.encode(generator.choice(messages)))
+        for _ in range(generator.randrange(4)):
+            frame[generator.randrange(len(frame))] = generator.randrange(256)
+        if generator.random() < 0.2:
+            frame = frame[: generator.randrange(len(frame))]
+        fuzzer.send_frames(*[bytes(frame)] * generator.choice([1, 1, 1, 2]))
+        if number % 50 == 0:
+            client.sync()
+    client.check(live)
+    client.complete("next")
+    fuzzer.send(Hello(1, "fuzzer"))
+    fuzzer.close()
+    worker.pump(lambda: worker.transport.num_gateways == 1 or not worker.scheduler.has_requests, "the fuzzer's end")
+    assert client.sync().counters["malformed_messages_total"] > 100
+    worker.scheduler.check_integrity()
+
+
+def test_a_frame_above_the_limit_ends_the_connection_that_sent_it(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker: Worker = start()
+    client, large = worker.client(), worker.client(b"large")
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1 << 20)
+    live = client.submit("live", max_tokens=40, ignore_eos=True)
+    large.submit("mine", max_tokens=100, ignore_eos=True)
+    large.send_frames(b"x" * (sockets.wire.MAX_MESSAGE_BYTES + 1))
+    worker.pump(lambda: worker.counters.malformed_messages_total == 1, "counted")
+    client.check(live)
+
+
+def test_numbers_at_the_edges_of_their_types(worker: Worker) -> None:
+    """Each is answered or counted, none raises."""
+    client = worker.client()
+    base = msgspec.msgpack.decode(VALID)
+    edges = [0, -1, 2**31 - 1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, float("nan"), None, True, "", b"", [], {}]
+    names = [name for name in Submit.__struct_fields__ if name != "sampling"]
+    sampling = ["temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids"]
+    sampling += ["logit_bias", "logprobs", "prompt_logprobs", "repetition_penalty", "ignore_eos"]
+    for name in names:
+        for number, value in enumerate(edges):
+            client.send_frames(msgspec.msgpack.encode(base | {"request_id": f"{name}{number}", name: value}))
+        client.sync()
+    for name in sampling:
+        for number, value in enumerate(edges):
+            changed = base["sampling"] | {name: value}
+            client.send_frames(msgspec.msgpack.encode(base | {"request_id": f"{name}{number}", "sampling": changed}))
+            client.sync()
+    worker.settle()
+    client.sync()
+    for name in sampling:
+        for number in range(len(edges)):
+            assert client.ended(f"{name}{number}") is not None
+    client.complete("next")

@@ -1,0 +1,297 @@
+"""Requests from Submit to their end, as a gateway sees them."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from shared import wire
+from shared.messages import BundleRequest, Cancel, FinishReason, Submit
+from tests.fakes.fake_executor import POISON_TOKEN_ID, VOCAB_SIZE
+from tests.unit.worker.engine.harness import MAX_MODEL_LEN, Client, Worker, expected, make_submit
+
+NAN = float("nan")
+
+
+def test_welcome_tells_the_facts_and_the_bundle_comes_when_asked_for(worker: Worker) -> None:
+    client = worker.client()
+    assert client.welcomes[0].facts == worker.facts
+    client.send(BundleRequest("b"))
+    client.send(BundleRequest("other"))
+    stats = client.sync()
+    assert client.bundles == [worker.bundle]
+    assert stats.counters["malformed_messages_total"] == 1
+
+
+def test_a_request_runs_and_leaves_nothing(worker: Worker) -> None:
+    client = worker.client()
+    client.complete("a", ignore_eos=True)
+    worker.settle()
+    stats = client.sync()
+    assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
+    assert stats.counters["generation_tokens_total"] == 8
+    assert stats.counters["prompt_tokens_total"] == 5
+
+
+def test_many_at_once_get_one_steps_message_a_step(worker: Worker) -> None:
+    client = worker.client()
+    submits = [client.submit(f"r{i}", [5 + i] * (i + 1), seed=i, ignore_eos=True) for i in range(8)]
+    for submit in submits:
+        client.check(submit)
+    assert max(len(steps.outputs) for steps in client.steps) == 8
+    assert len(client.steps) <= len(worker.executor.plans)
+
+
+def test_more_requests_than_rows_all_end(worker: Worker) -> None:
+    client = worker.client()
+    for submit in [client.submit(f"r{i}", [3 + i, 4], seed=i) for i in range(30)]:
+        client.check(submit)
+    worker.settle()
+
+
+def test_the_depth_is_used_and_kept(worker: Worker) -> None:
+    worker.client().complete("a", ignore_eos=True)
+    assert worker.executor.most_in_flight == worker.executor.depth
+
+
+def test_choices_share_a_prompt_and_end_each(worker: Worker) -> None:
+    client = worker.client()
+    submit = client.submit("a", list(range(5, 24)), num_choices=5, choice=2, max_tokens=20)
+    client.check(submit)
+    assert len({tuple(client.text("a", choice)) for choice in range(2, 7)}) > 1
+    assert set(client.outputs) == {("a", choice) for choice in range(2, 7)}
+    worker.settle()
+
+
+def test_cached_tokens_are_told_once_on_each_choices_first_output(worker: Worker) -> None:
+    client = worker.client()
+    prompt = list(range(5, 22))
+    client.complete("a", prompt, num_choices=2, ignore_eos=True)
+    client.complete("b", prompt, num_choices=2, ignore_eos=True)
+    for request_id, cached in (("a", 0), ("b", 16)):
+        for choice in range(2):
+            told = [output.num_cached_tokens for output in client.outputs[request_id, choice]]
+            assert told[0] is not None and set(told[1:]) == {None}
+            assert choice or told[0] == cached
+
+
+def test_prompt_logprobs_come_on_the_first_output_of_the_first_choice(worker: Worker) -> None:
+    client = worker.client()
+    prompt = list(range(3, 83))
+    submit = client.submit("a", prompt, num_choices=2, prompt_logprobs=2, logprobs=1, ignore_eos=True)
+    client.check(submit)
+    first, *rest = client.outputs["a", 0]
+    assert [entry.token_id for entry in first.prompt_logprobs or []] == prompt
+    assert all(output.prompt_logprobs is None for output in rest + client.outputs["a", 1])
+    for choice in range(2):
+        for output in client.outputs["a", choice]:
+            assert [entry.token_id for entry in output.logprobs or []] == output.token_ids
+
+
+def test_a_resumed_request_goes_on_where_it_was(worker: Worker) -> None:
+    client = worker.client()
+    whole = make_submit("a", max_tokens=12, ignore_eos=True)
+    text = expected(whole)
+    client.complete("b", whole.token_ids + text[:5], num_prompt_tokens=5, max_tokens=12, ignore_eos=True)
+    assert client.text("b") == text[5:]
+    client.submit("c", whole.token_ids + text, num_prompt_tokens=5, max_tokens=12, ignore_eos=True)
+    assert client.finish("c").reason is FinishReason.LENGTH
+    assert client.text("c") == []
+
+
+def test_cancel_ends_a_request_or_one_choice_of_it(worker: Worker) -> None:
+    client = worker.client()
+    submit = client.submit("a", num_choices=3, max_tokens=100, ignore_eos=True)
+    worker.pump(lambda: len(client.text("a", 1)) > 3, "tokens")
+    client.send(Cancel("a", 1))
+    assert client.finish("a", 1).reason is FinishReason.ABORT
+    client.sync()
+    assert client.ended("a", 0) is None and client.ended("a", 2) is None
+    client.send(Cancel("a"))
+    assert client.finish("a", 0).reason is client.finish("a", 2).reason is FinishReason.ABORT
+    for choice in range(3):
+        text = client.text("a", choice)
+        assert text == expected(submit, choice)[: len(text)]
+    worker.settle()
+
+
+def test_cancel_of_what_is_not_there_changes_nothing(worker: Worker) -> None:
+    client, other = worker.client(), worker.client(b"other")
+    client.complete("ended")
+    live = client.submit("live", max_tokens=40, ignore_eos=True)
+    for message in (Cancel("never"), Cancel("ended"), Cancel("ended", 0), Cancel("live", 5)):
+        client.send(message)
+    # Another gateway's request of the same name is another request.
+    other.send(Cancel("live"))
+    other.sync()
+    assert client.sync().counters["malformed_messages_total"] == 0
+    client.check(live)
+
+
+def test_two_gateways_may_use_the_same_ids(worker: Worker) -> None:
+    first, second = worker.client(b"first"), worker.client(b"second")
+    ours = first.submit("a", seed=1, max_tokens=30)
+    theirs = second.submit("a", seed=2, max_tokens=30)
+    first.check(ours)
+    second.check(theirs)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_an_id_that_is_live_is_not_taken_twice(worker: Worker, num_choices: int) -> None:
+    client = worker.client()
+    submit = client.submit("a", max_tokens=60, ignore_eos=True)
+    client.sync()
+    client.submit("a", [9, 9, 9], num_choices=num_choices)
+    client.submit("a", [VOCAB_SIZE], num_choices=num_choices)
+    assert client.sync().counters["malformed_messages_total"] == 2
+    client.check(submit)
+    assert set(client.outputs) == {("a", 0)}
+    client.outputs.clear()
+    client.complete("a", [9, 9, 9])
+
+
+REFUSED = {
+    "token id not below the vocabulary": ([5, VOCAB_SIZE], {}, "invalid_request"),
+    "no tokens": ([], {}, "invalid_request"),
+    "prompt of no tokens": ([5], {"num_prompt_tokens": 0}, "invalid_request"),
+    "prompt longer than the tokens": ([5], {"num_prompt_tokens": 2}, "invalid_request"),
+    "another model": ([5], {"model": "other"}, "model_not_found"),
+    "NaN temperature": ([5], {"temperature": NAN}, "invalid_request"),
+    "infinite penalty": ([5], {"presence_penalty": float("inf")}, "invalid_request"),
+    "NaN bias": ([5], {"logit_bias": {3: NAN}}, "invalid_request"),
+    "bias of an unknown id": ([5], {"logit_bias": {VOCAB_SIZE: 1.0}}, "invalid_request"),
+    "bias of a negative id": ([5], {"logit_bias": {-1: 1.0}}, "invalid_request"),
+    "NaN deadline": ([5], {"deadline": NAN}, "invalid_request"),
+    "infinite deadline": ([5], {"deadline": float("inf")}, "invalid_request"),
+    "no tokens to generate": ([5], {"max_tokens": 0}, "invalid_request"),
+    "a seed of 65 bits": ([5], {"seed": 2**63}, "invalid_request"),
+    "an unknown stop id": ([5], {"stop_token_ids": (-1,)}, "invalid_request"),
+    "prompt longer than the context": ([5] * MAX_MODEL_LEN, {}, "context_length_exceeded"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "changes", "code"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_answered_once_for_each_choice(
+    worker: Worker, prompt: list[int], changes: dict, code: str
+) -> None:
+    client = worker.client()
+    live = client.submit("live", max_tokens=30, ignore_eos=True)
+    client.submit("a", prompt, choice=1, num_choices=3, **changes)
+    for choice in (1, 2, 3):
+        finish = client.finish("a", choice)
+        assert (finish.reason, finish.code) == (FinishReason.ERROR, code)
+        assert finish.message
+        assert client.text("a", choice) == []
+    client.check(live)
+    client.complete("next")
+    worker.settle()
+    assert {choice for request_id, choice in client.outputs if request_id == "a"} == {1, 2, 3}
+    assert client.sync().counters["rejected_requests_total"] == 1
+
+
+def test_choices_beyond_the_limit_are_refused_each(worker: Worker) -> None:
+    client = worker.client()
+    client.submit("a", choice=100, num_choices=100)
+    for choice in range(100, 200):
+        assert client.finish("a", choice).code == "invalid_request"
+    client.complete("next")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [5, -1]},
+        {"token_ids": [5, 2**31]},
+        {"token_ids": [5.5]},
+        {"token_ids": "text"},
+        {"num_prompt_tokens": -1},
+        {"salt": b"s" * 65},
+        {"deadline": "soon"},
+        {"priority": 2**31},
+        {"sampling": {"temperature": "hot"}},
+        {"sampling": {"logit_bias": {"x": 1.0}}},
+    ],
+)
+def test_a_submit_beyond_the_protocol_is_answered_too(worker: Worker, changes: dict) -> None:
+    client = worker.client()
+    live = client.submit("live", max_tokens=30, ignore_eos=True)
+    for request_id in ("a", "live"):
+        client.send_frames(altered(make_submit(request_id, num_choices=2), changes))
+    assert [client.finish("a", choice).code for choice in (0, 1)] == ["invalid_request"] * 2
+    client.check(live)
+    assert client.sync().counters["malformed_messages_total"] == 1
+    assert ("live", 1) not in client.outputs
+    client.complete("next")
+
+
+def test_a_request_too_large_for_the_cache_is_refused(start) -> None:
+    worker: Worker = start(num_pages=4)
+    client = worker.client()
+    client.submit("a", [5] * 17)
+    assert client.finish("a").code == "context_length_exceeded"
+    client.submit("b", [5] * 10, max_tokens=8)
+    assert client.finish("b").code == "context_length_exceeded"
+    client.complete("next", [5] * 9)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(worker: Worker) -> None:
+    client = worker.client()
+    live = client.submit("live", max_tokens=30, ignore_eos=True)
+    client.submit("bad", [POISON_TOKEN_ID])
+    assert client.finish("bad").reason is FinishReason.ERROR
+    client.check(live)
+    worker.settle()
+
+
+def test_a_deadline_that_passed_ends_what_waits(worker: Worker) -> None:
+    client = worker.client()
+    client.submit("late", deadline=1.0, num_choices=2)
+    assert [client.finish("late", choice).code for choice in (0, 1)] == ["deadline_exceeded"] * 2
+    worker.settle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_messages_ends_every_choice_once(start, seed: int) -> None:
+    """Submits, cancels and bad messages at every phase, with few pages; Client checks each message that comes."""
+    generator = random.Random(seed)
+    worker: Worker = start(depth=1 + seed % 2, max_num_seqs=4, num_pages=40)
+    clients = [worker.client(name) for name in (b"x", b"y")]
+    sent: list[tuple[Client, Submit]] = []
+    for number in range(60):
+        client = generator.choice(clients)
+        prompt = [generator.randrange(3, 90) for _ in range(generator.choice([1, 4, 13, 33]))]
+        submit = client.submit(
+            f"r{number}",
+            prompt if generator.random() < 0.9 else [VOCAB_SIZE],
+            num_choices=generator.choice([1, 1, 3]),
+            max_tokens=generator.choice([1, 5, 20]),
+            prompt_logprobs=generator.choice([None, None, 1]),
+        )
+        sent.append((client, submit))
+        for _ in range(generator.randrange(3)):
+            whose, victim = generator.choice(sent)
+            whose.send(Cancel(victim.request_id, generator.choice([None, 0, 2])))
+        for _ in range(generator.randrange(4)):
+            worker.engine.step()
+            worker.scheduler.check_integrity()
+    for client in clients:
+        client.sync()
+    worker.settle()
+    for client in clients:
+        client.sync()
+    for client, submit in sent:
+        for choice in range(submit.num_choices):
+            finish = client.ended(submit.request_id, choice)
+            assert finish is not None
+            text = client.text(submit.request_id, choice)
+            if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert text == expected(submit, choice)
+            elif text:
+                assert text == expected(submit, choice)[: len(text)]
+
+
+def altered(submit: Submit, changes: dict) -> bytes:
+    """A Submit with fields that its type does not allow."""
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(wire.encode(submit)) | changes)
