@@ -27,11 +27,6 @@ class AttentionGeometry:
     softcap: float | None = None
     window: int | None = None
 
-    @property
-    def qkv_dim(self) -> int:
-        """Width of the concatenated projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:

@@ -31,7 +31,7 @@ def paged_attention(
     """Writes the step's keys and values to their pages and attends causally to each request's pages.
 
     Args:
-        qkv: [T, qkv_dim], not yet rotated.
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], not yet rotated.
         keys, values: [pages, num_kv_heads, page_size, head_dim], any strides, updated in place.
 
     Returns:

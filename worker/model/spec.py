@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -71,7 +71,6 @@ class DecoderSpec:
     kv_groups: tuple[KVGroupSpec, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    extra: dict[str, str] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:

@@ -7,17 +7,6 @@ from typing import Protocol
 import torch
 
 
-class RawTensor(Protocol):
-    """A tensor in its file's format (worker.model.loading's RawWeight)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as a dense tensor."""
-        ...
-
-
 class LinearScheme(Protocol):
     """Storage and product of one weight [out_features, in_features]."""
 
