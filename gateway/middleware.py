@@ -15,6 +15,7 @@ from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
 from shared.errors import InternalError, InvalidRequestError, PeltonError, PermissionDeniedError
+from shared.log import request_context
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -43,6 +44,10 @@ class Middleware:
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answers every request; only a client that went away, or a cancellation, leaves by an exception."""
         _begin(request)
+        with request_context(request[REQUEST_ID]):
+            return await self._counted(request, handler)
+
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         metrics = request.app[METRICS]
         with metrics.http_requests_in_flight.track_inprogress():
             response = await self._answer(request, handler)
@@ -53,7 +58,6 @@ class Middleware:
         write = log.debug if route in _PROBES else log.info
         write(
             "request",
-            request_id=request[REQUEST_ID],
             method=request.method,
             route=route,
             status=response.status,
@@ -86,7 +90,7 @@ class Middleware:
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001 - the last line: whatever it is, the client gets an error object
-            log.exception("request failed", request_id=request[REQUEST_ID], route=_route_name(request))
+            log.exception("request failed", route=_route_name(request))
             return error_response(InternalError("The server failed; the request id finds the details in its log."))
 
     def _check_headers(self, request: web.Request) -> None:

@@ -1,4 +1,4 @@
-"""aiohttp's HTTP server with JSON for the failures that it answers itself, and a limit on how long headers may take."""
+"""aiohttp's HTTP server with JSON for the failures that it answers itself, and limits on how long a client may take."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from gateway.keys import log
 from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
 from gateway.responses import dump_json, http_exception_response, status_error_object, status_error_response
 
+_MIN_PROGRESS = 16_384
+"""Bytes that a client must take within the write timeout once it has fallen behind."""
+
 
 class HttpProtocol(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_header_timeout", "_header_timer")
+    __slots__ = ("_header_timeout", "_header_timer", "_unsent", "_write_timeout", "_write_timer")
 
-    def __init__(self, manager: web.Server, *, header_timeout: float, **kwargs: Any) -> None:
+    def __init__(self, manager: web.Server, *, header_timeout: float, write_timeout: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._header_timeout = header_timeout
         self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timeout = write_timeout
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
 
     def data_received(self, data: bytes) -> None:
         """Starts a timer with a request's first byte, and stops it when its headers are complete."""
@@ -34,9 +40,40 @@ class HttpProtocol(RequestHandler):
             self._header_timer = self._loop.call_later(self._header_timeout, self._headers_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The timer must not outlive the connection."""
+        """The timers must not outlive the connection."""
         self._stop_header_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client takes less than it is sent: from here on it must make progress, whatever is being written."""
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _watch_writing(self) -> None:
+        self._unsent = self._num_unsent()
+        self._write_timer = self._loop.call_later(self._write_timeout, self._writes_late)
+
+    def _writes_late(self) -> None:
+        if self._unsent - self._num_unsent() >= _MIN_PROGRESS:
+            self._watch_writing()
+        elif isinstance(self.transport, asyncio.WriteTransport):
+            log.warning("client does not read; connection cut off")
+            self.transport.abort()
+
+    def _num_unsent(self) -> int:
+        transport = self.transport
+        return transport.get_write_buffer_size() if isinstance(transport, asyncio.WriteTransport) else 0
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -88,18 +125,18 @@ def _finish(request: web.BaseRequest, response: web.Response) -> None:
 class HttpServer(web.Server):
     """Makes a HttpProtocol for each connection."""
 
-    def __init__(self, server: web.Server, header_timeout: float) -> None:
+    def __init__(self, server: web.Server, header_timeout: float, write_timeout: float) -> None:
         super().__init__(
             server.request_handler,
             request_factory=server.request_factory,
             handler_cancellation=server.handler_cancellation,
             **server._kwargs,
         )
-        self._header_timeout = header_timeout
+        self._timeouts = {"header_timeout": header_timeout, "write_timeout": write_timeout}
 
     def __call__(self) -> RequestHandler:
         """A protocol for a new connection."""
-        return HttpProtocol(self, header_timeout=self._header_timeout, loop=self._loop, **self._kwargs)
+        return HttpProtocol(self, loop=self._loop, **self._timeouts, **self._kwargs)
 
 
 class HttpRunner(web.AppRunner):
@@ -108,11 +145,14 @@ class HttpRunner(web.AppRunner):
     Args:
         max_header_size: bytes of a header line, and of the request line.
         header_timeout: seconds in which a request's headers must arrive.
+        write_timeout: seconds in which a client that has fallen behind must read on.
     """
 
-    __slots__ = ("_header_timeout",)
+    __slots__ = ("_header_timeout", "_write_timeout")
 
-    def __init__(self, app: web.Application, *, max_header_size: int, header_timeout: float) -> None:
+    def __init__(
+        self, app: web.Application, *, max_header_size: int, header_timeout: float, write_timeout: float
+    ) -> None:
         super().__init__(
             app,
             access_log=None,
@@ -126,6 +166,7 @@ class HttpRunner(web.AppRunner):
             shutdown_timeout=2.0,
         )
         self._header_timeout = header_timeout
+        self._write_timeout = write_timeout
 
     async def _make_server(self) -> web.Server:
-        return HttpServer(await super()._make_server(), self._header_timeout)
+        return HttpServer(await super()._make_server(), self._header_timeout, self._write_timeout)

@@ -59,7 +59,10 @@ class Service:
         """Serves until it is stopped. Raises ConfigurationError where it cannot start."""
         settings = self._settings
         runner = HttpRunner(
-            self._build(), max_header_size=settings.max_header_size, header_timeout=settings.body_timeout
+            self._build(),
+            max_header_size=settings.max_header_size,
+            header_timeout=settings.body_timeout,
+            write_timeout=settings.write_timeout,
         )
         await runner.setup()
         try:

@@ -43,10 +43,10 @@ class GatewaySettings(CommonSettings):
     max_waiting_tokens: Annotated[int, _POSITIVE, _doc("prompt tokens not yet computed, over all requests; above it: 429")] = 1_048_576
     max_concurrent_requests: Annotated[int, _POSITIVE, _doc("requests in flight in one gateway process; above it: 429")] = 4096
     max_body_size: Annotated[int, _POSITIVE, _doc("bytes of a request body; above it: 413")] = 16_777_216
-    max_header_size: Annotated[int, _POSITIVE, _doc("bytes of a header line, and of the request line; above it: 400")] = 16_384
+    max_header_size: Annotated[int, _POSITIVE, _doc("bytes of a header line, and of the request line; above it: 431")] = 16_384
     request_timeout: Annotated[float, Meta(gt=0), _doc("seconds that a request may wait for its first token before it ends with 503")] = 600.0
     body_timeout: Annotated[float, Meta(gt=0), _doc("seconds in which a request's headers and body must arrive")] = 30.0
-    write_timeout: Annotated[float, Meta(gt=0), _doc("seconds after which a stream whose client does not read is cut off")] = 30.0
+    write_timeout: Annotated[float, Meta(gt=0), _doc("seconds after which a client that does not read its response is cut off")] = 30.0
     keepalive_interval: Annotated[float, Meta(gt=0), _doc("seconds of silence after which a stream sends a comment")] = 15.0
     drain_timeout: Annotated[float, Meta(ge=0), _doc("seconds that requests in flight get to finish after SIGTERM")] = 30.0
     cors_origin: Annotated[tuple[str, ...], _doc("origin that browsers may call from (repeatable)")] = ()

@@ -111,10 +111,19 @@ def _part_text(part: object, place: str) -> str:
     return text
 
 
-def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables for the template. Raises InvalidRequestError for names that the renderer fills in, or that are none."""
+def check_template_kwargs(kwargs: dict[str, Any] | None, known: frozenset[str]) -> dict[str, Any]:
+    """Variables for the template.
+
+    Args:
+        known: the names that the model's template reads.
+
+    Raises InvalidRequestError for names that the renderer fills in, and for those that would have no effect.
+    """
     for name in kwargs or {}:
+        param = f"chat_template_kwargs.{name[:64]}"
         if name in RESERVED_TEMPLATE_VARIABLES or not name.isidentifier() or name.startswith("_"):
-            param = f"chat_template_kwargs.{name[:64]}"
             raise InvalidRequestError(f"{param} cannot be set by a request.", param=param)
+        if name not in known:
+            message = f"{param} is not used by the model's chat template."
+            raise InvalidRequestError(message, param=param, code="unknown_parameter")
     return kwargs or {}

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from aiohttp import web
 
 from gateway.flow.events import TextDelta
-from gateway.keys import DRAIN, LIMITS, REQUEST_ID, log
+from gateway.keys import DRAIN, LIMITS, log
 from gateway.responses import dump_json, error_object
 from shared.errors import InternalError, PeltonError
 
@@ -80,7 +80,7 @@ class SseResponse:
             async with asyncio.timeout(self._write_timeout):
                 await self.response.write(data)
         except TimeoutError:
-            log.warning("client does not read; stream cut off", request_id=self._request[REQUEST_ID])
+            log.warning("client does not read; stream cut off")
             if isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
             raise ConnectionResetError("the client does not read") from None
@@ -119,7 +119,7 @@ async def stream_events(
         except Exception:
             if not sse.begun:
                 raise
-            log.exception("stream failed", request_id=request[REQUEST_ID])
+            log.exception("stream failed")
             await _fail(sse, InternalError("The server failed; the request id finds the details in its log."))
     await sse.response.write_eof()
     return sse.response

@@ -34,12 +34,13 @@ from shared.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from shared.log import get_logger
 from shared.messages import MAX_CHOICES, Finish, FinishReason, Output, Submit, WorkerFacts
 from shared.metrics import GatewayMetrics
 
 _MAX_ID_PREFIX = 80
 
-log = structlog.get_logger("gateway.flow")
+log = get_logger("gateway.flow")
 
 
 class _Pipeline(Protocol):
@@ -161,6 +162,8 @@ class Generation:
 
     def __init__(self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit) -> None:
         self.request = request
+        # The worker's news is handled outside of the route's task, which has the request's id on its lines by itself.
+        self._log_fields = {**structlog.contextvars.get_contextvars(), "generation": request.request_id}
         self._generator = generator
         self._entry = entry
         self._permit = permit
@@ -247,7 +250,7 @@ class Generation:
         except PeltonError as error:
             self._fail(error)
         except Exception:
-            log.exception("output_not_handled", request_id=self.request.request_id)
+            log.exception("output_not_handled", **self._log_fields)
             self._fail(InternalError("The server failed; the request id finds the details in its log."))
 
     def on_lost(self, error: WorkerLostError) -> None:
@@ -263,7 +266,7 @@ class Generation:
         except PeltonError:
             self._fail(error)
         else:
-            log.info("request_moved", request_id=self.request.request_id)
+            log.info("request_moved", **self._log_fields)
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

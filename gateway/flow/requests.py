@@ -16,6 +16,11 @@ from shared.messages import WorkerFacts
 class TextPipelineLike(Protocol):
     """Text of one model to token ids and back."""
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that `template_kwargs` may have: what the chat template reads and the renderer does not fill in."""
+        ...
+
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:

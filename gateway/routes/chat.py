@@ -21,8 +21,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     fields = parse_fields(await read_json(request), ChatFields)
     common = common_of_chat(fields, request[IDENTITY], request.app[SALTS])
     messages = check_messages(fields.messages)
-    template_kwargs = check_template_kwargs(fields.chat_template_kwargs)
     entry = find_model(request, fields.model)
+    template_kwargs = check_template_kwargs(fields.chat_template_kwargs, entry.pipeline.template_variables)
     ids = await entry.pipeline.encode_chat(
         messages, template_kwargs=template_kwargs, max_tokens=entry.facts.max_model_len
     )

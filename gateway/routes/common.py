@@ -13,7 +13,7 @@ from gateway.api.generation_params import Common
 from gateway.api.prompts import check_token_ids
 from gateway.flow.events import GenerationRequest
 from gateway.flow.requests import ModelEntryLike
-from gateway.keys import GENERATOR, LIMITS, MODELS, REQUEST_ID, log
+from gateway.keys import GENERATOR, LIMITS, MODELS, log
 from shared.errors import ModelNotFoundError
 
 MAX_MODEL_NAME = 256
@@ -59,7 +59,7 @@ def submit_all(
         common.generation_request(f"{identifier}-{index}", ids, max_tokens, vocab_size, timeout)
         for index, (ids, max_tokens) in enumerate(prompts)
     ]
-    log.debug("submit", request_id=request[REQUEST_ID], response_id=identifier, prompts=len(requests), n=common.n)
+    log.debug("submit", response_id=identifier, prompts=len(requests), n=common.n)
     return FanIn(request.app[GENERATOR], requests, entry.facts.eos_token_ids)
 
 

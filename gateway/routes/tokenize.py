@@ -14,23 +14,35 @@ from gateway.api.prompts import check_token_ids
 from gateway.flow.requests import ModelEntryLike
 from gateway.responses import json_response
 from gateway.routes.common import find_model
-from shared.errors import ContextLengthError, InvalidRequestError
+from gateway.text.pipeline import text_size
+from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 
 MAX_TOKENS = 131_072
-"""Texts longer than a model's context may be counted, but within a bound."""
+MAX_CHARACTERS = 2_097_152
+"""Texts longer than a model's context may be counted, but within bounds."""
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """Token ids of a `prompt`, or of `messages` as the chat template renders them."""
     fields = parse_fields(await read_json(request), TokenizeFields)
     entry = find_model(request, fields.model)
+    _check_size(fields)
     ids = await _encode(fields, entry)
+    if len(ids) > MAX_TOKENS:
+        raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param="prompt")
     token_strings = None
     if fields.return_token_strs:
         token_strings = [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
     return json_response(
         {"count": len(ids), "max_model_len": entry.facts.max_model_len, "tokens": ids, "token_strs": token_strings}
     )
+
+
+def _check_size(fields: TokenizeFields) -> None:
+    """Tokenizing takes a second for each few million characters, and long texts wait for each other."""
+    size = text_size(fields.prompt if fields.messages is None else fields.messages)
+    if size > MAX_CHARACTERS:
+        raise PayloadTooLargeError(f"The text has {size} characters; at most {MAX_CHARACTERS} are tokenized here.")
 
 
 async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
@@ -52,7 +64,7 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
     return await entry.pipeline.encode_chat(
         messages,
         add_generation_prompt=fields.add_generation_prompt is not False,
-        template_kwargs=check_template_kwargs(fields.chat_template_kwargs),
+        template_kwargs=check_template_kwargs(fields.chat_template_kwargs, entry.pipeline.template_variables),
         max_tokens=MAX_TOKENS,
     )
 

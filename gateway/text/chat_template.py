@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
@@ -34,6 +35,7 @@ MAX_ARGUMENT = 10_000_000
 """Largest number that may be passed to a function: a width, a count."""
 MAX_SECONDS = 5.0
 
+_FILLED_IN = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 _MAX_MESSAGE = 500
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _BOUNDED_LOOP = "pelton_bounded_loop"
@@ -55,6 +57,9 @@ class ChatTemplate:
         source: Jinja text.
         special_tokens: variables such as `bos_token`.
 
+    Attributes:
+        variables: names that the template reads from outside, those that `render` fills in left out.
+
     Raises InvalidRequestError where the source is no template that can be used.
     """
 
@@ -67,8 +72,11 @@ class ChatTemplate:
         self._environment.start_clock()
         try:
             self._template = self._environment.from_string(source)
+            undeclared = jinja2.meta.find_undeclared_variables(self._environment.parse(source))
         except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise _unusable(error) from error
+        known = _FILLED_IN | self._special_tokens.keys() | self._environment.globals.keys()
+        self.variables = frozenset(undeclared - known)
 
     def render(
         self,

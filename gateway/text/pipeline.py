@@ -67,6 +67,11 @@ class TextPipeline:
             except InvalidRequestError as error:
                 self._template_error = error.message
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of what a request may set for the chat template: what it reads and nobody else fills in."""
+        return frozenset() if self._template is None else self._template.variables
+
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
@@ -94,7 +99,7 @@ class TextPipeline:
             self._check_size(text, max_tokens, "messages")
             return self._tokenizer.encode_guarded(text)
 
-        return await self._threads.run(_text_size(messages) + _text_size(tools), work)
+        return await self._threads.run(text_size(messages) + text_size(tools), work)
 
     async def render_chat(
         self,
@@ -106,7 +111,7 @@ class TextPipeline:
         """The conversation as text."""
         template = self._usable_template(template_kwargs)
         return await self._threads.run(
-            _text_size(messages) + _text_size(tools),
+            text_size(messages) + text_size(tools),
             lambda: template.render(messages, tools, add_generation_prompt, template_kwargs or {}),
         )
 
@@ -149,12 +154,12 @@ class TextPipeline:
             )
 
 
-def _text_size(value: Any) -> int:
+def text_size(value: Any) -> int:
     """Characters in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_text_size, value.values()))
+        return sum(map(text_size, value.values()))
     if isinstance(value, Sequence):
-        return sum(map(_text_size, value))
+        return sum(map(text_size, value))
     return 0

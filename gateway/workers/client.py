@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from gateway.workers.stats import LinkCounters
 from shared import sockets, wire
 from shared.errors import UnavailableError, WireError, WorkerLostError
+from shared.log import get_logger
 from shared.messages import (
     PROTOCOL_VERSION,
     Bundle,
@@ -46,7 +46,7 @@ _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | z
 _MAX_RECENT = 4096
 _MAX_DELAYED_CANCELS = 65_536
 
-log = structlog.get_logger("gateway.workers")
+log = get_logger("gateway.workers")
 
 
 @dataclass(frozen=True)

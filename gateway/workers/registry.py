@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import structlog
 import zmq
 
 from gateway.text.pipeline import TextPipeline, TextThreads
@@ -21,6 +20,7 @@ from gateway.workers.client import Liveness, WorkerLink
 from gateway.workers.stats import LinkCounters
 from shared import sockets
 from shared.errors import ConfigurationError, ModelNotFoundError, UnavailableError
+from shared.log import get_logger
 from shared.messages import Bundle, WorkerFacts
 from shared.metrics import GatewayMetrics, WorkerSnapshot
 
@@ -28,7 +28,7 @@ SCAN_INTERVAL = 0.25
 _MAX_IDLE_PIPELINES = 4
 _BUNDLE_RETRY = 5.0
 
-log = structlog.get_logger("gateway.workers")
+log = get_logger("gateway.workers")
 
 
 class ModelEntry:

@@ -39,6 +39,8 @@ def facts(**changes: Any) -> WorkerFacts:
 class BytePipeline:
     """Token id = byte; 256 and 257 are special."""
 
+    template_variables = frozenset(["enable_thinking"])
+
     def __init__(self) -> None:
         self.template_kwargs: list[dict[str, Any]] = []
         self.messages: list[list[dict[str, Any]]] = []

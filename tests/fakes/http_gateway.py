@@ -148,14 +148,17 @@ async def run_gateway(
         "keepalive_interval": 5.0,
         "request_timeout": 60.0,
     }
+    merged = Limits(**{**defaults, **limits})
     app = build_app(
         services,
-        Limits(**{**defaults, **limits}),
+        merged,
         check_host=check_host,
         cors_origins=cors_origins,
         routes=(*ROUTES, *extra_routes),
     )
-    runner = HttpRunner(app, max_header_size=max_header_size, header_timeout=header_timeout)
+    runner = HttpRunner(
+        app, max_header_size=max_header_size, header_timeout=header_timeout, write_timeout=merged.write_timeout
+    )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -161,12 +161,16 @@ async def test_unsupported_and_unknown_parameters_are_named(gateway, name, value
     [
         "tokenize", "chat_template", "tools", "documents", "conversation", "continue_final_message", "padding",
         "truncation", "max_length", "return_tensors", "return_dict", "messages", "add_generation_prompt", "not a name",
-        "__class__", "bos_token",
+        "__class__", "bos_token", "range", "loop", "enable_thinkin", "thinking",
     ],
 )  # fmt: skip
-async def test_reserved_template_variables(gateway, name):
+async def test_template_variables_that_requests_may_not_set(gateway, name):
     # CVE-2025-62426
     status, body, _ = await gateway.chat(chat_template_kwargs={name: True})
+    assert status == 400 and is_named(body, f"chat_template_kwargs.{name}")
+    status, body, _ = await gateway.post(
+        "/tokenize", {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {name: True}}
+    )
     assert status == 400 and is_named(body, f"chat_template_kwargs.{name}")
     assert not gateway.models.entry.pipeline.messages
 
@@ -249,7 +253,8 @@ async def test_bodies_that_are_no_json_object(gateway, path, raw):
     # CVE-2026-73555: on every route, and nothing of the server's insides in the answer.
     status, body, headers = await gateway.post(path, raw)
     assert status == 400 and headers["x-request-id"]
-    assert body["error"]["type"] == "invalid_request_error" and body["error"]["code"] == "invalid_json"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["code"] in ("invalid_json", "too_many_values")
     assert not any(sign in str(body) for sign in ("/home", "/work", "site-packages", "0x", "Traceback", 'File "'))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.flow.events import TextDelta
+from gateway.routes import tokenize
 from shared.errors import WorkerLostError
 from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
 from tests.fakes.http_gateway import run_gateway
@@ -200,3 +201,14 @@ async def test_models():
                 assert response.status == 200 and model["object"] == "model" and model["created"] == 1_700_000_000
         status, raw, _ = await gateway.get("/v1/models/nope")
         assert status == 404 and b"model_not_found" in raw
+
+
+async def test_tokenize_counts_within_bounds(monkeypatch):
+    # F28: long texts wait for each other
+    monkeypatch.setattr(tokenize, "MAX_TOKENS", 100)
+    monkeypatch.setattr(tokenize, "MAX_CHARACTERS", 200)
+    async with run_gateway() as gateway:
+        for length, expected in ((80, 200), (120, 400), (201, 413)):
+            for body in ({"prompt": "a" * length}, {"messages": [{"role": "user", "content": "a" * length}]}):
+                status, answer, _ = await gateway.post("/tokenize", body)
+                assert status == expected, answer

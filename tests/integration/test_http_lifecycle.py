@@ -83,6 +83,38 @@ async def test_a_client_that_does_not_read_is_cut_off():
         del reader
 
 
+async def test_a_client_that_does_not_read_its_whole_response_is_cut_off():
+    # F9: a response of one piece is written outside of any route, and pipelined ones come one after the other
+    generator = FakeGenerator(lambda _: [TextDelta(0, "x" * 3_000_000, [1], finish_reason="stop")])
+    async with run_gateway(generator, write_timeout=0.2) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
+        raw = json.dumps(BODY).encode()
+        head = f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+        writer.write((b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + head + raw) * 20)
+        await eventually(lambda: generator.generations)
+        # Connection reset: what had not been sent is dropped.
+        with pytest.raises(ConnectionResetError):
+            while True:
+                await asyncio.sleep(0.02)
+                if writer.transport.is_closing():
+                    await reader.read()
+                writer.write(b"\r\n")
+                await writer.drain()
+        del reader
+
+
+async def test_a_client_that_reads_slowly_gets_all():
+    text = "x" * 2_000_000
+    generator = FakeGenerator(lambda _: [TextDelta(0, text, [1], finish_reason="stop")])
+    async with run_gateway(generator, write_timeout=0.2) as gateway:
+        reader, writer = await send(gateway, "/v1/chat/completions", BODY)
+        received = b""
+        while text[-1000:].encode() + b'"' not in received[-2000:]:
+            await asyncio.sleep(0.05)
+            received += await reader.read(100_000)
+        writer.close()
+
+
 async def test_too_many_requests_in_flight():
     async with run_gateway(FakeGenerator(lambda _: [60.0]), max_requests=2) as gateway:
         writers = [(await send(gateway, "/v1/chat/completions", BODY))[1] for _ in range(2)]

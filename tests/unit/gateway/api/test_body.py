@@ -51,6 +51,36 @@ def test_values_are_counted_before_they_are_parsed(monkeypatch):
         parse_object(b'{"a":[1,1,1,1,1,1,1,1,1,1,1,1]}')
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a":' + b"[" * 11 + b"]" * 11 + b"}",
+        b'{"a":[' + b"{}," * 11 + b"1]}",
+        b'{"a":{' + b",".join(b'"k%d" : 1' % number for number in range(11)) + b"}}",
+        b'{"a":{' + b",".join(b'"k%d\\\\":1' % number for number in range(11)) + b"}}",
+        b"[" * 1000,
+    ],
+)
+def test_objects_arrays_and_keys_are_counted_before_they_are_parsed(monkeypatch, raw):
+    # 16 MB of brackets held the interpreter for 3 s
+    monkeypatch.setattr(body, "MAX_STRUCTURE", 10)
+    with pytest.raises(InvalidRequestError, match="more than 10 objects"):
+        parse_object(raw)
+
+
+@pytest.mark.parametrize("text", ["[{:" * 50, '{"a":[1]}\\' * 50, '\\"[' * 50])
+def test_brackets_in_texts_are_not_counted(monkeypatch, text):
+    monkeypatch.setattr(body, "MAX_STRUCTURE", 10)
+    assert parse_object(json.dumps({"a": text}).encode()) == {"a": text}
+
+
+def test_strings_are_counted_where_there_is_much_structure(monkeypatch):
+    monkeypatch.setattr(body, "MAX_STRUCTURE", 3)
+    monkeypatch.setattr(body, "MAX_STRINGS", 2)
+    with pytest.raises(InvalidRequestError, match="2 strings"):
+        parse_object(b'{"a":["[","[","["]}')
+
+
 def test_surrogate_pairs_are_fine_and_halves_are_not():
     assert parse_object(b'{"a":"\\ud83d\\ude00"}') == {"a": "\U0001f600"}
     for raw in (b'{"a":"\\ud83d"}', b'{"a":"\\ude00"}', b'{"\\ud83d":1}', b'{"a":"\\ud83d\\u0041"}'):

@@ -204,11 +204,14 @@ async def test_a_stream_that_stands_still_ends_too() -> None:
 
 async def test_a_fault_of_our_own_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    generation = world.generator.submit(make_request([1]))
+    with request_context("id-of-the-http-request"):
+        generation = world.generator.submit(make_request([1]))
     monkeypatch.setattr(generation, "_choices", None)
-    generation.on_output(output([70]))
+    with structlog.testing.capture_logs() as lines:
+        generation.on_output(output([70]))
     with pytest.raises(InternalError):
         await collect(generation)
+    assert [line["request_id"] for line in lines] == ["id-of-the-http-request"]
 
 
 async def test_closing_twice_gives_back_once() -> None:

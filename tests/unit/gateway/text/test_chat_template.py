@@ -145,3 +145,13 @@ def test_a_huge_source_is_not_parsed() -> None:
 def test_variables_of_a_client_do_not_replace_the_renderer_s() -> None:
     text = render("{{ bos_token }}{{ messages | length }}", bos_token="evil", messages_="x")
     assert text == "<s>1"
+
+
+def test_variables_are_what_the_template_reads_and_nobody_fills_in():
+    source = (
+        "{{ bos_token }}{% set a = 1 %}{% for m in messages %}{{ loop.index }}{{ m.role ~ a }}{% endfor %}"
+        "{% for i in range(3) %}{% if enable_thinking is defined and enable_thinking %}{{ style | upper }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ raise_exception(tools) }}{% endif %}"
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>"}).variables == {"enable_thinking", "style"}
+    assert ChatTemplate("{{ messages[0].content }}", {}).variables == frozenset()

@@ -1,0 +1,382 @@
+"""`python -m worker` as a process of its own with a tiny random model: start, service, signals, death."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from shared import sockets, wire
+from shared.messages import (
+    PROTOCOL_VERSION,
+    BundleRequest,
+    Cancel,
+    Finish,
+    FinishReason,
+    GatewayMessage,
+    Hello,
+    Output,
+    Ping,
+    Pong,
+    Steps,
+    Submit,
+    Welcome,
+    WorkerMessage,
+)
+from shared.sampling_params import SamplingParams
+from tests.fakes.tiny_model import CONFIG, write_tiny_model
+
+pytestmark = pytest.mark.timeout(180)
+
+PATIENCE_SECONDS = 120.0
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "numba"
+
+
+class Process:
+    """A worker and the directory in which it binds."""
+
+    def __init__(self, run: Path, model: Path, *args: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
+        self.run = run
+        self.log = run.parent / "worker.log"
+        command = [sys.executable, "-m", "worker", "--model", str(model), "--runtime-dir", str(run)]
+        command += ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-kv-pages", "8192"]
+        command += ["--max-num-seqs", "8", "--cache-dir", str(CACHE), *args]
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | env, pass_fds=pass_fds
+            )
+
+    def output(self) -> str:
+        """What it wrote."""
+        return self.log.read_text()
+
+    def endpoint(self) -> str:
+        """Where it listens, once it does."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            if self.output().count("worker_ready") and (found := sockets.list_worker_endpoints(self.run)):
+                return found[-1]
+            assert self.popen.poll() is None, self.output()
+            time.sleep(0.02)
+        raise AssertionError("does not listen")
+
+    def end(self, number: int | None = signal.SIGTERM) -> int:
+        """Its exit code after a signal."""
+        if number is not None:
+            self.popen.send_signal(number)
+        return self.popen.wait(60)
+
+
+class Gateway:
+    """A DEALER that checks epoch and numbers of what it gets."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes = b"gateway") -> None:
+        self.epoch = (sockets.parse_endpoint(endpoint) or (0, ""))[1]
+        self.outputs: dict[str, list[Output]] = {}
+        self.sequence = 0
+        self.socket = sockets.make_dealer(context, endpoint, identity)
+
+    def send(self, message: GatewayMessage) -> None:
+        self.socket.send(wire.encode(message))
+
+    def receive(self) -> WorkerMessage:
+        """The next message."""
+        assert self.socket.poll(PATIENCE_SECONDS * 1000), "the worker says nothing"
+        message = wire.decode_worker_message(self.socket.recv())
+        if isinstance(message, Steps):
+            self.sequence += 1
+            assert (message.epoch, message.sequence) == (self.epoch, self.sequence)
+            for output in message.outputs:
+                news = self.outputs.setdefault(output.request_id, [])
+                assert not news or news[-1].finish is None
+                news.append(output)
+        return message
+
+    def hello(self) -> Welcome:
+        self.send(Hello(PROTOCOL_VERSION, "gateway"))
+        message = self.receive()
+        assert isinstance(message, Welcome) and message.epoch == self.epoch
+        return message
+
+    def ping(self, nonce: int = 1) -> Pong:
+        """Waits for the Pong."""
+        self.send(Ping(nonce))
+        while True:
+            message = self.receive()
+            if isinstance(message, Pong):
+                assert (message.nonce, message.epoch) == (nonce, self.epoch)
+                return message
+
+    def submit(self, request_id: str, max_tokens: int = 6) -> None:
+        """Greedy, and never ended by a token."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        prompt = [1, 17, 99, 200]
+        self.send(Submit(request_id=request_id, model="tiny", token_ids=prompt, num_prompt_tokens=4, sampling=sampling))
+
+    def first_token(self, request_id: str) -> None:
+        """Waits until a request has begun."""
+        while not self.outputs.get(request_id):
+            self.receive()
+
+    def finish(self, request_id: str) -> Finish:
+        """Waits for the end of a request."""
+        while not self.outputs.get(request_id) or self.outputs[request_id][-1].finish is None:
+            self.receive()
+        finish = self.outputs[request_id][-1].finish
+        assert finish is not None
+        return finish
+
+    def text(self, request_id: str) -> list[int]:
+        return [token_id for output in self.outputs[request_id] for token_id in output.token_ids]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose context is so long that a request runs for as long as a test wants."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 131_072}))
+    return folder
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    """A short path, since a socket's is limited."""
+    with tempfile.TemporaryDirectory(prefix="pelton-") as directory:
+        path = Path(directory) / "r"
+        path.mkdir(mode=0o700)
+        yield path
+
+
+@pytest.fixture
+def start(run: Path, model: Path) -> Iterator[Callable[..., Process]]:
+    processes: list[Process] = []
+
+    def make(*args: str, **options) -> Process:
+        processes.append(Process(run, options.pop("model", model), *args, **options))
+        return processes[-1]
+
+    yield make
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], Gateway]]:
+    gateways: list[Gateway] = []
+    with zmq.Context() as context:
+
+        def make(endpoint: str) -> Gateway:
+            gateways.append(Gateway(context, endpoint))
+            return gateways[-1]
+
+        yield make
+        for gateway in gateways:
+            gateway.socket.close(0)
+
+
+class Marker:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_serves_and_ends(start, connect, run: Path, tmp_path: Path) -> None:
+    process = start()
+    gateway = connect(process.endpoint())
+    facts = gateway.hello().facts
+    assert facts.model_names == ["tiny"]
+    assert (facts.vocab_size, facts.num_pages, facts.device) == (CONFIG["vocab_size"], 8192, "cpu")
+    gateway.send(BundleRequest(facts.bundle_hash))
+    bundle = gateway.receive()
+    assert bundle.bundle_hash == facts.bundle_hash and b'"t7"' in bundle.tokenizer_json
+    for frame in (pickle.dumps(Marker(tmp_path / "marker")), b"\x91" * 10_000 + b"\xc0", b"\xdd\xff\xff\xff\xff", b""):
+        gateway.socket.send(frame)
+    gateway.socket.send_multipart([b""] * 2**16)
+    assert gateway.ping().stats.counters["malformed_messages_total"] == 5
+    assert not (tmp_path / "marker").exists()
+    gateway.submit("a")
+    assert gateway.finish("a").reason is FinishReason.LENGTH
+    assert len(gateway.text("a")) == 6
+    gateway.submit("b", 240)
+    gateway.first_token("b")
+    gateway.send(Cancel("b"))
+    assert gateway.finish("b").reason is FinishReason.ABORT
+    gateway.submit("again")
+    gateway.finish("again")
+    assert gateway.text("again") == gateway.text("a")
+    stats = gateway.ping(2).stats
+    assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
+    assert process.end() == 0
+    assert list(run.iterdir()) == []
+    assert "Traceback" not in process.output()
+
+
+def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> None:
+    process = start()
+    gateway = connect(process.endpoint())
+    gateway.hello()
+    gateway.submit("long", 240)
+    gateway.first_token("long")
+    process.popen.send_signal(signal.SIGTERM)
+    count = 0
+    # Refused from the moment at which the signal is dealt with; those taken before it finish as well.
+    while gateway.outputs["long"][-1].finish is None:
+        count += 1
+        gateway.submit(f"new{count}", 1)
+        gateway.receive()
+    assert gateway.finish("long").reason is FinishReason.LENGTH
+    assert len(gateway.text("long")) == 240
+    assert process.end(None) == 0
+    codes = {output.finish.code for news in gateway.outputs.values() for output in news if output.finish}
+    assert codes <= {None, "service_unavailable"}
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)])
+def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path, numbers) -> None:
+    process = start(model=long_model)
+    gateway = connect(process.endpoint())
+    gateway.hello()
+    gateway.submit("long", 100_000)
+    gateway.first_token("long")
+    for number in numbers:
+        process.popen.send_signal(number)
+        # Two signals that are pending at the same time are one.
+        gateway.receive()
+        gateway.receive()
+    finish = gateway.finish("long")
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "service_unavailable")
+    assert process.end(None) == 0
+
+
+def test_a_worker_ends_with_its_supervisor(start, connect, run: Path, long_model: Path) -> None:
+    read_end, write_end = os.pipe()
+    process = start(model=long_model, pass_fds=(read_end,), PELTON_SUPERVISOR_FD=str(read_end))
+    os.close(read_end)
+    gateway = connect(process.endpoint())
+    gateway.hello()
+    gateway.submit("long", 100_000)
+    gateway.first_token("long")
+    os.close(write_end)
+    assert gateway.finish("long").code == "service_unavailable"
+    assert process.end(None) == 0
+    assert list(run.iterdir()) == []
+
+
+def test_a_worker_that_loads_ends_with_its_supervisor(start, run: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    process = start(pass_fds=(read_end,), PELTON_SUPERVISOR_FD=str(read_end))
+    os.close(read_end)
+    assert process.end(None) == 1
+    assert "worker_ready" not in process.output()
+    assert list(run.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_loads_ends_it_quietly(start, run: Path, number: int) -> None:
+    process = start()
+    time.sleep(1.0)
+    assert process.end(number) in (0, -number)
+    assert "Traceback" not in process.output()
+    assert list(run.iterdir()) == []
+
+
+def test_a_killed_worker_leaves_a_socket_that_the_next_one_removes(start, connect, run: Path) -> None:
+    first = start()
+    endpoint = first.endpoint()
+    other = sockets.worker_endpoint(run, 1, "0000abcd").removeprefix("ipc://")
+    with zmq.Context() as own, own.socket(zmq.ROUTER) as neighbour:
+        neighbour.bind(f"ipc://{other}")
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+        assert Path(endpoint.removeprefix("ipc://")).exists()
+        first.log.unlink()
+        second = start()
+        second.endpoint()
+        names = {path.name for path in run.iterdir()}
+        assert Path(endpoint).name not in names and len(names) == 2 and Path(other).name in names
+        gateway = connect(next(found for found in sockets.list_worker_endpoints(run) if "worker-0-" in found))
+        gateway.hello()
+        gateway.submit("a")
+        assert gateway.finish("a").reason is FinishReason.LENGTH
+        assert second.end() == 0
+
+
+@pytest.mark.parametrize("arguments", [("--model", "/nowhere/model.gguf"), ("--max-num-seqs", "0"), ("--oops",)])
+def test_what_cannot_be_used_is_one_sentence_and_exit_code_1(start, arguments: tuple[str, ...]) -> None:
+    process = start(*arguments)
+    assert process.end(None) == 1
+    assert "Traceback" not in process.output()
+    assert "pelton worker:" in process.output()
+    assert arguments[0].lstrip("-").replace("-", "_") in process.output().replace("-", "_")
+
+
+def test_a_broken_model_is_one_sentence_and_exit_code_1(start, tmp_path: Path) -> None:
+    broken = write_tiny_model(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    process = start(model=broken)
+    assert process.end(None) == 1
+    assert "Traceback" not in process.output() and "model.safetensors" in process.output()
+
+
+def test_a_split_worker_whose_rank_is_killed_ends_its_requests_and_itself(
+    start, connect, run: Path, long_model: Path
+) -> None:
+    process = start("--tensor-parallel-size", "2", model=long_model)
+    gateway = connect(process.endpoint())
+    gateway.hello()
+    gateway.submit("long", 100_000)
+    gateway.first_token("long")
+    ranks = children(process.popen.pid)
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGKILL)
+    finish = gateway.finish("long")
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "worker_lost")
+    assert process.end(None) == 1
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert list(run.iterdir()) == []
+    assert "Traceback" not in process.output()
+
+
+def test_a_split_worker_ends_with_exit_code_0_and_leaves_no_rank(start, connect, run: Path) -> None:
+    process = start("--tensor-parallel-size", "2")
+    gateway = connect(process.endpoint())
+    gateway.hello()
+    gateway.submit("a")
+    assert gateway.finish("a").reason is FinishReason.LENGTH
+    ranks = children(process.popen.pid)
+    assert ranks
+    assert process.end() == 0
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert list(run.iterdir()) == []
+
+
+def children(pid: int) -> list[int]:
+    """Process ids whose parent is `pid`."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(status.parent.name))
+    return found
