@@ -15,6 +15,7 @@ import pytest
 from gateway.flow.salt import Salts
 from shared.messages import Submit
 from tests.fakes.fake_worker import FakeWorker, Misbehaviour
+from tests.fakes.gateway_core import until
 from tests.integration.test_http_process import Process, ready
 
 COMPLETIONS = "/v1/completions"
@@ -99,7 +100,7 @@ async def test_limits_of_size(directory: Path) -> None:
     [
         (("--max-concurrent-requests", "1"), 1, "1 requests in flight"),
         (("--max-waiting-requests", "1"), 2, "limit is 2"),
-        (("--max-waiting-tokens", "8"), 1, "limit of 8"),
+        (("--max-waiting-tokens", "1"), 1, "limit of 1."),
     ],
 )
 async def test_limits_of_admission(directory: Path, args: tuple[str, ...], first: int, words: str) -> None:
@@ -109,8 +110,7 @@ async def test_limits_of_admission(directory: Path, args: tuple[str, ...], first
     ) as worker:
         async with gateway(directory, *args) as client:
             tasks = [asyncio.create_task(client.complete()) for _ in range(first)]
-            while len(worker.submits()) < first:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(worker.submits()) == first)
             status, answer = await client.complete()
             assert status == 429 and words in answer["error"]["message"]
             for task in tasks:
@@ -142,8 +142,7 @@ async def test_a_client_that_does_not_read_is_cut_off(directory: Path) -> None:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-            while not worker.submits() or worker.num_running:
-                await asyncio.sleep(0.02)
+            await until(lambda: worker.submits() and not worker.num_running)
             writer.close()
             async with client.session.get(client.url + "/metrics") as response:
                 assert 'pelton:request_success_total{finished_reason="length",model_name="fake"} 0.0' in (

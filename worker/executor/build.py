@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import torch
 
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
 from shared.errors import ConfigurationError
+from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor.executor import Executor
@@ -31,7 +31,7 @@ from worker.model.parallel import ParallelContext
 from worker.sampling.sampler import Sampler
 from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan, StepResult
 
-_log = structlog.get_logger(__name__)
+_log = get_logger("worker.executor")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEPTH = {"cpu": 1, "cuda": 2}

@@ -12,7 +12,14 @@ import zmq
 from kernels.sampling.dispatch import sampling_ops
 from shared import supervisor_pipe
 from shared.errors import ConfigurationError
-from worker.executor.build import cache_directory, load_decoder, make_runner, num_threads, prepare_process, resolve_device
+from worker.executor.build import (
+    cache_directory,
+    load_decoder,
+    make_runner,
+    num_threads,
+    prepare_process,
+    resolve_device,
+)
 from worker.executor.memory import KVPlan
 from worker.executor.ranks import ENDPOINT_VARIABLE, RankReply, RankStart, join_group
 from worker.model.loading.open_model import open_model

@@ -8,15 +8,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
 from tokenizers import Tokenizer
 
 from shared.errors import ModelFileError
+from shared.log import get_logger
 from shared.messages import Bundle
 
 MAX_CHAT_TEMPLATE = 1 << 20
 
-_log = structlog.get_logger("worker.loading")
+_log = get_logger("worker.loading")
 
 
 def make_bundle(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from tokenizers import Tokenizer
 
 from gateway.flow.admission import Admission
@@ -24,6 +25,7 @@ from shared.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from shared.log import request_context
 from shared.messages import Finish, FinishReason, Output, Submit, WorkerFacts, WorkerStats
 from tests.fakes.gateway_core import collect, make_request
 from tests.fakes.tokenizers import byte_level_json

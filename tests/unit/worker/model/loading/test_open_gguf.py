@@ -35,7 +35,7 @@ def test_the_default_model_is_described_whole(tmp_path: Path) -> None:
     assert files.bundle.special_tokens["eos_token"] == "<|im_end|>"
     assert files.bundle.chat_template is not None and "<|im_start|>" in files.bundle.chat_template
     assert files.bundle.add_bos_token is False
-    assert files.default_name == "SmolLM2-135M-Instruct.Q4_1"
+    assert files.default_name == "SmolLM2-135M-Instruct"
     assert files.created == int(default_model_path().stat().st_mtime)
     names = set(files.weights.names())
     assert len(names) == 272 and "head.weight" not in names and "layers.29.down.weight" in files.weights
