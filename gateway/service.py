@@ -97,7 +97,6 @@ class Service:
         admission = Admission(
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
-            max_concurrent_requests=settings.max_concurrent_requests,
         )
         generator = Generator(
             registry,

@@ -1,14 +1,14 @@
 """Whether a request may enter, by requests and by waiting tokens; and if not, when to come again.
 
 A permit is held exactly as long as the generation. Limits are this gateway's own; the workers' reports bring in what
-other gateways have waiting there.
+other gateways have waiting there. (How many HTTP requests one process holds, and draining, are gateway.drain's.)
 """
 
 from __future__ import annotations
 
 import time
 
-from shared.errors import RateLimitError, UnavailableError
+from shared.errors import RateLimitError
 
 MIN_RETRY_AFTER = 1.0
 MAX_RETRY_AFTER = 60.0
@@ -50,21 +50,15 @@ class Admission:
         waiting_tokens: their prompt tokens before the first output.
     """
 
-    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int, max_concurrent_requests: int) -> None:
+    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int) -> None:
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
-        self._max_concurrent_requests = max_concurrent_requests
         self.num_requests = 0
         self.num_sequences = 0
         self.waiting_tokens = 0
-        self._draining = False
         # Mean seconds between ends of sequences while there is work, learned.
         self._seconds_per_sequence = _DEFAULT_SECONDS_PER_REQUEST
         self._last_release: float | None = None
-
-    def drain(self) -> None:
-        """From now on nothing is admitted."""
-        self._draining = True
 
     def admit(
         self, *, num_sequences: int, num_tokens: int, capacity: int, reported_tokens: int, tokens_per_second: float
@@ -78,17 +72,13 @@ class Admission:
             tokens_per_second: at which the workers together compute prompts; 0 while unknown.
 
         Raises:
-            UnavailableError: draining.
             RateLimitError: a limit is reached; `retry_after` is when, by the learned speed, there is room again.
         """
-        if self._draining:
-            raise UnavailableError("The server is shutting down.", retry_after=5.0)
-        if self.num_requests >= self._max_concurrent_requests:
-            raise self._too_many(1, f"{self.num_requests} requests are in flight, which is the limit")
         most = capacity + self._max_waiting_requests
         excess = self.num_sequences + num_sequences - most
         if excess > 0 and self.num_sequences > 0:
-            raise self._too_many(excess, f"{self.num_sequences} sequences run or wait; the limit is {most}")
+            message = f"The server is busy: {self.num_sequences} sequences run or wait; the limit is {most}."
+            raise RateLimitError(message, retry_after=_clamp(excess * self._seconds_per_sequence))
         waiting = max(self.waiting_tokens, reported_tokens)
         excess_tokens = waiting + num_tokens - self._max_waiting_tokens
         # A prompt alone may be larger than the limit: it is let in when nothing waits.
@@ -111,9 +101,6 @@ class Admission:
         self.num_sequences -= num_sequences
         # An idle stretch says nothing about speed.
         self._last_release = now if self.num_requests else None
-
-    def _too_many(self, excess: int, why: str) -> RateLimitError:
-        return RateLimitError(f"The server is busy: {why}.", retry_after=_clamp(excess * self._seconds_per_sequence))
 
 
 def _clamp(seconds: float) -> float:

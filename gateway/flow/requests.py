@@ -116,6 +116,6 @@ class GeneratorLike(Protocol):
         Raises:
             ModelNotFoundError, ContextLengthError, InvalidRequestError: the request cannot be served.
             RateLimitError: an admission limit is reached.
-            UnavailableError: draining, or no worker can take it.
+            UnavailableError: no worker can take it.
         """
         ...

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gateway.flow.admission import MAX_RETRY_AFTER, MIN_RETRY_AFTER, Admission, Permit
-from shared.errors import RateLimitError, UnavailableError
+from shared.errors import RateLimitError
 
 
 def make(**changes: int) -> Admission:
-    limits = {"max_waiting_requests": 2, "max_waiting_tokens": 1000, "max_concurrent_requests": 100, **changes}
+    limits = {"max_waiting_requests": 2, "max_waiting_tokens": 1000, **changes}
     return Admission(**limits)
 
 
@@ -40,13 +40,6 @@ def test_choices_count_one_by_one_and_one_request_always_fits_alone() -> None:
         admit(admission)
     permit.release()
     admit(admission, num_sequences=6)
-
-
-def test_concurrent_requests_have_a_limit_of_their_own() -> None:
-    admission = make(max_concurrent_requests=1)
-    admit(admission)
-    with pytest.raises(RateLimitError, match="in flight"):
-        admit(admission)
 
 
 def test_waiting_tokens_end_with_the_first_token_or_the_request() -> None:
@@ -98,10 +91,3 @@ def test_retry_after_follows_how_fast_requests_end(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RateLimitError) as caught:
         admit(admission)
     assert caught.value.retry_after == pytest.approx(7.0, rel=0.05)
-
-
-def test_draining_refuses_all() -> None:
-    admission = make()
-    admission.drain()
-    with pytest.raises(UnavailableError, match="shutting down"):
-        admit(admission)

@@ -84,7 +84,7 @@ class World:
         )
         entry: Any = SimpleNamespace(facts=FACTS, pipeline=pipeline, ready_workers=lambda: list(self.links))
         models: Any = SimpleNamespace(model=lambda name: entry, models=lambda: [entry])
-        self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999, max_concurrent_requests=99)
+        self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999)
         self.generator = Generator(
             models,
             self.admission,
