@@ -189,10 +189,11 @@ async def test_foreign_hosts_are_refused_on_an_open_loopback_listener():
 
 async def test_cors():
     async with run_gateway(keys=True, cors_origins=["https://chat.example"]) as gateway:
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        wanted = "authorization,x-stainless-os"
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
         status, headers = await status_of_preflight(gateway, Origin="https://chat.example", **asked)
         assert status == 204 and headers["Access-Control-Allow-Origin"] == "https://chat.example"
-        assert "authorization" in headers["Access-Control-Allow-Headers"]
+        assert headers["Access-Control-Allow-Headers"] == wanted
         status, headers = await status_of_preflight(gateway, Origin="https://evil.example", **asked)
         assert status == 405 and "Access-Control-Allow-Origin" not in headers
         _, headers = await status_of(gateway, "GET", "/v1/models", Origin="https://chat.example")

@@ -56,6 +56,15 @@ def test_kv_cache_memory_is_shared_by_ranks():
     assert 0 < available_bytes(WorkerSettings(), CPU, 1) <= 4 << 30
 
 
+def test_a_gpu_keeps_the_rest_of_its_memory_free(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
+    # 400 are in use already, by the weights and by others.
+    assert available_bytes(WorkerSettings(gpu_memory_utilization=0.9), cuda, 1) == 500
+    assert available_bytes(WorkerSettings(gpu_memory_utilization=0.5), cuda, 1) == 100
+    assert available_bytes(WorkerSettings(gpu_memory_utilization=0.3), cuda, 1) == 0
+
+
 @pytest.mark.parametrize(
     "limit,expected", [("max\n", 2048 * 1024), ("1500000\n", 500_000), ("10\n", 0), (None, 2048 * 1024)]
 )
