@@ -44,7 +44,7 @@ class GatewaySettings(CommonSettings):
     max_concurrent_requests: Annotated[int, _POSITIVE, _doc("requests in flight in one gateway process; above it: 429")] = 4096
     max_body_size: Annotated[int, _POSITIVE, _doc("bytes of a request body; above it: 413")] = 16_777_216
     max_header_size: Annotated[int, _POSITIVE, _doc("bytes of a header line, and of the request line; above it: 431")] = 16_384
-    request_timeout: Annotated[float, Meta(gt=0), _doc("seconds that a request may wait for its first token before it ends with 503")] = 600.0
+    request_timeout: Annotated[float, Meta(gt=0), _doc("seconds that a request may wait for its first token, or for the next one; then it ends with 503 or an error event")] = 600.0
     body_timeout: Annotated[float, Meta(gt=0), _doc("seconds in which a request's headers and body must arrive")] = 30.0
     write_timeout: Annotated[float, Meta(gt=0), _doc("seconds after which a client that does not read its response is cut off")] = 30.0
     keepalive_interval: Annotated[float, Meta(gt=0), _doc("seconds of silence after which a stream sends a comment")] = 15.0
