@@ -39,7 +39,7 @@ from tests.fakes.tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.timeout(180)
 
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 60.0
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "numba"
 
 
@@ -206,7 +206,7 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path) -> None:
     gateway = connect(process.endpoint())
     facts = gateway.hello().facts
     assert facts.model_names == ["tiny"]
-    assert (facts.vocab_size, facts.num_pages, facts.device) == (CONFIG["vocab_size"], 8192, "cpu")
+    assert (facts.vocab_size, facts.max_model_len, facts.device) == (CONFIG["vocab_size"], 256, "cpu")
     gateway.send(BundleRequest(facts.bundle_hash))
     bundle = gateway.receive()
     assert bundle.bundle_hash == facts.bundle_hash and b'"t7"' in bundle.tokenizer_json
@@ -252,18 +252,21 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> 
     assert codes <= {None, "service_unavailable"}
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)])
-def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path, numbers) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path, number: int) -> None:
     process = start(model=long_model)
     gateway = connect(process.endpoint())
     gateway.hello()
     gateway.submit("long", 100_000)
     gateway.first_token("long")
-    for number in numbers:
-        process.popen.send_signal(number)
-        # Two signals that are pending at the same time are one.
-        gateway.receive()
-        gateway.receive()
+    process.popen.send_signal(number)
+    # Two signals that are pending at the same time are one: the first must have been dealt with.
+    count = 0
+    while count == 0 or gateway.finish(f"new{count}").code != "service_unavailable":
+        count += 1
+        gateway.submit(f"new{count}", 1)
+    assert gateway.outputs["long"][-1].finish is None
+    process.popen.send_signal(number)
     finish = gateway.finish("long")
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "service_unavailable")
     assert process.end(None) == 0
@@ -296,7 +299,11 @@ def test_a_worker_that_loads_ends_with_its_supervisor(start, run: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_loads_ends_it_quietly(start, run: Path, number: int) -> None:
     process = start()
-    time.sleep(1.0)
+    status = Path(f"/proc/{process.popen.pid}/status")
+    # Python catches SIGINT while it imports, until the worker says what it does with it.
+    for caught in (True, False):
+        while catches_sigint(status) is not caught and "worker_ready" not in process.output():
+            time.sleep(0.005)
     assert process.end(number) in (0, -number)
     assert "Traceback" not in process.output()
     assert list(run.iterdir()) == []
@@ -380,3 +387,9 @@ def children(pid: int) -> list[int]:
             if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(status.parent.name))
     return found
+
+
+def catches_sigint(status: Path) -> bool:
+    """Whether a process has a handler for SIGINT, by its /proc/PID/status."""
+    mask = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask.split()[1], 16) & 1 << (signal.SIGINT - 1))

@@ -59,7 +59,7 @@ class Clock:
         return self.now
 
 
-class CountingHandle:
+class CountingHandle(FakeHandle):
     """Tells the executor when its step is waited for."""
 
     def __init__(self, inner: FakeHandle, executor: CountingExecutor) -> None:

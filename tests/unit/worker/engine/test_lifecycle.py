@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 
@@ -76,7 +77,7 @@ def test_a_blocked_loop_waits_a_little_and_gives_up_in_the_end(worker: Worker, m
     assert ends(client, [("a", 0), ("a", 1)]) == {(FinishReason.ERROR, "worker_lost")}
 
 
-def test_a_stopped_process_is_not_taken_for_a_stalled_one(worker: Worker) -> None:
+def test_a_stopped_process_is_not_taken_for_a_stalled_one(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP and SIGCONT anywhere between two looks at the clock."""
     client = worker.client()
     submit = client.submit("a", max_tokens=10, ignore_eos=True)
@@ -88,7 +89,7 @@ def test_a_stopped_process_is_not_taken_for_a_stalled_one(worker: Worker) -> Non
         worker.clock.now += stops.pop() if stops else 0.0
         apply(*args)
 
-    worker.scheduler.apply = late  # type: ignore[method-assign]
+    monkeypatch.setattr(worker.scheduler, "apply", late)
     client.check(submit)
 
 
@@ -231,6 +232,6 @@ def test_the_watchdog_is_told_now_and_then(start, monkeypatch: pytest.MonkeyPatc
     for _ in range(100):
         worker.clock.now += 0.25
         worker.engine.step()
-    gaps = [later - earlier for earlier, later in zip(told, told[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(told)]
     assert gaps and max(gaps) <= 4.0
     assert len(told) < 50
