@@ -50,7 +50,7 @@ class LocalExecutor:
         self._execute = execute
         self._on_close = on_close
         self._closed = False
-        self._failed = False
+        self._failure: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if depth > 1:
@@ -59,8 +59,10 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> LocalHandle:
         """Starts a step. Raises ExecutorError after `close` and after a step that failed."""
-        if self._closed or self._failed:
-            raise ExecutorError("the executor is closed" if self._closed else "an earlier step failed")
+        if self._closed:
+            raise ExecutorError("the executor is closed")
+        if self._failure is not None:
+            raise ExecutorError(f"an earlier step failed: {self._failure}") from self._failure
         future: Future[StepResult] = Future()
         if self._thread is None:
             self._run(plan, future)
@@ -83,13 +85,13 @@ class LocalExecutor:
         try:
             future.set_result(self._execute(plan))
         except Exception as error:  # noqa: BLE001 - `result` raises it where the step is waited for
-            self._failed = True
+            self._failure = error
             future.set_exception(error)
 
     def _run_steps(self) -> None:
         while (entry := self._queue.get()) is not None:
             plan, future = entry
-            if self._closed or self._failed:
+            if self._closed or self._failure is not None:
                 future.cancel()
                 future.set_running_or_notify_cancel()
                 continue
