@@ -225,11 +225,6 @@ class Generation:
         """Per choice the ids that have come from workers; with the prompt's, all that a resumption needs."""
         return [choice.token_ids for choice in self._choices]
 
-    @property
-    def started(self) -> bool:
-        """Whether any output has come."""
-        return self._started
-
     # ---- for the generator and the link -----------------------------------------------------------------------
 
     def send(self) -> None:

@@ -47,21 +47,7 @@ class TextPipelineLike(Protocol):
         """
         ...
 
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as text."""
-        ...
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def token_text(self, token_id: int) -> str:
-        """For display: bytes that are no whole code points are replaced."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 

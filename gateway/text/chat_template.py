@@ -35,7 +35,9 @@ MAX_ARGUMENT = 10_000_000
 """Largest number that may be passed to a function: a width, a count."""
 MAX_SECONDS = 5.0
 
-_FILLED_IN = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
+FILLED_IN = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
+"""Variables that `render` itself sets."""
+
 _MAX_MESSAGE = 500
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _BOUNDED_LOOP = "pelton_bounded_loop"
@@ -75,7 +77,7 @@ class ChatTemplate:
             undeclared = jinja2.meta.find_undeclared_variables(self._environment.parse(source))
         except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise _unusable(error) from error
-        known = _FILLED_IN | self._special_tokens.keys() | self._environment.globals.keys()
+        known = FILLED_IN | self._special_tokens.keys() | self._environment.globals.keys()
         self.variables = frozenset(undeclared - known)
 
     def render(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.chat_template import FILLED_IN, ChatTemplate
 from gateway.text.detokenizer import Detokenizer, TokenBytes
 from gateway.text.tokenizer import TextTokenizer
 from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
@@ -17,8 +17,6 @@ from shared.messages import Bundle
 MAX_TEXT_BYTES = 16_777_216
 LARGE_TEXT = 262_144
 """Texts of more characters have a thread of their own, so that they delay only each other."""
-
-RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 _T = TypeVar("_T")
 
@@ -101,20 +99,6 @@ class TextPipeline:
 
         return await self._threads.run(text_size(messages) + text_size(tools), work)
 
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as text."""
-        template = self._usable_template(template_kwargs)
-        return await self._threads.run(
-            text_size(messages) + text_size(tools),
-            lambda: template.render(messages, tools, add_generation_prompt, template_kwargs or {}),
-        )
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Ill-formed bytes become U+FFFD; ids outside the vocabulary have no text."""
         return self._token_bytes.join(token_ids, skip_special_tokens).decode("utf-8", "replace")
@@ -123,10 +107,6 @@ class TextPipeline:
         """The exact bytes of one token, as it continues a text."""
         return self._token_bytes[token_id]
 
-    def token_text(self, token_id: int) -> str:
-        """For display: bytes that are no whole code points are replaced."""
-        return self._token_bytes[token_id].decode("utf-8", "replace")
-
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new one for one choice; it continues a prompt, so it strips no leading space."""
         return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens)
@@ -134,7 +114,7 @@ class TextPipeline:
     def _usable_template(self, template_kwargs: Mapping[str, Any] | None) -> ChatTemplate:
         if self._template is None:
             raise InvalidRequestError(self._template_error, param="messages")
-        for name in RESERVED_VARIABLES.intersection(template_kwargs or {}):
+        for name in FILLED_IN.intersection(template_kwargs or {}):
             raise InvalidRequestError(f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
         return self._template
 

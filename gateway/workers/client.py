@@ -44,6 +44,7 @@ REFRESH_SECONDS = 0.05
 """After the last stream ended the worker is asked once more, so that its gauges show soon that it is idle."""
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MAX_RECENT = 4096
+_MAX_UNANSWERED = 64
 _MAX_DELAYED_CANCELS = 65_536
 
 log = get_logger("gateway.workers")
@@ -102,7 +103,6 @@ class WorkerLink:
         self.facts: WorkerFacts | None = None
         self.stats = WorkerStats()
         self.counters = LinkCounters()
-        self.round_trip_seconds = 0.0
         self._context = context
         self._gateway_id = gateway_id
         self._liveness = liveness
@@ -115,7 +115,7 @@ class WorkerLink:
         self._delayed_cancels: list[Cancel] = []
         self._sequence = 0
         self._nonce = 0
-        self._ping_times: OrderedDict[int, float] = OrderedDict()
+        self._unanswered: OrderedDict[int, None] = OrderedDict()
         self._last_pong = time.monotonic()
         self._lost_reason: str | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -398,12 +398,11 @@ class WorkerLink:
         if self.facts is None or message.epoch != self.epoch:
             self._on_wrong_epoch()
             return
-        sent = self._ping_times.pop(message.nonce, None)
-        if sent is None:
+        if message.nonce not in self._unanswered:
             self.counters.malformed += 1
             return
+        del self._unanswered[message.nonce]
         self._last_pong = time.monotonic()
-        self.round_trip_seconds = self._last_pong - sent
         self.stats = message.stats
 
     def _on_wrong_epoch(self) -> None:
@@ -416,9 +415,9 @@ class WorkerLink:
 
     def _ping(self) -> None:
         self._nonce += 1
-        self._ping_times[self._nonce] = time.monotonic()
-        while len(self._ping_times) > 64:
-            self._ping_times.popitem(last=False)
+        self._unanswered[self._nonce] = None
+        if len(self._unanswered) > _MAX_UNANSWERED:
+            self._unanswered.popitem(last=False)
         self._send(Ping(self._nonce))
 
     def _tick(self) -> None:

@@ -25,11 +25,10 @@ def _cached(answer: Any) -> int:
 
 
 def test_names_sizes_and_a_shared_cache() -> None:
-    arguments = ("--served-model-name", "first", "--served-model-name", "second", "--max-model-len", "512")
-    arguments += ("--block-size", "8", "--num-kv-pages", "70", "--max-num-seqs", "3", "--worker-index", "0")
-    arguments += ("--kv-cache-dtype", "bfloat16", "--dtype", "float32", "--max-num-batched-tokens", "64")
-    arguments += ("--api-key", "none", "--api-key", "other", "--shared-prefix-cache")
-    with Server(arguments) as server:
+    flags = "--served-model-name first --served-model-name second --max-model-len 512 --block-size 8 --num-kv-pages 70 "
+    flags += "--max-num-seqs 3 --max-num-batched-tokens 64 --dtype float32 --kv-cache-dtype bfloat16 "
+    flags += "--api-key none --api-key other --shared-prefix-cache"
+    with Server(tuple(flags.split())) as server:
         status, models = server.request("GET", "/v1/models", api_key="none")
         assert status == 200
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("first", 512), ("second", 512)]

@@ -63,17 +63,8 @@ class BytePipeline:
     ) -> list[int]:
         self.template_kwargs.append(dict(template_kwargs or {}))
         self.messages.append([dict(message) for message in messages])
-        return list((await self.render_chat(messages, tools, add_generation_prompt, template_kwargs)).encode())
-
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return text + ("assistant:" if add_generation_prompt else "")
+        return list((text + ("assistant:" if add_generation_prompt else "")).encode())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")

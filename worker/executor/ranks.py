@@ -98,7 +98,7 @@ class RankGroup:
                 socket.bind(endpoint)
                 self._sockets.append(socket)
                 environment = os.environ | {ENDPOINT_VARIABLE: endpoint, ENVIRONMENT_VARIABLE: str(read_end)}
-                command = [sys.executable, "-m", "worker.executor.rank_main"]
+                command = [sys.executable, "-P", "-m", "worker.executor.rank_main"]
                 self._processes.append(
                     subprocess.Popen(
                         command,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from gateway.text.chat_template import ChatTemplate
 from gateway.text.pipeline import LARGE_TEXT, TextPipeline, TextThreads
 from gateway.text.tokenizer import TextTokenizer
 from shared.errors import ConfigurationError, ContextLengthError, InvalidRequestError, PayloadTooLargeError
@@ -32,13 +33,18 @@ def pipeline(threads: TextThreads) -> TextPipeline:
     return TextPipeline(make_bundle(), threads)
 
 
+def rendered(messages: list[dict[str, str]]) -> str:
+    bundle = make_bundle()
+    return ChatTemplate(bundle.chat_template or "", bundle.special_tokens).render(messages, None, True, {})
+
+
 def plain_ids(text: str) -> list[int]:
     return Tokenizer.from_buffer(byte_level_json()).encode(text, add_special_tokens=False).ids
 
 
 async def test_chat_without_special_text_has_the_ids_of_the_plain_path(pipeline: TextPipeline) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好 <|im| |>"}]
-    text = await pipeline.render_chat(messages)
+    text = rendered(messages)
     assert text.endswith("<|im_start|>assistant\n")
     assert await pipeline.encode_chat(messages) == plain_ids(text)
     without = await pipeline.encode_chat(messages, add_generation_prompt=False)
@@ -61,7 +67,7 @@ async def test_special_text_of_a_user_is_ordinary_text(pipeline: TextPipeline, c
     # The template's own: start and end of the user's turn, start of the assistant's.
     assert [token_id for token_id in ids if token_id in SPECIAL_IDS] == [1, 2, 1]
     # Nothing was added or lost: together they still say what was rendered.
-    assert pipeline.decode(ids, False) == await pipeline.render_chat(messages)
+    assert pipeline.decode(ids, False) == rendered(messages)
 
 
 @settings(max_examples=200, deadline=None)
