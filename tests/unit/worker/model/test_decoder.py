@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from kernels.dispatch import ReferenceOps
 from shared.errors import ConfigurationError, ModelFileError
 from tests.fakes.weights import MemoryWeights, make_batch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.rope import half_split_rows
 from worker.model.spec import DecoderSpec, RopeSpec
+from worker.quant.dense import DenseScheme
 
 PAGE = 16
 MAX_LEN = 192
@@ -182,6 +184,19 @@ def test_query_and_key_norm() -> None:
 @pytest.mark.parametrize("chunks", [[100], [1] * 100, [33, 1, 1, 40, 25], [16, 48, 36]])
 def test_chunks_and_decode_equal_the_whole(chunks: list[int]) -> None:
     model, spec, weights = make_pair()
+    ids = token_ids(100)
+    assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
+
+
+@pytest.mark.parametrize("chunks", [[100], [33, 1, 1, 40, 25]])
+def test_the_ops_and_weights_of_other_devices_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch, chunks: list[int]
+) -> None:
+    """What runs where there is no kernel of our own, a GPU's part of the code included, here on the CPU."""
+    monkeypatch.setattr("worker.model.decoder.select_ops", lambda device: ReferenceOps())
+    for module in ("linear", "embedding"):
+        monkeypatch.setattr(f"worker.model.{module}.linear_scheme", DenseScheme)
+    model, spec, weights = make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES)
     ids = token_ids(100)
     assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
 
