@@ -97,12 +97,13 @@ class HttpProtocol(RequestHandler):
         """Failures of the parser, and whatever got past the middleware. aiohttp's texts may hold raw input."""
         if request.writer.output_size > 0:
             raise ConnectionError("a response was already begun")
+        request_id = request_id_of(request)
         if status >= 500:
-            log.error("request failed outside its handler", exc_info=exc)
+            log.error("request failed outside its handler", request_id=request_id, exc_info=exc)
         else:
-            log.info("malformed request", error=type(exc).__name__)
+            log.info("malformed request", request_id=request_id, error=type(exc).__name__)
         response = status_error_response(431 if isinstance(exc, LineTooLong) else status)
-        _finish(request, response)
+        _finish(response, request_id)
         response.force_close()
         return response
 
@@ -112,12 +113,12 @@ class HttpProtocol(RequestHandler):
         """Exceptions that aiohttp raises outside the middleware (an unknown Expect) become JSON too."""
         if isinstance(resp, web.HTTPException):
             resp = http_exception_response(resp)
-            _finish(request, resp)
+            _finish(resp, request_id_of(request))
         return await super().finish_response(request, resp, start_time)
 
 
-def _finish(request: web.BaseRequest, response: web.Response) -> None:
-    response.headers["x-request-id"] = request_id_of(request)
+def _finish(response: web.Response, request_id: str) -> None:
+    response.headers["x-request-id"] = request_id
     response.headers["openai-version"] = OPENAI_VERSION
     response.headers["Server"] = "pelton"
 

@@ -95,7 +95,7 @@ class GatewayMetrics:
         )
         self.workers_lost = counter("workers_lost", "workers that died or fell silent")
         self.slow_clients = counter("slow_clients", "streams cut off because the client did not read")
-        self.wire_errors = counter("gateway_wire_errors", "malformed messages from workers, dropped")
+        self.wire_errors = counter("gateway_wire_errors", "messages from workers that were malformed, or missing")
         self.event_loop_lag = gauge("event_loop_lag_seconds", "how late the event loop ran its last timer")
         self.log_lines_dropped = gauge("log_lines_dropped", "log lines lost because nobody read them in time")
 

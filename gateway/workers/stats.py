@@ -32,5 +32,5 @@ class LinkCounters:
 
     @property
     def wire_errors(self) -> int:
-        """All messages that were dropped because something was wrong with them."""
-        return self.malformed + self.wrong_epoch + self.repeated
+        """Messages that were dropped because something was wrong with them, and gaps where some were missing."""
+        return self.malformed + self.wrong_epoch + self.repeated + self.sequence_gaps
