@@ -31,7 +31,7 @@ def _num_workers(server: Server) -> int:
 
 
 async def _stream(client: openai.AsyncOpenAI, index: int, tokens: int, started: asyncio.Event) -> str:
-    """"ok" for a complete stream, else the code of the error that ended it."""
+    """ "ok" for a complete stream, else the code of the error that ended it."""
     try:
         stream = await client.completions.create(
             model=MODEL, prompt=f"Story {index}:", max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
@@ -72,8 +72,7 @@ async def test_a_frozen_worker_is_not_ready_then_lost() -> None:
             try:
                 loop = asyncio.get_running_loop()
                 begin = loop.time()
-                while server.status("/ready") == 200 and loop.time() - begin < 30:
-                    await asyncio.sleep(0.1)
+                await asyncio.to_thread(wait_until, lambda: server.status("/ready") != 200, 30, "not ready any more")
                 unready = loop.time() - begin
                 assert server.status("/ready") == 503
                 assert server.status("/health") == 200

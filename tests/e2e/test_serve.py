@@ -114,7 +114,20 @@ async def _complete(client: openai.AsyncOpenAI, options: dict, delay: float) -> 
 
 async def test_text_is_the_same_alone_and_among_32(server: Server) -> None:
     rng = random.Random(7)
-    words = "river stone cloud engine paper light number garden winter music planet bridge".split()
+    words = [
+        "river",
+        "stone",
+        "cloud",
+        "engine",
+        "paper",
+        "light",
+        "number",
+        "garden",
+        "winter",
+        "music",
+        "planet",
+        "bridge",
+    ]
     requests = []
     for index in range(32):
         prompt = " ".join(rng.choices(words, k=rng.randint(3, 60)))
