@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import structlog
-
 from shared import log, notify, sockets, supervisor_pipe
 from shared.config import load_settings
 from shared.errors import ConfigurationError
@@ -32,7 +30,7 @@ from worker.transport import Transport
 _LOAD_NOTICE_SECONDS = 10.0
 _ORPHAN_SECONDS = 10.0
 
-logger = structlog.get_logger("worker")
+logger = log.get_logger("worker")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +62,7 @@ def _serve(settings: WorkerSettings) -> int:
         sockets.remove_stale(directory, settings.worker_index)
         transport = Transport(sockets.worker_endpoint(directory, settings.worker_index, epoch), epoch, counters)
         ending.callback(transport.close)
-        engine = _build_engine(settings, files, built, transport, counters)
+        engine = build_engine(settings, files, built, transport, counters)
         transport.start()
         orphan.engine = engine
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,9 +79,10 @@ def _serve(settings: WorkerSettings) -> int:
     return 0
 
 
-def _build_engine(
+def build_engine(
     settings: WorkerSettings, files: ModelFiles, built: BuiltExecutor, transport: Transport, counters: Counters
 ) -> Engine:
+    """Scheduler and KV manager for what was loaded, and the loop around them."""
     facts = WorkerFacts(
         model_names=list(settings.served_model_name or (files.default_name,)),
         max_model_len=built.max_model_len,

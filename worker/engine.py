@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import structlog
-
 from shared import notify
 from shared.errors import InvalidRequestError, PeltonError, UnavailableError
+from shared.log import get_logger
 from shared.messages import (
     PROTOCOL_VERSION,
     Bundle,
@@ -44,7 +43,7 @@ STALL_SECONDS = 60.0
 INTEGRITY_SECONDS = 30.0
 """Idle time between two checks of pages and queues."""
 
-log = structlog.get_logger("worker.engine")
+log = get_logger("worker.engine")
 
 
 class StalledError(RuntimeError):
@@ -78,7 +77,7 @@ class Engine:
         drain_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._executor = executor
         self._transport = transport
         self._facts = facts
@@ -108,16 +107,16 @@ class Engine:
         try:
             while not self._stopped():
                 self.step()
-            self._scheduler.fail_all("The server is shutting down.", "service_unavailable")
+            self.scheduler.fail_all("The server is shutting down.", "service_unavailable")
         except Exception as error:
             log.error("engine_failed", error=f"{type(error).__name__}: {error}")
-            self._scheduler.fail_all("The worker that ran this request failed.", "worker_lost")
+            self.scheduler.fail_all("The worker that ran this request failed.", "worker_lost")
             raise
         finally:
-            self._transport.send_outputs(self._scheduler.take_outputs())
+            self._transport.send_outputs(self.scheduler.take_outputs())
 
     def _stopped(self) -> bool:
-        return self._stop_at is not None and (not self._scheduler.has_requests or self._clock() >= self._stop_at)
+        return self._stop_at is not None and (not self.scheduler.has_requests or self._clock() >= self._stop_at)
 
     def step(self) -> None:
         """One pass: poll, schedule, execute, apply, emit.
@@ -126,32 +125,32 @@ class Engine:
         result is waited for only when no further step can be submitted.
         """
         self._poll()
-        plan = self._scheduler.schedule() if len(self._flights) < self._executor.depth else None
+        plan = self.scheduler.schedule() if len(self._flights) < self._executor.depth else None
         if plan is not None:
             begin = self._clock()
             self._flights.append(_Flight(plan, self._executor.submit(plan), begin))
         self._blocked = not self._flights
         if self._flights and (plan is None or len(self._flights) >= self._executor.depth):
             self._land()
-        self._transport.send_outputs(self._scheduler.take_outputs())
+        self._transport.send_outputs(self.scheduler.take_outputs())
         self._watch()
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        if not self._flights and not self._scheduler.has_requests:
+        if not self._flights and not self.scheduler.has_requests:
             self._idle()
         elif self._blocked:
             self._transport.wait(BLOCKED_WAIT_SECONDS)
         for identity, message in self._transport.receive():
             self._on_message(identity, message)
         for identity in self._transport.take_lost():
-            self._scheduler.abort_owner(identity)
+            self.scheduler.abort_owner(identity)
 
     def _idle(self) -> None:
         self._check_executor()
         if self._clock() - self._last_check > INTEGRITY_SECONDS:
-            self._scheduler.check_integrity()
+            self.scheduler.check_integrity()
             self._last_check = self._clock()
         self._transport.wait(min(IDLE_WAIT_SECONDS, self._watchdog_interval or IDLE_WAIT_SECONDS))
         self._last_progress = self._clock()
@@ -161,35 +160,35 @@ class Engine:
             self._on_hello(identity, message)
         elif not self._transport.knows(identity):
             # Its lease ran out, or it never said hello. It will miss its pongs and connect anew.
-            self._scheduler.counters.malformed_messages_total += 1
+            self.scheduler.counters.malformed_messages_total += 1
         elif isinstance(message, Submit | BrokenSubmit):
             self._on_submit(identity, message)
         elif isinstance(message, Cancel):
-            self._scheduler.abort(message.request_id, message.choice, identity)
+            self.scheduler.abort(message.request_id, message.choice, identity)
         elif isinstance(message, Ping):
             self._transport.send(identity, Pong(epoch=self._transport.epoch, nonce=message.nonce, stats=self._stats()))
         elif isinstance(message, BundleRequest) and message.bundle_hash == self._bundle.bundle_hash:
             self._transport.send(identity, self._bundle)
         else:
-            self._scheduler.counters.malformed_messages_total += 1
+            self.scheduler.counters.malformed_messages_total += 1
 
     def _on_hello(self, identity: bytes, message: Hello) -> None:
-        self._scheduler.abort_owner(identity)
+        self.scheduler.abort_owner(identity)
         answer = Welcome(version=PROTOCOL_VERSION, epoch=self._transport.epoch, facts=self._facts)
         if message.version == PROTOCOL_VERSION:
             self._transport.welcome(identity, answer)
             return
         # It learns from the answer which version would do; nothing else that it says is understood.
-        self._scheduler.counters.malformed_messages_total += 1
+        self.scheduler.counters.malformed_messages_total += 1
         log.warning("protocol_version", theirs=message.version, ours=PROTOCOL_VERSION)
         self._transport.forget(identity)
         self._transport.send(identity, answer)
 
     def _on_submit(self, identity: bytes, message: Submit | BrokenSubmit) -> None:
         choices = range(message.choice, message.choice + message.num_choices)
-        if self._scheduler.is_live(message.request_id, choices, identity):
+        if self.scheduler.is_live(message.request_id, choices, identity):
             # An answer under this id would end the stream that it belongs to.
-            self._scheduler.counters.malformed_messages_total += 1
+            self.scheduler.counters.malformed_messages_total += 1
             return
         try:
             if self._stop_at is not None:
@@ -197,15 +196,15 @@ class Engine:
             if isinstance(message, BrokenSubmit):
                 raise InvalidRequestError("the request breaks a limit of the protocol between gateway and worker")
             validate_submit(message, self._limits)
-            self._scheduler.add(message, identity)
+            self.scheduler.add(message, identity)
         except PeltonError as error:
-            self._scheduler.counters.rejected_requests_total += 1
+            self.scheduler.counters.rejected_requests_total += 1
             finish = Finish(FinishReason.ERROR, message=error.message, code=error.code or "invalid_request")
             refusals = [(identity, Output(message.request_id, choice, [], finish)) for choice in choices]
             self._transport.send_outputs(refusals)
 
     def _stats(self) -> WorkerStats:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return WorkerStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -226,13 +225,13 @@ class Engine:
         # With two in flight a step begins when the one before it ends, not when it is submitted.
         milliseconds = (landed - max(flight.submitted, self._last_landing)) * 1000
         self._last_landing = self._last_progress = landed
-        self._scheduler.apply(flight.plan, result, milliseconds)
+        self.scheduler.apply(flight.plan, result, milliseconds)
 
     def _watch(self) -> None:
         """Says to systemd that the loop turns, unless it turns without getting anywhere."""
         now = self._clock()
-        if self._blocked and self._scheduler.has_requests and now - self._last_progress > STALL_SECONDS:
-            raise StalledError(f"{self._scheduler.num_waiting} requests wait and no step runs")
+        if self._blocked and self.scheduler.has_requests and now - self._last_progress > STALL_SECONDS:
+            raise StalledError(f"{self.scheduler.num_waiting} requests wait and no step runs")
         if self._watchdog_interval is not None and now >= self._next_watchdog:
             notify.watchdog()
             self._next_watchdog = now + self._watchdog_interval / 2

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import structlog
 import zmq
 
 from shared import sockets, wire
 from shared.errors import WireError
+from shared.log import get_logger
 from shared.messages import MAX_CHOICES, GatewayMessage, Output, RequestId, Steps, WorkerMessage
 from worker.stats import Counters
 
@@ -45,7 +45,7 @@ class BrokenSubmit(msgspec.Struct, tag="submit", frozen=True):
 
 _broken_submit_decoder = msgspec.msgpack.Decoder(BrokenSubmit)
 
-log = structlog.get_logger("worker.transport")
+log = get_logger("worker.transport")
 
 
 @dataclass(slots=True)

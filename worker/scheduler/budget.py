@@ -84,7 +84,7 @@ class StepBudget:
     """
 
     def __init__(self, *, target_ms: float, max_tokens: int) -> None:
-        self._target_ms = target_ms
+        self.target_ms = target_ms
         self._max_tokens = max_tokens
         self._decode = CostTable()
         self._prompt = CostTable()
@@ -124,5 +124,5 @@ class StepBudget:
         alone = self._decode.cost(num_decode)
         if alone is None:
             return min(room, 2 * MIN_CHUNK)
-        limit_ms = min(self._target_ms, MAX_STRETCH * alone)
+        limit_ms = min(self.target_ms, MAX_STRETCH * alone)
         return min(room, max(MIN_CHUNK, self._prompt.count_within(limit_ms - alone, room)))
