@@ -11,7 +11,17 @@ from aiohttp.web_protocol import RequestHandler
 
 from gateway.keys import log
 from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
-from gateway.responses import dump_json, http_exception_response, status_error_object, status_error_response
+from gateway.responses import (
+    dump_json,
+    error_object,
+    http_exception_response,
+    status_error_object,
+    status_error_response,
+)
+from shared.errors import UnavailableError
+
+KEEPALIVE_SECONDS = 75.0
+"""How long a connection may have no request, before its first one too."""
 
 _MIN_PROGRESS = 16_384
 """Bytes that a client must take within the write timeout once it has fallen behind."""
@@ -20,18 +30,32 @@ _MIN_PROGRESS = 16_384
 class HttpProtocol(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_header_timeout", "_header_timer", "_unsent", "_write_timeout", "_write_timer")
+    __slots__ = ("_header_timeout", "_header_timer", "_server", "_spoken", "_unsent", "_write_timeout", "_write_timer")
 
-    def __init__(self, manager: web.Server, *, header_timeout: float, write_timeout: float, **kwargs: Any) -> None:
+    def __init__(self, manager: HttpServer, *, header_timeout: float, write_timeout: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
+        self._server = manager
         self._header_timeout = header_timeout
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timeout = write_timeout
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._spoken = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Turns away what is too many; who is let in must begin to speak."""
+        super().connection_made(transport)
+        if self._server.overfull:
+            error = UnavailableError("The server has too many connections. Try again later.")
+            self._answer_and_close("503 Service Unavailable", error_object(error), "Retry-After: 1\r\n")
+        else:
+            self._header_timer = self._loop.call_later(self._keepalive_timeout, self._never_spoke)
 
     def data_received(self, data: bytes) -> None:
         """Starts a timer with a request's first byte, and stops it when its headers are complete."""
+        if not self._spoken:
+            self._spoken = True
+            self._stop_header_timer()
         count = self._request_count
         super().data_received(data)
         if self._request_count != count:
@@ -85,10 +109,20 @@ class HttpProtocol(RequestHandler):
         # A request that came in meanwhile owns the connection; the half one behind it falls to the keep-alive timeout.
         if self.transport is None or self._request_in_progress or self._messages:
             return
-        body = dump_json(status_error_object(408))
-        head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        head += f"x-request-id: {new_request_id()}\r\n"
-        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        self._answer_and_close("408 Request Timeout", status_error_object(408))
+
+    def _never_spoke(self) -> None:
+        self._header_timer = None
+        self.force_close()
+
+    def _answer_and_close(self, status: str, error: dict[str, Any], headers: str = "") -> None:
+        """Outside of any request."""
+        body = dump_json(error)
+        headers += f"x-request-id: {new_request_id()}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+        if self.transport is not None:
+            self.transport.write(
+                f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{headers}\r\n".encode() + body
+            )
         self.force_close()
 
     def handle_error(
@@ -126,7 +160,9 @@ def _finish(response: web.Response, request_id: str) -> None:
 class HttpServer(web.Server):
     """Makes a HttpProtocol for each connection."""
 
-    def __init__(self, server: web.Server, header_timeout: float, write_timeout: float) -> None:
+    def __init__(
+        self, server: web.Server, *, header_timeout: float, write_timeout: float, max_connections: int
+    ) -> None:
         super().__init__(
             server.request_handler,
             request_factory=server.request_factory,
@@ -134,6 +170,12 @@ class HttpServer(web.Server):
             **server._kwargs,
         )
         self._timeouts = {"header_timeout": header_timeout, "write_timeout": write_timeout}
+        self._max_connections = max_connections
+
+    @property
+    def overfull(self) -> bool:
+        """Whether there are more connections than may be."""
+        return len(self._connections) > self._max_connections
 
     def __call__(self) -> RequestHandler:
         """A protocol for a new connection."""
@@ -147,12 +189,19 @@ class HttpRunner(web.AppRunner):
         max_header_size: bytes of a header line, and of the request line.
         header_timeout: seconds in which a request's headers must arrive.
         write_timeout: seconds in which a client that has fallen behind must read on.
+        max_connections: further ones get 503; it leaves file descriptors for workers and files.
     """
 
-    __slots__ = ("_header_timeout", "_write_timeout")
+    __slots__ = ("_header_timeout", "_max_connections", "_write_timeout")
 
     def __init__(
-        self, app: web.Application, *, max_header_size: int, header_timeout: float, write_timeout: float
+        self,
+        app: web.Application,
+        *,
+        max_header_size: int,
+        header_timeout: float,
+        write_timeout: float,
+        max_connections: int,
     ) -> None:
         super().__init__(
             app,
@@ -162,12 +211,18 @@ class HttpRunner(web.AppRunner):
             auto_decompress=False,
             max_line_size=max_header_size,
             max_field_size=max_header_size,
-            keepalive_timeout=75.0,
+            keepalive_timeout=KEEPALIVE_SECONDS,
             lingering_time=5.0,
             shutdown_timeout=2.0,
         )
         self._header_timeout = header_timeout
         self._write_timeout = write_timeout
+        self._max_connections = max_connections
 
     async def _make_server(self) -> web.Server:
-        return HttpServer(await super()._make_server(), self._header_timeout, self._write_timeout)
+        return HttpServer(
+            await super()._make_server(),
+            header_timeout=self._header_timeout,
+            write_timeout=self._write_timeout,
+            max_connections=self._max_connections,
+        )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -36,6 +38,8 @@ from shared.sockets import runtime_dir
 _BACKLOG = 2048
 _LAG_INTERVAL = 1.0
 _STOP_MARGIN = 10.0
+_OWN_DESCRIPTORS = 64
+"""File descriptors kept for workers (three each), the log and the event loop."""
 
 log = get_logger("gateway")
 
@@ -63,6 +67,7 @@ class Service:
             max_header_size=settings.max_header_size,
             header_timeout=settings.body_timeout,
             write_timeout=settings.write_timeout,
+            max_connections=_max_connections(),
         )
         await runner.setup()
         try:
@@ -192,6 +197,12 @@ async def _feed_watchdog() -> None:
     while interval is not None:
         notify.watchdog()
         await asyncio.sleep(interval)
+
+
+def _max_connections() -> int:
+    """What the limit on file descriptors leaves."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft - _OWN_DESCRIPTORS)
 
 
 def _url(runner: HttpRunner) -> str:

@@ -27,6 +27,13 @@ from tests.fakes.fake_generator import MODEL, FakeGenerator, FakeModels
 USER_KEY = "sk-user-key-0123456789"
 OTHER_KEY = "sk-user-key-0123456789-other"
 ADMIN_KEY = "sk-admin-key"
+_LIMITS = {
+    "max_body_size": 1_048_576,
+    "body_timeout": 5.0,
+    "write_timeout": 5.0,
+    "keepalive_interval": 5.0,
+    "request_timeout": 60.0,
+}
 
 
 @dataclass
@@ -124,6 +131,7 @@ async def run_gateway(
     max_requests: int = 64,
     header_timeout: float = 5.0,
     max_header_size: int = 16_384,
+    max_connections: int = 10_000,
     **limits: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway for the time of the context; with `keys` it knows USER_KEY, OTHER_KEY and ADMIN_KEY."""
@@ -141,14 +149,7 @@ async def run_gateway(
         metrics=GatewayMetrics(registry),
         metrics_registry=registry,
     )
-    defaults = {
-        "max_body_size": 1_048_576,
-        "body_timeout": 5.0,
-        "write_timeout": 5.0,
-        "keepalive_interval": 5.0,
-        "request_timeout": 60.0,
-    }
-    merged = Limits(**{**defaults, **limits})
+    merged = Limits(**{**_LIMITS, **limits})
     app = build_app(
         services,
         merged,
@@ -157,7 +158,11 @@ async def run_gateway(
         routes=(*ROUTES, *extra_routes),
     )
     runner = HttpRunner(
-        app, max_header_size=max_header_size, header_timeout=header_timeout, write_timeout=merged.write_timeout
+        app,
+        max_header_size=max_header_size,
+        header_timeout=header_timeout,
+        write_timeout=merged.write_timeout,
+        max_connections=max_connections,
     )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

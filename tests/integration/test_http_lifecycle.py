@@ -8,6 +8,7 @@ import json
 import openai
 import pytest
 
+from gateway import server
 from gateway.flow.events import TextDelta
 from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
 from tests.fakes.http_gateway import parse_events, run_gateway
@@ -113,6 +114,27 @@ async def test_a_client_that_reads_slowly_gets_all():
             await asyncio.sleep(0.05)
             received += await reader.read(100_000)
         writer.close()
+
+
+async def test_too_many_connections():
+    # F22: file descriptors must be left for the workers
+    async with run_gateway(max_connections=3) as gateway:
+        idle = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(3)]
+        answer = await gateway.raw(b"")
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in answer and b"x-request-id" in answer
+        assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "service_unavailable"
+        idle.pop()[1].close()
+        await asyncio.sleep(0.05)
+        assert (await gateway.raw(b"GET /health HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.0 200 ")
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_connection_that_never_speaks_is_closed(monkeypatch):
+    # F11
+    monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.2)
+    async with run_gateway() as gateway:
+        assert await gateway.raw(b"") == b""
 
 
 async def test_too_many_requests_in_flight():
