@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-MIN_CHUNK = 16
+MIN_CHUNK = 8
 """Prompt tokens that a step takes whatever it costs, so that prompts always progress."""
 
-MAX_STRETCH = 3.0
-"""A step with prompt tokens lasts at most this many times one without: streams keep their rhythm."""
+MAX_STRETCH = 2.5
+"""A step with prompt tokens is meant to last at most this many times one without: streams keep their rhythm. Noise,
+and attention that grows dearer along a prompt, carry steps beyond it; the distance to 4 is for them."""
 
 _WEIGHT = 0.25
 _GROWTH = 2.0

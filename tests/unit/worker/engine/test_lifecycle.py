@@ -148,7 +148,7 @@ def test_a_fault_of_the_schedulers_ends_every_request(worker: Worker, monkeypatc
 
 
 def test_integrity_is_checked_when_idle(worker: Worker) -> None:
-    worker.scheduler._free_rows.pop()
+    worker.scheduler._planner._free_rows.pop()
     worker.engine.step()
     worker.clock.now += engine_module.INTEGRITY_SECONDS + 1
     with pytest.raises(AssertionError, match="row"):
