@@ -37,6 +37,7 @@ class Request:
         prompt_step: the step that completed the initial tokens in this life; others may fork from later steps on.
         leader, followers: while followers are HELD they wait for the leader's prompt; later the leader is the one
             to fork from if it still runs.
+        follows_started: its leader had started when it let it go.
         num_cached_tokens: prompt tokens that were not computed when it first started; None before that.
         wants_prompt_logprobs: still owes the report on its prompt.
     """
@@ -46,6 +47,7 @@ class Request:
         "choice",
         "deadline",
         "followers",
+        "follows_started",
         "leader",
         "life",
         "max_num_tokens",
@@ -105,6 +107,7 @@ class Request:
         self.prompt_step: int | None = None
         self.leader: Request | None = None
         self.followers: list[Request] = []
+        self.follows_started = False
         self.num_cached_tokens: int | None = None
         self.reported_cached_tokens = False
         self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
@@ -114,6 +117,13 @@ class Request:
     def key(self) -> tuple[int, int]:
         """Its place in every queue: smaller runs first and is preempted last."""
         return (self.priority, self.arrival)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it, or another choice of its Submit that read the prompt for it, has ever had a row."""
+        if self.num_cached_tokens is not None or self.follows_started:
+            return True
+        return self.leader is not None and self.leader.has_started
 
     @property
     def num_tokens(self) -> int:

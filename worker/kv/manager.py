@@ -20,11 +20,12 @@ class SequencePages:
         num_slots: tokens that the pages can hold.
         num_announced: entries of each block table that the executor knows; kept by the scheduler.
         num_committed: leading full pages that are computed and, where caching is on, in the prefix cache.
+        last_match: what `match_prefix` last found, and when and for how many tokens.
         hashes: of the leading full pages, as far as they were ever needed. They depend on token ids alone and so
             outlive the pages when a request is preempted.
     """
 
-    __slots__ = ("hashes", "num_announced", "num_committed", "num_slots", "salt", "tables")
+    __slots__ = ("hashes", "last_match", "num_announced", "num_committed", "num_slots", "salt", "tables")
 
     def __init__(self, salt: bytes, num_groups: int) -> None:
         self.salt = salt
@@ -33,6 +34,7 @@ class SequencePages:
         self.num_announced = 0
         self.num_committed = 0
         self.hashes: list[bytes] = []
+        self.last_match: tuple[int, int, PrefixMatch] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class KVManager:
         self._caches = [PrefixCache() for _ in range(num_groups)]
         self._pools = [BlockPool(num_pages, self._evictor(cache)) for cache in self._caches]
         self._live: set[SequencePages] = set()
+        # Raised whenever a page changes hands or becomes findable.
+        self._version = 0
         self._no_match = PrefixMatch(0, [[] for _ in range(num_groups)], [0] * num_groups)
 
     @property
@@ -108,6 +112,15 @@ class KVManager:
         """
         if not self.enable_prefix_caching:
             return self._no_match
+        # A request at the head of the queue asks in every step, mostly with nothing changed since.
+        last = sequence.last_match
+        if last is not None and last[:2] == (self._version, len(token_ids)):
+            return last[2]
+        match = self._match(sequence, token_ids)
+        sequence.last_match = (self._version, len(token_ids), match)
+        return match
+
+    def _match(self, sequence: SequencePages, token_ids: Sequence[int]) -> PrefixMatch:
         size = self.page_size
         pages: list[list[int]] = [[] for _ in range(self.num_groups)]
         parent = ROOT
@@ -144,6 +157,8 @@ class KVManager:
             for page in pages:
                 pool.acquire(page)
             table.extend(pages)
+        self._version += 1
+        sequence.last_match = None
         sequence.num_committed = len(match.pages[0])
         sequence.num_slots = match.num_tokens
         if match.num_tokens:
@@ -181,6 +196,7 @@ class KVManager:
         count = self.pages_for(num_tokens) - len(sequence.tables[0])
         if count > self.num_free:
             return False
+        self._version += 1
         for pool, table in zip(self._pools, sequence.tables, strict=True):
             table.extend(pool.allocate(count))
         sequence.num_slots = len(sequence.tables[0]) * self.page_size
@@ -198,6 +214,7 @@ class KVManager:
                 for cache, table in zip(self._caches, sequence.tables, strict=True):
                     cache.insert(table[index], page_hash, parent, ids, sequence.salt)
             sequence.num_committed = index + 1
+            self._version += 1
 
     def free(self, sequence: SequencePages, *, distrust: bool = False) -> None:
         """Gives all pages back. Those in the prefix cache stay findable until they are needed.
@@ -206,6 +223,7 @@ class KVManager:
             distrust: the computation gave no finite numbers or failed, so that its pages, whoever computed them,
                 must not be found again.
         """
+        self._version += 1
         for pool, cache, table in zip(self._pools, self._caches, sequence.tables, strict=True):
             # Last page first: the tail of a prefix is useless without its head, so it is evicted before it.
             for page in reversed(table):

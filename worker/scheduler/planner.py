@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.request import Request, Status
 from worker.scheduler.budget import StepBudget
@@ -79,8 +81,10 @@ class Planner:
         followers, leader.followers = leader.followers, []
         self._num_held -= len(followers)
         computed = leader.prompt_step is not None
+        started = leader.has_started
         heir: Request | None = None
         for request in followers:
+            request.follows_started = started
             if heir is None or computed:
                 heir = request
                 request.status = Status.WAITING
@@ -163,8 +167,8 @@ class Planner:
             return leader
         return None
 
-    def _find_start(self, request: Request) -> PrefixMatch | None:
-        """The pages to begin with, or None where the rest does not fit the free ones."""
+    def _find_start(self, request: Request, victims: Sequence[Request] = ()) -> PrefixMatch | None:
+        """The pages to begin with, or None where the rest does not fit the free ones and those of the victims."""
         parent = self._parent(request)
         if parent is not None:
             match = self._kv.shared_with(parent.pages, request.num_initial_tokens - 1)
@@ -172,8 +176,9 @@ class Planner:
             match = self._kv.no_match()
         else:
             match = self._kv.match_prefix(request.pages, request.token_ids)
-        reserve = admission_reserve(len(self._running), self._kv.num_pages)
-        return match if self._kv.fits(request.num_tokens, match, reserve) else None
+        reserve = admission_reserve(len(self._running) - len(victims), self._kv.num_pages)
+        reclaimable = sum(len(victim.pages.tables[0]) for victim in victims)
+        return match if self._kv.fits(request.num_tokens, match, reserve - reclaimable) else None
 
     def _start(self, draft: Draft, request: Request, match: PrefixMatch) -> None:
         """Gives a request its row and all the pages that its tokens need."""
@@ -189,8 +194,8 @@ class Planner:
         if not self._kv.extend(request.pages, request.num_tokens):
             raise RuntimeError(f"pages of request {request.request_id} vanished between check and use")
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = cached
             self._count_start(request, parent is not None, match)
+            request.num_cached_tokens = cached
         request.leader = None
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
@@ -198,21 +203,29 @@ class Planner:
         draft.enter_row(request, self._eos_token_ids)
 
     def _count_start(self, request: Request, forked: bool, match: PrefixMatch) -> None:
-        if not forked:
+        if not request.has_started:
             self._counters.prompt_tokens_total += request.num_prompt_tokens
-            if self._kv.enable_prefix_caching:
-                self._counters.prefix_cache_queries_total += len(request.token_ids)
-                self._counters.prefix_cache_hits_total += match.num_tokens
+        if not forked and self._kv.enable_prefix_caching:
+            self._counters.prefix_cache_queries_total += len(request.token_ids)
+            self._counters.prefix_cache_hits_total += match.num_tokens
 
     def _make_way(self) -> None:
-        """Preempts running requests for the first waiting one where that is more urgent and finds no place."""
-        while len(self._waiting) and len(self._running):
-            first, last = self._waiting[0], self._running[-1]
-            if first.priority >= last.priority:
+        """Preempts running requests for the first waiting one where that is more urgent and finds no place.
+
+        Nobody is preempted where even that would not make room: the more urgent ones hold it.
+        """
+        if not len(self._waiting) or not len(self._running):
+            return
+        first = self._waiting[0]
+        if first.priority >= self._running[-1].priority or (self._free_rows and self._find_start(first) is not None):
+            return
+        victims = [request for request in self._running if request.priority > first.priority]
+        if self._find_start(first, victims) is None:
+            return
+        for victim in reversed(victims):
+            self._preempt(victim)
+            if self._find_start(first) is not None:
                 return
-            if self._free_rows and self._find_start(first) is not None:
-                return
-            self._preempt(last)
 
     def _preempt(self, request: Request) -> None:
         """Takes row and pages away; the request is computed again later, from what the prefix cache still has.

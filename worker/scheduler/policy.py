@@ -1,12 +1,13 @@
-"""The order of requests: priority first (lower runs first), then first come, first served."""
+"""The order of requests: priority first (lower runs first), then first come, first served; and their deadlines."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from worker.request import Request
+from worker.request import Request, Status
 
 _key = attrgetter("key")
 
@@ -40,6 +41,42 @@ class RequestQueue:
         if index == len(self._items) or self._items[index] is not request:
             raise ValueError(f"request {request.request_id} is not in the queue")
         del self._items[index]
+
+
+class DeadlineQueue:
+    """Requests that must start before a time, the most pressing first.
+
+    One that started or ended stays until its time comes or the next pruning, so that there are never many more of
+    them than of those that wait: each keeps its prompt.
+    """
+
+    _SLACK = 64
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._prune_at = self._SLACK
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request, deadline: float) -> None:
+        """Watches over a request until it starts."""
+        if len(self._heap) >= self._prune_at:
+            self._heap = [entry for entry in self._heap if self._is_watched(entry[2])]
+            heapq.heapify(self._heap)
+            self._prune_at = 2 * len(self._heap) + self._SLACK
+        heapq.heappush(self._heap, (deadline, request.arrival, request))
+
+    def take_late(self, now: float) -> Iterator[Request]:
+        """Those that have not started by their time. Once any choice has started, its siblings may wait on."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, request = heapq.heappop(self._heap)
+            if self._is_watched(request):
+                yield request
+
+    @staticmethod
+    def _is_watched(request: Request) -> bool:
+        return request.status is not Status.FINISHED and not request.has_started
 
 
 def admission_reserve(num_running: int, num_pages: int) -> int:

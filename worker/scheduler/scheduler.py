@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from worker.scheduler.draft import Flight
 from worker.scheduler.outbox import Outbox
 from worker.scheduler.plan import SampledToken, StepPlan, StepResult
 from worker.scheduler.planner import Planner
+from worker.scheduler.policy import DeadlineQueue
 from worker.stats import Counters
 from worker.stop import FINISH_LENGTH, finish_after
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._clock = clock
         self._eos = frozenset(config.eos_token_ids)
         self._live: dict[tuple[bytes, str], dict[int, Request]] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = DeadlineQueue()
         self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
         self._num_arrived = 0
@@ -117,7 +117,7 @@ class Scheduler:
                 self._finish(request, FINISH_LENGTH)
                 continue
             if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+                self._deadlines.add(request, request.deadline)
             self._planner.enqueue(request, leader)
             leader = leader or request
 
@@ -162,14 +162,9 @@ class Scheduler:
         return flight.plan
 
     def _drop_late(self) -> None:
-        """Fails requests that wait past their deadline. Once any choice has started, its siblings may wait on."""
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, _, request = heapq.heappop(self._deadlines)
-            siblings = self._live.get((request.owner, request.request_id), {}).values()
-            started = any(sibling.num_cached_tokens is not None for sibling in siblings)
-            if request.status is not Status.FINISHED and not started:
-                message = "the request waited past its deadline"
-                self._finish(request, Finish(FinishReason.ERROR, message=message, code="deadline_exceeded"))
+        for request in self._deadlines.take_late(self._clock()):
+            message = "the request waited past its deadline"
+            self._finish(request, Finish(FinishReason.ERROR, message=message, code="deadline_exceeded"))
 
     # ---- results ----------------------------------------------------------------------------------------------
 
