@@ -40,8 +40,10 @@ class Harness:
         num_groups: int = 1,
         enable_prefix_caching: bool = True,
         clock=lambda: 0.0,
+        corrupt=lambda plan: set(),
+        kv_class=KVManager,
     ) -> None:
-        self.kv = KVManager(
+        self.kv = kv_class(
             num_pages=num_pages,
             page_size=page_size,
             num_groups=num_groups,
@@ -55,33 +57,47 @@ class Harness:
         )
         self.scheduler = Scheduler(config, self.kv, clock=clock)
         self.executor = FakeExecutor(
-            max_num_seqs=max_num_seqs, num_pages=num_pages, page_size=page_size, num_groups=num_groups, depth=depth
+            max_num_seqs=max_num_seqs,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_groups=num_groups,
+            depth=depth,
+            corrupt=corrupt,
         )
+        # Called between any two phases of a step: what may happen to requests may happen there.
+        self.interrupt = lambda: None
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.outputs: dict[tuple[str, int], list[Output]] = defaultdict(list)
         self._flights: deque[tuple[StepPlan, FakeHandle]] = deque()
 
-    def add(self, submit: Submit) -> None:
-        self.scheduler.add(submit)
+    def add(self, submit: Submit, owner: bytes = b"") -> None:
+        self.scheduler.add(submit, owner)
         self._collect()
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        self.scheduler.abort(request_id, choice)
+    def abort(self, request_id: str, choice: int | None = None, owner: bytes = b"") -> None:
+        self.scheduler.abort(request_id, choice, owner)
         self._collect()
 
     def step(self, milliseconds: float = 1.0) -> StepPlan | None:
         """One pass of the engine loop: submits at most one plan, lands the oldest where the pipeline is full."""
         plan = self.scheduler.schedule() if len(self._flights) < self.executor.depth else None
-        self.scheduler.check_integrity()
+        assert plan is not None or self._flights or not self.scheduler.has_requests, "requests wait and nothing runs"
+        self._pause()
         if plan is not None:
             self._flights.append((plan, self.executor.submit(plan)))
         if self._flights and (plan is None or len(self._flights) == self.executor.depth):
+            self._pause()
             oldest, handle = self._flights.popleft()
             self.scheduler.apply(oldest, handle.result(), milliseconds)
+        self._pause()
+        return plan
+
+    def _pause(self) -> None:
+        self.scheduler.check_integrity()
+        self.interrupt()
         self.scheduler.check_integrity()
         self._collect()
-        return plan
 
     def drain(self, limit: int = 5000) -> None:
         """Steps until nothing is left, then checks that everything was given back."""

@@ -81,6 +81,8 @@ class FakeExecutor:
         depth: what the engine may have in flight.
         seconds_per_step: how long a step seems to take.
         fail: called with each plan; an exception that it returns is what the step's result raises.
+        corrupt: called with each plan; what the rows that it returns compute in this step is not finite, and so is
+            everything that is computed from it.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class FakeExecutor:
         depth: int = 1,
         seconds_per_step: float = 0.0,
         fail: Callable[[StepPlan], Exception | None] = lambda plan: None,
+        corrupt: Callable[[StepPlan], set[int]] = lambda plan: set(),
     ) -> None:
         self.depth = depth
         self.closed = False
@@ -101,6 +104,7 @@ class FakeExecutor:
         self._page_size = page_size
         self._seconds_per_step = seconds_per_step
         self._fail = fail
+        self._corrupt = corrupt
         self._rows: dict[int, _Row] = {}
         self._pages: list[list[list[int | None]]] = [
             [[None] * page_size for _ in range(num_pages)] for _ in range(num_groups)
@@ -131,7 +135,8 @@ class FakeExecutor:
         assert len({item.row for item in plan.scheduled}) == len(plan.scheduled), "a row is scheduled twice in a step"
         assert all(item.count > 0 for item in plan.scheduled)
         # All rows write before any row reads: what a step shares with itself would go wrong on a device too.
-        written = {slot for item in plan.scheduled for slot in self._write(item)}
+        corrupted = self._corrupt(plan)
+        written = {slot for item in plan.scheduled for slot in self._write(item, item.row in corrupted)}
         sampled: list[SampledToken] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for item in plan.scheduled:
@@ -139,13 +144,13 @@ class FakeExecutor:
             self._read(item, sampled, prompt_logprobs)
         return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs)
 
-    def _write(self, item: ScheduledTokens) -> list[tuple[int, int, int]]:
+    def _write(self, item: ScheduledTokens, corrupted: bool) -> list[tuple[int, int, int]]:
         row = self._rows[item.row]
         slots = []
         for position in range(item.start, item.start + item.count):
             for group, table in enumerate(row.tables):
                 page, slot = table[position // self._page_size], position % self._page_size
-                self._pages[group][page][slot] = row.tokens[position]
+                self._pages[group][page][slot] = POISON_TOKEN_ID if corrupted else row.tokens[position]
                 slots.append((group, page, slot))
         return slots
 
