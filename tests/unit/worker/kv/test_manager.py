@@ -176,3 +176,23 @@ def test_check_integrity_finds_a_wrong_hash_and_a_lost_page():
     sequence.tables[0].pop()
     with pytest.raises(AssertionError, match="reference counts differ"):
         kv.check_integrity()
+
+
+def test_a_match_asked_for_again_is_that_of_now():
+    kv = _manager(num_pages=6)
+    waiting = kv.open(b"")
+    assert kv.match_prefix(waiting, TOKENS).num_tokens == 0
+    sequence = kv.open(b"")
+    assert kv.extend(sequence, len(TOKENS))
+    kv.commit(sequence, TOKENS, 8)
+    assert kv.match_prefix(waiting, TOKENS) == kv.match_prefix(waiting, TOKENS)
+    assert kv.match_prefix(waiting, TOKENS).num_tokens == 8
+    assert kv.match_prefix(waiting, TOKENS[:6]).num_tokens == 4
+    kv.commit(sequence, TOKENS, 20)
+    assert kv.match_prefix(waiting, TOKENS).num_revived == [0]
+    kv.free(sequence)
+    match = kv.match_prefix(waiting, TOKENS)
+    assert (match.num_tokens, match.num_revived) == (20, [5])
+    # One blank page, then the tail of the prefix.
+    assert kv.extend(kv.open(b""), 12)
+    assert kv.match_prefix(waiting, TOKENS).num_tokens == 12

@@ -212,6 +212,61 @@ def test_waiting_past_the_deadline_fails_and_running_past_it_does_not():
     assert harness.finishes["b", 0].code == "deadline_exceeded"
 
 
+def test_a_choice_whose_sibling_has_ended_waits_past_the_deadline_like_others_that_started():
+    now = [0.0]
+    harness = Harness(max_num_seqs=1, clock=lambda: now[0])
+    submit = make_submit("a", PROMPT, deadline=5.0, num_choices=3, sampling={"ignore_eos": True, "max_tokens": 1})
+    harness.add(submit)
+    harness.step()
+    assert list(harness.finishes) == [("a", 0)]
+    now[0] = 6.0
+    harness.drain()
+    harness.expect_solo(submit)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_the_prompt_that_choices_share_counts_once(depth, max_tokens):
+    harness = Harness(depth=depth)
+    harness.add(make_submit("a", PROMPT, num_choices=4, sampling={"ignore_eos": True, "max_tokens": max_tokens}))
+    harness.drain()
+    assert harness.scheduler.counters.prompt_tokens_total == len(PROMPT)
+
+
+def test_a_prompt_counts_once_though_the_choice_that_read_it_was_aborted(depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    harness.add(make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN))
+    harness.step()
+    harness.abort("a", 0)
+    harness.drain()
+    assert harness.scheduler.counters.prompt_tokens_total == 40
+
+
+def test_nobody_is_preempted_for_a_request_that_even_so_would_not_fit(depth):
+    harness = Harness(depth=depth, num_pages=20)
+    high = make_submit("high", [5] * 40, priority=-5, sampling={"ignore_eos": True, "max_tokens": 20})
+    low = make_submit("low", [6] * 8, priority=5, sampling={"ignore_eos": True, "max_tokens": 8})
+    middle = make_submit("middle", [7] * 60, sampling={"ignore_eos": True, "max_tokens": 4})
+    for submit in (high, low):
+        harness.add(submit)
+        harness.step()
+    harness.add(middle)
+    harness.drain()
+    assert harness.scheduler.counters.num_preemptions_total == 0
+    for submit in (high, low, middle):
+        harness.expect_solo(submit)
+
+
+def test_an_urgent_request_that_needs_all_pages_gets_them(depth):
+    harness = Harness(depth=depth, num_pages=20)
+    for name in "abc":
+        harness.add(make_submit(name, PROMPT, salt=name.encode(), priority=1, sampling=FREE_RUN))
+    harness.step()
+    harness.add(make_submit("urgent", [7] * 76, sampling={"ignore_eos": True, "max_tokens": 5}))
+    harness.drain()
+    assert next(iter(harness.finishes)) == ("urgent", 0)
+    assert harness.scheduler.counters.num_preemptions_total == 3
+
+
 def test_logits_that_are_not_finite_fail_their_request_alone_and_leave_no_page_behind(depth):
     harness = Harness(depth=depth)
     poisoned = make_submit("bad", [*PROMPT, POISON_TOKEN_ID, *PROMPT], sampling=FREE_RUN)
