@@ -141,11 +141,18 @@ class Server:
         return all(self.metric(name) == 0 for name in names)
 
     def worker_pids(self) -> list[int]:
-        """Process ids of this server's workers: descendants whose command is `-m worker`."""
+        """Process ids of this server's workers."""
+        return self._children("-m worker")
+
+    def gateway_pids(self) -> list[int]:
+        """Process ids of this server's gateways."""
+        return self._children("-m gateway")
+
+    def _children(self, command: str) -> list[int]:
         assert self.process is not None
         children = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
         return [
             int(parts[0])
             for parts in (line.split(None, 2) for line in children.splitlines())
-            if int(parts[1]) == self.process.pid and "-m worker" in parts[2] and "rank_main" not in parts[2]
+            if int(parts[1]) == self.process.pid and command in parts[2] and "rank_main" not in parts[2]
         ]

@@ -1,0 +1,71 @@
+"""A cache too small for its load, and a gateway that dies while the worker lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.server import Server, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """144 tokens of cache: two and a half of the requests below."""
+    with Server(("--dtype", "float32", "--num-kv-pages", "9", "--max-model-len", "140")) as running:
+        yield running
+
+
+def _request(index: int) -> dict[str, Any]:
+    sampling = {"temperature": 0} if index % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": index}
+    options = {"model": MODEL, "prompt": f"The story number {index} is about", "max_tokens": 48, **sampling}
+    return {**options, "stream": True, "extra_body": {"ignore_eos": True}}
+
+
+async def _text(client: openai.AsyncOpenAI, index: int) -> str:
+    stream = await client.completions.create(**_request(index))
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_preempted_requests_have_the_text_that_they_have_alone(small: Server) -> None:
+    """F15, 91: nothing is lost or sent twice."""
+    async with small.async_client() as client:
+        alone = [await _text(client, index) for index in range(3)]
+        assert small.metric("num_preemptions_total") == 0
+        together = await asyncio.gather(*(_text(client, index) for index in range(3)))
+    assert small.metric("num_preemptions_total") > 0
+    assert list(together) == alone
+    wait_until(small.idle, 5, "idle")
+
+
+def test_what_is_larger_than_the_cache_is_refused(small: Server) -> None:
+    body = {"model": MODEL, "prompt": "word " * 100, "max_tokens": 120}
+    status, answer = small.request("POST", "/v1/completions", body)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert "140" in answer["error"]["message"] and "221" in answer["error"]["message"]
+
+
+async def test_a_gateway_that_dies_leaves_no_work_behind(small: Server) -> None:
+    """F6: the worker drops what the dead gateway asked for, and the next one uses it as it is."""
+    workers = small.worker_pids()
+    async with small.async_client() as client:
+        tasks = [asyncio.create_task(_text(client, index)) for index in range(6)]
+        await asyncio.to_thread(wait_until, lambda: small.metric("num_requests_running") >= 2, 20, "running")
+        os.kill(small.gateway_pids()[0], signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    # openai.APIConnectionError before the headers, httpx's own after them.
+    assert all(isinstance(result, Exception) for result in results), results
+    await asyncio.to_thread(wait_until, lambda: small.status("/ready") == 200, 20, "ready again")
+    await asyncio.to_thread(wait_until, small.idle, 10, "orphans aborted")
+    assert small.worker_pids() == workers
+    async with small.async_client() as client:
+        assert await _text(client, 0)
