@@ -15,6 +15,10 @@ MAX_STRETCH = 2.5
 """A step with prompt tokens is meant to last at most this many times one without: streams keep their rhythm. Noise,
 and attention that grows dearer along a prompt, carry steps beyond it; the distance to 4 is for them."""
 
+MIN_STRETCH = 2.0
+"""Where decoding alone comes near target_step_ms (many rows, a slow or busy machine), prompts still get as much time as
+the decoding rows: with less they would starve, and new requests wait for ever."""
+
 _WEIGHT = 0.25
 _GROWTH = 2.0
 
@@ -80,7 +84,8 @@ class StepBudget:
     """Splits a step between decoding rows and prompt tokens.
 
     Args:
-        target_ms: milliseconds that a step with decoding rows may take.
+        target_ms: milliseconds that a step with decoding rows may take, between MIN_STRETCH and MAX_STRETCH times
+            what the decoding rows take alone.
         max_tokens: most tokens in a step.
     """
 
@@ -125,5 +130,5 @@ class StepBudget:
         alone = self._decode.cost(num_decode)
         if alone is None:
             return min(room, 2 * MIN_CHUNK)
-        limit_ms = min(self.target_ms, MAX_STRETCH * alone)
+        limit_ms = min(max(self.target_ms, MIN_STRETCH * alone), MAX_STRETCH * alone)
         return min(room, max(MIN_CHUNK, self._prompt.count_within(limit_ms - alone, room)))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from worker.scheduler.budget import MAX_STRETCH, MIN_CHUNK, CostTable, StepBudget
+from worker.scheduler.budget import MAX_STRETCH, MIN_CHUNK, MIN_STRETCH, CostTable, StepBudget
 
 
 def test_an_empty_table_knows_nothing():
@@ -71,7 +71,8 @@ def test_steps_keep_to_the_target_while_a_long_prompt_is_read(decode_ms, token_m
         took.append(run(4, chunk, done))
         chunks.append(chunk)
         done += chunk
-    limit = max(min(60.0, MAX_STRETCH * alone), alone + MIN_CHUNK * token_ms * 1.5)
+    limit = min(max(60.0, MIN_STRETCH * alone), MAX_STRETCH * alone)
+    limit = max(limit, alone + MIN_CHUNK * token_ms * 1.5)
     assert sorted(took)[int(len(took) * 0.99)] <= limit * 1.25
     # The room is used, too: most steps take at least half of what the limit allows.
     fair = (limit - alone) / (token_ms * 1.5)
@@ -91,6 +92,17 @@ def test_a_burst_of_prompts_is_not_held_back_by_streams_never_measured_alone():
         steps += 1
     # 16 ms or more of each step are left for the prompts, which is 32 tokens or more; a few steps go into learning.
     assert steps <= 15 * 128 / 32 + 12
+
+
+@pytest.mark.parametrize("decode_ms", [55.0, 500.0])
+def test_prompts_do_not_starve_where_decoding_alone_takes_the_target(decode_ms):
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+    budget.observe(16, 0, decode_ms)
+    chunk = budget.prompt_tokens(16)
+    for _ in range(20):
+        budget.observe(16, chunk, decode_ms + chunk * 0.7)
+        chunk = budget.prompt_tokens(16)
+    assert chunk * 0.7 >= decode_ms * 0.9
 
 
 def test_a_probe_that_nobody_measures_is_not_repeated():
