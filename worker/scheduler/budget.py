@@ -7,6 +7,7 @@ them add. Both tables are exponentially weighted means over buckets of the token
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 
 MIN_CHUNK = 8
 """Prompt tokens that a step takes whatever it costs, so that prompts always progress."""
@@ -21,12 +22,23 @@ the decoding rows: with less they would starve, and new requests wait for ever."
 
 _WEIGHT = 0.25
 _GROWTH = 2.0
+_FAR_BELOW = 2 / 3
+_FIRST_PROBE = 1
+_PROBE_EVERY = 32
+"""Steps with prompt tokens after which one goes without, to measure again what the decoding rows take alone. The
+first such steps follow each other closely, because one slow step must not be believed for long."""
 
 
 class CostTable:
-    """Token count -> milliseconds."""
+    """Token count -> milliseconds, never falling with the count.
 
-    def __init__(self) -> None:
+    Args:
+        lean_low: whether to take high measurements for slow moments. Where a count was dearer than a larger one, the
+            larger one is believed; and a measurement far below what was believed replaces it.
+    """
+
+    def __init__(self, *, lean_low: bool = False) -> None:
+        self._lean_low = lean_low
         self._points: dict[int, tuple[float, float]] = {}
         # Sorted by tokens, milliseconds made monotone; rebuilt after each observation (some 20 buckets).
         self._tokens: list[float] = []
@@ -43,16 +55,18 @@ class CostTable:
         exponent = num_tokens.bit_length()
         bucket = 2 * exponent + (num_tokens >> max(exponent - 2, 0) & 1)
         old = self._points.get(bucket)
-        if old is None:
+        if old is None or (self._lean_low and milliseconds < _FAR_BELOW * old[1]):
             self._points[bucket] = (float(num_tokens), milliseconds)
         else:
             tokens, ms = old
             self._points[bucket] = (tokens + _WEIGHT * (num_tokens - tokens), ms + _WEIGHT * (milliseconds - ms))
         points = sorted(self._points.values())
         self._tokens = [tokens for tokens, _ in points]
-        self._ms = []
-        for _, ms in points:
-            self._ms.append(max(ms, self._ms[-1]) if self._ms else ms)
+        ms_by_count = [ms for _, ms in points]
+        if self._lean_low:
+            self._ms = list(accumulate(reversed(ms_by_count), min))[::-1]
+        else:
+            self._ms = list(accumulate(ms_by_count, max))
 
     def cost(self, num_tokens: float) -> float | None:
         """Milliseconds for a count; beyond the largest seen in proportion to it. None while the table is empty."""
@@ -92,10 +106,13 @@ class StepBudget:
     def __init__(self, *, target_ms: float, max_tokens: int) -> None:
         self.target_ms = target_ms
         self._max_tokens = max_tokens
-        self._decode = CostTable()
+        # What is too low here makes prompts wait; what is too high would make streams wait.
+        self._decode = CostTable(lean_low=True)
         self._prompt = CostTable()
         self._prefill_rate = 0.0
         self._probed = 0
+        self._num_beside = 0
+        self._probe_gap = _FIRST_PROBE
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -107,25 +124,36 @@ class StepBudget:
         if num_prompt == 0:
             if num_decode:
                 self._decode.observe(num_decode, milliseconds)
+                self._num_beside = 0
+                self._probe_gap = min(2 * self._probe_gap, _PROBE_EVERY)
             return
         if num_prompt >= MIN_CHUNK and milliseconds > 0:
             rate = num_prompt * 1000.0 / milliseconds
             self._prefill_rate += (_WEIGHT if self._prefill_rate else 1.0) * (rate - self._prefill_rate)
         alone = self._decode.cost(num_decode) if num_decode else None
         if alone is not None:
+            self._num_beside += 1
+            if milliseconds < alone:
+                # Without the prompt tokens it would have taken less still.
+                self._decode.observe(num_decode, milliseconds)
             # A step without decoding rows also reads the weights, which rows beside the prompt share: not comparable.
             self._prompt.observe(num_prompt, max(milliseconds - alone, 0.0))
 
     def prompt_tokens(self, num_decode: int) -> int:
         """Prompt tokens that a step with num_decode decoding rows may take, at least 1 where the step has room.
 
-        Except once for each doubling of the decoding rows: that step goes without, to learn what so many take alone.
+        Except once for each doubling of the decoding rows, and now and then while prompts follow each other: that step
+        goes without, to learn what so many take alone.
         """
         room = self._max_tokens - num_decode
         if num_decode == 0 or room <= MIN_CHUNK:
             return room
         if num_decode >= _GROWTH * max(self._decode.largest, self._probed):
             self._probed = num_decode
+            self._probe_gap = _FIRST_PROBE
+            return 0
+        if self._num_beside >= self._probe_gap:
+            self._num_beside = 0
             return 0
         alone = self._decode.cost(num_decode)
         if alone is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -35,6 +36,42 @@ def test_a_noisy_small_count_does_not_make_larger_ones_look_cheaper():
     table.observe(8, 50.0)
     table.observe(64, 10.0)
     assert table.cost(64) == 50.0
+
+
+def test_a_table_that_leans_low_takes_high_measurements_for_slow_moments():
+    table = CostTable(lean_low=True)
+    table.observe(1, 40.0)
+    table.observe(4, 8.0)
+    # The larger count was cheaper, so the smaller one was measured in a slow moment.
+    assert table.cost(1) == table.cost(4) == 8.0
+    table.observe(4, 48.0)
+    assert table.cost(4) == pytest.approx(18.0)
+    table.observe(4, 9.0)
+    assert table.cost(4) == 9.0
+
+
+def test_a_step_with_prompt_tokens_bounds_what_the_rows_take_alone():
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+    budget.observe(4, 0, 50.0)
+    budget.observe(4, 8, 14.0)
+    for _ in range(8):
+        budget.observe(4, 12, 14.0 + 12 * 0.7)
+        # Never more than a step of 14 ms may be stretched to, far from twice 50.
+        assert 14.0 + budget.prompt_tokens(4) * 0.7 <= MAX_STRETCH * 14.0 * 1.05
+
+
+def test_decoding_rows_are_measured_alone_again_while_prompts_follow_each_other():
+    budget = StepBudget(target_ms=60.0, max_tokens=2048)
+    alone = []
+    for step in range(200):
+        chunk = budget.prompt_tokens(4)
+        if chunk == 0:
+            alone.append(step)
+        budget.observe(4, chunk, 8.0 + 0.7 * chunk)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(alone)]
+    assert alone[0] == 0
+    assert gaps == sorted(gaps)
+    assert gaps[0] <= 3 and gaps[-1] == gaps[-2] == 33
 
 
 def test_without_streams_a_step_is_full():

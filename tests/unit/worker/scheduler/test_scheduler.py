@@ -256,6 +256,30 @@ def test_nobody_is_preempted_for_a_request_that_even_so_would_not_fit(depth):
         harness.expect_solo(submit)
 
 
+def test_no_equal_is_preempted_for_what_the_less_urgent_cannot_give(depth):
+    harness = Harness(depth=depth, num_pages=20)
+    equal = make_submit("equal", [5] * 40, sampling={"ignore_eos": True, "max_tokens": 20})
+    low = make_submit("low", [6] * 8, priority=5, sampling={"ignore_eos": True, "max_tokens": 8})
+    for submit in (equal, low):
+        harness.add(submit)
+        harness.step()
+    harness.add(make_submit("first", [7] * 60, sampling={"ignore_eos": True, "max_tokens": 4}))
+    harness.drain()
+    assert harness.scheduler.counters.num_preemptions_total == 0
+    harness.expect_solo(equal)
+
+
+def test_choices_compute_a_prompt_once_that_takes_several_steps(depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16, enable_prefix_caching=False)
+    submit = make_submit("a", [3 + index for index in range(40)], num_choices=3, sampling=FREE_RUN)
+    harness.add(submit)
+    harness.drain()
+    harness.expect_solo(submit)
+    # Each of the two forks computes the last prompt token for itself.
+    num_computed = sum(plan.num_tokens for plan in harness.executor.plans)
+    assert num_computed == 40 + 2 + 3 * (FREE_RUN["max_tokens"] - 1)
+
+
 def test_an_urgent_request_that_needs_all_pages_gets_them(depth):
     harness = Harness(depth=depth, num_pages=20)
     for name in "abc":

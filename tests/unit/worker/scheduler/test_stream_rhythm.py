@@ -26,6 +26,7 @@ class Machine:
         attention: context at which a prompt token costs twice as much as at the start.
         noise: each step takes up to this share more or less.
         settled: tokens that each stream has when the prompt comes; 0: nothing is learned yet.
+        hiccup: the first step of decoding rows alone takes so many times its time.
     """
 
     decode_ms: float = 8.0
@@ -35,6 +36,7 @@ class Machine:
     num_streams: int = 4
     num_prompts: int = 1
     settled: int = 30
+    hiccup: float = 1.0
 
     @property
     def alone_ms(self) -> float:
@@ -64,7 +66,7 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
     gaps: list[float] = []
     flights: deque[StepPlan] = deque()
     num_unread = machine.num_prompts
-    asked = False
+    asked = hiccupped = False
     while num_unread:
         if not asked and all(counts[name] > machine.settled for name in streams):
             for index in range(machine.num_prompts):
@@ -79,6 +81,9 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
             continue
         oldest = flights.popleft()
         took = machine.run(oldest, rng)
+        if not hiccupped and all(item.count == 1 for item in oldest.scheduled):
+            took *= machine.hiccup
+            hiccupped = True
         now += took
         sampled = [SampledToken(item.row, 9) for item in oldest.scheduled if item.sample]
         scheduler.apply(oldest, StepResult(step=oldest.step, sampled=sampled), took)
@@ -96,6 +101,8 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
 MACHINES = {
     "a small model on two cores": Machine(),
     "nothing learned yet": Machine(settled=0),
+    "the first measurement is six times too high": Machine(settled=0, hiccup=6.0),
+    "a measurement six times too high shortly before": Machine(settled=5, hiccup=6.0),
     "steps vary by a quarter": Machine(noise=0.25),
     "three prompts at once": Machine(num_prompts=3),
     "one fast stream": Machine(num_streams=1, decode_ms=5.0),
