@@ -261,12 +261,14 @@ class Planner:
         return len(self._waiting) + self._num_held
 
     def num_waiting_tokens(self) -> int:
-        """Tokens not yet computed. Held requests count one each: they share a prompt."""
+        """Tokens of prompts, and of what is computed again, that wait to be read. Those that share a prompt with
+        another choice count one each; a stream's own last token does not count."""
         total = self._num_held
-        for queue in (self._running, self._waiting):
-            for request in queue:
-                is_follower = request.leader is not None
-                total += 1 if is_follower else request.num_tokens - request.num_computed_tokens
+        for request in self._waiting:
+            total += 1 if request.leader is not None else request.num_tokens
+        for request in self._running:
+            num_behind = request.num_tokens - request.num_computed_tokens
+            total += num_behind if num_behind > 1 else 0
         return total
 
     def check_integrity(self) -> None:

@@ -258,7 +258,7 @@ class Scheduler:
         return bool(self._live)
 
     def num_waiting_tokens(self) -> int:
-        """Tokens not yet computed. Held requests count one each: they share a prompt."""
+        """Tokens of prompts, and of what is computed again, that wait to be read."""
         return self._planner.num_waiting_tokens()
 
     def check_integrity(self) -> None:
