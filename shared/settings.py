@@ -65,7 +65,7 @@ class WorkerSettings(CommonSettings):
     max_model_len: Annotated[int, Meta(ge=0), _doc("tokens of prompt and completion; 0: the model's own")] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("requests that run at a time")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16), _doc("most tokens in a step")] = 2048
-    target_step_ms: Annotated[float, Meta(gt=0), _doc("milliseconds that a step may take while streams are decoding, and at least twice what they take alone; bounds the prompt tokens beside them")] = 60.0
+    target_step_ms: Annotated[float, Meta(gt=0), _doc("milliseconds that a step may take while streams are decoding, and at least twice what they take alone; bounds the prompt tokens beside them")] = 100.0
     block_size: Annotated[int, Meta(ge=1, le=256), _doc("tokens in a page of the KV cache")] = 16
     num_kv_pages: Annotated[int, Meta(ge=0), _doc("pages of the KV cache; 0: from the memory that is free")] = 0
     kv_cache_memory: Annotated[int, Meta(ge=0), _doc("bytes of the KV cache on the CPU; 0: a quarter of what is free, 4 GiB at most")] = 0

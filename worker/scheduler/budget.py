@@ -13,8 +13,8 @@ MIN_CHUNK = 8
 """Prompt tokens that a step takes whatever it costs, so that prompts always progress."""
 
 MAX_STRETCH = 2.5
-"""A step with prompt tokens is meant to last at most this many times one without: streams keep their rhythm. Noise,
-and attention that grows dearer along a prompt, carry steps beyond it; the distance to 4 is for them."""
+"""A step with tokens of one prompt is meant to last at most this many times one without: streams keep their rhythm.
+Noise, and attention that grows dearer along a prompt, carry steps beyond it; the distance to 4 is for them."""
 
 MIN_STRETCH = 2.0
 """Where decoding alone comes near target_step_ms (many rows, a slow or busy machine), prompts still get as much time as
@@ -98,8 +98,8 @@ class StepBudget:
     """Splits a step between decoding rows and prompt tokens.
 
     Args:
-        target_ms: milliseconds that a step with decoding rows may take, between MIN_STRETCH and MAX_STRETCH times
-            what the decoding rows take alone.
+        target_ms: milliseconds that a step with decoding rows may take, but at least MIN_STRETCH times what they take
+            alone.
         max_tokens: most tokens in a step.
     """
 
@@ -139,10 +139,12 @@ class StepBudget:
             # A step without decoding rows also reads the weights, which rows beside the prompt share: not comparable.
             self._prompt.observe(num_prompt, max(milliseconds - alone, 0.0))
 
-    def prompt_tokens(self, num_decode: int) -> int:
+    def prompt_tokens(self, num_decode: int, num_waiting: int = 1) -> int:
         """Prompt tokens that a step with num_decode decoding rows may take, at least 1 where the step has room.
 
-        Except once for each doubling of the decoding rows, and now and then while prompts follow each other: that step
+        One prompt lets streams keep their rhythm (MAX_STRETCH). Where more prompts wait than streams run, the time is
+        shared by their numbers, up to the target: a burst joins the batch soon, and all decode together, which is
+        cheaper for each. Except once for each doubling of the decoding rows, and now and then while prompts follow each other: that step
         goes without, to learn what so many take alone.
         """
         room = self._max_tokens - num_decode
@@ -158,5 +160,6 @@ class StepBudget:
         alone = self._decode.cost(num_decode)
         if alone is None:
             return min(room, 2 * MIN_CHUNK)
-        limit_ms = min(max(self.target_ms, MIN_STRETCH * alone), MAX_STRETCH * alone)
+        stretch = 1.0 + (MAX_STRETCH - 1.0) * max(1.0, num_waiting / num_decode)
+        limit_ms = min(max(self.target_ms, MIN_STRETCH * alone), stretch * alone)
         return min(room, max(MIN_CHUNK, self._prompt.count_within(limit_ms - alone, room)))

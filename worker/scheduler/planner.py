@@ -108,7 +108,8 @@ class Planner:
         draft = Draft(self._num_steps, self._kv.page_size)
         behind, preempted = self._schedule_decoding(draft)
         draft.num_decode = len(draft.requests)
-        room = self._budget.prompt_tokens(draft.num_decode)
+        num_waiting = len(behind) + min(len(self._waiting), len(self._free_rows))
+        room = self._budget.prompt_tokens(draft.num_decode, num_waiting)
         for request in behind:
             if request.status is Status.RUNNING and room > 0:
                 room -= draft.take(request, room)

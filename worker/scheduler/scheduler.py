@@ -36,7 +36,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    target_step_ms: float = 60.0
+    target_step_ms: float = 100.0
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -131,6 +131,19 @@ def test_a_burst_of_prompts_is_not_held_back_by_streams_never_measured_alone():
     assert steps <= 15 * 128 / 32 + 12
 
 
+def test_a_crowd_that_waits_gets_more_of_a_step_up_to_the_target():
+    budget = StepBudget(target_ms=100.0, max_tokens=2048)
+    tokens = {}
+    for num_waiting in (1, 2, 4, 16):
+        for _ in range(200):
+            chunk = budget.prompt_tokens(2, num_waiting)
+            budget.observe(2, chunk, 10.0 + chunk * 0.5)
+            tokens[num_waiting] = chunk or tokens.get(num_waiting, 0)
+    assert tokens[1] == tokens[2] == pytest.approx(30, abs=4)
+    assert tokens[4] == pytest.approx(60, abs=6)
+    assert tokens[16] == pytest.approx(180, abs=12)
+
+
 @pytest.mark.parametrize("decode_ms", [55.0, 500.0])
 def test_prompts_do_not_starve_where_decoding_alone_takes_the_target(decode_ms):
     budget = StepBudget(target_ms=60.0, max_tokens=2048)
