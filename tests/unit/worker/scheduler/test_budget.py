@@ -160,6 +160,11 @@ def test_a_probe_that_nobody_measures_is_not_repeated():
     assert budget.prompt_tokens(4) == 0
     assert budget.prompt_tokens(4) == budget.prompt_tokens(7) == 2 * MIN_CHUNK
     assert budget.prompt_tokens(8) == 0
+    budget.observe(8, 0, 8.0)
+    while budget.prompt_tokens(8) > 0:
+        budget.observe(8, 16, 20.0)
+    # Two steps in flight: the next one is planned before the one that measures has come back.
+    assert budget.prompt_tokens(8) > 0
 
 
 def test_the_speed_of_reading_prompts_is_learned():

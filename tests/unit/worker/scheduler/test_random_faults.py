@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -140,17 +141,32 @@ class FaultWalk:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_every_choice_ends_once_and_all_is_given_back(seed, depth):
-    walk = FaultWalk(seed, depth=depth, num_pages=20, max_num_seqs=5)
-    walk.run(40)
-    assert walk.harness.scheduler.counters.num_preemptions_total > 0
+    FaultWalk(seed, depth=depth, num_pages=20, max_num_seqs=5).run(40)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_a_faulty_step_computed_is_never_taken_for_text(seed, depth):
-    walk = FaultWalk(100 + seed, depth=depth, num_pages=24, max_num_seqs=5, corruption=0.02)
-    walk.run(40)
-    assert walk.harness.scheduler.counters.invalid_logits_total > 0
+    FaultWalk(100 + seed, depth=depth, num_pages=24, max_num_seqs=5, corruption=0.02).run(40)
+
+
+def test_the_walks_meet_what_they_are_made_for():
+    ends: Counter[str] = Counter()
+    for seed in range(12):
+        walk = FaultWalk(seed, depth=1 + seed % 2, num_pages=20, max_num_seqs=5)
+        walk.run(40)
+        ends.update(finish.code or finish.reason.name for finish in walk.harness.finishes.values())
+        ends["silent"] += len(walk.gone - walk.harness.finishes.keys())
+        ends["preempted"] += walk.harness.scheduler.counters.num_preemptions_total
+        ends["copied"] += sum(len(plan.page_copies) for plan in walk.harness.executor.plans)
+        ends["evicted"] += walk.harness.kv.num_evictions
+        ends["found"] += walk.harness.scheduler.counters.prefix_cache_hits_total
+        ends["discarded"] += walk.harness.scheduler.counters.discarded_tokens_total
+    met = {kind for kind, count in ends.items() if count >= 5}
+    assert met == {
+        *("LENGTH", "STOP", "ABORT", "worker_lost", "deadline_exceeded", "invalid_logits", "silent"),
+        *("preempted", "copied", "evicted", "found", "discarded"),
+    }
 
 
 @given(

@@ -99,12 +99,17 @@ def test_texts_equal_solo_texts_with_room_enough(seed, depth, caching):
     assert harness.scheduler.counters.generation_tokens_total > 0
 
 
+def test_pages_are_short_in_the_walks_where_they_should_be():
+    walks = [_walk(seed, depth=1 + seed % 2, num_pages=24, max_num_seqs=6) for seed in range(8)]
+    assert sum(walk.scheduler.counters.num_preemptions_total for walk in walks) >= 10
+    assert sum(walk.kv.num_evictions for walk in walks) >= 10
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
 def test_texts_equal_solo_texts_when_pages_are_short(seed, depth, num_groups):
-    harness = _walk(seed, depth=depth, num_groups=num_groups, num_pages=24, max_num_seqs=6)
-    assert harness.scheduler.counters.num_preemptions_total > 0
+    _walk(seed, depth=depth, num_groups=num_groups, num_pages=24, max_num_seqs=6)
 
 
 @given(

@@ -285,7 +285,7 @@ def test_an_urgent_request_that_needs_all_pages_gets_them(depth):
     for name in "abc":
         harness.add(make_submit(name, PROMPT, salt=name.encode(), priority=1, sampling=FREE_RUN))
     harness.step()
-    harness.add(make_submit("urgent", [7] * 76, sampling={"ignore_eos": True, "max_tokens": 5}))
+    harness.add(make_submit("urgent", [7] * 80, sampling={"ignore_eos": True, "max_tokens": 1}))
     harness.drain()
     assert next(iter(harness.finishes)) == ("urgent", 0)
     assert harness.scheduler.counters.num_preemptions_total == 3
