@@ -133,7 +133,7 @@ def test_a_burst_of_prompts_is_not_held_back_by_streams_never_measured_alone():
 
 def test_a_crowd_that_waits_gets_more_of_a_step_up_to_the_target():
     budget = StepBudget(target_ms=100.0, max_tokens=2048)
-    tokens = {}
+    tokens: dict[int, int] = {}
     for num_waiting in (1, 2, 4, 16):
         for _ in range(200):
             chunk = budget.prompt_tokens(2, num_waiting)

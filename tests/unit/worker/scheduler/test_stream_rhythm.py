@@ -53,7 +53,7 @@ class Machine:
 def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[float], float]:
     """Milliseconds between the streams' tokens while the prompts are read, and how long that took."""
     rng = random.Random(seed)
-    kv = KVManager(num_pages=3000, page_size=16, enable_prefix_caching=False)
+    kv = KVManager(num_pages=20_000, page_size=16, enable_prefix_caching=False)
     config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
     scheduler = Scheduler(config, kv)
     endless = {"ignore_eos": True, "max_tokens": 8000}
@@ -119,6 +119,13 @@ def test_the_slowest_tokens_take_less_than_four_times_their_usual_time(machine: 
     for seed in range(3):
         gaps, _ = _read_beside_streams(machine, depth, seed)
         assert sorted(gaps)[int(len(gaps) * 0.99)] < 4 * machine.alone_ms
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_where_more_prompts_wait_than_streams_run_the_target_bounds_the_steps(depth: int) -> None:
+    gaps, _ = _read_beside_streams(Machine(num_streams=1, num_prompts=16), depth, seed=1)
+    target_ms = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1).target_step_ms
+    assert sorted(gaps)[int(len(gaps) * 0.99)] < 1.25 * target_ms
 
 
 @pytest.mark.parametrize("depth", [1, 2])
