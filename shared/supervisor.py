@@ -329,5 +329,7 @@ def _lock(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigurationError(f"another pelton serve runs in {directory}; give another --runtime-dir") from error
+            raise ConfigurationError(
+                f"another pelton serve runs in {directory}; choose another --port, and --runtime-dir if you gave one"
+            ) from error
         yield
