@@ -69,8 +69,11 @@ async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) 
             await collect(core.generator.submit(make_request(HELLO, max_tokens=10, n=2)))
             script[4] = 2
             await collect(core.generator.submit(make_request(HELLO, max_tokens=10)))
+            # Slow enough that the answer cannot be complete before the client leaves.
+            worker.delay = 0.5
             async with core.generator.submit(make_request(HELLO)) as left:
                 await anext(left)
+            worker.delay = 0.001
             with pytest.raises(ContextLengthError):
                 core.generator.submit(make_request(HELLO, max_tokens=10**6))
             worker.faults.bad_token_id = 512

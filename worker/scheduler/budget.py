@@ -144,8 +144,8 @@ class StepBudget:
 
         One prompt lets streams keep their rhythm (MAX_STRETCH). Where more prompts wait than streams run, the time is
         shared by their numbers, up to the target: a burst joins the batch soon, and all decode together, which is
-        cheaper for each. Except once for each doubling of the decoding rows, and now and then while prompts follow
-        each other: that step goes without, to learn what so many take alone.
+        cheaper for each. Once for each doubling of the decoding rows, and now and then while prompts follow each
+        other, a step goes without prompts, to learn what so many take alone.
         """
         room = self._max_tokens - num_decode
         if num_decode == 0 or room <= MIN_CHUNK:
