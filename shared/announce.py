@@ -6,7 +6,7 @@ import http.client
 import json
 import shlex
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shared import notify
@@ -17,10 +17,16 @@ _REQUEST_SECONDS = 2.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
-def announce_when_ready(settings: ServeSettings, stopped: threading.Event) -> None:
-    """Asks /ready until it answers 200, then prints the URL and a curl line; ends early when `stopped` is set."""
+def announce_when_ready(
+    settings: ServeSettings, stopped: threading.Event, listening: Callable[[], bool] = lambda: True
+) -> None:
+    """Asks /ready until it answers 200, then prints the URL and a curl line; ends early when `stopped` is set.
+
+    Args:
+        listening: whether our own gateway holds the port; before that another server might answer there.
+    """
     while not stopped.wait(_POLL_SECONDS):
-        if _get(settings, "/ready", {}) is not None:
+        if listening() and _get(settings, "/ready", {}) is not None:
             print(greeting(settings, _model_name(settings)), flush=True)
             notify.ready(f"serving on {base_url(settings)}")
             return

@@ -222,6 +222,10 @@ class Supervisor:
                 child.restart_at = time.monotonic() + delay
                 logger.error("died", child=child.spec.name, exit_code=code, lifetime=lifetime, restart_in=delay)
 
+    def was_ready(self, name: str) -> bool:
+        """Whether any life of the child has said that it is ready. May be asked from another thread."""
+        return any(child.was_ready for child in self._children if child.spec.name == name)
+
     def _restart_due(self) -> None:
         now = time.monotonic()
         for child in self._children:
@@ -277,7 +281,10 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
         supervisor = Supervisor(child_specs(settings, env), directory)
         done = threading.Event()
         threading.Thread(
-            target=announce.announce_when_ready, args=(settings, done), name="announce", daemon=True
+            target=announce.announce_when_ready,
+            args=(settings, done, lambda: supervisor.was_ready("gateway")),
+            name="announce",
+            daemon=True,
         ).start()
         try:
             return supervisor.run()

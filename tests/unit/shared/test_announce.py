@@ -65,6 +65,14 @@ def test_says_nothing_when_stopped_first(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_another_server_on_the_port_is_not_taken_for_ours(port, capsys):
+    _Server.num_refusals = 0
+    stopped = threading.Event()
+    threading.Timer(0.5, stopped.set).start()
+    announce.announce_when_ready(ServeSettings(port=port), stopped, lambda: False)
+    assert capsys.readouterr().out == ""
+
+
 def test_curl_line_is_a_shell_command_without_keys():
     settings = ServeSettings(port=8000, api_key=("sk-secret",), host="::")
     text = announce.greeting(settings, "it's")
