@@ -107,7 +107,11 @@ def load_keys(settings: GatewaySettings) -> list[ApiKey]:
     keys = [ApiKey.of(key, Scope.INFERENCE) for key in settings.api_key]
     keys += [ApiKey.of(key, Scope.ADMIN) for key in settings.admin_api_key]
     if settings.api_key_file:
-        keys += _read_key_file(Path(settings.api_key_file))
+        from_file = list(_read_key_file(Path(settings.api_key_file)))
+        if not from_file:
+            # Without any key the server would be open, which nobody who names a file wants.
+            raise ConfigurationError(f"--api-key-file {settings.api_key_file} has no keys")
+        keys += from_file
     return list(_without_conflicts(keys))
 
 

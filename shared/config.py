@@ -222,6 +222,9 @@ def _convert(info: SettingInfo, raw: Any, source: str, *, strict: bool) -> Any:
         if expected.startswith("Invalid enum value"):
             expected = "expected one of " + ", ".join(get_args(get_args(info.type)[0]))
         raise ConfigurationError(f"{source}: {expected}{got}") from error
+    if isinstance(value, tuple) and any(not item.strip() for item in value):
+        # An unset shell variable as --api-key would otherwise open the server to everyone.
+        raise ConfigurationError(f"{source}: the value is empty")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigurationError(f"{source}: expected a finite number{got}")
     return value

@@ -66,3 +66,10 @@ def test_loopback_hosts():
         "127.0.0.1:x",
     ):
         assert not is_loopback_host(host)
+
+
+def test_a_key_file_without_keys_is_refused_rather_than_an_open_server_started(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# sk-commented-out\n\n")
+    with pytest.raises(ConfigurationError, match="has no keys"):
+        load_keys(GatewaySettings(api_key_file=str(path)))

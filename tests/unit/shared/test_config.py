@@ -145,3 +145,9 @@ def test_help_shows_every_setting_with_its_documentation(capsys):
     for info in describe(ServeSettings).values():
         assert info.flag in shown
         assert "".join(info.doc.split()) in shown
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_key_is_refused_rather_than_an_open_server_started(value):
+    with pytest.raises(ConfigurationError, match="--api-key: the value is empty"):
+        load_settings(ServeSettings, ["--api-key", value], {}, prog="pelton serve")
