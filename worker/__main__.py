@@ -67,6 +67,7 @@ def _serve(settings: WorkerSettings) -> int:
         orphan.engine = engine
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: engine.stop())
+        # What is loaded by now lives as long as the process; the collector need not look at it again.
         gc.collect()
         gc.freeze()
         logger.info("worker_ready", model=files.default_name, seconds=round(time.monotonic() - begin, 2), epoch=epoch)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from gateway.api.chunk_frame import ChunkFrame
 from gateway.api.fan_in import Tally
 from gateway.api.logprobs import CompletionLogprobs, TokenBytes
-from gateway.api.sse import DONE, data_event
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from shared.messages import TokenLogprobs
@@ -46,27 +46,29 @@ class Choices:
 
 
 class CompletionChunks:
-    """Encodes events as streamed `text_completion`s; see ChatChunks for why the JSON is pre-split."""
+    """Encodes events as streamed `text_completion`s."""
 
     def __init__(
         self, response_id: str, created: int, model: str, tally: Tally, choices: Choices, *, include_usage: bool
     ) -> None:
-        self._common = {"id": response_id, "object": "text_completion", "created": created, "model": model}
-        self._tally = tally
+        self._frame = ChunkFrame(
+            response_id,
+            created,
+            model,
+            tally,
+            kind="text_completion",
+            opening=b'"text":',
+            include_usage=include_usage,
+        )
         self._choices = choices
-        self._include_usage = include_usage
-        self._heads: dict[int, bytes] = {}
-        self._tail = (b',"usage":null' if include_usage else b"") + b"}\n\n"
-        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._frame.tail
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunk of one event; empty where it has nothing to show yet."""
         text, logprobs = self._choices.show(index, prompt_index, delta)
         if not text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
             return b""
-        head = self._heads.get(index)
-        if head is None:
-            head = self._heads[index] = self._head(index)
+        head = self._frame.head(index)
         if logprobs is None and delta.finish_reason is None:
             return head + dump_json(text) + self._text_tail
         reason = dump_json(delta.finish_reason)
@@ -78,17 +80,12 @@ class CompletionChunks:
             + b',"finish_reason":'
             + reason
             + b"}]"
-            + self._tail
+            + self._frame.tail
         )
 
     def end(self) -> bytes:
         """The usage chunk, where asked for, and the end marker."""
-        if not self._include_usage:
-            return DONE
-        return data_event({**self._common, "choices": [], "usage": self._tally.usage()}) + DONE
-
-    def _head(self, index: int) -> bytes:
-        return b"data: " + dump_json(self._common)[:-1] + b',"choices":[{"index":%d,"text":' % index
+        return self._frame.end()
 
 
 async def whole_completion_response(

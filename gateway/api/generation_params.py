@@ -29,6 +29,7 @@ class Common:
     n: int
     stop: tuple[str, ...]
     salt: bytes
+    logit_bias: dict[int, float]
     wanted_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
@@ -65,7 +66,7 @@ class Common:
             repetition_penalty=_or(fields.repetition_penalty, 1.0),
             presence_penalty=_or(fields.presence_penalty, 0.0),
             frequency_penalty=_or(fields.frequency_penalty, 0.0),
-            logit_bias=_logit_bias(fields.logit_bias),
+            logit_bias=self.logit_bias,
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=fields.min_tokens or 0,
@@ -134,13 +135,14 @@ def _common(
         _in_range("priority", fields.priority, -(2**31), _MAX_INT32)
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
         raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
-    _logit_bias(fields.logit_bias)
+    logit_bias = _logit_bias(fields.logit_bias)
     return Common(
         fields=fields,
         identity=identity,
         n=n,
         stop=_stop(fields.stop),
         salt=salts.derive(identity.key_hash, fields.cache_salt),
+        logit_bias=logit_bias,
         wanted_tokens=wanted_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

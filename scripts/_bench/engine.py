@@ -6,6 +6,7 @@ Prints a table and, as the last line, the same figures as JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -16,6 +17,9 @@ from pathlib import Path
 import torch
 
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
+from scripts.ceiling import LinearShapes
+from shared.settings import WorkerSettings
+from worker.executor.build import cache_directory
 from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
@@ -45,11 +49,10 @@ class LinearLayers:
     """Every matrix of the model, in the layout that the decoder multiplies by, with nothing between them."""
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, width = spec.hidden_size, spec.intermediate_size
-        shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * width, hidden), (hidden, width)] * spec.num_layers
-        self._schemes = [self._make(shape, dtype) for shape in [*shapes, (spec.vocab_size, hidden)]]
-        self._inputs = [shape[1] for shape in shapes] + [hidden]
+        sizes = LinearShapes(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearShapes)})
+        shapes = [*sizes.layer() * sizes.num_layers, sizes.head()]
+        self._schemes = [self._make(shape, dtype) for shape in shapes]
+        self._inputs = [num_in for _, num_in in shapes]
         self._dtype = dtype
 
     @staticmethod
@@ -102,7 +105,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
     parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each line")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "pelton")
+    parser.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
     options = parser.parse_args()
     dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
     use_huge_pages()

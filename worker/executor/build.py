@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable
@@ -118,14 +117,12 @@ def _build(
         if group is not None:
             group.check()
 
-    num_groups = max(1, len(files.spec.kv_groups))
+    num_groups = len(files.spec.kv_groups)
     for step in warm_up_plans(settings, plan, num_groups):
         execute(step)
     if group is None:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
         threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
-    # What is loaded by now lives as long as the process; the collector need not look at it again.
-    gc.freeze()
     executor = LocalExecutor(execute, depth or _DEPTH[device.type], on_close=group.close if group is not None else None)
     return BuiltExecutor(
         executor=executor,
@@ -227,7 +224,7 @@ def make_runner(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=plan.max_model_len,
         page_size=settings.block_size,
-        num_groups=max(1, len(spec.kv_groups)),
+        num_groups=len(spec.kv_groups),
         vocab_size=spec.vocab_size,
         device=device,
     )

@@ -51,7 +51,7 @@ class Precompilation:
         from kernels.norm import cpu as norm
 
         spec, dtype = self._spec, self._dtype
-        windows = {group.window for group in spec.kv_groups} or {None}
+        windows = {group.window for group in spec.kv_groups}
         for window in windows:
             geometry = attention_geometry(spec, self._page_size, window, self._parallel)
             if attention.supported(geometry, dtype, self._kv_dtype):

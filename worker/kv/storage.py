@@ -48,7 +48,7 @@ class KVStorage:
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self._group_layers = [group.layers for group in spec.kv_groups] or [tuple(range(spec.num_layers))]
+        self._group_layers = [group.layers for group in spec.kv_groups]
         shape = (spec.num_layers, num_pages, num_kv_heads, page_size, spec.head_dim)
         if self.device.type == "cpu":
             key_memory = _lazy_zeros((*shape[:3], spec.head_dim, page_size), dtype).transpose(-1, -2)

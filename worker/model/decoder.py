@@ -18,7 +18,7 @@ from worker.model.loading.weights import WeightSource
 from worker.model.norm import RMSNorm
 from worker.model.parallel import ParallelContext
 from worker.model.rope import rope_table
-from worker.model.spec import DecoderSpec, KVGroupSpec
+from worker.model.spec import DecoderSpec
 
 
 class FeedForward:
@@ -106,7 +106,7 @@ class Decoder:
         self._parallel = parallel or ParallelContext()
         self._ops = select_ops(self.device)
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self._groups = spec.kv_groups or (KVGroupSpec(layers=tuple(range(spec.num_layers))),)
+        self._groups = spec.kv_groups
         self._group_of_layer = {layer: i for i, group in enumerate(self._groups) for layer in group.layers}
         place = Placement(dtype, self.device, self._parallel)
         with torch.inference_mode():

@@ -45,7 +45,11 @@ class KVGroupSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Everything that shapes a decoder, read once from config.json or GGUF metadata."""
+    """Everything that shapes a decoder, read once from config.json or GGUF metadata.
+
+    Attributes:
+        kv_groups: every layer is in one; left out, all layers are one group without a window.
+    """
 
     family: str
     num_layers: int
@@ -71,6 +75,11 @@ class DecoderSpec:
     kv_groups: tuple[KVGroupSpec, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.kv_groups:
+            everything = KVGroupSpec(layers=tuple(range(self.num_layers)))
+            object.__setattr__(self, "kv_groups", (everything,))
 
     @property
     def scale(self) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from shared.errors import ModelFileError
 from worker.model.families import required_shapes
 from worker.model.loading.fields import readable
-from worker.model.spec import DecoderSpec, KVGroupSpec
+from worker.model.spec import DecoderSpec
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
@@ -18,8 +17,8 @@ MAX_VOCAB = 1 << 24
 MAX_POSITION = 1 << 28
 
 
-def check_spec(spec: DecoderSpec, where: str) -> DecoderSpec:
-    """Checks what single keys cannot show; fills kv_groups in where the family has no windows."""
+def check_spec(spec: DecoderSpec, where: str) -> None:
+    """Checks what single keys cannot show. Raises ModelFileError."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelFileError(f"{where}: {spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads evenly")
     rotary = spec.rope.rotary_dim
@@ -31,9 +30,6 @@ def check_spec(spec: DecoderSpec, where: str) -> DecoderSpec:
     for token_id in (*spec.eos_token_ids, *([] if spec.bos_token_id is None else [spec.bos_token_id])):
         if not 0 <= token_id < spec.vocab_size:
             raise ModelFileError(f"{where}: token id {token_id} is not in the vocabulary of {spec.vocab_size}")
-    if not spec.kv_groups:
-        return replace(spec, kv_groups=(KVGroupSpec(layers=tuple(range(spec.num_layers))),))
-    return spec
 
 
 def check_tensors(

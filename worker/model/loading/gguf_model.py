@@ -132,7 +132,8 @@ def _spec(
         eos_token_ids=eos_token_ids,
         bos_token_id=general.optional_integer("tokenizer.ggml.bos_token_id"),
     )
-    return check_spec(spec, file.name)
+    check_spec(spec, file.name)
+    return spec
 
 
 def _rope(fields: Fields, file: GGUFFile, head_dim: int, max_position: int, interleaved: bool) -> RopeSpec:

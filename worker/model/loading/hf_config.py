@@ -67,7 +67,8 @@ def spec_from_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> DecoderS
         eos_token_ids=eos_token_ids,
         bos_token_id=bos[0] if bos else None,
     )
-    return check_spec(spec, fields.where.rstrip(": "))
+    check_spec(spec, fields.where.rstrip(": "))
+    return spec
 
 
 def token_ids(fields: Fields, key: str) -> list[int]:

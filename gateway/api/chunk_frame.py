@@ -1,0 +1,57 @@
+"""What surrounds the news in every chunk of a stream: the same for all endpoints that stream choices."""
+
+from __future__ import annotations
+
+from gateway.api.fan_in import Tally
+from gateway.api.sse import DONE, data_event
+from gateway.responses import dump_json
+
+
+class ChunkFrame:
+    """The JSON before and after a chunk's news, encoded once for each choice instead of for each token.
+
+    A chunk is `head(index)`, the news, and `tail`.
+
+    Args:
+        kind: the chunks' `object`.
+        opening: what stands between a choice's index and the news, e.g. `"text":`.
+
+    Attributes:
+        tail: closes the chunk behind the list of choices.
+    """
+
+    def __init__(
+        self,
+        response_id: str,
+        created: int,
+        model: str,
+        tally: Tally,
+        *,
+        kind: str,
+        opening: bytes,
+        include_usage: bool,
+    ) -> None:
+        self._common = {"id": response_id, "object": kind, "created": created, "model": model}
+        self._tally = tally
+        self._opening = opening
+        self._include_usage = include_usage
+        self._heads: dict[int, bytes] = {}
+        self.tail = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the choice has had a chunk."""
+        return index in self._heads
+
+    def head(self, index: int) -> bytes:
+        """The chunk up to the news of choice `index`."""
+        head = self._heads.get(index)
+        if head is None:
+            head = b"data: " + dump_json(self._common)[:-1] + b',"choices":[{"index":%d,' % index + self._opening
+            self._heads[index] = head
+        return head
+
+    def end(self) -> bytes:
+        """The usage chunk, where asked for, and the end marker."""
+        if not self._include_usage:
+            return DONE
+        return data_event({**self._common, "choices": [], "usage": self._tally.usage()}) + DONE
