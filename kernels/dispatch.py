@@ -13,20 +13,37 @@ import torch
 from kernels.activation import reference as activation_reference
 from kernels.activation.reference import Activation
 from kernels.attention import reference as attention_reference
-from kernels.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
+from kernels.attention.kv_pages import KVPages
+from kernels.embedding import reference as embedding_reference
 from kernels.norm import reference as norm_reference
+from kernels.quantized import ActivationQuantization, Activations
 
 
 class Ops(Protocol):
-    """The ops of a decoder layer that are not linear; see the reference of each for shapes."""
+    """The ops of a decoder that are not linear; see the reference of each for shapes."""
+
+    def embed(
+        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """kernels/embedding."""
+        ...
 
     def add_rms_norm(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
-    ) -> torch.Tensor:
+        self,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        quantization: ActivationQuantization | None = None,
+    ) -> Activations:
         """kernels/norm."""
         ...
 
-    def activation_and_mul(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def activation_and_mul(
+        self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
+    ) -> Activations:
         """kernels/activation."""
         ...
 
@@ -34,9 +51,7 @@ class Ops(Protocol):
         """Once per step and KV group: what `paged_attention` needs of the inputs."""
         ...
 
-    def paged_attention(
-        self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: Any
-    ) -> torch.Tensor:
+    def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
         """kernels/attention."""
         ...
 
@@ -44,26 +59,38 @@ class Ops(Protocol):
 class ReferenceOps:
     """Plain torch, on any device."""
 
-    def add_rms_norm(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    def embed(
+        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """kernels/norm/reference.py."""
-        return norm_reference.add_rms_norm(delta, residual, weight, eps, dtype)
+        """kernels/embedding/reference.py."""
+        return embedding_reference.embed(token_ids, weight, scale, dtype)
 
-    def activation_and_mul(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def add_rms_norm(
+        self,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        quantization: ActivationQuantization | None = None,
+    ) -> Activations:
+        """kernels/norm/reference.py."""
+        return norm_reference.add_rms_norm(delta, residual, weight, eps, dtype, quantization)
+
+    def activation_and_mul(
+        self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
+    ) -> Activations:
         """kernels/activation/reference.py."""
-        return activation_reference.activation_and_mul(gate_up, activation)
+        return activation_reference.activation_and_mul(gate_up, activation, quantization)
 
     def prepare_attention(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> Any:
         """The inputs as they are."""
         return inputs, geometry
 
-    def paged_attention(
-        self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: Any
-    ) -> torch.Tensor:
+    def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
         """kernels/attention/reference.py."""
         inputs, geometry = prepared
-        return attention_reference.paged_attention(qkv, keys, values, inputs, geometry)
+        return attention_reference.paged_attention(qkv, pages, inputs, geometry, layer)
 
 
 def select_ops(device: torch.device) -> Ops:

@@ -7,11 +7,19 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from kernels.quantize.reference import quantize
+from kernels.quantized import ActivationQuantization, Activations
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
-def activation_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[T, 2 * n] (gate, then up) -> [T, n] = activation(gate) * up (Shazeer 2020), arithmetic in float32."""
+def activation_and_mul(
+    gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
+) -> Activations:
+    """[T, 2 * n] (gate, then up) -> [T, n] = activation(gate) * up (Shazeer 2020), arithmetic in float32.
+
+    quantization: how the linear layer behind it wants the result, if not as it is.
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     match activation:
         case "silu":
@@ -20,4 +28,5 @@ def activation_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.T
             gate = F.gelu(gate)
         case "gelu_tanh":
             gate = F.gelu(gate, approximate="tanh")
-    return (gate * up).to(gate_up.dtype)
+    out = (gate * up).to(gate_up.dtype)
+    return out if quantization is None else quantize(out, quantization)

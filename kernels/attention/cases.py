@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.attention.kv_pages import KVPages
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Tensors:
     keys: torch.Tensor
     values: torch.Tensor
     inputs: AttentionInputs
+
+    def pages(self) -> KVPages:
+        """Both as the op takes them."""
+        return KVPages(self.keys, self.values)
 
 
 def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tensors:

@@ -49,3 +49,20 @@ class AttentionInputs:
     rope_table: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConstants:
+    """What one layer adds to the geometry that it shares with the others of its KV group.
+
+    Attributes:
+        q_norm, k_norm: [head_dim] float32 weights of the RMS norm of each query and key head before it is rotated;
+            both or none.
+        norm_eps: of that norm.
+        sinks: [num_heads] float32: a score without a value that each head adds to its softmax; None: none.
+    """
+
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 0.0
+    sinks: torch.Tensor | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
+from kernels.attention.kv_pages import KVPages
 
 # Queries of one request that are scored at a time: bounds the score matrix of a long chunk.
 _QUERY_BLOCK = 512
@@ -20,19 +21,25 @@ def rotate(heads: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tenso
     return torch.cat((*rotated, heads[..., rotary_dim:]), dim=-1)
 
 
+def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of each head of [T, heads, head_dim], in the dtype of `heads`."""
+    scale = torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + eps)
+    return heads * scale * weight.to(heads.dtype)
+
+
 def paged_attention(
     qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pages: KVPages,
     inputs: AttentionInputs,
     geometry: AttentionGeometry,
+    layer: LayerConstants,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Writes the step's keys and values to their pages and attends causally to each request's pages.
 
     Args:
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], not yet rotated.
-        keys, values: [pages, num_kv_heads, page_size, head_dim], any strides, updated in place.
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], neither normed nor rotated.
+        pages: updated in place.
 
     Returns:
         [T, num_heads * head_dim] of qkv's dtype.
@@ -41,6 +48,10 @@ def paged_attention(
     sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
     heads = qkv.to(compute_dtype).view(num_tokens, -1, geometry.head_dim)
     query, key, value = heads.split(sizes, dim=1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        query = norm_heads(query, layer.q_norm, layer.norm_eps)
+        key = norm_heads(key, layer.k_norm, layer.norm_eps)
+    keys, values = pages.keys, pages.values
     query = rotate(query, inputs.positions, inputs.rope_table)
     key = rotate(key, inputs.positions, inputs.rope_table)
     page = inputs.slot_mapping // geometry.page_size

@@ -12,9 +12,12 @@ from kernels.activation.reference import Activation
 from kernels.attention import cpu as attention_cpu
 from kernels.attention import reference as attention_reference
 from kernels.attention.cpu import PagedAttention, PreparedAttention
-from kernels.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
+from kernels.attention.kv_pages import KVPages
+from kernels.embedding import reference as embedding_reference
 from kernels.norm import cpu as norm_cpu
 from kernels.norm import reference as norm_reference
+from kernels.quantized import ActivationQuantization, Activations
 
 
 class CpuOps:
@@ -25,10 +28,24 @@ class CpuOps:
         self._activations: dict[tuple[int, torch.dtype], activation_cpu.SiluAndMul] = {}
         self._attentions: dict[tuple[AttentionGeometry, torch.dtype, torch.dtype], PagedAttention] = {}
 
-    def add_rms_norm(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    def embed(
+        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
     ) -> torch.Tensor:
+        """kernels/embedding."""
+        return embedding_reference.embed(token_ids, weight, scale, dtype)
+
+    def add_rms_norm(
+        self,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        quantization: ActivationQuantization | None = None,
+    ) -> Activations:
         """kernels/norm."""
+        if quantization is not None:
+            return norm_reference.add_rms_norm(delta, residual, weight, eps, dtype, quantization)
         hidden = residual.shape[-1]
         norm = self._norms.get((hidden, dtype))
         if norm is None:
@@ -37,11 +54,13 @@ class CpuOps:
             norm = self._norms[hidden, dtype] = norm_cpu.AddRMSNorm(hidden, dtype)
         return norm(delta, residual, weight, eps)
 
-    def activation_and_mul(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def activation_and_mul(
+        self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
+    ) -> Activations:
         """kernels/activation."""
         width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
-        if not activation_cpu.supported(width, dtype, activation):
-            return activation_reference.activation_and_mul(gate_up, activation)
+        if quantization is not None or not activation_cpu.supported(width, dtype, activation):
+            return activation_reference.activation_and_mul(gate_up, activation, quantization)
         op = self._activations.get((width, dtype))
         if op is None:
             op = self._activations[width, dtype] = activation_cpu.SiluAndMul(width, dtype)
@@ -51,15 +70,20 @@ class CpuOps:
         """Cuts the step into tiles."""
         return PreparedAttention(inputs, geometry, attention_cpu.make_tiles(inputs))
 
-    def paged_attention(
-        self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: Any
-    ) -> torch.Tensor:
+    def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
         """kernels/attention."""
         geometry = prepared.geometry
-        attention = self._attentions.get((geometry, qkv.dtype, keys.dtype))
+        key = geometry, qkv.dtype, pages.keys.dtype
+        attention = self._attentions.get(key)
         if attention is None:
-            if not attention_cpu.supported(geometry, qkv.dtype, keys.dtype):
-                return attention_reference.paged_attention(qkv, keys, values, prepared.inputs, geometry)
-            attention = PagedAttention(geometry, qkv.dtype, keys.dtype)
-            self._attentions[geometry, qkv.dtype, keys.dtype] = attention
-        return attention(qkv, keys, values, prepared)
+            covered = pages.format == "dense" and layer.sinks is None and attention_cpu.supported(*key)
+            if not covered:
+                return attention_reference.paged_attention(qkv, pages, prepared.inputs, geometry, layer)
+            attention = self._attentions[key] = PagedAttention(*key)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
+            query = heads[:, : geometry.num_heads]
+            keys = heads[:, geometry.num_heads : geometry.num_heads + geometry.num_kv_heads]
+            query.copy_(attention_reference.norm_heads(query.float(), layer.q_norm, layer.norm_eps))
+            keys.copy_(attention_reference.norm_heads(keys.float(), layer.k_norm, layer.norm_eps))
+        return attention(qkv, pages.keys, pages.values, prepared)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kernels.attention import cpu, reference
 from kernels.attention.cases import CASES, Case, make_tensors
+from kernels.attention.inputs import LayerConstants
 from kernels.tolerances import TOLERANCES
 
 DTYPES = [
@@ -43,7 +44,7 @@ def check(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     actual, expected = make_tensors(case, dtype, kv_dtype), make_tensors(case, dtype, kv_dtype)
     out = run_cpu(case, dtype, kv_dtype, actual)
     wanted = reference.paged_attention(
-        expected.qkv, expected.keys, expected.values, expected.inputs, case.geometry(), torch.float64
+        expected.qkv, expected.pages(), expected.inputs, case.geometry(), LayerConstants(), torch.float64
     )
     relative, absolute = TOLERANCES[torch.bfloat16 if torch.bfloat16 in (dtype, kv_dtype) else torch.float32]
     torch.testing.assert_close(out, wanted, rtol=relative, atol=absolute)
@@ -85,7 +86,7 @@ def test_a_row_is_the_same_in_any_batch_and_chunk() -> None:
 def test_reference_is_causal_attention_over_rotated_heads() -> None:
     case = Case("prefill", [(37, 0)], num_heads=6, num_kv_heads=2)
     tensors = make_tensors(case, torch.float32, torch.float32)
-    out = reference.paged_attention(tensors.qkv, tensors.keys, tensors.values, tensors.inputs, case.geometry())
+    out = reference.paged_attention(tensors.qkv, tensors.pages(), tensors.inputs, case.geometry(), LayerConstants())
     query, key, value = tensors.qkv.view(37, 10, 64).split([6, 2, 2], dim=1)
     rotated = []
     for heads in (query, key):
@@ -112,7 +113,7 @@ def test_reference_window_and_softcap() -> None:
     case = Case("decode", [(1, 30), (4, 30)], num_heads=2, num_kv_heads=1)
     tensors = make_tensors(case, torch.float32, torch.float32)
     geometry = dataclasses.replace(case.geometry(), window=8, softcap=3.0)
-    out = reference.paged_attention(tensors.qkv, tensors.keys, tensors.values, tensors.inputs, geometry)
+    out = reference.paged_attention(tensors.qkv, tensors.pages(), tensors.inputs, geometry, LayerConstants())
     inputs = tensors.inputs
     for row, request in enumerate([0, 1, 1, 1, 1]):
         position = int(inputs.positions[row])

@@ -11,6 +11,7 @@ from kernels.activation import reference as activation_reference
 from kernels.norm import cases as norm_cases
 from kernels.norm import cpu as norm_cpu
 from kernels.norm import reference as norm_reference
+from kernels.quantized import dense
 from kernels.tolerances import TOLERANCES
 
 
@@ -33,7 +34,7 @@ def test_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype, has_delta: boo
         if op is not None:
             out = op(delta, updated, weight, 1e-5)
         else:
-            out = norm_reference.add_rms_norm(delta, updated, weight, 1e-5, dtype)
+            out = dense(norm_reference.add_rms_norm(delta, updated, weight, 1e-5, dtype))
         assert out.dtype == dtype
         assert torch.equal(updated, stream)
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from kernels.attention.inputs import AttentionGeometry
+from kernels.attention.inputs import AttentionGeometry, LayerConstants
+from kernels.attention.kv_pages import KVPages
 from kernels.dispatch import Ops
+from kernels.quantized import Activations
 from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
 from worker.model.loading.weights import WeightSource
-from worker.model.norm import HeadNorm
 from worker.model.parallel import ParallelContext
 from worker.model.rope import half_split_rows
 from worker.model.spec import DecoderSpec
@@ -55,14 +56,11 @@ class Attention:
         dim = spec.head_dim
         heads = split_evenly(spec.num_heads, place.parallel, "attention heads")
         kv_heads = kv_head_range(spec.num_kv_heads, place.parallel)
-        self._num_heads = heads.stop - heads.start
-        self._num_kv_heads = kv_heads.stop - kv_heads.start
-        self._head_dim = dim
         self._ops = ops
         q_order = k_order = head_order = None
         if spec.rope.interleaved:
-            q_order = half_split_rows(self._num_heads, dim, spec.rope.rotary_dim)
-            k_order = half_split_rows(self._num_kv_heads, dim, spec.rope.rotary_dim)
+            q_order = half_split_rows(heads.stop - heads.start, dim, spec.rope.rotary_dim)
+            k_order = half_split_rows(kv_heads.stop - kv_heads.start, dim, spec.rope.rotary_dim)
             head_order = half_split_rows(1, dim, spec.rope.rotary_dim)
         q_rows = slice(heads.start * dim, heads.stop * dim)
         kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
@@ -78,21 +76,16 @@ class Attention:
         shape = (spec.hidden_size, spec.num_heads * dim)
         bias = spec.attention_output_bias
         self._o = RowParallelLinear(weights, f"{prefix}.o", shape, q_rows, bias=bias, place=place)
-        self._q_norm = self._k_norm = None
+        self._constants = LayerConstants()
         if spec.qk_norm:
             norms = []
             for name in (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"):
                 check_shape(weights, name, (dim,))
                 vector = weights.get(name).dequantize(torch.float32)
                 vector = vector if head_order is None else vector[head_order]
-                norms.append(HeadNorm(vector.to(place.device), spec.norm_eps))
-            self._q_norm, self._k_norm = norms
+                norms.append(vector.to(place.device))
+            self._constants = LayerConstants(norms[0], norms[1], spec.norm_eps)
 
-    def __call__(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; keys and values are the layer's pages, prepared is the op's per-step state."""
-        qkv = self._qkv(x)
-        if self._q_norm is not None and self._k_norm is not None:
-            heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-            self._q_norm.apply_(heads[:, : self._num_heads])
-            self._k_norm.apply_(heads[:, self._num_heads : self._num_heads + self._num_kv_heads])
-        return self._o(self._ops.paged_attention(qkv, keys, values, prepared))
+    def __call__(self, x: Activations, pages: KVPages, prepared: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; prepared is the op's per-step state."""
+        return self._o(self._ops.paged_attention(self._qkv(x), pages, prepared, self._constants))

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from kernels.attention.inputs import AttentionInputs
+from kernels.attention.kv_pages import KVPages
 from kernels.dispatch import Ops, select_ops
+from kernels.quantized import Activations, dense
 from shared.errors import ConfigurationError
 from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
@@ -35,7 +37,7 @@ class FeedForward:
         self._gate_up = ColumnParallelLinear(weights, parts, [width, width], hidden, bias=bias, place=place)
         self._down = RowParallelLinear(weights, f"{prefix}.down", (hidden, width), rows, bias=bias, place=place)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         return self._down(self._ops.activation_and_mul(self._gate_up(x), self._activation))
 
@@ -53,13 +55,12 @@ class DecoderLayer:
         self,
         delta: torch.Tensor | None,
         residual: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        pages: KVPages,
         prepared: Any,
     ) -> torch.Tensor:
         """delta: the last layer's output, not yet in the residual; returns this layer's."""
         x = self._attention_norm(delta, residual)
-        delta = self._attention(x, keys, values, prepared)
+        delta = self._attention(x, pages, prepared)
         return self._feed_forward(self._mlp_norm(delta, residual))
 
 
@@ -135,12 +136,12 @@ class Decoder:
         prepared = [self._prepare(batch, kv, group) for group in range(len(self._groups))]
         delta: torch.Tensor | None = None
         for i, layer in enumerate(self._layers):
-            delta = layer(delta, residual, kv.keys[i], kv.values[i], prepared[self._group_of_layer[i]])
+            delta = layer(delta, residual, kv.layers[i], prepared[self._group_of_layer[i]])
         # Only the rows that are asked for go through the last norm and the head.
         wanted = batch.logits_indices
         residual = residual.index_select(0, wanted)
         delta = delta.index_select(0, wanted) if delta is not None else None
-        return self._norm(delta, residual)
+        return dense(self._norm(delta, residual))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.quantized import Activations
 from shared.errors import ConfigurationError, ModelFileError
 from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
@@ -91,7 +92,7 @@ class ColumnParallelLinear:
         self._scheme.after_load()
         self._bias = torch.cat(biases).to(place.device) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         """[T, in_features] -> [T, out_features of this rank]."""
         return self._scheme.apply(x, self._bias)
 
@@ -117,6 +118,6 @@ class RowParallelLinear:
             if place.parallel.tp_rank == 0:  # the sum over ranks must hold it once
                 self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         """[T, in_features of this rank] -> [T, out_features], the same on every rank."""
         return self._parallel.all_reduce(self._scheme.apply(x, self._bias))

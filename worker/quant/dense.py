@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.quantized import ActivationQuantization, Activations, dense
+
 
 class DenseScheme:
     """Weights in the model's dtype, multiplied by torch's own linear."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
+        self.input_quantization: ActivationQuantization | None = None
         self.device = device
         self.weight = torch.empty(0)
 
@@ -25,6 +28,6 @@ class DenseScheme:
     def after_load(self) -> None:
         """Nothing to do: the layout is torch's."""
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias."""
-        return F.linear(x, self.weight, bias)
+        return F.linear(dense(x), self.weight, bias)

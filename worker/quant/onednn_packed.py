@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.quantized import ActivationQuantization, Activations, dense
+
 # The row count that the layout is chosen for: decode of a moderate batch. It is right for any other count.
 _ROWS_HINT = 16
 
@@ -13,6 +15,7 @@ class OneDNNPackedScheme:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.input_quantization: ActivationQuantization | None = None
         self._weight = torch.empty(0)
 
     def create_weights(self, out_features: int, in_features: int) -> None:
@@ -27,8 +30,9 @@ class OneDNNPackedScheme:
         """Packs and drops the plain layout."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, _ROWS_HINT)
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias, accumulated in float32."""
+        x = dense(x)
         if x.shape[0] == 1 and self.dtype is torch.float32:
             # A single row would be summed in another order than the same row in a batch.
             return self._multiply(x.expand(2, -1).contiguous(), bias)[:1]

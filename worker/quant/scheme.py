@@ -6,9 +6,17 @@ from typing import Protocol
 
 import torch
 
+from kernels.quantized import ActivationQuantization, Activations
+
 
 class LinearScheme(Protocol):
-    """Storage and product of one weight [out_features, in_features]."""
+    """Storage and product of one weight [out_features, in_features].
+
+    Attributes:
+        input_quantization: how `apply` wants its input, known after `after_load`; None: as it is.
+    """
+
+    input_quantization: ActivationQuantization | None
 
     def create_weights(self, out_features: int, in_features: int) -> None:
         """Allocates what `load_rows` fills."""
@@ -22,6 +30,6 @@ class LinearScheme(Protocol):
         """Transcodes to the kernel's layout, once; frees what was only needed for loading."""
         ...
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, in_features] -> [T, out_features] of the same dtype."""
         ...

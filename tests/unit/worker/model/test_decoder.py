@@ -109,8 +109,8 @@ def run_chunks(decoder: Decoder, spec: DecoderSpec, ids: list[int], chunks: list
     pages = [(7 * i + 3) % 23 for i in range(num_pages)]
     kv = KVStorage(spec, 23, PAGE, torch.float32, "cpu")
     for layer in range(spec.num_layers):
-        kv.keys[layer].fill_(float("nan"))
-        kv.values[layer].fill_(float("nan"))
+        kv.layers[layer].keys.fill_(float("nan"))
+        kv.layers[layer].values.fill_(float("nan"))
     out, start = [], 0
     for chunk in chunks:
         out.append(decoder.forward(make_batch([(ids[start : start + chunk], start, pages)], PAGE), kv))

@@ -19,9 +19,9 @@ def test_size_is_what_was_planned(size: int) -> None:
     _, spec, _ = make_pair()
     parallel = ParallelContext(tp_size=size)
     kv = KVStorage(spec, 7, 16, torch.float32, "cpu", parallel)
-    taken = sum(pages.numel() * pages.element_size() for pages in kv.keys + kv.values)
+    taken = sum(pages.numel() * pages.element_size() for layer in kv.layers for pages in (layer.keys, layer.values))
     assert taken == 7 * KVStorage.bytes_per_page(spec, 16, torch.float32, parallel)
-    assert kv.keys[0].shape == kv.values[0].shape == (7, max(1, 2 // size), 16, 32)
+    assert kv.layers[0].keys.shape == kv.layers[0].values.shape == (7, max(1, 2 // size), 16, 32)
 
 
 def test_copies_follow_each_other_and_their_group() -> None:
@@ -30,15 +30,15 @@ def test_copies_follow_each_other_and_their_group() -> None:
     kv = KVStorage(spec, 4, 16, torch.float32, "cpu")
     for layer in range(3):
         for page in range(4):
-            kv.keys[layer][page] = 10 * layer + page
-            kv.values[layer][page] = -(10 * layer + page)
+            kv.layers[layer].keys[page] = 10 * layer + page
+            kv.layers[layer].values[page] = -(10 * layer + page)
     kv.copy_pages([PageCopy(0, 1, 2), PageCopy(0, 2, 3), PageCopy(1, 3, 0)])
-    assert [[int(page[0, 0, 0]) for page in kv.keys[layer]] for layer in range(3)] == [
+    assert [[int(page[0, 0, 0]) for page in kv.layers[layer].keys] for layer in range(3)] == [
         [0, 1, 1, 1],
         [13, 11, 12, 13],
         [20, 21, 21, 21],
     ]
-    assert [[int(page[1, 15, 31]) for page in kv.values[layer]] for layer in range(3)] == [
+    assert [[int(page[1, 15, 31]) for page in kv.layers[layer].values] for layer in range(3)] == [
         [0, -1, -1, -1],
         [-13, -11, -12, -13],
         [-20, -21, -21, -21],

@@ -1,0 +1,21 @@
+"""Token embedding look-up in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def embed(token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of the table, scaled.
+
+    Args:
+        token_ids: [T] int32; an id outside the table gives a row of zeros: another rank holds it.
+        weight: [rows, hidden], any float dtype.
+        scale: factor, applied in float32; None: 1.
+
+    Returns:
+        [T, hidden] of `dtype`.
+    """
+    held = (token_ids >= 0) & (token_ids < weight.shape[0])
+    rows = weight.index_select(0, torch.where(held, token_ids, 0)).float() * held.unsqueeze(1)
+    return (rows if scale is None else rows * scale).to(dtype)

@@ -1,0 +1,48 @@
+"""What can be compiled of a kernel and what is expected of the result: the input of scripts/kernels_report.
+
+Every triton.py has a function `compilations(target) -> list[Compilation]` with each configuration that its table can
+choose on that target; the first one stands for all in the quick run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Target = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
+TARGETS: tuple[Target, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+Product = Literal["bf16", "fp16", "fp8", "int8", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """One kernel with one choice of constants.
+
+    Attributes:
+        kernel: name of the kernel.
+        configuration: what tells it from its siblings, for people: "bf16 kv=fp8 d=128 g=4".
+        function: the jit function.
+        signature: type of every parameter in order: "*bf16", "*fp8e4nv", "*i32", "i32", "i64", "fp32", or "constexpr".
+        constants: values of the constexpr parameters.
+        num_warps, num_stages: as launched.
+        enable_fp_fusion: as launched; always said, because Triton's default changes between 3.9 and 3.10.
+        product: operand type of its matrix products; None where it has none.
+        rows: rows of the left operand of these products, which decide the instruction.
+        spills_allowed: bytes; 0 on the main bf16, fp16 and fp8 paths.
+        unaligned: pointer parameters that are not known to be divisible by 16.
+    """
+
+    kernel: str
+    configuration: str
+    function: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    enable_fp_fusion: bool
+    product: Product | None = None
+    rows: int = 0
+    spills_allowed: int = 0
+    unaligned: frozenset[str] = field(default_factory=frozenset)

@@ -1,0 +1,37 @@
+"""Quantizing activations in plain torch: see kernels/quantized.py for the formats."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels.quantized import BLOCK, ActivationQuantization, QuantizedActivation
+
+_LARGEST = {"fp8_tensor": 448.0, "fp8_token": 448.0, "fp8_block": 448.0, "int8_token": 127.0}
+
+
+def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> QuantizedActivation:
+    """[T, n] floats -> codes and scales; rows or blocks of zeros have scale 0. Values beyond a fixed scale saturate."""
+    largest = _LARGEST[quantization.format]
+    rows, width = x.shape
+    wide = x.float()
+    if quantization.format == "fp8_block":
+        blocks = F.pad(wide, (0, -width % BLOCK)).view(rows, -1, BLOCK)
+        scales = blocks.abs().amax(dim=-1) / largest
+        scaled = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).view(rows, -1)[:, :width]
+    else:
+        fixed = quantization.scale
+        scales = wide.abs().amax(dim=-1, keepdim=True) / largest if fixed is None else fixed
+        scaled = wide / torch.where(scales > 0, scales, 1.0)
+    scaled = scaled.clamp(-largest, largest)
+    if quantization.format == "int8_token":
+        return QuantizedActivation(scaled.round().to(torch.int8), scales, x.dtype)
+    return QuantizedActivation(scaled.to(torch.float8_e4m3fn), scales, x.dtype)
+
+
+def dequantize(activation: QuantizedActivation) -> torch.Tensor:
+    """[T, n] float32."""
+    scales = activation.scales
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(BLOCK, dim=1)[:, : activation.codes.shape[1]]
+    return activation.codes.float() * scales
