@@ -45,7 +45,10 @@ def num_processors(device: torch.device) -> int:
 
 @functools.cache
 def native_fp8(device: torch.device) -> bool:
-    """Whether the GPU converts e4m3fn itself (compute capability 8.9 and up); elsewhere kernels do it by bits."""
+    """Whether the GPU converts e4m3fn itself (compute capability 8.9 and up); elsewhere kernels do it by bits.
+
+    So does the interpreter, which rounds wrongly to e4m3fn and reads its NaN as 480 (Triton 3.9).
+    """
     if device.type != "cuda":
-        return True
+        return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
