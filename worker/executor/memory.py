@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
+from worker.executor.host_memory import free_host_memory
 
 _GIB = 1024**3
 _CPU_SHARE = 4
@@ -78,17 +78,3 @@ def available_bytes(settings: WorkerSettings, device: torch.device, tensor_paral
     if settings.kv_cache_memory:
         return settings.kv_cache_memory // tensor_parallel_size
     return min(free_host_memory() // _CPU_SHARE, _CPU_MOST) // tensor_parallel_size
-
-
-def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process can still take: the kernel's estimate, or less where a control group (v2) limits it."""
-    free = 0
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, max(0, int(limit) - used)) if limit.isdecimal() else free

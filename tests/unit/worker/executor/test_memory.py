@@ -5,7 +5,8 @@ import torch
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from worker.executor.memory import available_bytes, free_host_memory, plan_kv
+from worker.executor.host_memory import free_host_memory
+from worker.executor.memory import available_bytes, plan_kv
 
 CPU = torch.device("cpu")
 

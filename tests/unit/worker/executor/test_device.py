@@ -1,0 +1,88 @@
+"""The device without a GPU: what a late one does to code that a GPU would punish now and then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker.executor.device import CpuDevice, open_device
+from worker.executor.late import Misuse
+
+
+def test_a_download_is_a_copy_of_its_own():
+    device = open_device(torch.device("cpu"))
+    source = torch.arange(4)
+    download = device.download([source, source + 1])
+    source.zero_()
+    assert download.done()
+    assert [tensor.tolist() for tensor in download.wait()] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert not device.captures and device.depth == 1
+
+
+def test_a_late_download_shows_what_later_work_wrote():
+    device = CpuDevice(late=True)
+    source = torch.arange(4)
+    download = device.download([source])
+    assert not download.done()
+    assert download.done()
+    source.zero_()
+    assert download.wait()[0].tolist() == [0, 0, 0, 0]
+
+
+def test_a_host_buffer_is_busy_until_a_later_download_arrived():
+    device = CpuDevice(late=True)
+    host, target = device.pinned((3,), torch.int32), torch.zeros(3, dtype=torch.int32)
+    host.fill_(1)
+    device.upload(host, target)
+    download = device.download([target])
+    assert download.wait()[0].tolist() == [1, 1, 1]
+    host.fill_(2)  # known to be over
+    device.upload(host, target)
+    first = device.download([target])
+    host.fill_(3)
+    with pytest.raises(Misuse, match="host buffer"):
+        first.wait()
+    device.upload(host, target)
+    host.fill_(4)
+    with pytest.raises(Misuse, match="host buffer"):
+        device.synchronize()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_graph_works_on_the_memory_it_was_captured_with(late: bool):
+    device = CpuDevice(late=late)
+    x, out = torch.ones(3), torch.zeros(3)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        doubled = x * 2
+        out.copy_(doubled.view(3, 1)[:, 0])
+        return doubled + 1, out
+
+    graph = device.capture(run)
+    assert graph.outputs[0].isnan().all()
+    x.fill_(5)
+    computed, written = graph.replay()
+    assert computed.tolist() == [11, 11, 11]
+    assert written.data_ptr() == out.data_ptr() and out.tolist() == [10, 10, 10]
+    assert computed is graph.outputs[0] and graph.replay()[0] is computed
+
+
+def test_a_graph_refuses_other_memory_and_reads_on_the_host():
+    device = CpuDevice(late=True)
+    inputs = {"x": torch.ones(3)}
+    graph = device.capture(lambda: inputs["x"] * 2)
+    kept, inputs["x"] = inputs["x"], torch.ones(3)
+    with pytest.raises(Misuse, match="other tensors"):
+        graph.replay()
+    inputs["x"] = kept[:2]
+    with pytest.raises(Misuse, match="other tensors"):
+        graph.replay()
+    with pytest.raises(Misuse, match="on the host"):
+        device.capture(lambda: torch.full((2,), inputs["x"].sum().item()))
+
+
+def test_memory_figures_of_the_host():
+    device = CpuDevice()
+    assert 0 < device.free_bytes() <= device.total_bytes()
+    device.reset_peak()
+    assert device.peak_bytes() == 0
