@@ -29,11 +29,11 @@ class AttentionWork:
     """Buffers that `build_work` fills for R <= max_requests requests, and the constants it fills them by.
 
     A request without context (seq_len 0: padding of a captured graph) or without queries has no work. One with at most
-    `max_decode_queries` query tokens decodes, any other prefills. The keys of a decoding request are cut at multiples of
-    its split size, which depends on nothing but its own length. Each split has a partial result for each of its query
-    tokens in scratch, merged in order afterwards; a request with one split, or one that scratch has no room for, is one
-    item that walks through all its splits, with the same arithmetic, and writes its result itself. Long requests
-    come first, so that what is left for the end is short.
+    `max_decode_queries` query tokens decodes, any other prefills. The keys of a decoding request are cut at multiples
+    of its split size, which depends on nothing but its own length. Each split has a partial result for each of its
+    query tokens in scratch, merged in order afterwards; a request with one split, or one that scratch has no room for,
+    is one item that walks through all its splits, with the same arithmetic, and writes its result itself. Long
+    requests come first, so that what is left for the end is short.
 
     Attributes:
         max_decode_queries: query tokens up to which a request decodes; 0: every request prefills.
