@@ -21,9 +21,7 @@ class Limits:
 
     max_body_size: int
     body_timeout: float
-    write_timeout: float
     keepalive_interval: float
-    request_timeout: float
 
 
 LIMITS = web.AppKey("LIMITS", Limits)

@@ -124,9 +124,7 @@ class Service:
         limits = Limits(
             max_body_size=settings.max_body_size,
             body_timeout=settings.body_timeout,
-            write_timeout=settings.write_timeout,
             keepalive_interval=settings.keepalive_interval,
-            request_timeout=settings.request_timeout,
         )
         app = build_app(services, limits, check_host=key_ring.empty and loopback, cors_origins=settings.cors_origin)
 

@@ -85,9 +85,7 @@ class Engine:
         self._check_executor = check_executor
         self._drain_seconds = drain_seconds
         self._clock = clock
-        self._limits = SubmitLimits(
-            tuple(facts.model_names), facts.vocab_size, facts.max_model_len, scheduler.kv.max_tokens
-        )
+        self._limits = SubmitLimits(tuple(facts.model_names), facts.vocab_size)
         self._flights: deque[_Flight] = deque()
         self._last_landing = self._last_progress = self._last_check = clock()
         self._blocked = False

@@ -137,12 +137,13 @@ class SubmitLimits:
 
     model_names: tuple[str, ...]
     vocab_size: int
-    max_model_len: int
-    max_cached_tokens: int
 
 
 def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
-    """Raises an InvalidRequestError or ModelNotFoundError naming what is wrong; types were checked by the decoder."""
+    """Raises an InvalidRequestError or ModelNotFoundError naming what is wrong.
+
+    Types were checked by the decoder; lengths are the scheduler's to judge.
+    """
     if submit.model not in limits.model_names:
         raise ModelNotFoundError(f"the model {submit.model!r} is not served here", param="model")
     num_tokens = len(submit.token_ids)
@@ -166,7 +167,6 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
     if submit.deadline is not None and not math.isfinite(submit.deadline):
         raise InvalidRequestError("deadline must be a finite number", param="deadline")
     submit.sampling.validate(limits.vocab_size)
-    check_length(submit, limits.max_model_len, limits.max_cached_tokens)
 
 
 def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> None:

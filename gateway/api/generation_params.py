@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass
 
 from gateway.api.params import ChatFields, CompletionFields, SamplingFields
@@ -37,7 +36,7 @@ class Common:
     seed: int
 
     def generation_request(
-        self, request_id: str, prompt_token_ids: list[int], max_tokens: int, vocab_size: int, request_timeout: float
+        self, request_id: str, prompt_token_ids: list[int], max_tokens: int, vocab_size: int
     ) -> GenerationRequest:
         """One prompt's request; raises InvalidRequestError where a sampling parameter is out of its range."""
         fields = self.fields
@@ -53,7 +52,6 @@ class Common:
             salt=self.salt,
             tenant=self.identity.tenant,
             priority=fields.priority or 0,
-            deadline=time.time() + request_timeout,
         )
 
     def _sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:

@@ -42,10 +42,8 @@ class SseResponse:
     """
 
     def __init__(self, request: web.Request) -> None:
-        limits = request.app[LIMITS]
         self._request = request
-        self._write_timeout = limits.write_timeout
-        self._interval = limits.keepalive_interval
+        self._interval = request.app[LIMITS].keepalive_interval
         self._prepare_lock = asyncio.Lock()
         self._last_write = time.monotonic()
         self._keepalive: asyncio.Task[None] | None = None
@@ -68,22 +66,13 @@ class SseResponse:
             await asyncio.gather(self._keepalive, return_exceptions=True)
 
     async def send(self, data: bytes) -> None:
-        """One write. Raises ConnectionError when the client is gone or has not read for `write_timeout` seconds."""
+        """One write. Raises ConnectionError when the client is gone; a client that does not read is cut off by
+        HttpProtocol, and so is gone.
+        """
         self._last_write = time.monotonic()
         if not self.response.prepared:
             await self._prepare()
-        transport = self._request.transport
-        if transport is None or transport.get_write_buffer_size() == 0:
-            await self.response.write(data)
-            return
-        try:
-            async with asyncio.timeout(self._write_timeout):
-                await self.response.write(data)
-        except TimeoutError:
-            log.warning("client does not read; stream cut off")
-            if isinstance(transport, asyncio.WriteTransport):
-                transport.abort()
-            raise ConnectionResetError("the client does not read") from None
+        await self.response.write(data)
 
     async def _prepare(self) -> None:
         async with self._prepare_lock:

@@ -30,6 +30,7 @@ from shared.errors import (
     ContextLengthError,
     InternalError,
     InvalidRequestError,
+    ModelNotFoundError,
     PeltonError,
     UnavailableError,
     WorkerLostError,
@@ -360,6 +361,7 @@ _ERRORS_BY_CODE: dict[str | None, type[PeltonError]] = {
     "service_unavailable": UnavailableError,
     "worker_lost": WorkerLostError,
     "deadline_exceeded": UnavailableError,
+    "model_not_found": ModelNotFoundError,
 }
 
 

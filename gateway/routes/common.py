@@ -13,7 +13,7 @@ from gateway.api.generation_params import Common
 from gateway.api.prompts import check_token_ids
 from gateway.flow.events import GenerationRequest
 from gateway.flow.requests import ModelEntryLike
-from gateway.keys import GENERATOR, LIMITS, MODELS, log
+from gateway.keys import GENERATOR, MODELS, log
 from shared.errors import ModelNotFoundError
 
 MAX_MODEL_NAME = 256
@@ -53,10 +53,9 @@ def submit_all(
     prompts: Sequence[tuple[list[int], int]],
 ) -> FanIn:
     """One generation for each (prompt ids, max_tokens); nothing is submitted before the context is entered."""
-    timeout = request.app[LIMITS].request_timeout
     vocab_size = entry.facts.vocab_size
     requests: list[GenerationRequest] = [
-        common.generation_request(f"{identifier}-{index}", ids, max_tokens, vocab_size, timeout)
+        common.generation_request(f"{identifier}-{index}", ids, max_tokens, vocab_size)
         for index, (ids, max_tokens) in enumerate(prompts)
     ]
     log.debug("submit", response_id=identifier, prompts=len(requests), n=common.n)

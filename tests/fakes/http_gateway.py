@@ -30,9 +30,7 @@ ADMIN_KEY = "sk-admin-key"
 _LIMITS = {
     "max_body_size": 1_048_576,
     "body_timeout": 5.0,
-    "write_timeout": 5.0,
     "keepalive_interval": 5.0,
-    "request_timeout": 60.0,
 }
 
 
@@ -130,6 +128,7 @@ async def run_gateway(
     extra_routes: Iterable[Route] = (),
     max_requests: int = 64,
     header_timeout: float = 5.0,
+    write_timeout: float = 5.0,
     max_header_size: int = 16_384,
     max_connections: int = 10_000,
     **limits: Any,
@@ -161,7 +160,7 @@ async def run_gateway(
         app,
         max_header_size=max_header_size,
         header_timeout=header_timeout,
-        write_timeout=merged.write_timeout,
+        write_timeout=write_timeout,
         max_connections=max_connections,
     )
     await runner.setup()

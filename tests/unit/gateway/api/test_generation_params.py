@@ -40,7 +40,7 @@ def test_any_body_is_taken_or_refused(body):
         chat = parse_fields({"model": "m", "messages": [{"role": "user", "content": "x"}], **body}, ChatFields)
         common = common_of_chat(chat, IDENTITY, SALTS)
         check_messages(chat.messages)
-        request = common.generation_request("r", [1], common.wanted_tokens or 5, 258, 1.0)
+        request = common.generation_request("r", [1], common.wanted_tokens or 5, 258)
         request.sampling.validate(258)
     except InvalidRequestError as error:
         assert error.param
@@ -48,7 +48,7 @@ def test_any_body_is_taken_or_refused(body):
         fields = parse_fields({"model": "m", "prompt": "x", **body}, CompletionFields)
         common = common_of_completion(fields, IDENTITY, SALTS)
         assert split_prompts(fields.prompt)
-        common.generation_request("r", [1], common.wanted_tokens or 5, 258, 1.0).sampling.validate(258)
+        common.generation_request("r", [1], common.wanted_tokens or 5, 258).sampling.validate(258)
     except InvalidRequestError as error:
         assert error.param
 

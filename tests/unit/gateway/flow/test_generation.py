@@ -21,6 +21,7 @@ from shared.errors import (
     ContextLengthError,
     InternalError,
     InvalidRequestError,
+    ModelNotFoundError,
     PeltonError,
     UnavailableError,
     WorkerLostError,
@@ -106,6 +107,7 @@ def output(ids: list[int], finish: Finish | None = None, choice: int = 0) -> Out
         (Finish(FinishReason.ERROR, message="boom"), InternalError, "internal_error"),
         (Finish(FinishReason.ERROR, message="x", code="invalid_logits"), InternalError, "invalid_logits"),
         (Finish(FinishReason.ERROR, message="x", code="deadline_exceeded"), UnavailableError, "deadline_exceeded"),
+        (Finish(FinishReason.ERROR, message="x", code="model_not_found"), ModelNotFoundError, "model_not_found"),
         (Finish(FinishReason.ERROR, message="x", code="context_length_exceeded"), ContextLengthError, None),
         (Finish(FinishReason.ERROR, message="x", code="invalid_request"), InvalidRequestError, "invalid_request"),
     ],
@@ -199,6 +201,8 @@ async def test_a_stream_that_stands_still_ends_too() -> None:
     world = World(request_timeout=0.05)
     async with world.generator.submit(make_request([1])) as generation:
         generation.on_output(output([70]))
+        # The worker is told how long it may wait, though the request says nothing of it.
+        assert world.links[0].submitted[0].deadline == pytest.approx(time.time() + 0.05, abs=30)
         assert (await anext(generation)).token_ids == [70]
         with pytest.raises(UnavailableError, match="next token"):
             await anext(generation)
