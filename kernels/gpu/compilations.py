@@ -32,6 +32,7 @@ class Compilation:
         rows: rows of the left operand of these products, which decide the instruction.
         spills_allowed: bytes; 0 on the main bf16, fp16 and fp8 paths.
         unaligned: pointer parameters that are not known to be divisible by 16.
+        multiples: integer parameters that are divisible by 16 at the shapes that count: strides, as a rule.
     """
 
     kernel: str
@@ -46,3 +47,4 @@ class Compilation:
     rows: int = 0
     spills_allowed: int = 0
     unaligned: frozenset[str] = field(default_factory=frozenset)
+    multiples: frozenset[str] = field(default_factory=frozenset)

@@ -21,6 +21,9 @@ TRITON_TYPES: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: tl.float8e4nv,
 }
 
+NAMED_TYPES: dict[str, Any] = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
+"""The float types by their names in signatures of kernels."""
+
 ASSUMED_PROCESSORS = 132
 """Multiprocessors in the interpreter, where there are none to count: those of an H100 or H200."""
 
