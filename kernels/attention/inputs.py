@@ -36,7 +36,7 @@ class AttentionInputs:
         positions: [T] int32.
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32, context including this step's tokens.
-        slot_mapping: [T] int64, page * page_size + slot.
+        slot_mapping: [T] int64, page * page_size + slot; -1: the token is not written.
         block_table: [R, max_pages] int32.
         rope_table: [max_positions, rotary_dim] float32: cosines, then sines, of each position.
     """

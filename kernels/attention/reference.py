@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
-from kernels.attention.kv_pages import KVPages
+from kernels.attention.kv_pages import KVPages, dequantize_cells, quantize_cells
 
 # Queries of one request that are scored at a time: bounds the score matrix of a long chunk.
 _QUERY_BLOCK = 512
@@ -39,27 +39,17 @@ def paged_attention(
 
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], neither normed nor rotated.
-        pages: updated in place.
+        pages: updated in place; quantized cells are attended to as they are read back. A token of slot -1 is not
+            written.
 
     Returns:
-        [T, num_heads * head_dim] of qkv's dtype.
+        [T, num_heads * head_dim] of qkv's dtype. Rows of requests with seq_len 0 hold anything.
     """
     num_tokens = qkv.shape[0]
-    sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
-    heads = qkv.to(compute_dtype).view(num_tokens, -1, geometry.head_dim)
-    query, key, value = heads.split(sizes, dim=1)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        query = norm_heads(query, layer.q_norm, layer.norm_eps)
-        key = norm_heads(key, layer.k_norm, layer.norm_eps)
-    keys, values = pages.keys, pages.values
-    query = rotate(query, inputs.positions, inputs.rope_table)
-    key = rotate(key, inputs.positions, inputs.rope_table)
-    page = inputs.slot_mapping // geometry.page_size
-    slot = inputs.slot_mapping % geometry.page_size
-    keys[page, :, slot] = key.to(keys.dtype)
-    values[page, :, slot] = value.to(values.dtype)
-    if inputs.max_seqlen_q == 1:
-        out = _attend(query.unsqueeze(2), inputs.block_table, inputs.seq_lens.unsqueeze(1), keys, values, geometry)
+    query = rotate_and_write(qkv, pages, inputs, geometry, layer, compute_dtype)
+    if inputs.max_seqlen_q == 1 and num_tokens == inputs.seq_lens.shape[0]:
+        visible = inputs.seq_lens.unsqueeze(1)
+        out = _attend(query.unsqueeze(2), inputs.block_table, visible, pages, geometry, layer.sinks)
         return out.reshape(num_tokens, -1).to(qkv.dtype)
     outputs = []
     bounds = inputs.cu_seqlens_q.tolist()
@@ -70,27 +60,83 @@ def paged_attention(
             end = min(start + _QUERY_BLOCK, bounds[i + 1])
             visible = inputs.positions[None, start:end] + 1
             part = query[start:end].transpose(0, 1).unsqueeze(0)
-            out = _attend(part, table, visible, keys, values, geometry)
+            out = _attend(part, table, visible, pages, geometry, layer.sinks)
             outputs.append(out.squeeze(0).transpose(0, 1).reshape(end - start, -1))
     return torch.cat(outputs).to(qkv.dtype)
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    pages: KVPages,
+    inputs: AttentionInputs,
+    geometry: AttentionGeometry,
+    layer: LayerConstants,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The first half of `paged_attention`: returns the queries, normed and rotated: [T, num_heads, head_dim]."""
+    sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
+    heads = qkv.to(compute_dtype).view(qkv.shape[0], -1, geometry.head_dim)
+    query, key, value = heads.split(sizes, dim=1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        query = norm_heads(query, layer.q_norm, layer.norm_eps)
+        key = norm_heads(key, layer.k_norm, layer.norm_eps)
+    query = rotate(query, inputs.positions, inputs.rope_table)
+    key = rotate(key, inputs.positions, inputs.rope_table)
+    slots = inputs.slot_mapping
+    if bool((slots < 0).any()):
+        kept = slots >= 0
+        slots, key, value = slots[kept], key[kept], value[kept]
+    page, slot = slots // geometry.page_size, slots % geometry.page_size
+    _write(pages.keys, pages.key_scales, page, slot, key, pages)
+    _write(pages.values, pages.value_scales, page, slot, value, pages)
+    return query
+
+
+def _write(
+    memory: torch.Tensor,
+    scales: torch.Tensor | None,
+    page: torch.Tensor,
+    slot: torch.Tensor,
+    cells: torch.Tensor,
+    pages: KVPages,
+) -> None:
+    """Cells of tokens [T, num_kv_heads, head_dim] to their places."""
+    if scales is None:
+        memory[page, :, slot] = cells.to(memory.dtype)
+        return
+    codes, found = quantize_cells(cells, pages.format)
+    if codes.dtype is torch.float8_e4m3fn:  # which torch does not scatter
+        memory, codes = memory.view(torch.uint8), codes.view(torch.uint8)
+    memory[page, :, slot] = codes
+    scales[page, :, slot] = found
+
+
+def _gather(
+    memory: torch.Tensor, scales: torch.Tensor | None, block_table: torch.Tensor, pages: KVPages, dtype: torch.dtype
+) -> torch.Tensor:
+    """The cells of block tables [R, P] as [R, num_kv_heads, 1, P * page_size, head_dim]."""
+    index = block_table.long()
+    if scales is None:
+        rows = memory[index].to(dtype)
+    else:
+        codes = memory.view(torch.uint8)[index].view(memory.dtype)
+        rows = dequantize_cells(codes, scales[index], pages.format).to(dtype)
+    return rows.transpose(1, 2).flatten(2, 3).unsqueeze(2)
 
 
 def _attend(
     query: torch.Tensor,
     block_table: torch.Tensor,
     visible: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pages: KVPages,
     geometry: AttentionGeometry,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[R, num_heads, Q, D] queries that see their first `visible` [R, Q] positions -> [R, num_heads, Q, D]."""
     num_requests, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = geometry.num_kv_heads
-    gathered = []
-    for pages in (keys, values):
-        rows = pages[block_table.long()].to(query.dtype)  # [R, P, num_kv_heads, page_size, D]
-        gathered.append(rows.transpose(1, 2).reshape(num_requests, num_kv_heads, 1, -1, head_dim))
-    key, value = gathered
+    key = _gather(pages.keys, pages.key_scales, block_table, pages, query.dtype)
+    value = _gather(pages.values, pages.value_scales, block_table, pages, query.dtype)
     grouped = query.view(num_requests, num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
     scores = grouped @ key.transpose(-1, -2) * geometry.scale
     if geometry.softcap is not None:
@@ -100,7 +146,12 @@ def _attend(
     if geometry.window is not None:
         hidden |= index < visible.unsqueeze(-1) - geometry.window
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    if sinks is not None:
+        # One more score for each head, whose value is zero.
+        column = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]]
     # Pages past a request's own may hold anything, NaN too, which a weight of zero would not hide.
     seen = (index < visible.amax(dim=1, keepdim=True))[:, None, None, :, None]
-    out = torch.softmax(scores, dim=-1) @ value.masked_fill(~seen, 0.0)
+    out = weights @ value.masked_fill(~seen, 0.0)
     return out.view(num_requests, num_heads, num_queries, head_dim)
