@@ -25,6 +25,7 @@ from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.open_model import open_model
 from worker.model.spec import DecoderSpec
+from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
 from worker.quant.select import linear_scheme
 
@@ -59,7 +60,7 @@ class LinearLayers:
     def _make(shape: tuple[int, int], dtype: torch.dtype) -> LinearScheme:
         scheme = linear_scheme(dtype, torch.device("cpu"))
         scheme.create_weights(*shape)
-        scheme.load_rows(0, torch.randn(shape, dtype=dtype) * 0.02)
+        scheme.load_rows(0, RawWeight("f32", shape, torch.randn(shape) * 0.02))
         scheme.after_load()
         return scheme
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from worker.executor.forward_batch import ForwardBatch
-from worker.model.loading.weights import RawWeight, WeightSource
+from worker.model.loading.weights import WeightSource
+from worker.quant.raw_weight import RawWeight
 
 _HF_NAMES = {
     "self_attn.q_proj": "q",

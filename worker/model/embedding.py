@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from worker.model.linear import Placement, check_shape
-from worker.model.loading.weights import RawWeight, WeightSource
+from worker.model.loading.weights import WeightSource
+from worker.quant.raw_weight import RawWeight
 from worker.quant.select import linear_scheme
 
 
@@ -25,21 +26,20 @@ class VocabularyParallelEmbedding:
         self._hidden_size = hidden_size
         self._rows, _ = vocabulary_shard(vocab_size, place.parallel.tp_rank, place.parallel.tp_size)
         raw = weights.get("embed.weight", rows=self._rows)
-        self._dtype = place.dtype
         # On the CPU rows stay in the file's format and are dequantized as they are looked up: a tied head holds its
         # own, packed copy.
         self._raw = raw if place.device.type == "cpu" else None
         self._weight = raw.dequantize(place.dtype).to(place.device) if self._raw is None else torch.empty(0)
 
-    def dense(self) -> torch.Tensor:
-        """[rows of this rank, hidden], for a tied head."""
-        return self._weight if self._raw is None else self._raw.dequantize(self._dtype)
+    @property
+    def raw(self) -> RawWeight | None:
+        """[rows of this rank, hidden] as in the file, where it is kept."""
+        return self._raw
 
     def _look_up(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._raw is None:
             return self._weight.index_select(0, rows).to(dtype)
-        shape = (rows.shape[0], self._raw.shape[1])
-        return RawWeight(self._raw.format, shape, self._raw.data.index_select(0, rows)).dequantize(dtype)
+        return self._raw.take_rows(rows).dequantize(dtype)
 
     def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[T] int32 -> [T, hidden] of `dtype`, the same on every rank."""
@@ -69,16 +69,16 @@ class VocabularyParallelHead:
         self._parallel = place.parallel
         self._vocab_size = vocab_size
         rows, padded = vocabulary_shard(vocab_size, place.parallel.tp_rank, place.parallel.tp_size)
-        if tied is None:
-            check_shape(weights, "head.weight", (vocab_size, hidden_size))
-            values = weights.get("head.weight", rows=rows).dequantize(place.dtype)
-        else:
-            values = tied.dense()
-        self._scheme = linear_scheme(place.dtype, place.device)
+        raw = tied.raw if tied is not None else None
+        if raw is None:
+            name = "head.weight" if tied is None else "embed.weight"
+            check_shape(weights, name, (vocab_size, hidden_size))
+            raw = weights.get(name, rows=rows)
+        self._scheme = linear_scheme(place.dtype, place.device, [raw])
         self._scheme.create_weights(padded, hidden_size)
-        self._scheme.load_rows(0, values)
-        if padded > values.shape[0]:  # cut off again after the gather
-            self._scheme.load_rows(values.shape[0], values.new_zeros((padded - values.shape[0], hidden_size)))
+        self._scheme.load_rows(0, raw)
+        if padded > raw.shape[0]:  # cut off again after the gather
+            self._scheme.load_rows(raw.shape[0], raw.zero_rows(padded - raw.shape[0]))
         self._scheme.after_load()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -75,15 +75,15 @@ class ColumnParallelLinear:
     ) -> None:
         """totals: output features of each part over all ranks."""
         self.out_features = sum(part.num_rows for part in parts)
-        self._scheme = linear_scheme(place.dtype, place.device)
+        for part, total in zip(parts, totals):
+            check_shape(weights, f"{part.name}.weight", (total, in_features))
+        raws = [weights.get(f"{part.name}.weight", rows=part.rows) for part in parts]
+        self._scheme = linear_scheme(place.dtype, place.device, raws)
         self._scheme.create_weights(self.out_features, in_features)
         biases = []
         start = 0
-        for part, total in zip(parts, totals):
-            check_shape(weights, f"{part.name}.weight", (total, in_features))
-            raw = weights.get(f"{part.name}.weight", rows=part.rows)
-            values = raw.dequantize(place.dtype)
-            self._scheme.load_rows(start, values if part.order is None else values[part.order])
+        for part, total, raw in zip(parts, totals, raws):
+            self._scheme.load_rows(start, raw, part.order)
             start += part.num_rows
             if bias:
                 check_shape(weights, f"{part.name}.bias", (total,))
@@ -106,11 +106,11 @@ class RowParallelLinear:
         """shape: (out_features, in_features) over all ranks; cols: the inputs of this rank."""
         check_shape(weights, f"{name}.weight", shape)
         self._parallel = place.parallel
-        self._scheme = linear_scheme(place.dtype, place.device)
-        self._scheme.create_weights(shape[0], int(cols.stop - cols.start))
         whole = cols == slice(0, shape[1])
         raw = weights.get(f"{name}.weight", cols=None if whole else cols)
-        self._scheme.load_rows(0, raw.dequantize(place.dtype))
+        self._scheme = linear_scheme(place.dtype, place.device, [raw])
+        self._scheme.create_weights(shape[0], int(cols.stop - cols.start))
+        self._scheme.load_rows(0, raw)
         self._scheme.after_load()
         self._bias = None
         if bias:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.quantized import ActivationQuantization, Activations, dense
+from worker.quant.raw_weight import RawWeight
 
 
 class DenseScheme:
@@ -21,9 +22,10 @@ class DenseScheme:
         """Allocates [out_features, in_features]."""
         self.weight = torch.empty((out_features, in_features), dtype=self.dtype, device=self.device)
 
-    def load_rows(self, start: int, weight: torch.Tensor) -> None:
-        """Copies rows, converting dtype and device."""
-        self.weight[start : start + weight.shape[0]].copy_(weight)
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Copies values, converting dtype and device."""
+        values = raw.dequantize(self.dtype)
+        self.weight[start : start + raw.shape[0]].copy_(values if order is None else values[order])
 
     def after_load(self) -> None:
         """Nothing to do: the layout is torch's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.quantized import ActivationQuantization, Activations, dense
+from worker.quant.raw_weight import RawWeight
 
 # The row count that the layout is chosen for: decode of a moderate batch. It is right for any other count.
 _ROWS_HINT = 16
@@ -22,9 +23,10 @@ class OneDNNPackedScheme:
         """Allocates the plain layout, which lives until `after_load`."""
         self._weight = torch.empty((out_features, in_features), dtype=self.dtype)
 
-    def load_rows(self, start: int, weight: torch.Tensor) -> None:
-        """Copies rows, converting the dtype."""
-        self._weight[start : start + weight.shape[0]].copy_(weight)
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Copies values, converting the dtype."""
+        values = raw.dequantize(self.dtype)
+        self._weight[start : start + raw.shape[0]].copy_(values if order is None else values[order])
 
     def after_load(self) -> None:
         """Packs and drops the plain layout."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from kernels.quantized import ActivationQuantization, Activations
+from worker.quant.raw_weight import RawWeight
 
 
 class LinearScheme(Protocol):
@@ -22,8 +23,11 @@ class LinearScheme(Protocol):
         """Allocates what `load_rows` fills."""
         ...
 
-    def load_rows(self, start: int, weight: torch.Tensor) -> None:
-        """Fills the output features from `start` on with a dense [rows, in_features]."""
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Fills the output features from `start` on with those of `raw`, in `order` ([rows] int64) where it is given.
+
+        Every output feature is filled once before `after_load`.
+        """
         ...
 
     def after_load(self) -> None:

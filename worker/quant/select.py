@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from worker.quant.dense import DenseScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
 
 
@@ -25,8 +28,13 @@ def packed_linears_supported(dtype: torch.dtype) -> bool:
     return False
 
 
-def linear_scheme(dtype: torch.dtype, device: torch.device) -> LinearScheme:
-    """The fastest scheme for dense weights of `dtype`."""
+def linear_scheme(dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight] = ()) -> LinearScheme:
+    """The fastest scheme for a layer.
+
+    Args:
+        dtype: of the activations, and of the weights where they are dense.
+        raws: what will be loaded, part by part.
+    """
     if device.type == "cpu" and packed_linears_supported(dtype):
         return OneDNNPackedScheme(dtype)
     return DenseScheme(dtype, device)

@@ -24,9 +24,10 @@ from worker.model.loading.checks import (
 )
 from worker.model.loading.fields import Fields
 from worker.model.loading.gguf_reader import GGUFFile, TensorInfo
-from worker.model.loading.weights import RawWeight, WeightSource, bounds, slice_columns
+from worker.model.loading.weights import WeightSource
 from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
 from worker.quant.gguf_formats import PLAIN_DTYPES
+from worker.quant.raw_weight import RawWeight, bounds, slice_columns
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _ORIGINAL_CONTEXT = "rope.scaling.original_context_length"

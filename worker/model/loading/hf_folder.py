@@ -17,7 +17,8 @@ from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.model_hash import model_hash
 from worker.model.loading.reads import parse_object, read_bounded, read_json_object
 from worker.model.loading.safetensors_reader import Checkpoint, open_checkpoint, read_index
-from worker.model.loading.weights import RawWeight, WeightSource, slice_columns
+from worker.model.loading.weights import WeightSource
+from worker.quant.raw_weight import RawWeight, slice_columns
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"

@@ -18,8 +18,8 @@ import torch
 from shared.errors import ModelFileError
 from worker.model.loading.fields import readable, shown
 from worker.model.loading.reads import open_for_reading, parse_object, pread_exactly, read_json_object
-from worker.model.loading.weights import RawWeight, bounds
 from worker.quant.gguf_formats import PLAIN_DTYPES, WeightFormat
+from worker.quant.raw_weight import RawWeight, bounds
 
 MAX_HEADER = 100_000_000
 _MAX_INDEX = 1 << 26

@@ -195,7 +195,9 @@ def test_the_ops_and_weights_of_other_devices_compute_the_same(
     """What runs where there is no kernel of our own, a GPU's part of the code included, here on the CPU."""
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda device: ReferenceOps())
     for module in ("linear", "embedding"):
-        monkeypatch.setattr(f"worker.model.{module}.linear_scheme", DenseScheme)
+        monkeypatch.setattr(
+            f"worker.model.{module}.linear_scheme", lambda dtype, device, raws: DenseScheme(dtype, device)
+        )
     model, spec, weights = make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES)
     ids = token_ids(100)
     assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))

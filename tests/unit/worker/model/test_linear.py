@@ -14,6 +14,7 @@ from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParall
 from worker.model.parallel import ParallelContext
 from worker.quant.dense import DenseScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.raw_weight import RawWeight
 from worker.quant.select import linear_scheme, packed_linears_supported
 
 CPU = torch.device("cpu")
@@ -37,6 +38,10 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def plain(weight: torch.Tensor) -> RawWeight:
+    return RawWeight("f32", tuple(weight.shape), weight.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -48,8 +53,8 @@ def test_schemes_multiply(dtype: torch.dtype, rows: int, has_bias: bool) -> None
     wanted = F.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
     for scheme in (OneDNNPackedScheme(dtype), DenseScheme(dtype, CPU)):
         scheme.create_weights(48, 40)
-        scheme.load_rows(0, weight[:30])
-        scheme.load_rows(30, weight[30:])
+        scheme.load_rows(0, plain(weight[:30]))
+        scheme.load_rows(30, plain(weight[30:].flip(0)), torch.arange(18).flip(0))
         scheme.after_load()
         out = scheme.apply(x, bias)
         assert out.dtype == dtype
@@ -61,7 +66,7 @@ def test_schemes_multiply(dtype: torch.dtype, rows: int, has_bias: bool) -> None
 def test_a_float32_row_is_the_same_alone_and_in_a_batch(out_features: int, in_features: int) -> None:
     scheme = linear_scheme(torch.float32, CPU)
     scheme.create_weights(out_features, in_features)
-    scheme.load_rows(0, random(out_features, in_features))
+    scheme.load_rows(0, plain(random(out_features, in_features)))
     scheme.after_load()
     x = random(32, in_features)
     whole = scheme.apply(x, None)
