@@ -61,7 +61,7 @@ class WorkerSettings(CommonSettings):
     worker_index: Annotated[int, Meta(ge=0), _doc("number of this worker, unique in the runtime directory")] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("auto: cuda where there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("auto on the CPU: bfloat16 where the processor multiplies it, else float32")] = "auto"
-    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("auto: float32 on the CPU, the model's on a GPU")] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"], _doc("auto: float32 on the CPU, the model's on a GPU; fp8, int8 and int4 have a scale for each token and head, and are for GPUs")] = "auto"
     max_model_len: Annotated[int, Meta(ge=0), _doc("tokens of prompt and completion; 0: the model's own")] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("requests that run at a time")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16), _doc("most tokens in a step")] = 2048
@@ -69,7 +69,9 @@ class WorkerSettings(CommonSettings):
     block_size: Annotated[int, Meta(ge=1, le=256), _doc("tokens in a page of the KV cache")] = 16
     num_kv_pages: Annotated[int, Meta(ge=0), _doc("pages of the KV cache; 0: from the memory that is free")] = 0
     kv_cache_memory: Annotated[int, Meta(ge=0), _doc("bytes of the KV cache on the CPU; 0: a quarter of what is free, 4 GiB at most")] = 0
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1), _doc("share of the GPU's memory for weights and KV cache")] = 0.9
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1), _doc("share of the GPU's memory that this worker may take: weights, KV cache, and what its largest step needs")] = 0.9
+    deterministic: Annotated[bool, _doc("compute each token by the same arithmetic whatever else is in the batch, so that a request always has the same text; a little slower, on a GPU only")] = False
+    decode_graphs: Annotated[bool, _doc("capture decode steps as CUDA graphs while serving")] = True
     enable_prefix_caching: Annotated[bool, _doc("find pages of earlier prompts again")] = True
     tensor_parallel_size: Annotated[int, _POSITIVE, _doc("processes that split each layer")] = 1
     pipeline_parallel_size: Annotated[int, _POSITIVE, _doc("stages of layers; only 1 is supported")] = 1
