@@ -282,13 +282,25 @@ def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, 
 
 
 @njit(**_options)
+def _allowed(row, words):  # type: ignore[no-untyped-def]
+    """The row with minus infinity where the grammar's mask has no bit."""
+    result = np.empty(len(row), np.float32)
+    for token in range(len(row)):
+        bit = (np.uint32(words[token // 32]) >> np.uint32(token % 32)) & np.uint32(1)
+        result[token] = row[token] if bit else np.float32(-np.inf)
+    return result
+
+
+@njit(**_options)
 def sample_rows(  # type: ignore[no-untyped-def]
-    logits, temperature, top_k, top_p, log_min_p, key, position, choice, start, end, ids
+    logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, start, end, ids
 ):
-    """Fills ids[start:end]; the arguments are the fields of SamplingInputs."""
+    """Fills ids[start:end]; the arguments are the fields of SamplingInputs; mask_rows is below 0 without a mask."""
     no_border = (np.uint64(0x7F7FFFFF) << _SHIFT) | np.uint64(0xFFFFFFFF)
     for r in range(start, end):
         row = logits[r]
+        if mask_rows[r] >= 0:
+            row = _allowed(row, mask[mask_rows[r]])
         best_id = _argmax(row)
         ids[r] = best_id
         if best_id < 0 or temperature[r] == np.float32(0.0):

@@ -10,15 +10,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kernels.logprobs import reference as logprobs_reference
+from kernels.logprobs.tensors import LogprobTensors
 from kernels.sampling import reference
-from kernels.sampling.inputs import PenaltyInputs, SamplingInputs
+from kernels.sampling.inputs import AdjustInputs, PenaltyInputs, SamplingInputs
 
 
 class SamplingOps(Protocol):
-    """The two functions of reference.py, and what must come before they are at their fastest."""
+    """The functions of the references, and what must come before they are at their fastest."""
 
     def compile(self) -> None:
         """Compiles what is not; may run in another thread meanwhile."""
+        ...
+
+    def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
+        """See reference.adjust."""
         ...
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
@@ -27,6 +33,10 @@ class SamplingOps(Protocol):
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See reference.sample."""
+        ...
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+        """See kernels/logprobs/reference.py."""
         ...
 
 
@@ -36,6 +46,10 @@ class ReferenceOps:
     def compile(self) -> None:
         """Nothing to do."""
 
+    def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
+        """See reference.adjust."""
+        reference.adjust(logits, inputs)
+
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
         reference.penalize(logits, inputs)
@@ -44,8 +58,12 @@ class ReferenceOps:
         """See reference.sample."""
         return reference.sample(logits, inputs)
 
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+        """See kernels/logprobs/reference.py."""
+        return logprobs_reference.compute_logprobs(logits, token_ids, num_top)
 
-class CpuOps:
+
+class CpuOps(ReferenceOps):
     """The compiled functions, rows shared out among threads; plain torch until they are compiled.
 
     Compiling takes seconds when the cache is empty, and greedy requests do not need it; so `compile` may run in a
@@ -97,6 +115,15 @@ class CpuOps:
             future.result()
 
 
+_NO_MASK = torch.zeros((1, 1), dtype=torch.int32)
+
+
+def _mask_rows(inputs: SamplingInputs, num_rows: int) -> torch.Tensor:
+    if inputs.mask is None:
+        return torch.full((num_rows,), -1)
+    return torch.arange(num_rows) if inputs.mask_rows is None else inputs.mask_rows.long()
+
+
 def _arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.ndarray]:
     tensors = (
         logits,
@@ -105,8 +132,10 @@ def _arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.ndarray]:
         inputs.top_p,
         inputs.log_min_p,
         inputs.key,
-        inputs.position,
+        inputs.position.long(),
         inputs.choice,
+        _NO_MASK if inputs.mask is None else inputs.mask,
+        _mask_rows(inputs, logits.shape[0]),
     )
     return [tensor.contiguous().numpy() for tensor in tensors]
 
@@ -144,4 +173,8 @@ def _inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
 
 def sampling_ops(device: torch.device, num_threads: int) -> SamplingOps:
     """The fastest implementation for a device."""
-    return CpuOps(num_threads) if device.type == "cpu" else ReferenceOps()
+    if device.type == "cpu":
+        return CpuOps(num_threads)
+    from kernels.gpu.sampling import TritonSamplingOps  # triton is imported only where it runs
+
+    return TritonSamplingOps(device)

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from kernels.sampling.inputs import PenaltyInputs, SamplingInputs
+from kernels.sampling.inputs import AdjustInputs, PenaltyInputs, SamplingInputs
 from kernels.sampling.philox import gumbel_noise
+
+
+def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
+    """Adds biases and masks to [S, vocab] float32 logits, in place."""
+    rows = inputs.rows.long()
+    counts = inputs.position.unsqueeze(1) < inputs.until[rows]
+    logits.scatter_add_(1, inputs.ids[rows].long(), torch.where(counts, inputs.values[rows], 0.0))
+
+
+def allow(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """[S, vocab] float32 logits, minus infinity where the mask of the row's grammar has no bit."""
+    if inputs.mask is None:
+        return logits
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    allowed = (inputs.mask[:, ids // 32] >> (ids % 32).int()) & 1 != 0
+    if inputs.mask_rows is not None:
+        rows = inputs.mask_rows.long()
+        allowed = allowed[rows.clamp(min=0)] | (rows < 0).unsqueeze(1)
+    return torch.where(allowed, logits, float("-inf"))
 
 
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
@@ -27,8 +46,10 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         logits: [S, vocab] float32, penalties and masks applied; not changed.
 
     Returns:
-        [S] int64; -1 where the row has NaN or +inf, or nothing but -inf.
+        [S] int64; -1 where what the mask leaves of the row has NaN or +inf, or nothing but -inf.
     """
+    inputs = inputs.gathered()
+    logits = allow(logits, inputs)
     best = logits.argmax(dim=-1, keepdim=True)
     highest = logits.gather(1, best)
     ids = best
