@@ -24,12 +24,14 @@ def round_even(x):
 def decode_fp8(codes, NATIVE: tl.constexpr, TYPE: tl.constexpr):
     """e4m3fn values as TYPE, exactly, NaN included. `codes`: float8e4nv where NATIVE, else the same bits as uint8."""
     if NATIVE:
-        return codes.to(TYPE)
-    bits = codes.to(tl.int16)
-    # Exponent and mantissa at their places in float16, whose bias is larger by 8: subnormals come out right too.
-    placed = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    values = placed.to(tl.float16, bitcast=True) * 256.0
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), values).to(TYPE)
+        values = codes.to(TYPE)
+    else:
+        bits = codes.to(tl.int16)
+        # Exponent and mantissa at their places in float16, whose bias is larger by 8: subnormals come out right too.
+        placed = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = placed.to(tl.float16, bitcast=True) * 256.0
+        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(TYPE)
+    return values
 
 
 @triton.jit
@@ -37,14 +39,16 @@ def encode_fp8(x, NATIVE: tl.constexpr):
     """float32 -> e4m3fn to nearest, ties to even, held to +-448; NaN stays. float8e4nv where NATIVE, else uint8."""
     held = tl.where(x != x, x, tl.minimum(tl.maximum(x, -_LARGEST_FP8), _LARGEST_FP8))
     if NATIVE:
-        return held.to(tl.float8e4nv)
-    bits = held.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
-    small = (tl.abs(held) + _SMALL_FP8).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < (121 << 23), small, normal)
-    code = tl.where(x != x, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+        codes = held.to(tl.float8e4nv)
+    else:
+        bits = held.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
+        small = (tl.abs(held) + _SMALL_FP8).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < (121 << 23), small, normal)
+        code = tl.where(x != x, 0x7F, code)
+        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
 
 
 @triton.jit
@@ -75,5 +79,7 @@ def decode_int4_high(codes, TYPE: tl.constexpr):
 def decode_cells(codes, FORMAT: tl.constexpr, NATIVE: tl.constexpr, TYPE: tl.constexpr):
     """Codes of a KVFormat with one code an element ("dense", "fp8", "int8") as TYPE; see decode_int4_* for "int4"."""
     if FORMAT == "fp8":
-        return decode_fp8(codes, NATIVE, TYPE)
-    return codes.to(TYPE)
+        values = decode_fp8(codes, NATIVE, TYPE)
+    else:
+        values = codes.to(TYPE)
+    return values

@@ -21,5 +21,7 @@ def scaled_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     `scale` and `softcap` are those of AttentionGeometry; softcap * tanh(score / softcap) where HAS_SOFTCAP.
     """
     if HAS_SOFTCAP:
-        return tanh(products * (scale / softcap)) * (softcap * LOG2_E)
-    return products * (scale * LOG2_E)
+        scores = tanh(products * (scale / softcap)) * (softcap * LOG2_E)
+    else:
+        scores = products * (scale * LOG2_E)
+    return scores
