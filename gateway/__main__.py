@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs a gateway until it is stopped; returns the exit code."""
     try:
         settings = load_settings(GatewaySettings, argv, os.environ, prog="pelton gateway")
-        writer = log.configure(settings.log_level, settings.log_format, process="gateway")
+        writer = log.configure(settings.log_level, settings.log_format, process=f"gateway-{settings.gateway_index}")
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, writer))

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
+from gateway.exposition import Exposition
 from gateway.flow.requests import GeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
-from gateway.keys import DRAIN, GENERATOR, KEY_RING, LIMITS, METRICS, METRICS_REGISTRY, MODELS, SALTS, Limits
+from gateway.keys import DRAIN, EXPOSITION, GENERATOR, KEY_RING, LIMITS, METRICS, MODELS, SALTS, Limits
 from gateway.middleware import Handler, Middleware
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
@@ -56,7 +56,7 @@ class Services:
     salts: Salts
     drain: Drain
     metrics: GatewayMetrics
-    metrics_registry: CollectorRegistry
+    exposition: Exposition
 
 
 def build_app(
@@ -89,7 +89,7 @@ def build_app(
     app[SALTS] = services.salts
     app[DRAIN] = services.drain
     app[METRICS] = services.metrics
-    app[METRICS_REGISTRY] = services.metrics_registry
+    app[EXPOSITION] = services.exposition
     return app
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from gateway.auth import Identity, KeyRing
 from gateway.drain import Drain
+from gateway.exposition import Exposition
 from gateway.flow.requests import GeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
 from shared.log import get_logger
@@ -30,7 +30,7 @@ GENERATOR = web.AppKey[GeneratorLike]("GENERATOR")
 KEY_RING = web.AppKey("KEY_RING", KeyRing)
 SALTS = web.AppKey("SALTS", Salts)
 DRAIN = web.AppKey("DRAIN", Drain)
-METRICS_REGISTRY = web.AppKey("METRICS_REGISTRY", CollectorRegistry)
+EXPOSITION = web.AppKey("EXPOSITION", Exposition)
 METRICS = web.AppKey("METRICS", GatewayMetrics)
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)

@@ -12,19 +12,22 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from gateway.app import Services, build_app
 from gateway.auth import KeyRing, load_keys
 from gateway.drain import Drain
+from gateway.exposition import Exposition
 from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
 from gateway.flow.salt import Salts, kept_secret
 from gateway.keys import Limits
 from gateway.middleware import is_loopback_host
+from gateway.peers import Peers
 from gateway.server import HttpRunner
 from gateway.text.pipeline import TextThreads
 from gateway.workers.registry import Registry
@@ -56,8 +59,8 @@ class Service:
         self._log_writer = log_writer
         self._drain = Drain(settings.max_concurrent_requests)
         self._stop = asyncio.Event()
-        self._registry = CollectorRegistry()
-        self._metrics = GatewayMetrics(self._registry)
+        self._counted = CollectorRegistry()
+        self._metrics = GatewayMetrics(self._counted)
 
     async def run(self) -> None:
         """Serves until it is stopped. Raises ConfigurationError where it cannot start."""
@@ -98,7 +101,12 @@ class Service:
             threads=threads,
             metrics=self._metrics,
         )
-        self._registry.register(WorkerCollector(registry.snapshots))
+        worker_reports = CollectorRegistry()
+        worker_reports.register(WorkerCollector(registry.snapshots))
+        peers = None
+        if settings.gateway_processes > 1:
+            counted = partial(generate_latest, self._counted)
+            peers = Peers(directory, settings.gateway_index, settings.gateway_processes, counted)
         admission = Admission(
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
@@ -119,7 +127,7 @@ class Service:
             salts=Salts(secret, shared=settings.shared_prefix_cache),
             drain=self._drain,
             metrics=self._metrics,
-            metrics_registry=self._registry,
+            exposition=Exposition(self._counted, worker_reports, peers),
         )
         limits = Limits(
             max_body_size=settings.max_body_size,
@@ -128,20 +136,27 @@ class Service:
         )
         app = build_app(services, limits, check_host=key_ring.empty and loopback, cors_origins=settings.cors_origin)
 
-        async def workers(_app: web.Application) -> AsyncIterator[None]:
+        async def connections(_app: web.Application) -> AsyncIterator[None]:
             await registry.start()
+            if peers is not None:
+                await peers.start()
             yield
+            if peers is not None:
+                await peers.close()
             await registry.close()
             threads.close()
 
-        app.cleanup_ctx.append(workers)
+        app.cleanup_ctx.append(connections)
         app.cleanup_ctx.append(self._housekeeping)
         return app
 
     async def _listen(self, runner: HttpRunner) -> None:
         host, port = self._settings.host, self._settings.port
+        shared = self._settings.gateway_processes > 1
+        if shared and port == 0:
+            raise ConfigurationError("--port 0 with --gateway-processes: each would take another port; name one")
         try:
-            await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
+            await web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=shared or None).start()
         except socket.gaierror as error:
             raise ConfigurationError(f"--host {host}: {error.strerror}") from None
         except OSError as error:

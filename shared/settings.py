@@ -33,6 +33,8 @@ class GatewaySettings(CommonSettings):
 
     host: Annotated[str, _doc("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _doc("port to listen on; 0 takes a free one")] = 8000
+    gateway_processes: Annotated[int, Meta(ge=1, le=64), _doc("gateway processes that share the port; serve starts as many")] = 1
+    gateway_index: Annotated[int, Meta(ge=0), _doc("number of this gateway, below gateway-processes and unique in the runtime directory")] = 0
     worker: Annotated[tuple[str, ...], _doc("ZeroMQ endpoint of a worker (repeatable); none: scan the runtime directory")] = ()
     api_key: Annotated[tuple[str, ...], _doc("key that clients must send (repeatable); none and no file: open")] = ()
     admin_api_key: Annotated[tuple[str, ...], _doc("key for routes of scope admin (repeatable)")] = ()

@@ -222,9 +222,9 @@ class Supervisor:
                 child.restart_at = time.monotonic() + delay
                 logger.error("died", child=child.spec.name, exit_code=code, lifetime=lifetime, restart_in=delay)
 
-    def was_ready(self, name: str) -> bool:
-        """Whether any life of the child has said that it is ready. May be asked from another thread."""
-        return any(child.was_ready for child in self._children if child.spec.name == name)
+    def were_ready(self, kind: str) -> bool:
+        """Whether every child named `kind`-NUMBER has said in some life that it is ready. Other threads may ask."""
+        return all(child.was_ready for child in self._children if child.spec.name.startswith(f"{kind}-"))
 
     def _restart_due(self) -> None:
         now = time.monotonic()
@@ -282,7 +282,7 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
         done = threading.Event()
         threading.Thread(
             target=announce.announce_when_ready,
-            args=(settings, done, lambda: supervisor.was_ready("gateway")),
+            args=(settings, done, lambda: supervisor.were_ready("gateway")),
             name="announce",
             daemon=True,
         ).start()
@@ -294,7 +294,7 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSpec]:
-    """The workers and the gateway of one `pelton serve`; the gateway stops first."""
+    """The workers and the gateways of one `pelton serve`; the gateways stop first."""
     # Not the supervisor's own: each child gets the socket on which the supervisor listens.
     inherited = {name: value for name, value in env.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
     num_workers = settings.data_parallel_size
@@ -307,10 +307,12 @@ def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSp
         argv = python_module("worker") + config.settings_to_argv(WorkerSettings, worker)
         child_env = config.settings_to_environment(WorkerSettings, worker, inherited)
         specs.append(ChildSpec(f"worker-{index}", tuple(argv), child_env, 1, _WORKER_STOP_SECONDS))
-    argv = python_module("gateway") + config.settings_to_argv(GatewaySettings, settings)
-    child_env = config.settings_to_environment(GatewaySettings, settings, inherited)
     stop_seconds = settings.drain_timeout + _GATEWAY_STOP_MARGIN_SECONDS
-    specs.append(ChildSpec("gateway", tuple(argv), child_env, 0, stop_seconds))
+    for index in range(settings.gateway_processes):
+        gateway = dataclasses.replace(settings, gateway_index=index)
+        argv = python_module("gateway") + config.settings_to_argv(GatewaySettings, gateway)
+        child_env = config.settings_to_environment(GatewaySettings, gateway, inherited)
+        specs.append(ChildSpec(f"gateway-{index}", tuple(argv), child_env, 0, stop_seconds))
     return specs
 
 

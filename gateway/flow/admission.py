@@ -1,7 +1,8 @@
 """Whether a request may enter, by requests and by waiting tokens; and if not, when to come again.
 
-A permit is held exactly as long as the generation. Limits are this gateway's own; the workers' reports bring in what
-other gateways have waiting there. (How many HTTP requests one process holds, and draining, are gateway.drain's.)
+A permit is held exactly as long as the generation. The limits are over all gateways of the workers: what others have
+there is known from the workers' reports, which are up to a second old. (How many HTTP requests one process holds, and
+draining, are gateway.drain's.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Permit:
 
 
 class Admission:
-    """The counts and limits of one gateway process.
+    """The counts of one gateway process, and the limits.
 
     Attributes:
         num_requests: admitted and not released.
@@ -61,25 +62,33 @@ class Admission:
         self._last_release: float | None = None
 
     def admit(
-        self, *, num_sequences: int, num_tokens: int, capacity: int, reported_tokens: int, tokens_per_second: float
+        self,
+        *,
+        num_sequences: int,
+        num_tokens: int,
+        capacity: int,
+        foreign_sequences: int,
+        foreign_tokens: int,
+        tokens_per_second: float,
     ) -> Permit:
         """Lets a request in.
 
         Args:
             num_tokens: of its prompt.
             capacity: sequences that the workers run at a time.
-            reported_tokens: waiting tokens by the workers' last reports, those of other gateways included.
+            foreign_sequences, foreign_tokens: what other gateways have at the workers, and of their prompts waiting.
             tokens_per_second: at which the workers together compute prompts; 0 while unknown.
 
         Raises:
             RateLimitError: a limit is reached; `retry_after` is when, by the learned speed, there is room again.
         """
         most = capacity + self._max_waiting_requests
-        excess = self.num_sequences + num_sequences - most
-        if excess > 0 and self.num_sequences > 0:
-            message = f"The server is busy: {self.num_sequences} sequences run or wait; the limit is {most}."
+        present = self.num_sequences + foreign_sequences
+        excess = present + num_sequences - most
+        if excess > 0 and present > 0:
+            message = f"The server is busy: {present} sequences run or wait; the limit is {most}."
             raise RateLimitError(message, retry_after=_clamp(excess * self._seconds_per_sequence))
-        waiting = max(self.waiting_tokens, reported_tokens)
+        waiting = self.waiting_tokens + foreign_tokens
         excess_tokens = waiting + num_tokens - self._max_waiting_tokens
         # A prompt alone may be larger than the limit: it is let in when nothing waits.
         if excess_tokens > 0 and waiting > 0:

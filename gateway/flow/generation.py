@@ -114,7 +114,8 @@ class Generator:
             num_sequences=request.n,
             num_tokens=len(request.prompt_token_ids),
             capacity=sum(worker.max_num_seqs for worker in everyone),
-            reported_tokens=sum(worker.stats.num_waiting_tokens for worker in everyone),
+            foreign_sequences=sum(worker.foreign_sequences for worker in everyone),
+            foreign_tokens=sum(worker.foreign_tokens for worker in everyone),
             tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in everyone),
         )
         try:

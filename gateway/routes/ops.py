@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from aiohttp import web
-from prometheus_client import generate_latest
 
-from gateway.keys import DRAIN, METRICS_REGISTRY, MODELS
+from gateway.keys import DRAIN, EXPOSITION, MODELS
 from gateway.responses import json_response
 from shared.errors import UnavailableError
 
@@ -27,5 +26,5 @@ async def ready(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus text format."""
-    body = generate_latest(request.app[METRICS_REGISTRY])
+    body = await request.app[EXPOSITION].render()
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -83,6 +83,9 @@ class WorkerLink:
         on_lost: called once when the link is lost, after its streams were told.
         on_bundle: called with each bundle that arrives.
         on_welcome: called when the worker has introduced itself; from then on `facts` is set.
+
+    Attributes:
+        foreign_sequences, foreign_tokens: choices, and waiting prompt tokens, of other gateways at its last report.
     """
 
     def __init__(
@@ -115,7 +118,10 @@ class WorkerLink:
         self._delayed_cancels: list[Cancel] = []
         self._sequence = 0
         self._nonce = 0
-        self._unanswered: OrderedDict[int, None] = OrderedDict()
+        # By nonce: sequences and waiting tokens of ours that the worker knew of when it was asked.
+        self._unanswered: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self.foreign_sequences = 0
+        self.foreign_tokens = 0
         self._last_pong = time.monotonic()
         self._lost_reason: str | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -401,9 +407,12 @@ class WorkerLink:
         if message.nonce not in self._unanswered:
             self.counters.malformed += 1
             return
-        del self._unanswered[message.nonce]
+        own_sequences, own_tokens = self._unanswered.pop(message.nonce)
         self._last_pong = time.monotonic()
-        self.stats = message.stats
+        self.stats = stats = message.stats
+        # What ended on its way makes these too low, never too high: nobody is refused for requests that are over.
+        self.foreign_sequences = max(0, stats.num_running + stats.num_waiting - own_sequences)
+        self.foreign_tokens = max(0, stats.num_waiting_tokens - own_tokens)
 
     def _on_wrong_epoch(self) -> None:
         """A message of another life. Before Welcome it is a left-over; after it, the life that we knew is over."""
@@ -415,7 +424,7 @@ class WorkerLink:
 
     def _ping(self) -> None:
         self._nonce += 1
-        self._unanswered[self._nonce] = None
+        self._unanswered[self._nonce] = self._num_sequences, self._waiting_tokens
         if len(self._unanswered) > _MAX_UNANSWERED:
             self._unanswered.popitem(last=False)
         self._send(Ping(self._nonce))

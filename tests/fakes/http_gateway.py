@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from gateway.app import ROUTES, Route, Services, build_app
 from gateway.auth import ApiKey, KeyRing, Scope
 from gateway.drain import Drain
+from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
 from gateway.keys import Limits
 from gateway.server import HttpRunner
@@ -146,7 +147,7 @@ async def run_gateway(
         salts=Salts(b"secret", shared=False),
         drain=Drain(max_requests),
         metrics=GatewayMetrics(registry),
-        metrics_registry=registry,
+        exposition=Exposition(registry, CollectorRegistry()),
     )
     merged = Limits(**{**_LIMITS, **limits})
     app = build_app(

@@ -93,7 +93,7 @@ def test_greets_and_stops_in_order(serve):
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
     assert "sk-secret" not in greeting + out + err
-    for name in ("worker-0", "worker-1", "gateway"):
+    for name in ("worker-0", "worker-1", "gateway-0"):
         assert f'"child":"{name}"' in err
 
 

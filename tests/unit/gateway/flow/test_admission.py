@@ -16,7 +16,14 @@ def make(**changes: int) -> Admission:
 
 
 def admit(admission: Admission, **changes: Any) -> Permit:
-    fields = {"num_sequences": 1, "num_tokens": 10, "capacity": 4, "reported_tokens": 0, "tokens_per_second": 0.0}
+    fields = {
+        "num_sequences": 1,
+        "num_tokens": 10,
+        "capacity": 4,
+        "foreign_sequences": 0,
+        "foreign_tokens": 0,
+        "tokens_per_second": 0.0,
+    }
     return admission.admit(**{**fields, **changes})
 
 
@@ -65,7 +72,7 @@ def test_a_prompt_above_the_limit_enters_when_nothing_waits() -> None:
 
 def test_tokens_that_other_gateways_wait_for_count() -> None:
     with pytest.raises(RateLimitError):
-        admit(make(), num_tokens=500, reported_tokens=600)
+        admit(make(), num_tokens=500, foreign_tokens=600)
 
 
 def test_retry_after_follows_the_learned_speed_of_prompts() -> None:
@@ -91,3 +98,11 @@ def test_retry_after_follows_how_fast_requests_end(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RateLimitError) as caught:
         admit(admission)
     assert caught.value.retry_after == pytest.approx(7.0, rel=0.05)
+
+
+def test_sequences_of_other_gateways_count() -> None:
+    admission = make()
+    admit(admission, foreign_sequences=5)
+    with pytest.raises(RateLimitError, match="6 sequences run or wait; the limit is 6"):
+        admit(admission, foreign_sequences=5)
+    admit(admission, foreign_sequences=4)

@@ -50,8 +50,8 @@ class Link:
 
     page_size = 16
     max_num_seqs = 8
-    waiting_tokens = 0
-    num_sequences = 0
+    waiting_tokens = foreign_tokens = 0
+    num_sequences = foreign_sequences = 0
     stats = WorkerStats()
 
     def __init__(self) -> None:

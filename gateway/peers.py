@@ -1,0 +1,95 @@
+"""The other gateway processes on this port: where each answers its siblings, and what it is asked.
+
+Every gateway listens on a socket of the runtime directory besides the port that they share. Only processes of the
+same user reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from shared.errors import ConfigurationError
+from shared.log import get_logger
+
+_PATIENCE_SECONDS = 1.0
+
+log = get_logger("gateway.peers")
+
+
+def peer_socket(directory: Path, index: int) -> Path:
+    """Where gateway `index` answers."""
+    return directory / f"gateway-{index}.sock"
+
+
+class Peers:
+    """This process among its siblings.
+
+    Args:
+        counted: gives what the process counts, in Prometheus' text format.
+    """
+
+    def __init__(self, directory: Path, index: int, num_processes: int, counted: Callable[[], bytes]) -> None:
+        self._directory = directory
+        self._index = index
+        self._num_processes = num_processes
+        self._counted = counted
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigurationError where a gateway of this index runs already."""
+        app = web.Application()
+        app.router.add_get("/metrics", self._answer_metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        path = peer_socket(self._directory, self._index)
+        if await asyncio.to_thread(_answers, path):
+            raise ConfigurationError(
+                f"a gateway of --gateway-index {self._index} runs already in {self._directory}; each has its own"
+            )
+        path.unlink(missing_ok=True)
+        await web.UnixSite(self._runner, path).start()
+
+    async def close(self) -> None:
+        """Stops listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def metrics(self) -> dict[int, bytes]:
+        """What each gateway that answers within a second has counted, by index; this one's too."""
+        others = [index for index in range(self._num_processes) if index != self._index]
+        texts = await asyncio.gather(*(self._ask(index) for index in others))
+        answers = {index: text for index, text in zip(others, texts) if text is not None}
+        return {self._index: self._counted(), **answers}
+
+    async def _ask(self, index: int) -> bytes | None:
+        connector = aiohttp.UnixConnector(str(peer_socket(self._directory, index)))
+        timeout = aiohttp.ClientTimeout(_PATIENCE_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as session,
+                session.get("http://peer/metrics") as response,
+            ):
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("a gateway does not answer", gateway=index, error=type(error).__name__)
+            return None
+
+    async def _answer_metrics(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._counted())
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens; a socket file alone may be left from a process that died."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PATIENCE_SECONDS)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,95 @@
+"""Two gateway processes on one port: they share nothing, and limits and metrics hold across them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+BODY = {"model": "SmolLM2-135M-Instruct", "prompt": "Tell", "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Server]:
+    """Four requests may be there: two run, two wait."""
+    flags = "--gateway-processes 2 --max-num-seqs 2 --max-waiting-requests 2 --api-key none"
+    with Server(tuple(flags.split())) as running:
+        yield running
+
+
+def _responses(server: Server, route: str) -> dict[str, int]:
+    """Responses of a route by gateway, from one scrape."""
+    status, text = server.request("GET", "/metrics", api_key="none")
+    assert status == 200
+    pattern = rf'^pelton:http_requests_total{{gateway="(\d)",route="{re.escape(route)}",status="\d+"}} (\S+)$'
+    counts: dict[str, int] = {}
+    for gateway, value in re.findall(pattern, text, re.MULTILINE):
+        counts[gateway] = counts.get(gateway, 0) + int(float(value))
+    return counts
+
+
+def test_one_scrape_shows_what_all_of_them_count(pair: Server) -> None:
+    num_before = sum(_responses(pair, "/health").values())
+    num_sent = 0
+
+    def both_answered() -> bool:
+        nonlocal num_sent
+        for _ in range(8):
+            assert pair.status("/health") == 200
+            num_sent += 1
+        return len(_responses(pair, "/health")) == 2
+
+    # The kernel spreads connections by their addresses.
+    wait_until(both_answered, 20, "both processes get connections")
+    assert sum(_responses(pair, "/health").values()) == num_before + num_sent
+    text = pair.request("GET", "/metrics", api_key="none")[1]
+    assert text.count("\npelton:kv_cache_num_pages{") == 1
+
+
+def _ask(server: Server, body: dict[str, Any]) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=0.5)
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
+    connection.request("POST", "/v1/completions", json.dumps(BODY | body), headers)
+    return connection
+
+
+def _refused(server: Server) -> bool:
+    """Whether a further request gets 429; one that is let in waits, and is given up."""
+    connection = _ask(server, {"max_tokens": 1})
+    try:
+        return connection.getresponse().status == 429
+    except (TimeoutError, http.client.RemoteDisconnected):
+        return False
+    finally:
+        connection.close()
+
+
+def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
+    streams = [_ask(pair, {"max_tokens": 4000, "stream": True}) for _ in range(4)]
+    wait_until(lambda: pair.metric("num_requests_waiting") == 2, 20, "two wait")
+    # Whichever of the two it comes to, once both have the worker's next report.
+    wait_until(lambda: all(_refused(pair) for _ in range(8)), 20, "every further request is refused")
+    for stream in streams:
+        stream.close()
+    wait_until(pair.idle, 10, "idle")
+    assert pair.request("POST", "/v1/completions", BODY | {"max_tokens": 2}, api_key="none")[0] == 200
+
+
+def test_one_that_dies_takes_only_its_own_with_it(pair: Server) -> None:
+    first, second = pair.gateway_pids()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: set(pair.gateway_pids()) - {first, second}, 20, "another is started")
+    assert second in pair.gateway_pids()
+    wait_until(lambda: len(_responses(pair, "/metrics")) == 2, 20, "both count again")
+    assert pair.request("POST", "/v1/completions", BODY | {"max_tokens": 2}, api_key="none")[0] == 200
+    assert "Traceback" not in pair.log()

@@ -1,0 +1,37 @@
+"""The expositions of several gateway processes as one."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.exposition import labelled
+from shared.metrics import GatewayMetrics
+
+
+def counted(tokens: int) -> bytes:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    metrics.http_requests.labels('/v1/"odd"\\route', "200").inc(tokens)
+    metrics.e2e_latency.labels("model").observe(0.3 * tokens)
+    metrics.event_loop_lag.set(0.5)
+    return generate_latest(registry)
+
+
+def test_every_sample_says_whose_it_is_and_nothing_else_changes() -> None:
+    texts = {1: counted(5), 0: counted(2)}
+    wanted = {}
+    for index, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                labels = {**sample.labels, "gateway": str(index)}
+                wanted[family.type, sample.name, tuple(sorted(labels.items()))] = sample.value
+    found = {}
+    merged = labelled(texts).decode()
+    for family in text_string_to_metric_families(merged):
+        for sample in family.samples:
+            found[family.type, sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+    assert found == wanted
+    assert len(wanted) > 50
+    lines = merged.splitlines()
+    assert lines.count("# TYPE pelton:http_requests_total counter") == 1
