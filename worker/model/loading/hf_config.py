@@ -16,6 +16,7 @@ from worker.model.loading.checks import (
     check_spec,
 )
 from worker.model.loading.fields import Fields, shown
+from worker.model.loading.quantized_checkpoint import quantization_of
 from worker.model.loading.rope_config import rope_from_config
 from worker.model.spec import DecoderSpec, KVGroupSpec
 
@@ -84,9 +85,7 @@ def token_ids(fields: Fields, key: str) -> list[int]:
 def _family(fields: Fields) -> Family:
     if "auto_map" in fields:
         raise fields.error("auto_map", "asks for code from the model's folder to be run, which Pelton never does")
-    if "quantization_config" in fields:
-        method = fields.part("quantization_config").text("quant_method", "unknown")
-        raise fields.error("quantization_config", f"says {method[:80]!r}; quantized checkpoints are not supported yet")
+    quantization_of(fields)
     model_type = fields.text("model_type")
     family = BY_MODEL_TYPE.get(model_type)
     if family is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shared.errors import ModelFileError
@@ -15,9 +15,12 @@ from worker.model.loading.hf_config import spec_from_config, token_ids
 from worker.model.loading.hf_text import read_text_side
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.model_hash import model_hash
+from worker.model.loading.quantized_checkpoint import find_modules, quantization_of
+from worker.model.loading.quantized_module import QuantizedCheckpoint, QuantizedModule
 from worker.model.loading.reads import parse_object, read_bounded, read_json_object
-from worker.model.loading.safetensors_reader import Checkpoint, open_checkpoint, read_index
+from worker.model.loading.safetensors_reader import Checkpoint, Stored, open_checkpoint, read_index
 from worker.model.loading.weights import WeightSource
+from worker.model.spec import DecoderSpec
 from worker.quant.raw_weight import RawWeight, slice_columns
 
 _INDEX = "model.safetensors.index.json"
@@ -29,30 +32,40 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 class SafetensorsWeights(WeightSource):
     """Weights of an opened checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, Stored],
+        modules: Mapping[str, QuantizedModule],
+        names: Mapping[str, str],
+    ) -> None:
+        """names: canonical name -> name in `tensors` or in `modules`."""
         self._checkpoint = checkpoint
-        self._tensors = {canonical: checkpoint.tensors[name] for canonical, name in names.items()}
+        self._tensors = {canonical: tensors[name] for canonical, name in names.items() if name in tensors}
+        self._modules = {canonical: modules[name] for canonical, name in names.items() if name in modules}
 
     def names(self) -> Iterable[str]:
-        return self._tensors.keys()
+        return [*self._tensors, *self._modules]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._modules
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name][1].shape
+        return self._modules[name].shape if name in self._modules else self._tensors[name].shape
 
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
-        file, tensor = self._tensors[name]
-        return slice_columns(file.read_rows(tensor, rows), cols)
+        if name in self._modules:
+            return self._modules[name].read(rows, cols)
+        stored = self._tensors[name]
+        return slice_columns(stored.file.read_rows(stored.tensor, rows), cols)
 
     def close(self) -> None:
         self._checkpoint.close()
 
     def check_types(self) -> None:
         """Raises ModelFileError where a tensor has a type that cannot be used, before any is read."""
-        for file, tensor in self._tensors.values():
-            file.format_of(tensor)
+        for stored in self._tensors.values():
+            stored.file.format_of(stored.tensor)
 
 
 def has_weights(folder: Path) -> bool:
@@ -78,11 +91,7 @@ def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
         bundle, text_ends = read_text_side(folder, cache_dir)
         eos = united(token_ids(fields, "eos_token_id"), _generation_ends(folder), text_ends)
         spec = spec_from_config(fields, eos)
-        shapes = {name: tensor.shape for name, (_, tensor) in checkpoint.tensors.items()}
-        tied = spec.tie_word_embeddings
-        names = check_tensors(spec, hf_names(spec.num_layers), shapes, lambda name: _ignored(name, tied), folder.name)
-        weights = SafetensorsWeights(checkpoint, names)
-        weights.check_types()
+        weights = _weights(checkpoint, spec, quantization_of(fields), folder.name)
         heads = [(file.path, file.data_start) for file in sorted(checkpoint.files, key=lambda file: file.name)]
         return ModelFiles(
             spec=spec,
@@ -96,6 +105,26 @@ def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _weights(
+    checkpoint: Checkpoint, spec: DecoderSpec, quantization: QuantizedCheckpoint | None, where: str
+) -> SafetensorsWeights:
+    """The needed tensors by canonical name. Raises ModelFileError where they are not those in the files."""
+    modules, tensors = find_modules(checkpoint.tensors, quantization)
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    shapes |= {name: module.shape for name, module in modules.items()}
+
+    def ignored(name: str) -> bool:
+        if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in modules:
+            # GPTQ's first tools gave every layer a bias, of zeros where the model has none.
+            return not tensors[name].read().any()
+        return _ignored(name, spec.tie_word_embeddings)
+
+    names = check_tensors(spec, hf_names(spec.num_layers), shapes, ignored, where)
+    weights = SafetensorsWeights(checkpoint, tensors, modules, names)
+    weights.check_types()
+    return weights
 
 
 def _ignored(name: str, tied: bool) -> bool:

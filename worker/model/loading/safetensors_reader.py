@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -18,7 +18,7 @@ import torch
 from shared.errors import ModelFileError
 from worker.model.loading.fields import readable, shown
 from worker.model.loading.reads import open_for_reading, parse_object, pread_exactly, read_json_object
-from worker.quant.gguf_formats import PLAIN_DTYPES, WeightFormat
+from worker.quant.gguf_formats import WeightFormat
 from worker.quant.raw_weight import RawWeight, bounds
 
 MAX_HEADER = 100_000_000
@@ -32,6 +32,10 @@ _DTYPE_BITS = {
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 _FORMATS: dict[str, WeightFormat] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_READABLE: dict[str, torch.dtype] = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,23 @@ class SafetensorsFile:
             self._fd = -1
 
     def read_rows(self, tensor: SafeTensor, rows: slice | None) -> RawWeight:
-        """Rows of a tensor; only their bytes are read."""
+        """Rows of a tensor of values; only their bytes are read."""
         weight_format = self.format_of(tensor)
+        values = self.read_values(tensor, rows)
+        return RawWeight(weight_format, tuple(values.shape), values)
+
+    def read_values(self, tensor: SafeTensor, rows: slice | None = None) -> torch.Tensor:
+        """Rows of a tensor of any type that torch has; only their bytes are read."""
+        dtype = _READABLE.get(tensor.dtype)
+        if dtype is None:
+            raise self._fail(f"tensor {tensor.name} has the type {tensor.dtype}; supported are {', '.join(_READABLE)}")
         where = readable(f"{self.name}: tensor {tensor.name}")
         if not tensor.shape or not tensor.num_bytes:
             raise ModelFileError(f"{where} is empty or has no dimensions")
         start, stop = bounds(rows, tensor.shape[0])
         row_bytes = tensor.num_bytes // tensor.shape[0]
         raw = pread_exactly(self._fd, tensor.offset + start * row_bytes, (stop - start) * row_bytes, where)
-        shape = (stop - start, *tensor.shape[1:])
-        return RawWeight(weight_format, shape, torch.from_numpy(raw).view(PLAIN_DTYPES[weight_format]).reshape(shape))
+        return torch.from_numpy(raw).view(dtype).reshape(stop - start, *tensor.shape[1:])
 
     def format_of(self, tensor: SafeTensor) -> WeightFormat:
         """Format of a tensor. Raises ModelFileError for types that are not supported."""
@@ -143,10 +154,33 @@ def _counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor and its file."""
+
+    file: SafetensorsFile
+    tensor: SafeTensor
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def read(self, rows: slice | None = None) -> torch.Tensor:
+        """The tensor, or rows of it, as stored. A tensor without dimensions is [1]."""
+        if not self.tensor.shape:
+            whole = replace(self.tensor, shape=(1,))
+            return self.file.read_values(whole)
+        return self.file.read_values(self.tensor, rows)
+
+
 class Checkpoint:
     """The tensors of a folder: one file, or shards with an index."""
 
-    def __init__(self, files: list[SafetensorsFile], tensors: dict[str, tuple[SafetensorsFile, SafeTensor]]) -> None:
+    def __init__(self, files: list[SafetensorsFile], tensors: dict[str, Stored]) -> None:
         self.files = files
         self.tensors = tensors
 
@@ -163,13 +197,13 @@ def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = No
         # One by one, so that those already open are closed when one fails.
         for path in paths:
             files.append(SafetensorsFile(path))  # noqa: PERF401
-        tensors = {name: (file, tensor) for file in files for name, tensor in file.tensors.items()}
+        tensors = {name: Stored(file, tensor) for file in files for name, tensor in file.tensors.items()}
         if weight_map is not None:
             by_name = {file.name: file for file in files}
             for name, file_name in weight_map.items():
                 if name not in by_name[file_name].tensors:
                     raise ModelFileError(f"{file_name}: tensor {readable(name)} is missing, though the index names it")
-                tensors[name] = (by_name[file_name], by_name[file_name].tensors[name])
+                tensors[name] = Stored(by_name[file_name], by_name[file_name].tensors[name])
     except BaseException:
         for file in files:
             file.close()

@@ -276,7 +276,8 @@ def test_partial_rotation() -> None:
     ("changes", "message"),
     [
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map asks for code"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config says 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config says 'hqq'; supported are awq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits is missing"),
         ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox'"),
         ({"model_type": ...}, "model_type is missing"),
         ({"model_type": 5}, "model_type is 5"),

@@ -1,0 +1,164 @@
+"""Weights quantized by GPTQ (Frantar et al. 2022) and AWQ (Lin et al. 2023), as their tools write them.
+
+In both, value = (code - zero) * scale; zero and scale belong to `group_size` consecutive inputs of an output feature.
+
+    GPTQ   qweight [in * bits / 32, out]: word i holds inputs i * 32 / bits and following, the first in the lowest bits
+           qzeros  [groups, out * bits / 32]: packed likewise along out; stored less one unless the format is gptq_v2
+           scales  [groups, out]; g_idx [in]: group of each input, where they were quantized in another order
+    AWQ    qweight [in, out / 8]: nibble i of word c holds output 8 * c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
+           qzeros  [groups, out / 8]: in the same order, as they are; scales [groups, out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from shared.errors import ModelFileError
+from worker.model.loading.fields import Fields, readable
+from worker.model.loading.quantized_module import QuantizedModule, need
+from worker.model.loading.safetensors_reader import Stored
+from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
+
+_SCALES = ("F16", "BF16", "F32")
+_MAX_GROUP = 1 << 20
+# Where the output feature of each of a word's values lies among the word's nibbles.
+_AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of packed words, lowest bits first: [n, w] int32 -> [n, w * 32 / bits] uint8; bits is 4 or 8."""
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return packed
+    codes = torch.empty((*packed.shape, 2), dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=codes[..., 0])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., 1])
+    return codes.flatten(-2)
+
+
+def _weight(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int, group: int, columns: torch.Tensor | None
+) -> RawWeight:
+    """[out, in] codes with [out, groups] zeros and scales as a weight."""
+    name: CodeFormat = "u4" if bits == 4 else "u8"
+    extra = {
+        "scale": Factors(scales.contiguous(), 1, group),
+        "minimum": Factors(-(zeros.float() * scales.float()), 1, group),
+    }
+    return RawWeight(name, (codes.shape[0], codes.shape[1]), codes, extra, columns)
+
+
+def _group_size(config: Fields) -> int:
+    """Inputs of a group; 0 where all inputs are one."""
+    size = config.integer("group_size", low=-1, high=_MAX_GROUP)
+    if size == 0:
+        raise config.error("group_size", "is 0; -1 for whole rows or a positive number is needed")
+    return max(size, 0)
+
+
+def _num_groups(num_inputs: int, group: int, module: str) -> int:
+    if num_inputs % group:
+        raise ModelFileError(f"{readable(module)}: {num_inputs} inputs are no whole number of groups of {group}")
+    return num_inputs // group
+
+
+class GPTQ:
+    """Checkpoints of quant_method gptq."""
+
+    def __init__(self, config: Fields) -> None:
+        self._bits = config.integer("bits", low=1, high=32)
+        if self._bits not in (4, 8):
+            raise config.error("bits", f"is {self._bits}; supported are 4, 8")
+        self._group = _group_size(config)
+        version = config.text("checkpoint_format", "gptq")
+        if version not in ("gptq", "gptq_v2"):
+            raise config.error("checkpoint_format", f"is {version[:80]!r}; supported are gptq, gptq_v2")
+        self._zero_offset = 1 if version == "gptq" else 0
+
+    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+        """See QuantizedCheckpoint."""
+        if "qweight" not in tensors:
+            return None
+        in_word = 32 // self._bits
+        qweight = need(name, tensors, "qweight", ("I32",))
+        if len(qweight.shape) != 2 or qweight.shape[1] % in_word or not all(qweight.shape):
+            raise ModelFileError(f"tensor {readable(name)}.qweight has the shape {qweight.shape}, no packed matrix")
+        num_inputs, num_outputs = qweight.shape[0] * in_word, qweight.shape[1]
+        group = self._group or num_inputs
+        groups = _num_groups(num_inputs, group, name)
+        qzeros = need(name, tensors, "qzeros", ("I32",), (groups, num_outputs // in_word))
+        scales = need(name, tensors, "scales", _SCALES, (groups, num_outputs))
+        order = need(name, tensors, "g_idx", ("I32",), (num_inputs,)) if "g_idx" in tensors else None
+
+        def read(rows: slice | None, cols: slice | None) -> RawWeight:
+            start, stop = bounds(rows, num_outputs)
+            columns = None if order is None else _sorted_columns(order.read(), group, name)
+            codes = unpack_words(qweight.read()[:, start:stop].T, self._bits)
+            if columns is not None:
+                codes = codes[:, columns]
+            zeros = unpack_words(qzeros.read(), self._bits)[:, start:stop].T.to(torch.int32) + self._zero_offset
+            weight = _weight(codes, zeros, scales.read()[:, start:stop].T, self._bits, group, columns)
+            return slice_columns(weight, cols)
+
+        leaves = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+        return QuantizedModule((num_outputs, num_inputs), leaves, read)
+
+
+def _sorted_columns(group_of: torch.Tensor, group: int, module: str) -> torch.Tensor | None:
+    """Inputs by group, or None where they are in order. Raises ModelFileError where groups are not of one size."""
+    expected = torch.arange(group_of.shape[0]) // group
+    if torch.equal(group_of.long(), expected):
+        return None
+    columns = torch.argsort(group_of, stable=True)
+    if not torch.equal(group_of[columns].long(), expected):
+        raise ModelFileError(f"tensor {readable(module)}.g_idx does not name groups of {group} inputs each")
+    return columns
+
+
+class AWQ:
+    """Checkpoints of quant_method awq."""
+
+    def __init__(self, config: Fields) -> None:
+        bits = config.integer("bits", low=1, high=32)
+        if bits != 4:
+            raise config.error("bits", f"is {bits}; 4 is supported")
+        version = config.text("version", "gemm").lower()
+        if version != "gemm":
+            raise config.error("version", f"is {version[:80]!r}; supported is gemm")
+        if not config.boolean("zero_point", True):
+            raise config.error("zero_point", "is false; only checkpoints with zero points are supported")
+        self._group = _group_size(config)
+
+    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+        """See QuantizedCheckpoint."""
+        if "qweight" not in tensors:
+            return None
+        qweight = need(name, tensors, "qweight", ("I32",))
+        if len(qweight.shape) != 2 or not all(qweight.shape):
+            raise ModelFileError(f"tensor {readable(name)}.qweight has the shape {qweight.shape}, no packed matrix")
+        num_inputs, num_outputs = qweight.shape[0], qweight.shape[1] * 8
+        group = self._group or num_inputs
+        groups = _num_groups(num_inputs, group, name)
+        qzeros = need(name, tensors, "qzeros", ("I32",), (groups, num_outputs // 8))
+        scales = need(name, tensors, "scales", _SCALES, (groups, num_outputs))
+
+        def read(rows: slice | None, cols: slice | None) -> RawWeight:
+            inputs = slice(*bounds(cols, num_inputs))
+            if inputs.start % group or inputs.stop % group:  # cut within a group: made dense below
+                inputs = slice(0, num_inputs)
+            of_groups = slice(inputs.start // group, inputs.stop // group)
+            codes = _awq_codes(qweight.read(inputs)).T.contiguous()
+            zeros = _awq_codes(qzeros.read(of_groups)).T
+            weight = _weight(codes, zeros, scales.read(of_groups).T, 4, group, None)
+            weight = slice_rows(weight, rows)
+            return weight if inputs == slice(*bounds(cols, num_inputs)) else slice_columns(weight, cols)
+
+        return QuantizedModule((num_outputs, num_inputs), frozenset({"qweight", "qzeros", "scales"}), read)
+
+
+def _awq_codes(words: torch.Tensor) -> torch.Tensor:
+    """[n, w] int32 -> [n, w * 8] uint8 in the order of the outputs."""
+    codes = unpack_words(words, 4).view(words.shape[0], -1, 8)
+    return codes[..., list(_AWQ_NIBBLE)].flatten(1)
