@@ -16,9 +16,9 @@ def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> Quantized
     rows, width = x.shape
     wide = x.float()
     if quantization.format == "fp8_block":
-        blocks = F.pad(wide, (0, -width % BLOCK)).view(rows, -1, BLOCK)
+        blocks = F.pad(wide, (0, -width % BLOCK)).view(rows, -(-width // BLOCK), BLOCK)
         scales = blocks.abs().amax(dim=-1) / largest
-        scaled = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).view(rows, -1)[:, :width]
+        scaled = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).flatten(1)[:, :width]
     else:
         fixed = quantization.scale
         scales = wide.abs().amax(dim=-1, keepdim=True) / largest if fixed is None else fixed
