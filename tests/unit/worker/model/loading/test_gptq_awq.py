@@ -1,0 +1,222 @@
+"""GPTQ and AWQ checkpoints, packed here value by value, against the values they were made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.errors import ModelFileError
+from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from worker.model.loading import ModelFiles, open_model
+
+DOWN = "mlp.down_proj"
+
+
+def pack(values: np.ndarray, bits: int, places: list[int]) -> np.ndarray:
+    """[n, m] codes -> [n, m * bits / 32] int32; value j of a word lies at places[j], lowest first."""
+    count = 32 // bits
+    words = np.zeros((values.shape[0], values.shape[1] // count), dtype=np.uint64)
+    for row in range(values.shape[0]):
+        for column in range(values.shape[1]):
+            word, j = divmod(column, count)
+            words[row, word] |= np.uint64(int(values[row, column]) << (bits * places[j]))
+    return words.astype(np.uint32).view(np.int32)
+
+
+class Made:
+    """A quantized layer: random codes, zeros and scales, and what they are worth."""
+
+    def __init__(self, out: int, num_in: int, bits: int, group: int, seed: int, shuffled: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        groups = num_in // group
+        self.codes = rng.integers(0, 1 << bits, (out, num_in))
+        self.zeros = rng.integers(1, 1 << bits, (out, groups))
+        self.scales = rng.uniform(0.002, 0.02, (out, groups)).astype(np.float16)
+        self.group_of = np.arange(num_in) // group
+        if shuffled:
+            self.group_of = rng.permutation(self.group_of)
+        of = self.group_of
+        self.values = torch.from_numpy((self.codes - self.zeros[:, of]) * self.scales[:, of].astype(np.float32)).float()
+
+    def gptq(self, bits: int, offset: int) -> dict[str, np.ndarray]:
+        in_order = list(range(32 // bits))
+        return {
+            "qweight": pack(self.codes, bits, in_order).T,
+            "qzeros": pack((self.zeros - offset).T, bits, in_order),
+            "scales": self.scales.T,
+            "g_idx": self.group_of.astype(np.int32),
+        }
+
+    def awq(self) -> dict[str, np.ndarray]:
+        places = [0, 4, 1, 5, 2, 6, 3, 7]
+        return {
+            "qweight": pack(self.codes.T, 4, places),
+            "qzeros": pack(self.zeros.T, 4, places),
+            "scales": self.scales.T,
+        }
+
+
+def write(
+    folder: Path, config: dict[str, Any], leaves: Any, bits: int = 4, group: int = 32, shuffled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Replaces the linear layers of a tiny model by quantized ones; returns the values of each by module name."""
+    write_tiny_model(folder)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+    tensors = load_file(folder / "model.safetensors")
+    values = {}
+    for name in [name for name in tensors if "_proj" in name]:
+        prefix = name.removesuffix(".weight")
+        out, num_in = tensors.pop(name).shape
+        made = Made(out, num_in, bits, num_in if group < 0 else group, len(values), shuffled)
+        values[prefix] = made.values
+        for leaf, array in leaves(made).items():
+            tensors[f"{prefix}.{leaf}"] = torch.from_numpy(np.ascontiguousarray(array))
+    save_file(tensors, folder / "model.safetensors")
+    return values
+
+
+def opened(folder: Path) -> ModelFiles:
+    return open_model(str(folder), folder.parent / "cache")
+
+
+def check_slices(files: ModelFiles, values: dict[str, torch.Tensor], kept: bool = True) -> None:
+    """Whole weights and slices of them: along groups in their own format, within a group as values."""
+    down = values[f"model.layers.1.{DOWN}"]
+    name = "layers.1.down.weight"
+    for rows, cols in ((None, None), (slice(8, 40), None), (slice(32, 64), slice(64, 128)), (None, slice(0, 32))):
+        part = files.weights.get(name, rows=rows, cols=cols)
+        wanted = down[rows or slice(None)][:, cols or slice(None)]
+        assert part.shape == tuple(wanted.shape) and part.data.is_contiguous()
+        assert part.plain == (cols is not None and not kept)
+        torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=0, atol=1e-6)
+    within = files.weights.get(name, cols=slice(16, 48))
+    assert within.format == "f32"
+    torch.testing.assert_close(within.dequantize(torch.float32), down[:, 16:48], rtol=0, atol=1e-6)
+    q = files.weights.get("layers.0.q.weight")
+    torch.testing.assert_close(
+        q.dequantize(torch.float32), values["model.layers.0.self_attn.q_proj"], rtol=0, atol=1e-6
+    )
+    order = torch.randperm(q.shape[0], generator=torch.Generator().manual_seed(1))
+    assert torch.equal(q.take_rows(order).dequantize(torch.float32), q.dequantize(torch.float32)[order])
+    assert not q.zero_rows(3).dequantize(torch.float32).any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", [None, "gptq", "gptq_v2"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq(tmp_path: Path, bits: int, version: str | None, shuffled: bool) -> None:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": shuffled}
+    if version:
+        config["checkpoint_format"] = version
+    offset = 0 if version == "gptq_v2" else 1
+    values = write(tmp_path / "m", config, lambda made: made.gptq(bits, offset), bits, 32, shuffled)
+    files = opened(tmp_path / "m")
+    assert files.weights.get("layers.0.up.weight").format == ("u4" if bits == 4 else "u8")
+    check_slices(files, values, kept=not shuffled)
+
+
+def test_gptq_with_one_group_and_without_g_idx(tmp_path: Path) -> None:
+    def leaves(made: Made) -> dict[str, np.ndarray]:
+        return {leaf: array for leaf, array in made.gptq(4, 1).items() if leaf != "g_idx"}
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    values = write(tmp_path / "m", config, leaves, group=-1)
+    up = opened(tmp_path / "m").weights.get("layers.1.up.weight")
+    assert up.extra["scale"].cols == 64
+    torch.testing.assert_close(up.dequantize(torch.float32), values["model.layers.1.mlp.up_proj"], rtol=0, atol=1e-6)
+
+
+def test_awq(tmp_path: Path) -> None:
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM", "zero_point": True}
+    values = write(tmp_path / "m", config, lambda made: made.awq())
+    files = opened(tmp_path / "m")
+    assert files.weights.get("layers.0.up.weight").format == "u4"
+    check_slices(files, values)
+
+
+def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    write(tmp_path / "m", config, lambda made: {**made.gptq(4, 1), "bias": np.zeros(made.codes.shape[0], np.float16)})
+    assert "layers.0.q.bias" not in opened(tmp_path / "m").weights
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
+    save_file(tensors, path)
+    with pytest.raises(ModelFileError, match=r"up_proj\.bias is not known"):
+        opened(tmp_path / "m")
+
+
+def test_modules_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    write(tmp_path / "m", config, lambda made: made.gptq(4, 1))
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path)
+    prefix = "model.layers.0.self_attn.o_proj"
+    for leaf in ("qweight", "qzeros", "scales", "g_idx"):
+        tensors.pop(f"{prefix}.{leaf}")
+    tensors[f"{prefix}.weight"] = torch.ones(64, 64)
+    save_file(tensors, path)
+    assert opened(tmp_path / "m").weights.get("layers.0.o.weight").format == "f32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "quantization_config.bits is 3; supported are 4, 8"),
+        ({"bits": "4"}, "quantization_config.bits is '4'"),
+        ({"group_size": 0}, "quantization_config.group_size is 0"),
+        ({"group_size": None}, "quantization_config.group_size is missing"),
+        ({"group_size": 48}, "inputs are no whole number of groups of 48"),
+        ({"group_size": 64}, "qzeros has the shape"),
+        ({"checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin'"),
+        ({"quant_method": "awq", "bits": 8}, "quantization_config.bits is 8"),
+        ({"quant_method": "awq", "version": "gemv"}, "quantization_config.version is 'gemv'"),
+        ({"quant_method": "awq", "zero_point": False}, "quantization_config.zero_point is false"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    write(tmp_path / "m", {**config, **changes}, lambda made: made.gptq(4, 1))
+    with pytest.raises(ModelFileError) as caught:
+        opened(tmp_path / "m")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "message"),
+    [
+        ("qzeros", None, "q_proj.qzeros is missing"),
+        ("scales", torch.ones(2, 64, dtype=torch.int32), "q_proj.scales has the type I32"),
+        ("qweight", torch.ones(9, 64, dtype=torch.int32), "inputs are no whole number of groups of 32"),
+        ("qweight", torch.ones(8, dtype=torch.int32), "no packed matrix"),
+        ("g_idx", torch.ones(9, dtype=torch.int32), "g_idx has the shape (9,)"),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path: Path, leaf: str, value: torch.Tensor | None, message: str) -> None:
+    write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path)
+    name = f"model.layers.0.self_attn.q_proj.{leaf}"
+    tensors.pop(name)
+    if value is not None:
+        tensors[name] = value
+    save_file(tensors, path)
+    with pytest.raises(ModelFileError) as caught:
+        opened(tmp_path / "m")
+    assert message in str(caught.value)
+
+
+def test_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.g_idx"][0] = 1
+    save_file(tensors, path)
+    with pytest.raises(ModelFileError, match="g_idx does not name groups of 32 inputs each"):
+        opened(tmp_path / "m").weights.get("layers.0.q.weight")
