@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.attention.inputs import AttentionGeometry, AttentionInputs
-from kernels.attention.kv_pages import KVPages
+from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
+from kernels.attention.kv_pages import KVFormat, KVPages, quantize_cells
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step: requests as (tokens computed in it, context before it)."""
+    """One step: requests as (tokens computed in it, context before it).
+
+    (1, -1) pads a captured graph: a token of no request, which is not written and sees nothing.
+    """
 
     name: str
     requests: list[tuple[int, int]]
@@ -23,12 +26,30 @@ class Case:
     page_size: int = 16
     scale: float = 0.125
     seed: int = field(default=0)
+    softcap: float | None = None
+    window: int | None = None
+    qk_norm: bool = False
+    sinks: bool = False
 
     def geometry(self) -> AttentionGeometry:
         """The constants of the op."""
         return AttentionGeometry(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_dim, self.page_size, self.scale
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.rotary_dim,
+            self.page_size,
+            self.scale,
+            self.softcap,
+            self.window,
         )
+
+    def layer(self) -> LayerConstants:
+        """Random norms and sinks, where the case has them."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        norms = [torch.rand(self.head_dim, generator=generator) + 0.5 for _ in range(2)] if self.qk_norm else [None] * 2
+        sinks = torch.randn(self.num_heads, generator=generator) * 2 if self.sinks else None
+        return LayerConstants(norms[0], norms[1], 1e-6, sinks)
 
 
 CASES = [
@@ -80,6 +101,10 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tenso
         pages = [order.pop() for _ in range(count)]
         tables.append(pages + [0] * (max(counts) - count))
         place = [pages[i // size] * size + i % size for i in range(before + tokens)]
+        if before < 0:
+            slots.append(-1)
+            positions.append(0)
+            continue
         written += place[:before]
         slots += place[before:]
         positions += range(before, before + tokens)
@@ -106,3 +131,55 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tenso
     )
     qkv = (torch.randn((sum(lengths), width), generator=generator) * 2).to(dtype)
     return Tensors(qkv, keys, values, inputs)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A case on a device, as the op takes it."""
+
+    qkv: torch.Tensor
+    pages: KVPages
+    inputs: AttentionInputs
+    geometry: AttentionGeometry
+    layer: LayerConstants
+
+    def copy_of_pages(self) -> KVPages:
+        """Pages for the reference, which writes too."""
+        pages = self.pages
+        copies = [None if t is None else t.clone() for t in (pages.key_scales, pages.value_scales)]
+        return KVPages(pages.keys.clone(), pages.values.clone(), copies[0], copies[1], pages.format)
+
+
+def make_step(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> Step:
+    """The tensors of `make_tensors` with keys and values in a GPU's layout, contiguous, and in any format.
+
+    Cells that no token was written to are NaN, of quantized ones the scale.
+    """
+    tensors = make_tensors(case, dtype, dtype)
+    keys, values = tensors.keys.contiguous(), tensors.values
+    if kv_format == "dense":
+        pages = KVPages(keys.to(device), values.to(device))
+    else:
+        stored = [*quantize_cells(keys, kv_format), *quantize_cells(values, kv_format)]
+        on_device = [tensor.to(device) for tensor in stored]
+        pages = KVPages(on_device[0], on_device[2], on_device[1], on_device[3], kv_format)
+    inputs = tensors.inputs
+    moved = AttentionInputs(
+        positions=inputs.positions.to(device),
+        cu_seqlens_q=inputs.cu_seqlens_q.to(device),
+        seq_lens=inputs.seq_lens.to(device),
+        slot_mapping=inputs.slot_mapping.to(device),
+        block_table=inputs.block_table.to(device),
+        rope_table=inputs.rope_table.to(device),
+        max_seqlen_q=inputs.max_seqlen_q,
+        max_seqlen_k=inputs.max_seqlen_k,
+    )
+    layer = case.layer()
+    constants = [None if t is None else t.to(device) for t in (layer.q_norm, layer.k_norm, layer.sinks)]
+    return Step(
+        tensors.qkv.to(device),
+        pages,
+        moved,
+        case.geometry(),
+        LayerConstants(constants[0], constants[1], layer.norm_eps, constants[2]),
+    )

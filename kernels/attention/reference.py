@@ -45,13 +45,20 @@ def paged_attention(
     Returns:
         [T, num_heads * head_dim] of qkv's dtype. Rows of requests with seq_len 0 hold anything.
     """
-    num_tokens = qkv.shape[0]
     query = rotate_and_write(qkv, pages, inputs, geometry, layer, compute_dtype)
+    return attend(query, pages, inputs, geometry, layer).to(qkv.dtype)
+
+
+def attend(
+    query: torch.Tensor, pages: KVPages, inputs: AttentionInputs, geometry: AttentionGeometry, layer: LayerConstants
+) -> torch.Tensor:
+    """The second half of `paged_attention`: query is [T, num_heads, head_dim], rotated; arithmetic is in its dtype."""
+    num_tokens = query.shape[0]
     if inputs.max_seqlen_q == 1 and num_tokens == inputs.seq_lens.shape[0]:
         visible = inputs.seq_lens.unsqueeze(1)
         out = _attend(query.unsqueeze(2), inputs.block_table, visible, pages, geometry, layer.sinks)
-        return out.reshape(num_tokens, -1).to(qkv.dtype)
-    outputs = []
+        return out.reshape(num_tokens, -1)
+    outputs = [query.new_empty((0, geometry.num_heads * geometry.head_dim))]
     bounds = inputs.cu_seqlens_q.tolist()
     lengths = inputs.seq_lens.tolist()
     for i, length in enumerate(lengths):
@@ -62,7 +69,7 @@ def paged_attention(
             part = query[start:end].transpose(0, 1).unsqueeze(0)
             out = _attend(part, table, visible, pages, geometry, layer.sinks)
             outputs.append(out.squeeze(0).transpose(0, 1).reshape(end - start, -1))
-    return torch.cat(outputs).to(qkv.dtype)
+    return torch.cat(outputs)
 
 
 def rotate_and_write(
