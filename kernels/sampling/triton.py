@@ -1,0 +1,444 @@
+"""Sampling on a GPU without a sort: two launches where all rows are greedy, three otherwise.
+
+survey: the largest logit of every split of a row. draw: of each split, the best sum of logit and noise, or, where the
+row has a top_k or top_p, its likeliest tokens. finish: a row's token from what its splits found. Where that does not
+hold the border of the filters, finish reads the row again. The maths is in README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.filters import (
+    ALL,
+    best_of_candidates,
+    best_of_row,
+    cut_of,
+    filter_border,
+    key_of,
+    last_key,
+    masked_logits,
+)
+from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_tokens
+from kernels.sampling.inputs import SamplingInputs
+
+_CHUNK = tl.constexpr(128)  # neighbours in a split: the likely tokens, which have low ids, are shared among the splits
+_MOST_CANDIDATES = 4096
+_SEGMENTS = tl.constexpr(5)  # numbers kept of each split
+_NAN_KEY = tl.constexpr(0x7FFFFFFF)
+_INFINITY_KEY = tl.constexpr(0x7F800000)
+_MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
+_NO_KEY = tl.constexpr(-0x80000000)
+_MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the rows of a vocabulary are shared out; by nothing else, so that results do not depend on the batch.
+
+    Attributes:
+        tile: tokens of a split.
+        splits: of a row; padded: to a power of two.
+        capacity: likeliest tokens that are kept of a split.
+        num_warps: of the kernels.
+    """
+
+    tile: int
+    splits: int
+    padded: int
+    capacity: int
+    num_warps: int
+
+
+def split(vocab: int, num_lanes: int = 32) -> Split:
+    """The table of the three kernels."""
+    tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
+    splits = triton.cdiv(vocab, tile)
+    padded = triton.next_power_of_2(splits)
+    capacity = max(min(_MOST_CANDIDATES // padded, tile), 16)
+    return Split(tile, splits, padded, capacity, max(min(tile // 512, 8) * 32 // num_lanes, 1))
+
+
+@triton.jit
+def _order(b_logit):
+    """Integers that compare like the floats; NaN is above all."""
+    b_logit = tl.where(b_logit == 0.0, 0.0, b_logit)  # minus zero becomes zero
+    b_bits = b_logit.to(tl.int32, bitcast=True)
+    return tl.where(b_logit != b_logit, _NAN_KEY, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _number(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _tokens_of_split(i_split, num_splits, TILE: tl.constexpr):
+    o_token = tl.arange(0, TILE)
+    return (o_token // _CHUNK) * (_CHUNK * num_splits) + i_split * _CHUNK + o_token % _CHUNK
+
+
+@triton.jit
+def _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK: tl.constexpr):
+    """The words of a row's grammar, and whether it has one. MASK: 0 none, 1 a row each, 2 by index."""
+    i_mask = i_row
+    if MASK == 2:
+        i_mask = tl.load(p_mask_rows + i_row).to(tl.int64)
+    return p_mask + tl.maximum(i_mask, 0) * mask_stride, i_mask >= 0
+
+
+@triton.jit
+def _row_of_tables(p_rows, i_row, HAS_ROWS: tl.constexpr):
+    if HAS_ROWS:
+        i_row = tl.load(p_rows + i_row).to(tl.int64)
+    return i_row
+
+
+@triton.jit
+def _scratch_of_row(p_scratch, i_row, PADDED: tl.constexpr, CAPACITY: tl.constexpr):
+    return p_scratch + i_row * (PADDED * (_SEGMENTS + 2 * CAPACITY))
+
+
+@triton.jit
+def _surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
+    """The row's largest logit, its lowest id, and whether the row is usable."""
+    o_split = tl.arange(0, PADDED)
+    b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=_NO_KEY)
+    b_id = tl.load(p_row_scratch + PADDED + o_split, mask=o_split < num_splits, other=NO_TOKEN)
+    order = tl.max(b_order, axis=0)
+    best_id = tl.min(tl.where(b_order == order, b_id, NO_TOKEN), axis=0)
+    return _number(order), best_id, (order < _INFINITY_KEY) & (order > _MINUS_INFINITY_KEY)
+
+
+@triton.jit
+def survey_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    MASK: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S, splits] programs: scratch gets the largest logit of the split, as an ordered integer, and its lowest id."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_split = tl.program_id(1)
+    p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK)
+    b_token = _tokens_of_split(i_split, tl.num_programs(1), TILE)
+    b_order = _order(masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK))
+    order = tl.max(b_order, axis=0)
+    best_id = tl.min(tl.where(b_order == order, b_token, NO_TOKEN), axis=0)
+    p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    tl.store(p_row_scratch + i_split, order)
+    tl.store(p_row_scratch + PADDED + i_split, best_id)
+
+
+@triton.jit
+def draw_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    p_key,
+    key_word_stride,
+    key_stride,
+    p_choice,
+    choice_stride,
+    p_position,
+    position_stride,
+    p_top_k,
+    top_k_stride,
+    p_top_p,
+    top_p_stride,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    FILTER: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S, splits] programs: the split's best noisy token; or number, mass and likeliest tokens of what passes min_p."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, _, usable = _surveyed(p_row_scratch, num_splits, PADDED)
+    i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    if usable & (temperature > 0.0):
+        p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK)
+        b_token = _tokens_of_split(i_split, num_splits, TILE)
+        b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
+        b_scaled = tl.div_rn(b_logit - highest, temperature)
+        b_key = key_of(b_scaled)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        b_in = b_key <= limit
+        searching = False
+        if FILTER:
+            top_k = tl.load(p_top_k + i_table * top_k_stride)
+            searching = (top_k > 0) | (tl.load(p_top_p + i_table * top_p_stride) < 1.0)
+        if searching:
+            count = tl.sum(b_in.to(tl.int32), axis=0)
+            mass = tl.sum(tl.where(b_in, tl.exp(b_scaled), 0.0), axis=0)
+            b_key = tl.where(b_in, b_key, ALL)
+            cut = tl.full((), ALL, tl.int32)
+            if count > CAPACITY:
+                cut = cut_of(b_key, limit, CAPACITY)
+            b_in = b_in & (b_key <= cut)
+            b_place = tl.cumsum(b_in.to(tl.int32), axis=0) - 1
+            p_segment = p_row_scratch + PADDED * _SEGMENTS + i_split * CAPACITY
+            tl.store(p_segment + b_place, b_key, mask=b_in)
+            tl.store(p_segment + PADDED * CAPACITY + b_place, b_token, mask=b_in)
+            o_place = tl.arange(0, CAPACITY)
+            tl.store(
+                p_segment + o_place, tl.full((CAPACITY,), ALL, tl.int32), mask=o_place >= tl.sum(b_in.to(tl.int32), 0)
+            )
+            tl.store(p_row_scratch + 2 * PADDED + i_split, mass.to(tl.int32, bitcast=True))
+            tl.store(p_row_scratch + 3 * PADDED + i_split, cut)
+            tl.store(p_row_scratch + 4 * PADDED + i_split, count)
+        else:
+            position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
+            choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
+            key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
+            key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
+            o_counter = tl.arange(0, TILE // 4)
+            b_counter = (o_counter // 32) * (32 * num_splits) + i_split * 32 + o_counter % 32
+            b_word = words_of_tokens(b_counter.to(tl.uint32), position, choice, key_low, key_high)
+            none = tl.full((), NO_TOKEN, tl.int32)
+            best, best_id = noisy_best(b_scaled, b_word, b_token, b_in, tl.full((), _MINUS_INFINITY, tl.float32), none)
+            tl.store(p_row_scratch + 2 * PADDED + i_split, best.to(tl.int32, bitcast=True))
+            tl.store(p_row_scratch + 3 * PADDED + i_split, best_id)
+
+
+@triton.jit
+def finish_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    p_key,
+    key_word_stride,
+    key_stride,
+    p_choice,
+    choice_stride,
+    p_position,
+    position_stride,
+    p_top_k,
+    top_k_stride,
+    p_top_p,
+    top_p_stride,
+    p_out,
+    num_splits,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    FILTER: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S] programs: the token of a row, -1 where it is not usable."""
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, best_id, usable = _surveyed(p_row_scratch, num_splits, PADDED)
+    if RANDOM:
+        i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
+        temperature = tl.load(p_temperature + i_table * temperature_stride)
+        if usable & (temperature > 0.0):
+            o_split = tl.arange(0, PADDED)
+            b_there = o_split < num_splits
+            b_second = tl.load(p_row_scratch + 2 * PADDED + o_split, mask=b_there, other=0).to(tl.float32, bitcast=True)
+            b_third = tl.load(p_row_scratch + 3 * PADDED + o_split, mask=b_there, other=ALL)
+            searching = False
+            top_k = tl.full((), 0, tl.int32)
+            top_p = tl.full((), 1.0, tl.float64)
+            if FILTER:
+                top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
+                top_p = tl.load(p_top_p + i_table * top_p_stride)
+                searching = (top_k > 0) | (top_p < 1.0)
+            if searching:
+                p_row = p_logits + i_row * row_stride
+                p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK)
+                limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+                reach = tl.minimum(tl.min(b_third, axis=0), limit)
+                count = tl.sum(tl.load(p_row_scratch + 4 * PADDED + o_split, mask=b_there, other=0), axis=0)
+                mass = tl.sum(b_second.to(tl.float64), axis=0)
+                o_candidate = tl.arange(0, PADDED * CAPACITY)
+                p_segments = p_row_scratch + PADDED * _SEGMENTS
+                b_key = tl.load(p_segments + o_candidate, mask=o_candidate < num_splits * CAPACITY, other=ALL)
+                b_key = tl.where(b_key <= reach, b_key, ALL)
+                border, equals = filter_border(
+                    p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key,
+                    MASK, TILE,
+                )  # fmt: skip
+                position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
+                choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
+                key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
+                key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
+                if border <= reach:
+                    b_token = tl.load(p_segments + PADDED * CAPACITY + o_candidate, mask=b_key < ALL, other=0)
+                    best_id = best_of_candidates(
+                        b_key, b_token, border, equals, vocab, position, choice, key_low, key_high
+                    )
+                else:
+                    best_id = best_of_row(
+                        p_row, p_words, masked, vocab, highest, temperature, border, equals, position, choice, key_low,
+                        key_high, MASK, TILE,
+                    )  # fmt: skip
+            else:
+                b_noisy = tl.where(b_there, b_second, _MINUS_INFINITY)
+                best = tl.max(b_noisy, axis=0)
+                best_id = tl.min(tl.where(b_noisy == best, b_third, NO_TOKEN), axis=0)
+    tl.store(p_out + i_row, tl.where(usable, best_id, -1).to(tl.int64))
+
+
+def scratch_size(num_rows: int, vocab: int) -> int:
+    """32-bit numbers that `sample` needs for its intermediate results."""
+    table = split(vocab)
+    return num_rows * table.padded * (_SEGMENTS.value + 2 * table.capacity)
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
+    """See the reference.
+
+    Args:
+        logits: [S, vocab] float32, rows without gaps; not changed.
+        scratch: at least scratch_size(S, vocab) int32; what it holds does not matter.
+
+    Returns:
+        [S] int64.
+
+    Raises:
+        ValueError: for logits of another type or layout, or too little scratch.
+    """
+    num_rows, vocab = logits.shape
+    if logits.dtype is not torch.float32 or (num_rows and logits.stride(1) != 1):
+        raise ValueError(f"sampling takes float32 logits without gaps in a row, not {logits.dtype} {logits.stride()}")
+    if vocab == 0 or scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
+        raise ValueError(f"sampling {num_rows} rows of {vocab} takes scratch of {scratch_size(num_rows, vocab)} int32")
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return out
+    table = split(vocab, 64 if torch.version.hip else 32)
+    mask = out if inputs.mask is None else inputs.mask
+    mask_rows = out if inputs.mask_rows is None else inputs.mask_rows
+    kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
+    row = (logits, logits.stride(0), vocab, mask, mask_rows, mask.stride(0), scratch)
+    tiles = {"MASK": kind, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
+    options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    parameters = (
+        out if inputs.rows is None else inputs.rows,
+        *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
+        inputs.key,
+        inputs.key.stride(0),
+        inputs.key.stride(1),
+        *(x for name in ("choice", "position", "top_k", "top_p") for x in _strided(getattr(inputs, name))),
+    )
+    grid = (num_rows, table.splits)
+    has_rows, filtered = inputs.rows is not None, inputs.any_filter and inputs.any_random
+    survey_kernel[grid](*row, **tiles, **options)
+    if inputs.any_random:
+        draw_kernel[grid](*row, *parameters, HAS_ROWS=has_rows, FILTER=filtered, **tiles, **options)
+    finish_kernel[(num_rows,)](
+        *row, *parameters, out, table.splits, HAS_ROWS=has_rows, RANDOM=inputs.any_random, FILTER=filtered, **tiles,
+        **options,
+    )  # fmt: skip
+    return out
+
+
+def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor.stride(0)
+
+
+_ROW_SIGNATURE = {
+    "p_logits": "*fp32",
+    "row_stride": "i32",
+    "vocab": "i32",
+    "p_mask": "*i32",
+    "p_mask_rows": "*i32",
+    "mask_stride": "i32",
+    "p_scratch": "*i32",
+}
+_SHAPES = (128256, 49152, 256000, 1000)
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Every variant at Llama's vocabulary, those of mixed batches at others."""
+    found = []
+    for vocab in _SHAPES:
+        for mask in (0, 2) if vocab == _SHAPES[0] else (2,):
+            for random, filtered in ((True, True), (True, False), (False, False)):
+                if vocab == _SHAPES[0] or filtered:
+                    found += _compilations(target, vocab, mask, random, filtered)
+    return found
+
+
+def _compilations(target: Target, vocab: int, mask: int, random: bool, filtered: bool) -> list[Compilation]:
+    table = split(vocab, 64 if target == "gfx942" else 32)
+    tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
+    rows = {"HAS_ROWS": True, "FILTER": filtered}
+    parameters = {
+        "p_rows": "*i32",
+        "p_temperature": "*fp32",
+        "temperature_stride": "i32",
+        "p_log_min_p": "*fp32",
+        "log_min_p_stride": "i32",
+        "p_key": "*i32",
+        "key_word_stride": "i32",
+        "key_stride": "i32",
+        "p_choice": "*i32",
+        "choice_stride": "i32",
+        "p_position": "*i32",
+        "position_stride": "i32",
+        "p_top_k": "*i32",
+        "top_k_stride": "i32",
+        "p_top_p": "*fp64",
+        "top_p_stride": "i32",
+    }
+    ends = {"p_out": "*i64", "num_splits": "i32"}
+    kernels: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
+        ("finish", finish_kernel, _ROW_SIGNATURE | parameters | ends, rows | {"RANDOM": random})
+    ]
+    if random:
+        kernels.append(("draw", draw_kernel, _ROW_SIGNATURE | parameters, rows))
+    if not filtered:
+        kernels.append(("survey", survey_kernel, _ROW_SIGNATURE, {}))
+    return [
+        Compilation(
+            kernel=f"sampling_{name}",
+            configuration=f"vocab={vocab} mask={mask} random={random} filter={filtered}",
+            function=function,
+            signature=signature | dict.fromkeys(constants | tiles, "constexpr"),
+            constants=constants | tiles,
+            num_warps=table.num_warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
+        for name, function, signature, constants in kernels
+    ]
