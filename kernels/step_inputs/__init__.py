@@ -1,0 +1,1 @@
+"""From rows of device state to the inputs of a step."""
