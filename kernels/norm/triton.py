@@ -132,4 +132,5 @@ def _compilation(target: Target, dtype: str, stream: str, width: int, format: st
         num_warps=num_warps,
         num_stages=1,
         enable_fp_fusion=True,
+        spills_allowed=64 if padded > 16384 else 0,
     )

@@ -1,0 +1,151 @@
+"""The judgement of scripts/kernels_report on prepared results, and one run of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kernels.gpu.compilations import TARGETS, Compilation
+from scripts._bench import compiled, kernels_report
+from scripts._bench.compiled import Compiled
+from tests.architecture.source import ROOT
+
+WGMMA = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+TCGEN05 = "tcgen05.mma.cta_group::1.kind::f16"
+MFMA = "v_mfma_f32_32x32x8_bf16"
+KERNEL = Compilation("k", "bf16", None, {}, {}, num_warps=4, num_stages=2, enable_fp_fusion=True)
+
+
+def _problems(target, compilation: Compilation = KERNEL, **resources) -> list[str]:
+    usual = {"registers": 80, "spilled_bytes": 0, "shared_memory": 0, "matrix_instructions": ()}
+    return compiled.problems(compilation, target, Compiled(**(usual | resources)))
+
+
+def _product(product, rows: int) -> Compilation:
+    return dataclasses.replace(KERNEL, product=product, rows=rows)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_spills_shared_memory_and_threads(target) -> None:
+    assert _problems(target) == []
+    assert _problems(target, spilled_bytes=8) == ["spills 8 bytes, 0 allowed"]
+    assert _problems(target, dataclasses.replace(KERNEL, spills_allowed=8), spilled_bytes=8) == []
+    limit = compiled.SHARED_MEMORY[target]
+    assert _problems(target, shared_memory=limit) == []
+    assert "shared memory" in _problems(target, shared_memory=limit + 1)[0]
+    assert "threads" in _problems(target, dataclasses.replace(KERNEL, num_warps=64))[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "right", "wrong"),
+    [
+        ("sm_80", 128, MMA, WGMMA),
+        ("sm_90", 64, WGMMA, MMA),
+        ("sm_90", 16, MMA, WGMMA),
+        ("sm_100", 128, TCGEN05, WGMMA),
+        ("sm_100", 16, MMA, WGMMA),
+        ("gfx942", 128, MFMA, MMA),
+    ],
+)
+def test_matrix_instructions(target, rows: int, right: str, wrong: str) -> None:
+    kernel = _product("bf16", rows)
+    assert _problems(target, kernel, matrix_instructions=(right,)) == []
+    assert any(text.startswith("no ") for text in _problems(target, kernel))
+    assert _problems(target, kernel, matrix_instructions=(right, wrong)) == [f"{wrong} was not expected"]
+    assert _problems(target, KERNEL, matrix_instructions=(right,)) == [f"{right} was not expected"]
+
+
+def test_operands() -> None:
+    tf32 = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+    assert _problems("sm_90", _product("fp32", 64)) == []
+    assert f"{tf32} was not expected" in _problems("sm_90", _product("fp32", 64), matrix_instructions=(tf32,))
+    assert _problems("sm_80", _product("bf16", 64), matrix_instructions=(tf32,)) == [f"{tf32} does not multiply bf16"]
+    assert _problems("sm_80", _product("fp16", 64), matrix_instructions=(MMA,)) == [f"{MMA} does not multiply fp16"]
+    assert _problems("sm_90", _product("int8", 64), matrix_instructions=(WGMMA,)) == [f"{WGMMA} does not multiply int8"]
+    assert _problems("sm_90", _product("fp8", 64), matrix_instructions=(WGMMA,)) == [f"{WGMMA} does not multiply fp8"]
+    int8 = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
+    fp8 = "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3"
+    assert _problems("sm_90", _product("int8", 64), matrix_instructions=(int8,)) == []
+    assert _problems("sm_90", _product("fp8", 64), matrix_instructions=(fp8,)) == []
+    assert _problems("gfx942", _product("fp32", 64), matrix_instructions=("v_mfma_f32_16x16x4_f32",)) == []
+    assert _problems("gfx942", _product("fp32", 64), matrix_instructions=(MFMA,)) == [f"{MFMA} does not multiply fp32"]
+    assert _problems("gfx942", _product("int8", 64), matrix_instructions=("v_mfma_i32_16x16x32_i8",)) == []
+
+
+def test_reading_what_the_compilers_print() -> None:
+    ptx = f"  {WGMMA} {{%f1}}, %rd1, p, 1;\n  {MMA} {{%f1}};\n  {MMA} {{%f2}};\n  // no comma.sync\n"
+    assert compiled.matrix_instructions(ptx) == (MMA, WGMMA)
+    assert compiled.matrix_instructions("\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\n") == (MFMA,)
+    listing = (
+        "Resource usage:\n Common:\n  GLOBAL:0\n Function k:\n  REG:42 STACK:16 SHARED:0 LOCAL:0 CONSTANT[0]:600\n"
+    )
+    assert compiled.nvidia_resources(listing) == (42, 16)
+    metadata = "    .private_segment_fixed_size: 24\n    .vgpr_count:     46\n    .vgpr_spill_count: 5\n"
+    assert compiled.amd_resources(metadata) == (46, 24)
+    with pytest.raises(ValueError, match="one kernel expected"):
+        compiled.nvidia_resources(listing * 2)
+    with pytest.raises(ValueError, match="one kernel expected"):
+        compiled.amd_resources("")
+
+
+def test_selection() -> None:
+    listed = [dataclasses.replace(KERNEL, kernel=name) for name in ("split", "split", "reduce", "reduce")]
+    assert kernels_report.select(listed, None, "attention", quick=False) == [0, 1, 2, 3]
+    assert kernels_report.select(listed, None, "attention", quick=True) == [0, 2]
+    assert kernels_report.select(listed, "reduce", "attention", quick=True) == [2]
+    assert kernels_report.select(listed, "attention", "attention", quick=True) == [0, 2]
+    assert kernels_report.select(listed, "norm", "attention", quick=False) == []
+
+
+def test_a_table_that_cannot_be_read_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: str, target) -> list[Compilation]:
+        if folder == "norm":
+            raise KeyError(target)
+        return [KERNEL]
+
+    monkeypatch.setattr(kernels_report, "folders", lambda: ["activation", "norm"])
+    monkeypatch.setattr(kernels_report, "compilations", broken)
+    tasks, lines = kernels_report.plan(["sm_90"], None, quick=True)
+    assert tasks == [("activation", "sm_90", 0)]
+    assert [line["kernel"] for line in lines] == ["norm"]
+    assert "KeyError" in lines[0]["problems"][0]
+
+
+def test_a_process_that_the_compiler_ends_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; print('noise', flush=True); sys.stdin.readline() and sys.exit(3)"
+    monkeypatch.setattr(kernels_report, "compilations", lambda folder, target: [KERNEL])
+    compiler = kernels_report.Compiler((sys.executable, "-c", program))
+    for _ in range(2):
+        answer = compiler.run(kernels_report.Task("k", "sm_90", 0))
+        assert answer["problems"] == ["the compiler ended the process with status 3"]
+    compiler.close()
+
+
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / "scripts" / "kernels_report"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def test_a_run() -> None:
+    """Where the tests are interpreted, too: the kernels are compiled in a process of their own."""
+    result = _run("--quick", "--kernel", "embedding", "--target", "sm_90", "--target", "gfx942", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sorted(line["target"] for line in lines) == ["gfx942", "sm_90"]
+    assert all(line["registers"] > 0 for line in lines)
+    result = _run("--quick", "--kernel", "embed", "--target", "sm_80", "--only-problems")
+    assert (result.returncode, result.stdout) == (0, "")
+    assert "1 configurations, 0 not as expected" in result.stderr
+    assert _run("--kernel", "nothing").returncode == 2
