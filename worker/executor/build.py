@@ -10,17 +10,20 @@ from pathlib import Path
 
 import torch
 
+from kernels.attention.kv_pages import KVFormat
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
 from shared.errors import ConfigurationError
 from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
+from worker.executor.device import Device, open_device
 from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
-from worker.executor.memory import KVPlan, available_bytes, plan_kv
+from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv
 from worker.executor.model_runner import ModelRunner
 from worker.executor.precompile import Precompilation
+from worker.executor.profile import measure_step, pages_must_fit, weights_must_fit
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
 from worker.executor.request_rows import RequestRows
 from worker.kv.storage import KVStorage
@@ -33,7 +36,7 @@ from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, Ste
 _log = get_logger("worker.executor")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEPTH = {"cpu": 1, "cuda": 2}
+_KV_FORMATS: dict[str, KVFormat] = {"fp8": "fp8", "int8": "int8", "int4": "int4"}
 _WARM_UP_TOKENS = 32
 
 
@@ -70,10 +73,11 @@ def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | Non
     size = settings.tensor_parallel_size
     check_parallel_size(files.spec, size, settings.pipeline_parallel_size)
     prepare_process(settings)
-    device = resolve_device(settings)
+    place = resolve_device(settings)
+    device = open_device(place)
     if size == 1:
         return _build(settings, files, device, None, depth)
-    group = RankGroup(size, rank_settings(settings, device=device, dtype=resolve_dtype(settings, device)))
+    group = RankGroup(size, rank_settings(settings, device=place, dtype=resolve_dtype(settings, place)))
     try:
         group.start()
         return _build(settings, files, device, group, depth)
@@ -83,15 +87,19 @@ def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | Non
 
 
 def _build(
-    settings: WorkerSettings, files: ModelFiles, device: torch.device, group: RankGroup | None, depth: int | None
+    settings: WorkerSettings, files: ModelFiles, device: Device, group: RankGroup | None, depth: int | None
 ) -> BuiltExecutor:
     parallel = group.join() if group is not None else ParallelContext()
-    decoder = load_decoder(settings, files, device, parallel)
-    kv_dtype = resolve_kv_dtype(settings, device, decoder.dtype)
+    with weights_must_fit(device, settings):
+        decoder = load_decoder(settings, files, device.torch_device, parallel)
+    ops = sampling_ops(device.torch_device, num_threads(settings))
+    memory = measure_memory(settings, decoder, parallel, ops, device)
+    if group is not None:
+        memory = KVMemory(min(memory.available, group.loaded()), memory.total)
     plan = plan_kv(
         settings,
-        bytes_per_page=KVStorage.bytes_per_page(files.spec, settings.block_size, kv_dtype, parallel),
-        available=available_bytes(settings, device, parallel.tp_size),
+        bytes_per_page=page_bytes(settings, decoder, parallel),
+        memory=memory,
         max_position=files.spec.max_position,
     )
     if plan.reduced:
@@ -103,10 +111,9 @@ def _build(
         )
     if group is not None:
         group.prepare(plan)
-    ops = sampling_ops(device, num_threads(settings))
     if group is not None:
         ops.compile()  # all ranks must sample by the same code
-    runner = make_runner(settings, decoder, plan, parallel, ops)
+    runner = make_runner(settings, decoder, plan, parallel, ops, device)
 
     def execute(step: StepPlan) -> StepResult:
         if group is not None:
@@ -123,14 +130,14 @@ def _build(
     if group is None:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
         threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
-    executor = LocalExecutor(execute, depth or _DEPTH[device.type], on_close=group.close if group is not None else None)
+    executor = LocalExecutor(execute, depth or device.depth, on_close=group.close if group is not None else None)
     return BuiltExecutor(
         executor=executor,
         num_pages=plan.num_pages,
         page_size=settings.block_size,
         max_model_len=plan.max_model_len,
         num_kv_groups=num_groups,
-        device=device.type,
+        device=device.torch_device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
         check=check,
     )
@@ -159,6 +166,8 @@ def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
     """The device of a rank. Raises ConfigurationError where it is asked for and not there."""
     count = torch.cuda.device_count() if settings.device != "cpu" and torch.cuda.is_available() else 0
     if settings.device == "cpu" or (settings.device == "auto" and count == 0):
+        if settings.deterministic:
+            raise ConfigurationError("deterministic is for GPUs; on the CPU, dtype float32 comes close to it")
         return torch.device("cpu")
     if count < settings.tensor_parallel_size:
         raise ConfigurationError(
@@ -180,10 +189,43 @@ def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype
 
 
 def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Of the KV cache. auto: float32 on the CPU, the model's on a GPU."""
-    if settings.kv_cache_dtype != "auto":
+    """Of dense cells of the KV cache. auto: float32 on the CPU, the model's on a GPU."""
+    if settings.kv_cache_dtype in _DTYPES:
         return _DTYPES[settings.kv_cache_dtype]
     return torch.float32 if device.type == "cpu" else dtype
+
+
+def resolve_kv_format(settings: WorkerSettings, head_dim: int) -> KVFormat:
+    """How cells of the KV cache are stored. Raises ConfigurationError where heads cannot be stored so."""
+    kv_format = _KV_FORMATS.get(settings.kv_cache_dtype, "dense")
+    if kv_format == "int4" and head_dim % 2:
+        raise ConfigurationError(f"kv-cache-dtype int4 packs two values in a byte; the model's heads have {head_dim}")
+    return kv_format
+
+
+def page_bytes(settings: WorkerSettings, decoder: Decoder, parallel: ParallelContext) -> int:
+    """Bytes of one page of the KV cache on one rank."""
+    kv_dtype = resolve_kv_dtype(settings, decoder.device, decoder.dtype)
+    kv_format = resolve_kv_format(settings, decoder.spec.head_dim)
+    return KVStorage.bytes_per_page(decoder.spec, settings.block_size, kv_dtype, parallel, kv_format)
+
+
+def measure_memory(
+    settings: WorkerSettings, decoder: Decoder, parallel: ParallelContext, ops: SamplingOps, device: Device
+) -> KVMemory:
+    """What the KV cache of this rank may take; on a GPU after the largest step has run, on all ranks at a time."""
+    if device.torch_device.type == "cpu":
+        return available_memory(settings, device)
+    graph_bytes = measure_step(
+        device,
+        settings,
+        max_model_len=settings.max_model_len or decoder.spec.max_position,
+        num_groups=len(decoder.spec.kv_groups),
+        make_execute=lambda plan: make_runner(settings, decoder, plan, parallel, ops, device).execute,
+    )
+    memory = available_memory(settings, device, graph_bytes)
+    device.release_cached()
+    return memory
 
 
 def load_decoder(
@@ -214,21 +256,37 @@ def load_decoder(
 
 
 def make_runner(
-    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext, ops: SamplingOps
+    settings: WorkerSettings,
+    decoder: Decoder,
+    plan: KVPlan,
+    parallel: ParallelContext,
+    ops: SamplingOps,
+    device: Device,
 ) -> ModelRunner:
     """Allocates KV cache and rows around a decoder."""
-    spec, device = decoder.spec, decoder.device
-    kv_dtype = resolve_kv_dtype(settings, device, decoder.dtype)
-    kv = KVStorage(spec, plan.num_pages, settings.block_size, kv_dtype, device, parallel)
+    spec = decoder.spec
+    kv = make_kv(settings, decoder, plan, parallel, device)
     rows = RequestRows(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=plan.max_model_len,
         page_size=settings.block_size,
         num_groups=len(spec.kv_groups),
         vocab_size=spec.vocab_size,
-        device=device,
+        device=device.torch_device,
     )
     return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ops))
+
+
+def make_kv(
+    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext, device: Device
+) -> KVStorage:
+    """Allocates the KV cache of this rank. Raises ConfigurationError where it does not fit."""
+    kv_dtype = resolve_kv_dtype(settings, decoder.device, decoder.dtype)
+    kv_format = resolve_kv_format(settings, decoder.spec.head_dim)
+    with pages_must_fit(device, settings, plan.num_pages, page_bytes(settings, decoder, parallel)):
+        return KVStorage(
+            decoder.spec, plan.num_pages, settings.block_size, kv_dtype, decoder.device, parallel, kv_format
+        )
 
 
 def warm_up_plans(settings: WorkerSettings, plan: KVPlan, num_groups: int) -> list[StepPlan]:

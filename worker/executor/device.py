@@ -103,6 +103,10 @@ class Device(Protocol):
         """Memory of the device."""
         ...
 
+    def allocated_bytes(self) -> int:
+        """What tensors take now; 0 where it is not counted."""
+        ...
+
     def peak_bytes(self) -> int:
         """Most that tensors took at a time since `reset_peak`; 0 where it is not counted."""
         ...
@@ -163,6 +167,10 @@ class CpuDevice:
     def total_bytes(self) -> int:
         """The host's."""
         return total_host_memory()
+
+    def allocated_bytes(self) -> int:
+        """Not counted."""
+        return 0
 
     def peak_bytes(self) -> int:
         """Not counted."""
@@ -268,6 +276,10 @@ class CudaDevice:
     def total_bytes(self) -> int:
         """As the driver says it."""
         return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    def allocated_bytes(self) -> int:
+        """By torch's allocator."""
+        return torch.cuda.memory_allocated(self.torch_device)
 
     def peak_bytes(self) -> int:
         """By torch's allocator."""

@@ -16,11 +16,14 @@ from worker.executor.build import (
     cache_directory,
     load_decoder,
     make_runner,
+    measure_memory,
     num_threads,
     prepare_process,
     resolve_device,
 )
+from worker.executor.device import open_device
 from worker.executor.memory import KVPlan
+from worker.executor.profile import weights_must_fit
 from worker.executor.ranks import ENDPOINT_VARIABLE, RankReply, RankStart, join_group
 from worker.model.loading.open_model import open_model
 from worker.scheduler.plan import StepPlan
@@ -57,13 +60,15 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     cache_dir = cache_directory(settings)
     parallel = join_group(start.rank, settings.tensor_parallel_size, start.store, settings.device)
     files = open_model(settings.model, cache_dir)
-    device = resolve_device(settings, start.rank)
-    decoder = load_decoder(settings, files, device, parallel)
-    _reply(socket, RankReply(stage="loaded"))
+    device = open_device(resolve_device(settings, start.rank))
+    with weights_must_fit(device, settings):
+        decoder = load_decoder(settings, files, device.torch_device, parallel)
+    ops = sampling_ops(device.torch_device, num_threads(settings))
+    memory = measure_memory(settings, decoder, parallel, ops, device)
+    _reply(socket, RankReply(stage="loaded", available=memory.available))
     num_pages, max_model_len = msgspec.msgpack.decode(socket.recv(), type=tuple[int, int])
-    ops = sampling_ops(device, num_threads(settings))
     ops.compile()
-    runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel, ops)
+    runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel, ops, device)
     _reply(socket, RankReply(stage="ready"))
     decoder_of_plans = msgspec.msgpack.Decoder(StepPlan)
     while True:

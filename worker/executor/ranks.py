@@ -65,11 +65,13 @@ class RankReply(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stage: what it has reached.
         error: why it cannot go on, or empty; `configuration` says whose fault it is.
+        available: once loaded, bytes that its KV cache may take.
     """
 
     stage: str
     error: str = ""
     configuration: bool = False
+    available: int = 0
 
 
 class RankGroup:
@@ -120,9 +122,12 @@ class RankGroup:
         self.parallel = join_group(0, self._size, store, self._settings.device)
         return self.parallel
 
+    def loaded(self) -> int:
+        """Waits until all have loaded; the bytes that the KV cache of each may take."""
+        return min(reply.available for reply in self._expect("loaded"))
+
     def prepare(self, plan: KVPlan) -> None:
-        """Waits until all have loaded, then lets them allocate the KV cache."""
-        self._expect("loaded")
+        """Lets all that have loaded allocate the KV cache, and waits for them."""
         message = self._encoder.encode((plan.num_pages, plan.max_model_len))
         for socket in self._sockets:
             self._send(socket, message)
@@ -170,7 +175,8 @@ class RankGroup:
         except zmq.Again as error:
             raise ExecutorError("a tensor-parallel rank does not take its plans") from error
 
-    def _expect(self, stage: str) -> None:
+    def _expect(self, stage: str) -> list[RankReply]:
+        replies = []
         deadline = time.monotonic() + _START_SECONDS
         for rank, socket in enumerate(self._sockets, start=1):
             while not socket.poll(_POLL_MS):
@@ -183,6 +189,8 @@ class RankGroup:
                 raise ConfigurationError(message) if reply.configuration else ExecutorError(message)
             if reply.stage != stage:
                 raise ExecutorError(f"tensor-parallel rank {rank} says {reply.stage!r}, expected {stage!r}")
+            replies.append(reply)
+        return replies
 
 
 def join_group(rank: int, size: int, store: str, device: str) -> ParallelContext:

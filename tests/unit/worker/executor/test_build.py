@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_load_is_reported_by_its_message(settings, tmp_path):
         group.start()
         group.join()
         with pytest.raises(ConfigurationError, match="rank 1: there is no model"):
-            group.prepare(None)
+            group.loaded()
     finally:
         group.close()
     group.close()
@@ -212,3 +212,28 @@ def test_dtypes(settings, monkeypatch):
         assert build.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is torch.float32
     assert build.resolve_dtype(settings(dtype="float16"), cpu) is torch.float16
     assert build.resolve_kv_dtype(settings(kv_cache_dtype="bfloat16"), cpu, torch.float32) is torch.bfloat16
+
+
+def test_kv_formats(settings):
+    assert build.resolve_kv_format(settings(), 64) == "dense"
+    assert build.resolve_kv_format(settings(kv_cache_dtype="float16"), 63) == "dense"
+    assert build.resolve_kv_format(settings(kv_cache_dtype="fp8"), 63) == "fp8"
+    with pytest.raises(ConfigurationError, match=r"int4.*heads have 63"):
+        build.resolve_kv_format(settings(kv_cache_dtype="int4"), 63)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8", "int4"])
+def test_a_quantized_cache_holds_more_pages_and_serves(settings, kv_cache_dtype):
+    dense = start(settings(num_kv_pages=0, kv_cache_memory=1 << 20))
+    dense.executor.close()
+    built = start(settings(num_kv_pages=0, kv_cache_memory=1 << 20, max_num_seqs=16, kv_cache_dtype=kv_cache_dtype))
+    assert built.num_pages > 1.5 * dense.num_pages
+    tokens = generate(built.executor)
+    built.executor.close()
+    assert all(0 <= token < 263 for row in tokens for token in row)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_deterministic_mode_is_not_promised_on_the_cpu(settings):
+    with pytest.raises(ConfigurationError, match="deterministic is for GPUs"):
+        start(settings(deterministic=True))

@@ -1,20 +1,20 @@
 """How many pages the KV cache gets, and what is refused."""
 
+import re
+
 import pytest
 import torch
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
+from worker.executor.device import CpuDevice
 from worker.executor.host_memory import free_host_memory
-from worker.executor.memory import available_bytes, plan_kv
-
-CPU = torch.device("cpu")
+from worker.executor.memory import KVMemory, available_memory, plan_kv
 
 
-def plan(available=1 << 30, bytes_per_page=1000, max_position=8192, **settings):
-    return plan_kv(
-        WorkerSettings(**settings), bytes_per_page=bytes_per_page, available=available, max_position=max_position
-    )
+def plan(available=1 << 30, bytes_per_page=1000, max_position=8192, total=0, **settings):
+    memory = KVMemory(available, total)
+    return plan_kv(WorkerSettings(**settings), bytes_per_page=bytes_per_page, memory=memory, max_position=max_position)
 
 
 def test_never_more_pages_than_all_requests_can_fill():
@@ -52,18 +52,57 @@ def test_more_than_the_models_context_is_refused():
         plan(max_model_len=9000)
 
 
+def test_what_would_fit_is_said():
+    with pytest.raises(ConfigurationError, match=r"fit: max-model-len 1600; or kv-cache-memory 256000$"):
+        plan(available=100_999, max_model_len=4096)
+    with pytest.raises(ConfigurationError, match=r"fit: kv-cache-memory 512000$"):
+        plan(available=0, tensor_parallel_size=2, max_model_len=4096)
+    with pytest.raises(ConfigurationError, match=r"fit: max-model-len 160; or num-kv-pages 256$"):
+        plan(num_kv_pages=10, max_model_len=4096)
+    gpu = {"available": 100_999, "total": 1_000_000, "max_model_len": 4096}
+    with pytest.raises(ConfigurationError) as raised:
+        plan(gpu_memory_utilization=0.5, **gpu)
+    assert "max-model-len 1600; or gpu-memory-utilization 0.66; or kv-cache-dtype fp8" in str(raised.value)
+    with pytest.raises(ConfigurationError) as raised:
+        plan(gpu_memory_utilization=0.9, kv_cache_dtype="int4", **gpu)
+    assert str(raised.value).endswith("max-model-len 1600; or tensor-parallel-size 2")
+
+
+def test_the_utilization_that_is_advised_is_enough():
+    with pytest.raises(ConfigurationError) as raised:
+        plan(available=100_999, total=1_000_000, gpu_memory_utilization=0.5, max_model_len=4096)
+    (share,) = map(float, re.findall(r"gpu-memory-utilization (\S+);", str(raised.value)))
+    more = 100_999 + int((share - 0.5) * 1_000_000)
+    assert plan(available=more, total=1_000_000, gpu_memory_utilization=share, max_model_len=4096).num_pages >= 256
+
+
+class Gpu(CpuDevice):
+    """Says that it is a GPU, with these figures."""
+
+    def __init__(self, free, total):
+        super().__init__()
+        self.torch_device = torch.device("cuda", 0)
+        self._figures = free, total
+
+    def free_bytes(self):
+        return self._figures[0]
+
+    def total_bytes(self):
+        return self._figures[1]
+
+
 def test_kv_cache_memory_is_shared_by_ranks():
-    assert available_bytes(WorkerSettings(kv_cache_memory=1000), CPU, 2) == 500
-    assert 0 < available_bytes(WorkerSettings(), CPU, 1) <= 4 << 30
+    assert available_memory(WorkerSettings(kv_cache_memory=1000, tensor_parallel_size=2), CpuDevice()).available == 500
+    assert 0 < available_memory(WorkerSettings(), CpuDevice()).available <= 4 << 30
 
 
-def test_a_gpu_keeps_the_rest_of_its_memory_free(monkeypatch):
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
-    # 400 are in use already, by the weights and by others.
-    assert available_bytes(WorkerSettings(gpu_memory_utilization=0.9), cuda, 1) == 500
-    assert available_bytes(WorkerSettings(gpu_memory_utilization=0.5), cuda, 1) == 100
-    assert available_bytes(WorkerSettings(gpu_memory_utilization=0.3), cuda, 1) == 0
+def test_a_gpu_keeps_the_rest_of_its_memory_free():
+    gpu = Gpu(600, 1000)
+    # 400 are in use already, by the weights, the largest step, and others.
+    assert available_memory(WorkerSettings(gpu_memory_utilization=0.9), gpu) == KVMemory(500, 1000)
+    assert available_memory(WorkerSettings(gpu_memory_utilization=0.9), gpu, 100) == KVMemory(400, 1000)
+    assert available_memory(WorkerSettings(gpu_memory_utilization=0.5), gpu) == KVMemory(100, 1000)
+    assert available_memory(WorkerSettings(gpu_memory_utilization=0.3), gpu) == KVMemory(0, 1000)
 
 
 @pytest.mark.parametrize(
