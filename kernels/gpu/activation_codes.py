@@ -138,7 +138,11 @@ def _encodes_natively(device: torch.device) -> bool:
 def outputs(
     rows: int, width: int, dtype: torch.dtype, device: torch.device, quantization: ActivationQuantization | None
 ) -> Outputs:
-    """Room for [rows, width] activations of `dtype`, quantized or not."""
+    """Room for [rows, width] activations of `dtype`, quantized or not.
+
+    Raises:
+        ValueError: where a fixed scale is asked for and not there.
+    """
     if quantization is None:
         out = torch.empty((rows, width), dtype=dtype, device=device)
         return Outputs(out, out, out, "dense", 1.0, native=True)
@@ -150,9 +154,10 @@ def outputs(
         codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
         out = codes if native else codes.view(torch.uint8)
     if format == "fp8_tensor":
-        if quantization.scale is None:
-            raise ValueError("fp8_tensor needs the checkpoint's scale of the activations")
-        scales = quantization.scale
+        fixed = quantization.scale
+        if fixed is None or fixed.dtype is not torch.float32 or fixed.numel() != 1:
+            raise ValueError("fp8_tensor needs the checkpoint's scale of the activations, one float32")
+        scales = fixed
     else:
         groups = -(-width // BLOCK) if format == "fp8_block" else 1
         scales = torch.empty((rows, groups), dtype=torch.float32, device=device)

@@ -261,3 +261,5 @@ def test_wrong_input_is_named(device: torch.device) -> None:
         quantize.quantize(x.t(), ActivationQuantization("fp8_token"))
     with pytest.raises(ValueError, match="fp8_tensor"):
         quantize.quantize(x, ActivationQuantization("fp8_tensor"))
+    with pytest.raises(ValueError, match="one float32"):
+        quantize.quantize(x, ActivationQuantization("fp8_tensor", torch.ones(2, device=device)))
