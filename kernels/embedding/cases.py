@@ -24,7 +24,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     found = []
     rows, width = 128256 // scale, 4096 // scale
     table = torch.randn((rows, width), device=device, dtype=torch.bfloat16)
-    for tokens in (1, 32, 256, 8192 // scale):
+    for tokens in (max(n // scale, 1) for n in (1, 32, 256, 8192)):
         batches = [torch.randint(rows, (tokens,), dtype=torch.int32, device=device) for _ in range(4)]
         runs = tuple((lambda ids=ids: embed(ids, table, None, torch.bfloat16)) for ids in batches)
         found.append(Benchmark(f"embed [{tokens}, {width}]", runs, tokens * (4 + width * 4)))

@@ -27,7 +27,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
 
     found = []
     width = 4096 // scale
-    for rows in (1, 32, 256, 8192 // scale):
+    for rows in (max(n // scale, 1) for n in (1, 32, 256, 8192)):
         for format in FORMATS[1:]:
             xs = [torch.randn((rows, width), device=device, dtype=torch.bfloat16) for _ in range(4)]
             how = quantization(format, device)
