@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.compilations import Target
+
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in the interpreter, on tensors of the CPU."""
 
@@ -55,3 +57,14 @@ def native_fp8(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def nearest_target(device: torch.device) -> Target:
+    """The target whose tiles a GPU takes: consumer GPUs have no more shared memory than sm_80's tiles need."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major = torch.cuda.get_device_capability(device)[0]
+    return "sm_90" if major == 9 else "sm_100" if major == 10 else "sm_80"
