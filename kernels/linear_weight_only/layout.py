@@ -1,0 +1,80 @@
+"""Integer weights as the kernels read them: codes in blocks of 128 inputs, scales and minimums by group of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 128
+"""Inputs of a block."""
+STEP = 32
+"""Inputs of a slot: the kernels multiply as many at once, and no group is smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """[out, in] weights: value = (code - 2 ** (bits - 1)) * scale + minimum.
+
+    Attributes:
+        words: 4 bits: [ceil(in / 128), out, 32] int16; nibble s of word w of a block is the code of its input 32 s + w.
+            8 bits: [ceil(in / 128), out, 128] uint8. Codes of inputs beyond the last may be anything.
+        scales: [groups, out] float16 or float32; groups beyond the last input are there, to whole blocks.
+        minimums: as scales; None where all are 0.
+        bits: 4 or 8.
+        group: inputs of a group: 32, 64, a multiple of 128, or 0 for all inputs.
+        num_in: inputs.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor | None
+    bits: int
+    group: int
+    num_in: int
+
+    @property
+    def num_out(self) -> int:
+        """Output features."""
+        return self.words.shape[1]
+
+
+def num_groups(num_in: int, group: int) -> int:
+    """Rows of `scales`. Raises ValueError for groups that the kernels do not take."""
+    if group == 0:
+        return 1
+    if group not in (32, 64) and (group < 0 or group % BLOCK):
+        raise ValueError(f"groups of {group} inputs; 32, 64 and multiples of {BLOCK} are supported")
+    blocks = -(-num_in // BLOCK)
+    return -(-blocks * BLOCK // group)
+
+
+def empty_words(num_out: int, num_in: int, bits: int, device: torch.device) -> torch.Tensor:
+    """Memory for the words of a weight."""
+    blocks = -(-num_in // BLOCK)
+    if bits == 4:
+        return torch.empty((blocks, num_out, STEP), dtype=torch.int16, device=device)
+    if bits == 8:
+        return torch.empty((blocks, num_out, BLOCK), dtype=torch.uint8, device=device)
+    raise ValueError(f"weights of {bits} bits; 4 and 8 are supported")
+
+
+def pack_rows(words: torch.Tensor, start: int, codes: torch.Tensor) -> None:
+    """Writes the codes of some output features.
+
+    Args:
+        words: see PackedWeight.
+        start: first output feature.
+        codes: [rows, in] uint8 on the device of `words`.
+    """
+    blocks = words.shape[0]
+    rows, num_in = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, blocks * BLOCK - num_in))
+    target = words[:, start : start + rows]
+    if words.dtype is torch.uint8:
+        target.copy_(padded.view(rows, blocks, BLOCK).transpose(0, 1))
+        return
+    slots = padded.view(rows, blocks, BLOCK // STEP, STEP).to(torch.int32)
+    joined = slots[:, :, 0] | slots[:, :, 1] << 4 | slots[:, :, 2] << 8 | slots[:, :, 3] << 12
+    # The upper half of the values are negative as int16.
+    target.copy_(torch.where(joined >= 1 << 15, joined - (1 << 16), joined).to(torch.int16).transpose(0, 1))

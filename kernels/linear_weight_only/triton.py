@@ -1,0 +1,444 @@
+"""Activations times integer weights: kernels, tile table and launcher. Maths, layout and roofline: README.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.compilations import Compilation, Product, Target
+from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, product_type
+from kernels.linear_weight_only.layout import BLOCK, STEP, PackedWeight
+
+_BLOCK = tl.constexpr(BLOCK)  # inputs of a block of the packed layout
+_STEP = tl.constexpr(
+    STEP
+)  # inputs that are multiplied at once: a nibble of each of a block's 16-bit words, or 32 bytes
+# Two nibbles of two 16-bit words become two bfloat16 128 + code, or two float16 1024 + code, in one register.
+_PAIRS_BF16 = tl.constexpr(
+    ["lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"]
+    + [f"{{ .reg .b32 t; shr.b32 t, $1, {s}; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}" for s in (4, 8, 12)]
+)
+_PAIRS_FP16 = tl.constexpr(
+    ["lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;"]
+    + [f"{{ .reg .b32 t; shr.b32 t, $1, {s}; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }}" for s in (4, 8, 12)]
+)
+
+
+@triton.jit
+def _integers(words, SLOT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """code - 2 ** (BITS - 1) of a slot as TYPE, exactly.
+
+    words: int16 that hold a nibble of each of 4 slots, or uint8 of one slot.
+    """
+    ZERO: tl.constexpr = 1 << (BITS - 1)
+    if BITS == 4 and TYPE == tl.bfloat16:  # noqa: SIM300 - tl.bfloat16 is the constant
+        if ASM:
+            biased = tl.inline_asm_elementwise(
+                _PAIRS_BF16[SLOT], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            biased = (((words >> (SLOT * 4)) & 15) | 0x4300).to(TYPE, bitcast=True)
+        values = (biased - (128.0 + ZERO)).to(TYPE)
+    elif BITS == 4 and TYPE == tl.float16:  # noqa: SIM300
+        if ASM:
+            biased = tl.inline_asm_elementwise(
+                _PAIRS_FP16[SLOT], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+            )
+        else:
+            biased = (((words >> (SLOT * 4)) & 15) | 0x6400).to(TYPE, bitcast=True)
+        values = (biased - (1024.0 + ZERO)).to(TYPE)
+    else:
+        code = words.to(tl.int32)
+        if BITS == 4:
+            code = (code >> (SLOT * 4)) & 15
+        # float32 of 2**23 + code: cheaper than a conversion, which has a quarter of the rate.
+        values = ((code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)).to(TYPE)
+    return values
+
+
+@triton.jit
+def _group(i_block, SLOT: tl.constexpr, group_blocks, GROUP: tl.constexpr):
+    """The group of a block's slot, int64. GROUP: 32, 64, or 128 where a group has `group_blocks` whole blocks."""
+    if GROUP == _BLOCK:
+        i_group = i_block // group_blocks
+    else:
+        i_group = i_block * (_BLOCK // GROUP) + SLOT * _STEP // GROUP
+    return tl.cast(i_group, tl.int64)
+
+
+@triton.jit
+def few_rows_kernel(
+    p_x,
+    p_words,
+    p_scales,
+    p_minimums,
+    p_bias,
+    p_out,
+    num_rows,
+    num_out,
+    num_in,
+    stride_x,
+    num_blocks,
+    split_blocks,
+    group_blocks,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A tile [BLOCK_M, BLOCK_N] of one split of the inputs, or (NESTED) of all splits, added up in their order.
+
+    Codes are multiplied as integers and scaled after: acc += (x @ codes) * scale + sum(x) * minimum, group by group.
+    p_out: [splits, rows, out], or [rows, out] where a program sees all inputs.
+    """
+    WORDS: tl.constexpr = _STEP if BITS == 4 else _BLOCK  # elements of an output feature and a block
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_step = tl.arange(0, _STEP)
+    i_split = tl.program_id(1)
+    in_m = o_m < num_rows
+    in_n = o_n < num_out
+    p_row = p_x + o_m.to(tl.int64)[:, None] * stride_x
+    p_tile = p_words + o_n[None, :] * WORDS + o_step[:, None]
+    first = i_split * split_blocks
+    splits = tl.cdiv(num_blocks, split_blocks) if NESTED else 1
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for _ in tl.range(0, splits):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i_block in tl.range(first, tl.minimum(first + split_blocks, num_blocks)):
+            p_block = p_tile + tl.cast(i_block, tl.int64) * num_out * WORDS
+            if BITS == 4:
+                b_words = tl.load(p_block, mask=in_n[None, :], other=0)
+            b_dot = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            b_sum = tl.zeros((BLOCK_M, _STEP), dtype=tl.float32)
+            for SLOT in tl.static_range(_BLOCK // _STEP):
+                if BITS == 8:
+                    b_words = tl.load(p_block + SLOT * _STEP, mask=in_n[None, :], other=0)
+                o_k = i_block * _BLOCK + SLOT * _STEP + o_step
+                b_x = tl.load(p_row + o_k[None, :], mask=in_m[:, None] & (o_k < num_in)[None, :], other=0.0)
+                b_codes = _integers(b_words, SLOT, BITS, PRODUCT, ASM)
+                b_dot = tl.dot(b_x.to(PRODUCT), b_codes, b_dot, input_precision="ieee", out_dtype=tl.float32)
+                if HAS_MINIMUM:
+                    b_sum += b_x.to(tl.float32)
+                if ((SLOT + 1) * _STEP) % GROUP == 0 or SLOT == _BLOCK // _STEP - 1:
+                    o_group = _group(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
+                    b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
+                    acc += b_dot * b_scale[None, :]
+                    b_dot = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                    if HAS_MINIMUM:
+                        b_minimum = tl.load(p_minimums + o_group, mask=in_n, other=0.0).to(tl.float32)
+                        acc += tl.sum(b_sum, axis=1)[:, None] * b_minimum[None, :]
+                        b_sum = tl.zeros((BLOCK_M, _STEP), dtype=tl.float32)
+        total += acc
+        first += split_blocks
+    if HAS_BIAS:
+        total += tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    o_out = (i_split.to(tl.int64) * num_rows + o_m)[:, None] * num_out + o_n[None, :]
+    tl.store(p_out + o_out, total.to(p_out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def many_rows_kernel(
+    p_x,
+    p_words,
+    p_scales,
+    p_minimums,
+    p_bias,
+    p_out,
+    num_rows,
+    num_out,
+    num_in,
+    stride_x,
+    num_blocks,
+    split_blocks,
+    group_blocks,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A tile [BLOCK_N, BLOCK_M] of the transposed result: weights are the left operand, which stays in registers.
+
+    With one scale for a block or more, codes are multiplied as integers; else each weight is computed in float32 and
+    rounded once to PRODUCT. p_out as in few_rows_kernel.
+    """
+    WORDS: tl.constexpr = _STEP if BITS == 4 else _BLOCK
+    SCALE_AFTER: tl.constexpr = GROUP == _BLOCK and not HAS_MINIMUM
+    # Programs in turn take the same weights and other rows, so that the weights come from the second-level cache.
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_split = tl.program_id(2)
+    o_step = tl.arange(0, _STEP)
+    in_m = o_m < num_rows
+    in_n = o_n < num_out
+    p_row = p_x + o_m.to(tl.int64)[None, :] * stride_x
+    p_tile = p_words + o_n[:, None] * WORDS + o_step[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    first = i_split * split_blocks
+    for i_block in tl.range(first, tl.minimum(first + split_blocks, num_blocks)):
+        p_block = p_tile + tl.cast(i_block, tl.int64) * num_out * WORDS
+        if BITS == 4:
+            b_words = tl.load(p_block, mask=in_n[:, None], other=0)
+        if SCALE_AFTER:
+            b_dot = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            b_dot = acc
+        for SLOT in tl.static_range(_BLOCK // _STEP):
+            if BITS == 8:
+                b_words = tl.load(p_block + SLOT * _STEP, mask=in_n[:, None], other=0)
+            o_k = i_block * _BLOCK + SLOT * _STEP + o_step
+            b_x = tl.load(p_row + o_k[:, None], mask=in_m[None, :] & (o_k < num_in)[:, None], other=0.0)
+            if SCALE_AFTER:
+                b_weight = _integers(b_words, SLOT, BITS, PRODUCT, ASM)
+            else:
+                o_group = _group(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
+                b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
+                b_wide = _integers(b_words, SLOT, BITS, PRODUCT, ASM).to(tl.float32) * b_scale[:, None]
+                if HAS_MINIMUM:
+                    b_minimum = tl.load(p_minimums + o_group, mask=in_n, other=0.0).to(tl.float32)
+                    b_wide += b_minimum[:, None]
+                b_weight = b_wide.to(PRODUCT)
+            b_dot = tl.dot(b_weight, b_x.to(PRODUCT), b_dot, input_precision="ieee", out_dtype=tl.float32)
+        if SCALE_AFTER:
+            o_group = _group(i_block, 0, group_blocks, GROUP) * num_out + o_n
+            b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
+            acc += b_dot * b_scale[:, None]
+        else:
+            acc = b_dot
+    if HAS_BIAS:
+        acc += tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    o_out = (i_split.to(tl.int64) * num_rows + o_m)[None, :] * num_out + o_n[:, None]
+    tl.store(p_out + o_out, acc.to(p_out.dtype.element_ty), mask=in_m[None, :] & in_n[:, None])
+
+
+@triton.jit
+def add_splits_kernel(
+    p_partials, p_bias, p_out, num_rows, num_out, num_splits, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Adds [splits, rows, out] up over the splits, in their order, and the bias."""
+    i_row = tl.program_id(1).to(tl.int64)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = o_n < num_out
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for i_split in tl.range(0, num_splits):
+        o_row = (tl.cast(i_split, tl.int64) * num_rows + i_row) * num_out
+        total += tl.load(p_partials + o_row + o_n, mask=in_n, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * num_out + o_n, total.to(p_out.dtype.element_ty), mask=in_n)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut; rows are those of the activations, columns the output features.
+
+    Attributes:
+        few: by few_rows_kernel.
+        split_for: programs that are wanted; the inputs are split until there are as many.
+    """
+
+    few: bool
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    split_for: int
+
+
+_MIN_SPLIT_BLOCKS = 4
+_ADD_COLUMNS = 1024
+_FIXED_ROWS = 32
+
+
+def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
+    """The tile table. fixed: one tile whatever the rows."""
+    if fixed or num_rows <= 32:
+        stages = 2 if amd else 5 if bits == 4 else 4
+        rows = 16 if num_rows <= 16 and not fixed else _FIXED_ROWS
+        return Tile(True, rows, 64, 2, stages, split_for=256)
+    if num_rows <= 64:
+        return Tile(False, 64, 64, 4, 2 if amd else 4, split_for=132)
+    return Tile(False, 64 if amd else 128, 128, 8, 2 if amd else 3, split_for=132)
+
+
+def split_blocks(num_blocks: int, column_tiles: int, wanted: int) -> int:
+    """Blocks of a split of the inputs: it depends on the weight's shape alone."""
+    splits = 1
+    while column_tiles * splits < wanted and num_blocks >= 2 * splits * _MIN_SPLIT_BLOCKS:
+        splits *= 2
+    return -(-num_blocks // splits)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fixed: bool = False) -> torch.Tensor:
+    """x @ weight.T + bias, accumulated in float32.
+
+    Args:
+        x: [T, in] bfloat16 or float16, rows apart by any stride.
+        bias: [out] of x's dtype, or None.
+        fixed: a row's result does not depend on the other rows nor on their number.
+
+    Returns:
+        [T, out] of x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _check(x, weight, bias)
+    num_rows, num_out, num_blocks = x.shape[0], weight.num_out, weight.words.shape[0]
+    out = x.new_empty((num_rows, num_out))
+    if num_rows == 0 or num_out == 0:
+        return out
+    amd = torch.version.hip is not None
+    chosen = tile(num_rows, weight.bits, fixed, amd)
+    column_tiles = -(-num_out // chosen.columns)
+    row_tiles = -(-num_rows // chosen.rows)
+    # Where the rows are several tiles, there are programs enough, and partial sums would be large.
+    per_split = split_blocks(num_blocks, column_tiles, chosen.split_for if row_tiles == 1 or fixed else 1)
+    nested = fixed and row_tiles > 1
+    splits = 1 if nested else -(-num_blocks // per_split)
+    target = out if splits == 1 else x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
+    own_bias = bias if splits == 1 else None
+    constants = _constants(chosen, weight.bits, weight.group, weight.minimums is not None, own_bias is not None, nested)
+    grid = (column_tiles, splits, row_tiles) if chosen.few else (row_tiles, column_tiles, splits)
+    kernel: Any = few_rows_kernel if chosen.few else many_rows_kernel
+    kernel[grid](
+        x,
+        weight.words,
+        weight.scales,
+        weight.scales if weight.minimums is None else weight.minimums,
+        out if own_bias is None else own_bias,
+        target,
+        num_rows,
+        num_out,
+        weight.num_in,
+        x.stride(0),
+        num_blocks,
+        per_split,
+        max(1, weight.group // BLOCK) if weight.group else num_blocks,
+        **constants,
+        PRODUCT=product_type(x.dtype),
+        ASM=not (INTERPRETED or amd),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        enable_fp_fusion=True,
+    )
+    if splits > 1:
+        add_splits_kernel[(-(-num_out // _ADD_COLUMNS), num_rows)](
+            target,
+            out if bias is None else bias,
+            out,
+            num_rows,
+            num_out,
+            splits,
+            HAS_BIAS=bias is not None,
+            BLOCK_N=_ADD_COLUMNS,
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _check(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> None:
+    if x.ndim != 2 or x.shape[1] != weight.num_in:
+        raise ValueError(f"activations of shape {tuple(x.shape)} for a weight of {weight.num_in} inputs")
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"activations of {x.dtype}; bfloat16 and float16 are supported")
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        raise ValueError("activations whose features are not adjacent")
+    if bias is not None and (bias.shape != (weight.num_out,) or not bias.is_contiguous()):
+        raise ValueError(f"a bias of shape {tuple(bias.shape)} for {weight.num_out} output features")
+    if x.device != weight.words.device:
+        raise ValueError(f"activations on {x.device}, weights on {weight.words.device}")
+
+
+def _constants(
+    chosen: Tile, bits: int, group: int, has_minimum: bool, has_bias: bool, nested: bool
+) -> dict[str, int | bool]:
+    constants: dict[str, int | bool] = {
+        "BITS": bits,
+        "GROUP": group if 0 < group < BLOCK else BLOCK,
+        "HAS_MINIMUM": has_minimum,
+        "HAS_BIAS": has_bias,
+        "BLOCK_M": chosen.rows,
+        "BLOCK_N": chosen.columns,
+    }
+    if chosen.few:
+        constants["NESTED"] = nested
+    return constants
+
+
+_INTEGERS = ("num_rows", "num_out", "num_in", "stride_x", "num_blocks", "split_blocks", "group_blocks")
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Every configuration of the table."""
+    amd = target == "gfx942"
+    result = []
+    products: tuple[Product, ...] = ("bf16", "fp16")
+    for product in products:
+        for bits in (4, 8):
+            for group, has_minimum in ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True)):
+                for num_rows, fixed, nested in (
+                    (16, False, False),
+                    (32, False, False),
+                    (33, True, True),
+                    (64, False, False),
+                    (65, False, False),
+                ):
+                    chosen = tile(num_rows, bits, fixed, amd)
+                    constants = _constants(chosen, bits, group, has_minimum, product == "fp16", nested)
+                    result.append(_compilation(chosen, constants, product, "fp16", amd))
+    constants = _constants(tile(16, 4, False, amd), 4, 128, False, False, False)
+    result.append(_compilation(tile(16, 4, False, amd), constants, "bf16", "fp32", amd))
+    for product in products:
+        for has_bias in (False, True):
+            signature = {"p_partials": "*fp32", "p_bias": f"*{product}", "p_out": f"*{product}"}
+            signature |= dict.fromkeys(("num_rows", "num_out", "num_splits"), "i32")
+            signature |= dict.fromkeys(("HAS_BIAS", "BLOCK_N"), "constexpr")
+            constants = {"HAS_BIAS": has_bias, "BLOCK_N": _ADD_COLUMNS}
+            multiples = frozenset({"num_out"})
+            name = f"{product}" + " bias" * has_bias
+            result.append(
+                Compilation(
+                    "add_splits_kernel", name, add_splits_kernel, signature, constants, 4, 2, True, multiples=multiples
+                )
+            )
+    return result
+
+
+def _compilation(
+    chosen: Tile, constants: dict[str, int | bool], product: Product, scales: str, amd: bool
+) -> Compilation:
+    words = "*i16" if constants["BITS"] == 4 else "*u8"
+    signature = {"p_x": f"*{product}", "p_words": words, "p_scales": f"*{scales}", "p_minimums": f"*{scales}"}
+    signature |= {"p_bias": f"*{product}", "p_out": f"*{product}"} | dict.fromkeys(_INTEGERS, "i32")
+    every = constants | {"PRODUCT": NAMED_TYPES[product], "ASM": not amd}
+    traits = [f"{product} int{constants['BITS']} g={constants['GROUP']} rows={chosen.rows} scales={scales}"]
+    traits += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "NESTED") if constants.get(name)]
+    return Compilation(
+        kernel="few_rows_kernel" if chosen.few else "many_rows_kernel",
+        configuration=" ".join(traits),
+        function=few_rows_kernel if chosen.few else many_rows_kernel,
+        signature=signature | dict.fromkeys(every, "constexpr"),
+        constants=every,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        enable_fp_fusion=True,
+        product=product,
+        rows=chosen.rows if chosen.few else chosen.columns,
+        multiples=frozenset({"num_out", "num_in", "stride_x"}),
+    )

@@ -1,0 +1,132 @@
+"""Products with integer weights against the reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.linear_weight_only import reference
+from kernels.linear_weight_only.cases import CASES, Case, make
+from kernels.linear_weight_only.layout import PackedWeight, empty_words, num_groups, pack_rows
+from kernels.linear_weight_only.triton import compilations, linear, split_blocks, tile
+from kernels.tolerances import TOLERANCES
+
+
+def name_of(case: Case) -> str:
+    return f"{case.rows}x{case.num_out}x{case.num_in}-int{case.bits}-g{case.group}"
+
+
+def assert_near(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    relative, absolute = TOLERANCES[out.dtype]
+    torch.testing.assert_close(out.float(), wanted.float(), rtol=relative, atol=absolute)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher allocates holds NaN until it is written."""
+    plain = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        made = plain(self, *args, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_equals_the_reference(case: Case, fixed: bool, device: torch.device) -> None:
+    x, weight, bias = make(case, device)
+    out = linear(x, weight, bias, fixed)
+    assert out.dtype == case.dtype and out.shape == (case.rows, case.num_out)
+    assert_near(out, reference.linear(x, weight, bias))
+
+
+def test_packing_keeps_every_code(device: torch.device) -> None:
+    for bits, num_in in ((4, 200), (8, 130)):
+        codes = torch.randint(0, 1 << bits, (5, num_in), dtype=torch.uint8, device=device)
+        words = empty_words(7, num_in, bits, device).fill_(0)
+        pack_rows(words, 2, codes)
+        scales = torch.ones((num_groups(num_in, 0), 7), dtype=torch.float16, device=device)
+        weight = PackedWeight(words, scales, None, bits, 0, num_in)
+        assert torch.equal(reference.codes(weight)[2:], codes.long())
+        assert not reference.codes(weight)[:2].any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_code_times_one_is_itself(bits: int, device: torch.device) -> None:
+    codes = torch.arange(1 << bits, dtype=torch.uint8, device=device)[:, None].expand(-1, 32)
+    words = empty_words(1 << bits, 32, bits, device)
+    pack_rows(words, 0, codes)
+    scales = torch.ones((num_groups(32, 32), 1 << bits), dtype=torch.float16, device=device)
+    weight = PackedWeight(words, scales, None, bits, 32, 32)
+    x = torch.zeros((1, 32), dtype=torch.bfloat16, device=device)
+    for i in (0, 31):
+        x.zero_()[0, i] = 1
+        for rows in (1, 40):
+            out = linear(x.expand(rows, -1).contiguous(), weight, None)
+            assert torch.equal(out[0].float(), torch.arange(1 << bits, device=device).float() - (1 << (bits - 1)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_fixed_row_is_the_same_in_any_batch(bits: int, device: torch.device) -> None:
+    case = Case(70, 64, 2048, bits=bits, group=128, minimum=True, bias=True)  # type: ignore[arg-type]
+    x, weight, bias = make(case, device)
+    assert split_blocks(16, 1, 256) < 16  # so that both ways of adding splits up are compared
+    whole = linear(x, weight, bias, fixed=True)
+    for start, stop in ((0, 1), (3, 5), (16, 48), (37, 70)):
+        assert torch.equal(linear(x[start:stop], weight, bias, fixed=True), whole[start:stop])
+
+
+def test_rows_apart_and_beyond_32_bit_offsets(device: torch.device) -> None:
+    """Row 2 of x lies 2**31 + 64 elements behind row 0: a wrapped offset would read another row."""
+    case = Case(3, 64, 128)
+    x, weight, _ = make(case, device)
+    stride = (1 << 30) + 32
+    if device.type == "cpu":
+        memory = torch.empty(2 * stride + 128, dtype=torch.bfloat16)  # pages that are not touched take no memory
+    else:
+        memory = torch.empty(2 * stride + 128, dtype=torch.bfloat16, device=device)
+    far = memory.as_strided((3, 128), (stride, 1))
+    far.copy_(x)
+    assert_near(linear(far, weight, None), reference.linear(x, weight, None))
+
+
+def test_no_rows(device: torch.device) -> None:
+    x, weight, bias = make(dataclasses.replace(CASES[0], rows=0), device)
+    assert linear(x, weight, bias).shape == (0, 64)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    x, weight, _ = make(CASES[0], device)
+    with pytest.raises(ValueError, match=r"shape \(1, 64\) for a weight of 128 inputs"):
+        linear(x[:, :64], weight, None)
+    with pytest.raises(ValueError, match="float32"):
+        linear(x.float(), weight, None)
+    with pytest.raises(ValueError, match="not adjacent"):
+        linear(x.expand(128, -1).contiguous().T, weight, None)
+    with pytest.raises(ValueError, match=r"bias of shape \(3,\)"):
+        linear(x, weight, x.new_zeros(3))
+    with pytest.raises(ValueError, match="groups of 48"):
+        num_groups(96, 48)
+    with pytest.raises(ValueError, match="3 bits"):
+        empty_words(1, 1, 3, device)
+
+
+def test_splits_depend_on_the_shape_alone_and_fill_the_gpu() -> None:
+    for num_out, num_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        chosen = tile(1, 4, False, False)
+        per_split = split_blocks(num_in // 128, num_out // chosen.columns, chosen.split_for)
+        programs = num_out // chosen.columns * -(-(num_in // 128) // per_split)
+        assert 256 <= programs <= 600
+
+
+def test_compilations_name_each_configuration_once() -> None:
+    names = [(one.kernel, one.configuration) for one in compilations("sm_90")]
+    assert len(set(names)) == len(names)
+    for one in compilations("gfx942"):
+        assert list(one.signature)[-len(one.constants) :] == list(one.constants) or set(one.constants) <= set(
+            one.signature
+        )
