@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+
+import msgspec
 
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.requests import GenerationLike, GeneratorLike
@@ -94,7 +95,7 @@ class FanIn:
         self._count(prompt_index, delta)
         if delta.finish_reason == "stop" and delta.logprobs:
             shown = self._without_stop_token(delta.logprobs, self._requests[prompt_index])
-            delta = dataclasses.replace(delta, logprobs=shown)
+            delta = msgspec.structs.replace(delta, logprobs=shown)
         return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
 
     def _without_stop_token(self, logprobs: list[TokenLogprobs], request: GenerationRequest) -> list[TokenLogprobs]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 
@@ -39,8 +41,7 @@ class GenerationRequest:
     arrival: float = field(default_factory=time.monotonic, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """News of one choice. Concatenated over a choice, `text` is the whole completion.
 
     Attributes:

@@ -168,6 +168,7 @@ class Generation:
         self._log_fields = {**structlog.contextvars.get_contextvars(), "generation": request.request_id}
         self._generator = generator
         self._entry = entry
+        self._vocab_size = entry.facts.vocab_size
         self._permit = permit
         stops = (
             StopStrings(request.stop, include_in_output=request.include_stop_str_in_output) if request.stop else None
@@ -280,7 +281,7 @@ class Generation:
             self._permit.first_token()
         if output.finish is not None and output.finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise _failure(output.finish)
-        delta = choice.advance(output, self._entry.facts.vocab_size)
+        delta = choice.advance(output, self._vocab_size)
         self._measure.output(output.choice, len(delta.token_ids), delta.finish_reason)
         if delta.finish_reason is not None:
             self._num_unfinished -= 1

@@ -61,9 +61,7 @@ class Measure:
             self._measures.time_to_first_token.observe(now - self._arrival)
         last = self._last[choice]
         if last:
-            gap = (now - last) / num_tokens
-            for _ in range(num_tokens):
-                self._measures.inter_token_latency.observe(gap)
+            self._measures.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
         self._last[choice] = now
 
     def slow_client(self) -> None:

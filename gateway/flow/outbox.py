@@ -3,59 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from gateway.flow.events import TextDelta
-from shared.messages import TokenLogprobs
+
+T = TypeVar("T")
 
 FULL_AT_TOKENS = 256
 """From here on the consumer must take something within the write timeout."""
 
 
-class _Pending:
-    """Deltas of one choice, merged."""
+_MERGE_AT = 64
+"""So many deltas of one choice become one, so that a slow reader costs little more than its text."""
 
-    __slots__ = ("finish_reason", "logprobs", "num_cached_tokens", "prompt_logprobs", "texts", "token_ids", "urgent")
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None
-        self.finish_reason: str | None = None
-        self.num_cached_tokens: int | None = None
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.urgent = False
+def merged(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Deltas of one choice, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return TextDelta(
+        deltas[0].choice,
+        "".join([delta.text for delta in deltas]),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs if any(delta.logprobs is not None for delta in deltas) else None,
+        deltas[-1].finish_reason,
+        _last_known([delta.num_cached_tokens for delta in deltas]),
+        _last_known([delta.prompt_logprobs for delta in deltas]),
+    )
 
-    def merge(self, delta: TextDelta) -> None:
-        if delta.text:
-            self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
-        if delta.num_cached_tokens is not None:
-            self.num_cached_tokens = delta.num_cached_tokens
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        self.finish_reason = delta.finish_reason
-        # Ids without text wait for the text that they become part of; the first of a choice do not.
-        self.urgent = self.urgent or bool(
-            delta.text or delta.finish_reason or delta.logprobs or delta.num_cached_tokens is not None
-        )
 
-    def delta(self, choice: int) -> TextDelta:
-        return TextDelta(
-            choice,
-            "".join(self.texts),
-            self.token_ids,
-            self.logprobs,
-            self.finish_reason,
-            self.num_cached_tokens,
-            self.prompt_logprobs,
-        )
+def _last_known(values: Sequence[T | None]) -> T | None:
+    return next((value for value in reversed(values) if value is not None), None)
 
 
 class Outbox:
-    """At most one pending delta per choice, oldest first. One consumer.
+    """One pending delta per choice, merged when it is taken, oldest first. One consumer.
 
     Its memory is bounded by the request's max_tokens; a consumer that leaves it full for `patience` seconds is
     reported through `on_slow`, once.
@@ -64,31 +48,40 @@ class Outbox:
     def __init__(self, patience: float, on_slow: Callable[[], None]) -> None:
         self._patience = patience
         self._on_slow = on_slow
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, list[TextDelta]] = {}
+        # Choices whose pending delta is worth delivering, in the order in which it became so.
+        self._urgent: dict[int, None] = {}
         self._num_tokens = 0
         self._waiter: asyncio.Future[None] | None = None
         self._full_timer: asyncio.TimerHandle | None = None
 
     def put(self, delta: TextDelta) -> None:
         """Never waits."""
-        pending = self._pending.get(delta.choice)
+        choice = delta.choice
+        pending = self._pending.get(choice)
         if pending is None:
-            pending = self._pending[delta.choice] = _Pending()
-        pending.merge(delta)
+            self._pending[choice] = [delta]
+        else:
+            pending.append(delta)
+            if len(pending) >= _MERGE_AT:
+                pending[:] = [merged(pending)]
         self._num_tokens += len(delta.token_ids)
-        if pending.urgent:
+        # Ids without text wait for the text that they become part of; the first of a choice do not.
+        if delta.text or delta.finish_reason or delta.logprobs or delta.num_cached_tokens is not None:
+            self._urgent[choice] = None
+        if choice in self._urgent:
             self.wake()
             if self._num_tokens >= FULL_AT_TOKENS and self._full_timer is None:
                 self._full_timer = asyncio.get_running_loop().call_later(self._patience, self._on_slow)
 
     def take(self) -> TextDelta | None:
         """The oldest delta that is worth delivering, or None."""
-        for choice, pending in self._pending.items():
-            if pending.urgent:
-                del self._pending[choice]
-                self._num_tokens -= len(pending.token_ids)
-                self._stop_timer()
-                return pending.delta(choice)
+        for choice in self._urgent:
+            del self._urgent[choice]
+            delta = merged(self._pending.pop(choice))
+            self._num_tokens -= len(delta.token_ids)
+            self._stop_timer()
+            return delta
         return None
 
     async def wait(self) -> None:
@@ -107,6 +100,7 @@ class Outbox:
     def close(self) -> None:
         """Drops what is pending."""
         self._pending.clear()
+        self._urgent.clear()
         self._stop_timer()
         self.wake()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from shared import metrics
 from shared.messages import WorkerStats
 from shared.metrics import WORKER_COUNTERS, GatewayMetrics, WorkerCollector, WorkerSnapshot, metric_names
 
@@ -59,3 +61,25 @@ def test_every_metric_has_documentation():
     registry.register(WorkerCollector(lambda: ()))
     assert [family.name for family in registry.collect() if len(family.documentation) < 10] == []
     assert not any(name.endswith("_total") for name in WORKER_COUNTERS)
+
+
+def test_the_histogram_of_tokens_is_what_prometheus_client_makes() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    buckets = (0.001, 0.01, 0.5, 2.0)
+    token_histogram = metrics.TokenHistogram("h", "doc", buckets, ours)
+    histogram = Histogram("h", "doc", ["model_name"], registry=theirs, buckets=buckets)
+    for model_name, value, count in (("a", 0.001, 3), ("a", 0.0011, 1), ("b", 5.0, 2), ("a", 1.5, 4), ("b", 0.0, 1)):
+        token_histogram.labels(model_name).observe(value, count)
+        for _ in range(count):
+            histogram.labels(model_name).observe(value)
+
+    def samples(registry):
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): pytest.approx(sample.value)
+            for family in registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    assert samples(ours) == samples(theirs)
+    assert len(samples(ours)) == 2 * (len(buckets) + 3)
