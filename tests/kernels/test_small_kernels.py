@@ -114,6 +114,7 @@ def test_the_norm_of_a_row_does_not_depend_on_its_batch(device: torch.device) ->
         assert torch.equal(dense(alone), together[row : row + 1])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_rows_of_zeros_and_of_nan(device: torch.device) -> None:
     residual = torch.zeros((3, 64), device=device)
     residual[1, 5] = float("nan")
