@@ -268,7 +268,7 @@ def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
     if fixed or num_rows <= 32:
         stages = 2 if amd else 5 if bits == 4 else 4
         rows = 16 if num_rows <= 16 and not fixed else _FIXED_ROWS
-        return Tile(True, rows, 64, 2, stages, split_for=256)
+        return Tile(True, rows, 64, 4 if fixed else 2, stages, split_for=256)
     if num_rows <= 64:
         return Tile(False, 64, 64, 4, 2 if amd else 4, split_for=132)
     return Tile(False, 64 if amd else 128, 128, 8, 2 if amd else 3, split_for=132)
@@ -427,7 +427,9 @@ def _compilation(
     signature = {"p_x": f"*{product}", "p_words": words, "p_scales": f"*{scales}", "p_minimums": f"*{scales}"}
     signature |= {"p_bias": f"*{product}", "p_out": f"*{product}"} | dict.fromkeys(_INTEGERS, "i32")
     every = constants | {"PRODUCT": NAMED_TYPES[product], "ASM": not amd}
-    traits = [f"{product} int{constants['BITS']} g={constants['GROUP']} rows={chosen.rows} scales={scales}"]
+    traits = [
+        f"{product} int{constants['BITS']} g={constants['GROUP']} tile={chosen.rows}x{chosen.columns} scales={scales}"
+    ]
     traits += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "NESTED") if constants.get(name)]
     return Compilation(
         kernel="few_rows_kernel" if chosen.few else "many_rows_kernel",

@@ -7,7 +7,6 @@ import torch
 from worker.model.linear import Placement, check_shape
 from worker.model.loading.weights import WeightSource
 from worker.quant.raw_weight import RawWeight
-from worker.quant.select import linear_scheme
 
 
 def vocabulary_shard(vocab_size: int, tp_rank: int, tp_size: int) -> tuple[slice, int]:
@@ -74,7 +73,7 @@ class VocabularyParallelHead:
             name = "head.weight" if tied is None else "embed.weight"
             check_shape(weights, name, (vocab_size, hidden_size))
             raw = weights.get(name, rows=rows)
-        self._scheme = linear_scheme(place.dtype, place.device, [raw])
+        self._scheme = place.scheme([raw])
         self._scheme.create_weights(padded, hidden_size)
         self._scheme.load_rows(0, raw)
         if padded > raw.shape[0]:  # cut off again after the gather

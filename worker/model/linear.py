@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,16 +11,27 @@ from kernels.quantized import Activations
 from shared.errors import ConfigurationError, ModelFileError
 from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
+from worker.quant.raw_weight import RawWeight
+from worker.quant.scheme import LinearScheme
 from worker.quant.select import linear_scheme
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model's weights go: the dtype they are multiplied in, the device, and this rank."""
+    """Where a model's weights go: the dtype they are multiplied in, the device, and this rank.
+
+    Attributes:
+        deterministic: a row's result may not depend on the batch.
+    """
 
     dtype: torch.dtype
     device: torch.device
     parallel: ParallelContext
+    deterministic: bool = False
+
+    def scheme(self, raws: Sequence[RawWeight]) -> LinearScheme:
+        """The scheme of a layer that these weights make up."""
+        return linear_scheme(self.dtype, self.device, raws, deterministic=self.deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,7 @@ class ColumnParallelLinear:
         for part, total in zip(parts, totals):
             check_shape(weights, f"{part.name}.weight", (total, in_features))
         raws = [weights.get(f"{part.name}.weight", rows=part.rows) for part in parts]
-        self._scheme = linear_scheme(place.dtype, place.device, raws)
+        self._scheme = place.scheme(raws)
         self._scheme.create_weights(self.out_features, in_features)
         biases = []
         start = 0
@@ -108,7 +120,7 @@ class RowParallelLinear:
         self._parallel = place.parallel
         whole = cols == slice(0, shape[1])
         raw = weights.get(f"{name}.weight", cols=None if whole else cols)
-        self._scheme = linear_scheme(place.dtype, place.device, [raw])
+        self._scheme = place.scheme([raw])
         self._scheme.create_weights(shape[0], int(cols.stop - cols.start))
         self._scheme.load_rows(0, raw)
         self._scheme.after_load()

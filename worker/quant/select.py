@@ -10,6 +10,7 @@ from worker.quant.dense import DenseScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
 from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
+from worker.quant.weight_only import WeightOnlyScheme
 
 
 def packed_linears_supported(dtype: torch.dtype) -> bool:
@@ -28,13 +29,18 @@ def packed_linears_supported(dtype: torch.dtype) -> bool:
     return False
 
 
-def linear_scheme(dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight] = ()) -> LinearScheme:
-    """The fastest scheme for a layer.
+def linear_scheme(
+    dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight] = (), *, deterministic: bool = False
+) -> LinearScheme:
+    """The fastest scheme for a layer. On the CPU all weights become dense.
 
     Args:
         dtype: of the activations, and of the weights where they are dense.
         raws: what will be loaded, part by part.
+        deterministic: a row's result may not depend on the batch.
     """
-    if device.type == "cpu" and packed_linears_supported(dtype):
-        return OneDNNPackedScheme(dtype)
+    if device.type == "cpu":
+        return OneDNNPackedScheme(dtype) if packed_linears_supported(dtype) else DenseScheme(dtype, device)
+    if WeightOnlyScheme.accepts(dtype, raws):
+        return WeightOnlyScheme(dtype, device, raws, fixed=deterministic)
     return DenseScheme(dtype, device)

@@ -14,6 +14,7 @@ from shared.errors import ConfigurationError, ModelFileError
 from tests.fakes.weights import MemoryWeights, make_batch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
+from worker.model.linear import Placement
 from worker.model.rope import half_split_rows
 from worker.model.spec import DecoderSpec, RopeSpec
 from worker.quant.dense import DenseScheme
@@ -194,10 +195,7 @@ def test_the_ops_and_weights_of_other_devices_compute_the_same(
 ) -> None:
     """What runs where there is no kernel of our own, a GPU's part of the code included, here on the CPU."""
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda device: ReferenceOps())
-    for module in ("linear", "embedding"):
-        monkeypatch.setattr(
-            f"worker.model.{module}.linear_scheme", lambda dtype, device, raws: DenseScheme(dtype, device)
-        )
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws: DenseScheme(place.dtype, place.device))
     model, spec, weights = make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES)
     ids = token_ids(100)
     assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
