@@ -113,7 +113,15 @@ def build_engine(
         eos_token_ids=tuple(files.eos_token_ids),
     )
     scheduler = Scheduler(config, kv, counters)
-    return Engine(scheduler, built.executor, transport, facts, files.bundle, check_executor=built.check)
+    return Engine(
+        scheduler,
+        built.executor,
+        transport,
+        facts,
+        files.bundle,
+        check_executor=built.check,
+        use_idle_time=built.use_idle_time,
+    )
 
 
 class _Orphan:

@@ -55,7 +55,7 @@ class CpuStepOps:
         num_requests, num_tokens = shape.num_requests, shape.num_tokens
         rows = self._rows[:num_requests]
         starts = self._starts[:num_requests]
-        padded = bool(num_requests) and rows[-1] < 0
+        padded = num_requests > 0 and rows[-1] < 0
         if padded:
             rows = np.maximum(rows, 0)
         positions = self._positions[:num_tokens]

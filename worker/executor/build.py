@@ -22,6 +22,7 @@ from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
 from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv
 from worker.executor.model_runner import ModelRunner
+from worker.executor.pending_step import PendingStep
 from worker.executor.precompile import Precompilation
 from worker.executor.profile import measure_step, pages_must_fit, weights_must_fit
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
@@ -31,7 +32,7 @@ from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.parallel import ParallelContext
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan, StepResult
+from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 _log = get_logger("worker.executor")
 
@@ -48,6 +49,7 @@ class BuiltExecutor:
         max_model_len: as asked for; the model's own, or less where the KV cache is smaller.
         num_kv_groups: block tables per request.
         check: raises ExecutorError where a rank has died; for an idle engine loop.
+        use_idle_time: does a part, tenths of a second, of what makes later steps faster; False where nothing is left.
     """
 
     executor: Executor
@@ -58,6 +60,7 @@ class BuiltExecutor:
     device: str
     dtype: str
     check: Callable[[], None]
+    use_idle_time: Callable[[], bool]
 
 
 def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | None = None) -> BuiltExecutor:
@@ -115,22 +118,27 @@ def _build(
         ops.compile()  # all ranks must sample by the same code
     runner = make_runner(settings, decoder, plan, parallel, ops, device)
 
-    def execute(step: StepPlan) -> StepResult:
+    def launch(step: StepPlan) -> PendingStep:
         if group is not None:
             group.send(step)
-        return runner.execute(step)
+        return runner.launch(step)
 
     def check() -> None:
         if group is not None:
             group.check()
 
+    def use_idle_time() -> bool:
+        if group is not None and runner.can_capture:
+            group.send_idle()
+        return runner.capture_next()
+
     num_groups = len(files.spec.kv_groups)
     for step in warm_up_plans(settings, plan, num_groups):
-        execute(step)
+        launch(step).result()
     if group is None:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
         threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
-    executor = LocalExecutor(execute, depth or device.depth, on_close=group.close if group is not None else None)
+    executor = LocalExecutor(launch, depth or device.depth, on_close=group.close if group is not None else None)
     return BuiltExecutor(
         executor=executor,
         num_pages=plan.num_pages,
@@ -140,6 +148,7 @@ def _build(
         device=device.torch_device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
         check=check,
+        use_idle_time=use_idle_time,
     )
 
 
@@ -268,13 +277,14 @@ def make_runner(
     kv = make_kv(settings, decoder, plan, parallel, device)
     rows = RequestRows(
         max_num_seqs=settings.max_num_seqs,
+        max_num_tokens=settings.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         page_size=settings.block_size,
         num_groups=len(spec.kv_groups),
         vocab_size=spec.vocab_size,
-        device=device.torch_device,
+        device=device,
     )
-    return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ops))
+    return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ops), device, graphs=settings.decode_graphs)
 
 
 def make_kv(

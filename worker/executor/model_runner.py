@@ -1,20 +1,22 @@
-"""Runs one plan on one rank: rows, page copies, the model, the sampler."""
+"""Runs plans on one rank: rows, page copies, the model, the sampler. Enqueues; nothing is read back until it is asked.
+
+A decode step whose size has been captured is one graph; others are enqueued kernel by kernel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from shared.messages import TokenLogprobs
+from worker.executor.decode_graphs import DecodeGraphs, Size
+from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
-from worker.executor.request_rows import PromptChunk, RequestRows
-from worker.sampling.logprobs import compute_logprobs, to_entries
-from worker.sampling.parameters import Needs
+from worker.executor.pending_step import PendingStep, PromptReport, step_output
+from worker.executor.request_rows import PromptChunk, RequestRows, StagedStep
+from worker.kv.storage import CopyBatch
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import PageCopy, SampledToken, StepPlan, StepResult
+from worker.scheduler.plan import StepPlan, StepResult
 
 # Rows of logits that exist at a time for prompt log-probabilities: 256 x 49,152 float32 are 48 MiB.
 _LOGITS_ROWS = 256
@@ -35,74 +37,112 @@ class Model(Protocol):
 class PageStorage(Protocol):
     """What the runner needs of the KV cache."""
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages in order."""
+    def copy_pages(self, copies: CopyBatch) -> None:
+        """Copies pages."""
         ...
 
 
 class ModelRunner:
-    """Executes plans in order. Every rank of a group runs the same plans and samples the same ids."""
+    """Executes plans in order. Every rank of a group runs the same plans and samples the same ids.
 
-    def __init__(self, model: Model, kv: PageStorage, rows: RequestRows, sampler: Sampler) -> None:
+    Args:
+        graphs: capture decode steps, where the device can.
+        max_tokens_each: tokens per request of the largest steps that are captured.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: PageStorage,
+        rows: RequestRows,
+        sampler: Sampler,
+        device: Device,
+        *,
+        graphs: bool = True,
+        max_tokens_each: int = 1,
+    ) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         self._sampler = sampler
+        self._device = device
+        self._graphs: DecodeGraphs[torch.Tensor] | None = None
+        if graphs and device.captures:
+            self._graphs = DecodeGraphs(
+                device,
+                self._compute,
+                rows.clear_inputs,
+                max_num_seqs=rows.max_num_seqs,
+                max_tokens_each=max_tokens_each,
+            )
 
     @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Enqueues one step. Plans may follow each other before their results are read."""
+        size = self._choose_graph(plan)
+        staged = self._rows.stage(plan, size)
+        for copies in staged.copies:
+            self._kv.copy_pages(copies)
+        pending = self._run(plan, staged, size)
+        self._rows.hold(pending)
+        return pending
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end."""
-        rows = self._rows
-        rows.apply(plan)
-        if plan.page_copies:
-            self._kv.copy_pages(plan.page_copies)
-        if not plan.scheduled:
-            return StepResult(step=plan.step, sampled=[])
-        batch, sampled = rows.forward_batch(plan)
-        chunks = rows.prompt_chunks(plan)
-        num_sampled = len(sampled.rows)
-        if chunks:
-            batch = replace(batch, logits_indices=_with_chunks(batch.logits_indices, chunks))
-        hidden = self._model.hidden_states(batch, self._kv)
-        prompt_logprobs = self._prompt_logprobs(hidden[num_sampled:], chunks)
-        if not num_sampled:
-            return StepResult(step=plan.step, sampled=[], prompt_logprobs=prompt_logprobs)
-        token_ids, logprobs = self._sampler.sample(self._model.logits(hidden[:num_sampled]), sampled)
-        rows.append(sampled, token_ids)
-        needs = rows.sampling.needs[sampled.rows]
-        reporting = sampled.rows[needs & Needs.LOGPROBS != 0]
-        entries: list[TokenLogprobs] = []
-        if logprobs is not None:
-            entries = to_entries(logprobs, rows.sampling.num_logprobs[reporting].tolist())
-        by_row = dict(zip(reporting.tolist(), entries))
-        return StepResult(
-            step=plan.step,
-            sampled=[
-                SampledToken(row, token_id, by_row.get(row) if token_id >= 0 else None)
-                for row, token_id in zip(sampled.rows.tolist(), token_ids.tolist())
-            ],
-            prompt_logprobs=prompt_logprobs,
-        )
+        return self.launch(plan).result()
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, chunks: list[PromptChunk]) -> dict[int, list[TokenLogprobs]]:
+    @property
+    def can_capture(self) -> bool:
+        """Whether decode steps are captured at all."""
+        return self._graphs is not None
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """While nothing else is to do: captures one more decode step. False where there is none left."""
+        return self._graphs is not None and self._graphs.capture_next()
+
+    def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None) -> PendingStep:
+        batch, sampled, chunks = staged.batch, staged.sampled, staged.chunks
+        num_sampled = len(sampled.rows)
+        token_ids = logprobs = logits = None
+        prompts: list[PromptReport] = []
+        if size is not None and self._graphs is not None:
+            # The next replay, which comes after the sampler, writes to the same logits.
+            logits = self._graphs.replay(size)[:num_sampled]
+        elif batch is not None:
+            hidden = self._model.hidden_states(batch, self._kv)
+            prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
+            logits = self._model.logits(hidden[:num_sampled]) if num_sampled else None
+        if logits is not None:
+            token_ids, logprobs = self._sampler.sample(logits, sampled)
+            self._rows.append(sampled, token_ids)
+        output = step_output(plan.step, sampled, token_ids, logprobs, prompts)
+        return PendingStep(output, self._device)
+
+    def _choose_graph(self, plan: StepPlan) -> Size | None:
+        """A graph has the logits of every request's last token, and equally many tokens for each."""
+        graphs, scheduled = self._graphs, plan.scheduled
+        if graphs is None or not scheduled:
+            return None
+        count = scheduled[0].count
+        for item in scheduled:
+            if item.count != count or not item.sample or item.prompt_logprobs is not None:
+                return None
+        return graphs.choose(len(scheduled), count)
+
+    def _compute(self, size: Size) -> torch.Tensor:
+        return self._model.logits(self._model.hidden_states(self._rows.graph_batch(size), self._kv))
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, chunks: list[PromptChunk]) -> list[PromptReport]:
         """hidden: [P, hidden], the rows of all chunks one after the other."""
-        result: dict[int, list[TokenLogprobs]] = {}
+        reports: list[PromptReport] = []
         first = 0
         for chunk in chunks:
             targets = self._rows.token_ids(chunk.row, chunk.start + 1, chunk.count)
-            entries = result.setdefault(chunk.row, [])
             for begin in range(0, chunk.count, _LOGITS_ROWS):
                 end = min(begin + _LOGITS_ROWS, chunk.count)
                 logits = self._model.logits(hidden[first + begin : first + end])
-                entries += to_entries(
-                    compute_logprobs(logits, targets[begin:end], chunk.num_top), [chunk.num_top] * (end - begin)
-                )
+                logprobs = self._sampler.logprobs(logits, targets[begin:end], chunk.num_top)
+                reports.append(PromptReport(chunk.row, chunk.num_top, logprobs))
             first += chunk.count
-        return result
-
-
-def _with_chunks(logits_indices: torch.Tensor, chunks: list[PromptChunk]) -> torch.Tensor:
-    """The sampled rows' last tokens, then every token of the chunks."""
-    device = logits_indices.device
-    ranges = [torch.arange(chunk.offset, chunk.offset + chunk.count, device=device) for chunk in chunks]
-    return torch.cat((logits_indices, *ranges))
+        return reports

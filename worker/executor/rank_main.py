@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import deque
 
 import msgspec
 import zmq
@@ -23,8 +24,9 @@ from worker.executor.build import (
 )
 from worker.executor.device import open_device
 from worker.executor.memory import KVPlan
+from worker.executor.pending_step import PendingStep
 from worker.executor.profile import weights_must_fit
-from worker.executor.ranks import ENDPOINT_VARIABLE, RankReply, RankStart, join_group
+from worker.executor.ranks import ENDPOINT_VARIABLE, IDLE, RankReply, RankStart, join_group
 from worker.model.loading.open_model import open_model
 from worker.scheduler.plan import StepPlan
 
@@ -71,8 +73,15 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel, ops, device)
     _reply(socket, RankReply(stage="ready"))
     decoder_of_plans = msgspec.msgpack.Decoder(StepPlan)
+    flights: deque[PendingStep] = deque()
     while True:
-        runner.execute(decoder_of_plans.decode(socket.recv()))
+        message = socket.recv()
+        if message == IDLE:
+            runner.capture_next()
+            continue
+        flights.append(runner.launch(decoder_of_plans.decode(message)))
+        if len(flights) >= device.depth:
+            flights.popleft().wait()
 
 
 def _reply(socket: zmq.Socket[bytes], reply: RankReply) -> None:

@@ -2,7 +2,8 @@
 
 Each is a process `python -m worker.executor.rank_main` with a ZeroMQ PAIR socket to the leader, in a directory of mode
 0700. The leader sends it the settings, the size of the KV cache, then every plan, as MessagePack; all ranks run the
-same plans and sample the same ids, so nothing comes back but a few answers while loading. Tensors go through
+same plans and sample the same ids, so nothing comes back but a few answers while loading. A rank keeps no more steps
+in flight than its device is worth, and looks at no result. Tensors go through
 torch.distributed; the ranks meet by a file in the same directory, and gloo listens on the loopback interface only.
 
 A rank ends when its pipe to the leader closes. A rank that dies is noticed by its process, and by gloo in the
@@ -41,6 +42,8 @@ from worker.scheduler.plan import StepPlan
 ENDPOINT_VARIABLE = "PELTON_RANK_ENDPOINT"
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 """A rank that is stopped, not dead, holds the others up for this long before they give up."""
+IDLE = b""
+"""What is sent in place of a plan while there is none."""
 _START_SECONDS = 300.0
 _STOP_SECONDS = 5.0
 _POLL_MS = 100
@@ -139,6 +142,11 @@ class RankGroup:
         message = self._encoder.encode(plan)
         for socket in self._sockets:
             self._send(socket, message)
+
+    def send_idle(self) -> None:
+        """Lets every rank use idle time as the leader does now: graphs with collectives are captured together."""
+        for socket in self._sockets:
+            self._send(socket, IDLE)
 
     def check(self) -> None:
         """Raises ExecutorError where a rank has ended."""

@@ -1,19 +1,31 @@
-"""Device state of the running requests, one row each for its life, and the step inputs gathered from it.
+"""Device state of the running requests, one row each for its life, and the step inputs made of it.
 
-The rows own token ids, block tables and sampling parameters on the device. A plan brings only what changed; a sampled
-id is written into its row on the device, so the next step reads it there whether or not the host has seen it.
+The rows own token ids, block tables and sampling parameters on the device. A plan brings only what changed, in the one
+copy that it costs; a sampled id is written into its row on the device, so the next step reads it there whether or not
+the host has seen it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from kernels.step_inputs.dispatch import step_ops
+from kernels.step_inputs.inputs import StepBuffers, StepLayout, StepShape
+from worker.executor.decode_graphs import Size
+from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
-from worker.sampling.parameters import SampledRows, SamplingParameters
-from worker.scheduler.plan import BlockTableUpdate, NewRow, StepPlan
+from worker.executor.step_packer import StepPacker, Waitable
+from worker.kv.storage import CopyBatch
+from worker.sampling.parameters import MAX_ADJUSTMENTS, Needs, SampledRows, SamplingParameters
+from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+_NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +44,24 @@ class PromptChunk:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """What the runner needs of a plan once it is on the device.
+
+    Attributes:
+        batch: None where nothing is scheduled. The logits of the sampled rows come first, in the plan's order, then
+            those of every token of the chunks.
+        copies: pages to copy before the model runs, one batch after the other.
+    """
+
+    batch: ForwardBatch | None
+    sampled: SampledRows
+    chunks: list[PromptChunk]
+    copies: list[CopyBatch]
+
+
 class RequestRows:
-    """Tensors of max_num_seqs rows.
+    """State of max_num_seqs rows, and static buffers for steps of at most max_num_tokens.
 
     Args:
         num_groups: KV groups, each with a block table per row.
@@ -43,101 +71,203 @@ class RequestRows:
         self,
         *,
         max_num_seqs: int,
+        max_num_tokens: int,
         max_model_len: int,
         page_size: int,
         num_groups: int,
         vocab_size: int,
-        device: torch.device,
+        device: Device,
     ) -> None:
-        self.sampling = SamplingParameters(max_num_seqs, vocab_size, device)
-        self._device = device
-        self._page_size = page_size
+        max_num_tokens = max(max_num_tokens, max_num_seqs)
+        # Lists in the tail: pages to copy, indices of three kinds, and the tokens whose logits are wanted.
+        lists = 2 * (2 * num_groups + 4) * max_num_seqs + 2 * max_num_tokens
+        self._layout = StepLayout(
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            # A token sampled after the last position has a place too: a plan made one step ahead may do that.
+            token_stride=max_model_len + 1,
+            num_groups=num_groups,
+            max_pages=-(-max_model_len // page_size),
+            page_size=page_size,
+            max_adjustments=MAX_ADJUSTMENTS,
+            max_tail=max(1 << 16, 2 * lists),
+        )
         self._max_model_len = max_model_len
-        # A token sampled after the last position has a place too: a plan made one step ahead may do that.
-        self._stride = max_model_len + 1
-        self._token_ids = torch.zeros((max_num_seqs, self._stride), dtype=torch.int32, device=device)
-        self._flat_token_ids = self._token_ids.view(-1)
-        self._max_pages = -(-max_model_len // page_size)
-        shape = (max_num_seqs, self._max_pages)
-        self._block_tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self._buffers = StepBuffers(self._layout, device.torch_device)
+        self._ops = step_ops(self._buffers)
+        self._packer = StepPacker(self._buffers, self._ops, device)
+        self.sampling = SamplingParameters(self._buffers, vocab_size)
+        layout, outputs, packed = self._layout, self._buffers.outputs, self._buffers.packed
+        self._token_ids = layout.token_ids.of(self._buffers.state)
+        self._input_ids, self._positions = layout.input_ids.of(outputs), layout.positions.of(outputs)
+        self._slots, self._block_tables = layout.slot_mapping.of(outputs), layout.block_tables.of(outputs)
+        self._cu_seqlens, self._seq_lens = layout.cu_seqlens.of(packed), layout.seq_lens.of(packed)
+        self._sampled_rows, self._logits_indices = layout.sampled_rows.of(packed), layout.logits_indices.of(packed)
+        self._new_positions = layout.new_positions.of(packed)
+        self._sampled_views = self._sampled_rows, self._new_positions, self._logits_indices
+        self._last_batch: ForwardBatch | None = None
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Takes in new requests and new pages; comes before the plan's `forward_batch`."""
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows."""
+        return self._layout.max_num_seqs
+
+    def stage(self, plan: StepPlan, size: Size | None = None) -> StagedStep:
+        """Takes a plan to the device: new requests, new pages, and the inputs of its tokens.
+
+        Args:
+            size: pads the step to so many requests of equally many tokens; all are sampled then.
+        """
+        self._packer.begin()
+        self._change(plan)
+        samples, shape, longest = self._put_requests(plan, size)
+        sampled_rows = self._put_sampled(len(plan.scheduled), samples)
+        copies = self._put_copies(plan.page_copies)
+        sampled = self._list_needs(sampled_rows)
+        chunks = self._prompt_chunks(plan)
+        indices = self._views(len(sampled_rows))[2]
+        if chunks:
+            ranges = [np.arange(chunk.offset, chunk.offset + chunk.count) for chunk in chunks]
+            own = self._packer.host.logits_indices[: len(sampled_rows)]
+            indices = self._packer.integers(np.concatenate((own, *ranges)))
+        self._packer.send()
         for new in plan.new_rows:
+            if new.sampling.uses_penalties:
+                token_ids = self._token_ids[new.row, : len(new.token_ids)]
+                self.sampling.penalties.count(new.row, token_ids, new.num_prompt_tokens)
+        if not shape.num_requests:
+            return StagedStep(None, sampled, chunks, copies)
+        self._ops.step_inputs(shape)
+        return StagedStep(self._batch(shape, indices, longest), sampled, chunks, copies)
+
+    def hold(self, step: Waitable) -> None:
+        """The host's buffers of what was staged are in use until this step has arrived."""
+        self._packer.hold(step)
+
+    # ---- what a plan brings -----------------------------------------------------------------------------------
+
+    def _change(self, plan: StepPlan) -> None:
+        entered: set[int] = set()
+        ends: dict[tuple[int, int], int] = {}
+        for new in plan.new_rows:
+            if new.row in entered:
+                self._packer.apply()  # what the row was to hold is written over
+                entered.clear()
+            entered.add(new.row)
             self._enter(new)
         for update in plan.block_tables:
-            self._update_block_table(update)
+            key = update.row, update.group
+            if update.start < ends.get(key, 0):
+                self._packer.apply()
+                ends.clear()
+            ends[key] = self._update_block_table(update)
 
     def _enter(self, new: NewRow) -> None:
-        if len(new.token_ids) > self._stride:
+        layout, row = self._layout, new.row
+        if len(new.token_ids) > layout.token_stride:
             raise ValueError(f"a request of {len(new.token_ids)} tokens; a row holds {self._max_model_len}")
-        ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
-        self._token_ids[new.row, : len(ids)] = ids
-        self._num_prompt_tokens[new.row] = new.num_prompt_tokens
-        for table in self._block_tables:
-            table[new.row].zero_()
-        self.sampling.set(new)
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        words = self.sampling.enter(new)
+        change = self._packer.change
+        change(row * layout.token_stride, np.array(new.token_ids, dtype=np.int32))
+        change(layout.sampling.at + row * words.sampling.size, words.sampling)
+        width = layout.adjustments.shape[1] * layout.adjustments.shape[2]
+        change(layout.adjustments.at + row * width, words.adjustments.reshape(-1))
 
-    def _update_block_table(self, update: BlockTableUpdate) -> None:
+    def _update_block_table(self, update: BlockTableUpdate) -> int:
+        layout = self._layout
         end = update.start + len(update.pages)
-        if end > self._max_pages:
-            raise ValueError(f"a block table of {end} pages; a row holds {self._max_pages}")
-        pages = torch.from_numpy(np.array(update.pages, dtype=np.int32))
-        self._block_tables[update.group][update.row, update.start : end] = pages
+        if end > layout.max_pages:
+            raise ValueError(f"a block table of {end} pages; a row holds {layout.max_pages}")
+        table = update.group * layout.max_num_seqs + update.row
+        at = layout.tables.at + table * layout.max_pages + update.start
+        self._packer.change(at, np.array(update.pages, dtype=np.int32))
+        return end
 
-    def forward_batch(self, plan: StepPlan) -> tuple[ForwardBatch, SampledRows]:
-        """The inputs of a step, and the rows that get a new token.
+    def _put_requests(self, plan: StepPlan, size: Size | None) -> tuple[Integers | None, StepShape, int]:
+        """Fills the fields of all requests; which of them are sampled (None: all), the shape with padding, and the
+        longest context."""
+        host = self._packer.host
+        items = np.array([(item.row, item.start, item.count, item.sample) for item in plan.scheduled], dtype=np.int32)
+        num_requests = total = len(items)
+        if not num_requests:
+            return _NONE, StepShape(0, 0, 0, 0), 0
+        rows, starts, counts, samples = items.T
+        lengths, bounds = host.seq_lens[:num_requests], host.cu_seqlens
+        host.rows[:num_requests], host.starts[:num_requests] = rows, starts
+        np.add(starts, counts, out=lengths)
+        np.add.accumulate(counts, out=bounds[1 : num_requests + 1])
+        longest = int(np.maximum.reduce(lengths))
+        if size is not None:
+            total, each = size
+            host.rows[num_requests:total] = -1
+            host.starts[num_requests:total] = host.seq_lens[num_requests:total] = 0
+            bounds[num_requests + 1 : total + 1] = np.arange(num_requests + 1, total + 1) * each
+            host.logits_indices[num_requests:total] = bounds[num_requests + 1 : total + 1] - 1
+        shape = StepShape(
+            num_requests=total,
+            num_tokens=int(bounds[total]),
+            longest=int(np.maximum.reduce(counts)),
+            num_columns=-(-longest // self._layout.page_size),
+        )
+        return (None if np.count_nonzero(samples) == num_requests else np.flatnonzero(samples)), shape, longest
 
-        logits_indices holds the last token of each sampled row, in the plan's order.
-        """
-        num_requests = len(plan.scheduled)
-        items = np.array([(item.row, item.start, item.count, item.sample) for item in plan.scheduled], dtype=np.int64)
-        rows, starts, counts, samples = np.ascontiguousarray(items.T)
-        lengths = starts + counts
-        cu_seqlens = np.zeros(num_requests + 1, dtype=np.int64)
-        np.cumsum(counts, out=cu_seqlens[1:])
-        num_tokens = int(cu_seqlens[-1])
-        if num_tokens == num_requests:
-            token_rows, positions = rows, starts
+    def _put_sampled(self, num_requests: int, samples: Integers | None) -> Integers:
+        """Fills the fields of the sampled requests; their rows."""
+        host = self._packer.host
+        num_sampled = num_requests if samples is None else len(samples)
+        if samples is None:
+            rows, lengths = host.rows[:num_requests].astype(np.int64), host.seq_lens[:num_requests]
+            ends = host.cu_seqlens[1 : num_requests + 1]
         else:
-            token_rows = np.repeat(rows, counts)
-            positions = np.arange(num_tokens) + np.repeat(starts - cu_seqlens[:-1], counts)
-        sampled = np.flatnonzero(samples)
-        sampled_rows = rows[sampled]
-        # One packed copy to the device.
-        parts = (token_rows, positions, rows, lengths, cu_seqlens, cu_seqlens[1:][sampled] - 1, sampled_rows)
-        packed = torch.from_numpy(np.concatenate((*parts, lengths[sampled]))).to(self._device, non_blocking=True)
-        sizes = [*(len(part) for part in parts), len(sampled)]
-        token_rows_d, positions_d, rows_d, lengths_d, cu_d, logits_indices, sampled_rows_d, new_positions = (
-            torch.split_with_sizes(packed, sizes)
-        )
-        longest = int(lengths.max())
-        batch = ForwardBatch(
-            input_ids=self._flat_token_ids.index_select(0, token_rows_d * self._stride + positions_d),
-            positions=positions_d.int(),
-            cu_seqlens_q=cu_d.int(),
-            seq_lens=lengths_d.int(),
-            slot_mapping=self._slot_mapping(token_rows_d, positions_d),
-            block_tables=self._gather_block_tables(rows_d, longest),
-            logits_indices=logits_indices,
-            max_seqlen_q=int(counts.max()),
-            max_seqlen_k=longest,
-        )
-        return batch, SampledRows(rows=sampled_rows, device_rows=sampled_rows_d, positions=new_positions)
+            rows, lengths = host.rows[samples].astype(np.int64), host.seq_lens[samples]
+            ends = host.cu_seqlens[1:][samples]
+        host.sampled_rows[:num_sampled] = rows
+        np.subtract(ends, 1, out=host.logits_indices[:num_sampled])
+        host.new_positions[:num_sampled] = lengths
+        np.add(rows * self._layout.token_stride, lengths, out=host.append_at[:num_sampled])
+        return rows
 
-    def _slot_mapping(self, token_rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pages = token_rows * self._max_pages + positions // self._page_size
-        slots = positions % self._page_size
-        return tuple(
-            table.view(-1).index_select(0, pages).long() * self._page_size + slots for table in self._block_tables
+    def _list_needs(self, rows: Integers) -> SampledRows:
+        num_sampled = len(rows)
+        row_needs = self.sampling.needs[rows]
+        needs = int(np.bitwise_or.reduce(row_needs)) if num_sampled else 0
+        reporting = reporting_rows = num_top = penalized = slots = None
+        if needs & Needs.LOGPROBS:
+            which = np.flatnonzero(row_needs & Needs.LOGPROBS)
+            reporting = self._packer.integers(which)
+            reporting_rows = rows[which]
+            num_top = self.sampling.num_logprobs[reporting_rows]
+        if needs & Needs.PENALTY:
+            which = np.flatnonzero(row_needs & Needs.PENALTY)
+            penalized = self._packer.integers(which)
+            slots = self._packer.integers(self.sampling.penalties.slots(rows[which]))
+        views = self._views(num_sampled)
+        return SampledRows(
+            rows=rows,
+            device_rows=views[0],
+            positions=views[1],
+            needs=needs,
+            reporting=reporting,
+            reporting_rows=reporting_rows,
+            num_top=num_top,
+            penalized=penalized,
+            slots=slots,
         )
 
-    def _gather_block_tables(self, rows: torch.Tensor, longest: int) -> tuple[torch.Tensor, ...]:
-        num_pages = -(-longest // self._page_size)
-        return tuple(table[:, :num_pages].index_select(0, rows) for table in self._block_tables)
+    def _put_copies(self, copies: list[PageCopy]) -> list[CopyBatch]:
+        """Batches in which no page is written twice, or read after it was written: each may go at once."""
+        batches: list[CopyBatch] = []
+        for part in independent_copies(copies):
+            pages = np.array([(copy.source, copy.target) for copy in part], dtype=np.int64)
+            sources, targets = pages.T
+            batches.append(
+                CopyBatch(part[0].group, self._packer.integers(sources), self._packer.integers(targets)),
+            )
+        return batches
 
-    def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
+    def _prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
         """The scheduled items whose prompt log-probabilities are wanted, without positions past the prompt."""
         chunks = []
         offset = 0
@@ -150,11 +280,76 @@ class RequestRows:
             offset += item.count
         return chunks
 
+    # ---- what the step reads and writes -----------------------------------------------------------------------
+
+    def _views(self, num_sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, new positions and logits indices of the sampled requests; those of the last step are kept."""
+        if num_sampled != len(self._sampled_views[0]):
+            fields = self._sampled_rows, self._new_positions, self._logits_indices
+            rows, positions, indices = (field[:num_sampled] for field in fields)
+            self._sampled_views = rows, positions, indices
+        return self._sampled_views
+
+    def _batch(self, shape: StepShape, indices: torch.Tensor, longest: int) -> ForwardBatch:
+        num_requests, num_tokens = shape.num_requests, shape.num_tokens
+        last = self._last_batch
+        if last is not None and (last.num_requests, last.num_tokens) == (num_requests, num_tokens):
+            # Decode steps follow each other in the same shape, and views of a dozen buffers take their time.
+            input_ids, positions, slots = last.input_ids, last.positions, last.slot_mapping
+            cu_seqlens_q, seq_lens, tables = last.cu_seqlens_q, last.seq_lens, last.block_tables
+        else:
+            input_ids, positions = self._input_ids[:num_tokens], self._positions[:num_tokens]
+            cu_seqlens_q, seq_lens = self._cu_seqlens[: num_requests + 1], self._seq_lens[:num_requests]
+            slots, tables = tuple(self._slots[:, :num_tokens]), tuple(self._block_tables[:, :num_requests])
+        if tables[0].shape[1] != shape.num_columns:
+            tables = tuple(table[:num_requests, : shape.num_columns] for table in self._block_tables)
+        self._last_batch = ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            slot_mapping=slots,
+            block_tables=tables,
+            logits_indices=indices,
+            max_seqlen_q=shape.longest,
+            max_seqlen_k=longest,
+        )
+        return self._last_batch
+
+    def graph_batch(self, size: Size) -> ForwardBatch:
+        """The static buffers as a step of this size, whatever its contexts will be: what a graph is captured with."""
+        num_tokens = size.num_requests * size.tokens_each
+        shape = StepShape(size.num_requests, num_tokens, size.tokens_each, self._layout.max_pages)
+        return self._batch(shape, self._logits_indices[: size.num_requests], self._max_model_len)
+
+    def clear_inputs(self) -> None:
+        """Makes every request of the static buffers padding, of one token each."""
+        self._input_ids.zero_()
+        self._positions.zero_()
+        self._slots.fill_(-1)
+        self._block_tables.zero_()
+        self._seq_lens.zero_()
+        bounds = self._cu_seqlens
+        torch.arange(len(bounds), out=bounds)
+        torch.arange(len(self._logits_indices), out=self._logits_indices)
+
     def token_ids(self, row: int, start: int, count: int) -> torch.Tensor:
         """[count] int64 token ids of a row from position `start` on."""
         return self._token_ids[row, start : start + count].long()
 
     def append(self, sampled: SampledRows, token_ids: torch.Tensor) -> None:
         """Writes [S] sampled ids to their rows; a failed row's -1 becomes 0, whose successor nobody waits for."""
-        index = sampled.device_rows * self._stride + sampled.positions
-        self._flat_token_ids.index_copy_(0, index, token_ids.clamp(min=0).int())
+        self._ops.append(len(sampled.rows), token_ids)
+
+
+def independent_copies(copies: list[PageCopy]) -> list[list[PageCopy]]:
+    """Cuts copies, which are in order, where one reads or writes a page that one before it has written."""
+    parts: list[list[PageCopy]] = []
+    written: set[int] = set()
+    for copy in copies:
+        if not parts or copy.group != parts[-1][0].group or copy.source in written or copy.target in written:
+            parts.append([])
+            written = set()
+        parts[-1].append(copy)
+        written.add(copy.target)
+    return parts

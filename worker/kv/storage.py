@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kernels.attention.kv_pages import KVFormat, KVPages
 from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
-from worker.scheduler.plan import PageCopy
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Pages of one KV group to copy at once: no page is written twice, or read after it was written.
+
+    Attributes:
+        sources, targets: [n] int64 on the device.
+    """
+
+    group: int
+    sources: torch.Tensor
+    targets: torch.Tensor
 
 
 def kv_heads_per_rank(spec: DecoderSpec, parallel: ParallelContext) -> int:
@@ -66,20 +78,28 @@ class KVStorage:
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self._group_layers = [group.layers for group in spec.kv_groups]
         width, cell_dtype = _cell(spec.head_dim, dtype, kv_format)
-        shape = (spec.num_layers, num_pages, num_kv_heads, page_size)
-        if self.device.type == "cpu" and kv_format == "dense":
-            keys = _lazy_zeros((*shape[:3], width, page_size), cell_dtype).transpose(-1, -2)
-        else:
-            keys = self._zeros((*shape, width), cell_dtype)
-        values = self._zeros((*shape, width), cell_dtype)
-        if kv_format == "dense":
-            self.layers = [KVPages(*cells) for cells in zip(keys.unbind(0), values.unbind(0))]
-        else:
-            scales = [self._zeros(shape, torch.float32).unbind(0) for _ in range(2)]
-            layers = zip(keys.unbind(0), values.unbind(0), scales[0], scales[1])
-            self.layers = [KVPages(*tensors, kv_format) for tensors in layers]
+        by_slot = self.device.type == "cpu" and kv_format == "dense"
+        found: dict[int, KVPages] = {}
+        # Per KV group its tensors as they lie in memory, [layers of the group, pages, ...].
+        self._groups: list[list[torch.Tensor]] = []
+        for group in spec.kv_groups:
+            shape = (len(group.layers), num_pages, num_kv_heads, page_size)
+            keys = self._zeros((*shape[:3], width, page_size) if by_slot else (*shape, width), cell_dtype)
+            values = self._zeros((*shape, width), cell_dtype)
+            tensors = [keys, values]
+            cells = [keys.transpose(-1, -2) if by_slot else keys, values]
+            if kv_format != "dense":
+                factors = [self._zeros(shape, torch.float32) for _ in range(2)]
+                tensors += factors
+                cells += factors
+            # torch copies bytes by index everywhere, but not numbers of eight bits.
+            self._groups.append([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors])
+            for i, layer in enumerate(group.layers):
+                key, value, *scales = (tensor[i] for tensor in cells)
+                key_scales, value_scales = scales or (None, None)
+                found[layer] = KVPages(key, value, key_scales, value_scales, kv_format)
+        self.layers = [found[layer] for layer in range(spec.num_layers)]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -100,11 +120,7 @@ class KVStorage:
         cell_bytes = width * cell_dtype.itemsize + (0 if kv_format == "dense" else torch.float32.itemsize)
         return 2 * spec.num_layers * num_kv_heads * page_size * cell_bytes
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages in order, all layers of each copy's KV group."""
-        for copy in copies:
-            for layer in self._group_layers[copy.group]:
-                pages = self.layers[layer]
-                for tensor in (pages.keys, pages.values, pages.key_scales, pages.value_scales):
-                    if tensor is not None:
-                        tensor[copy.target].copy_(tensor[copy.source])
+    def copy_pages(self, copies: CopyBatch) -> None:
+        """Copies pages in all layers of a KV group; nothing is read on the host."""
+        for tensor in self._groups[copies.group]:
+            tensor.index_copy_(1, copies.targets, tensor.index_select(1, copies.sources))

@@ -1,19 +1,44 @@
-"""The sampling parameters of every row as tensors, and what a step gathers from them."""
+"""What each row asks of the sampler: its words in the rows' state, and what the host must know of them.
+
+The words travel to the device with the plan that brings the row (worker/executor/step_packer.py); the sampling ops
+read them there by row.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.sampling.inputs import NO_CUT, SamplingInputs
+from kernels.sampling.inputs import NO_CUT, AdjustInputs, PenaltyInputs, SamplingInputs
+from kernels.step_inputs.inputs import (
+    ADJUSTMENT_WORDS,
+    CHOICE,
+    FREQUENCY,
+    KEY,
+    LOG_MIN_P,
+    PRESENCE,
+    REPETITION,
+    SAMPLING_WORDS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    StepBuffers,
+)
+from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from worker.sampling.penalties import PenaltyTables
 from worker.sampling.rng import seed_words
 from worker.scheduler.plan import NewRow
 
+Words = np.ndarray[Any, np.dtype[np.int32]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+MAX_ADJUSTMENTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
+"""Entries of a row: biases, stop ids, and the ids that end a text."""
 _FOREVER = 2**31 - 1
 
 
@@ -32,35 +57,56 @@ class SampledRows:
     """The rows of one step that get a new token, S in all.
 
     Attributes:
-        rows: [S] int64 on the host; device_rows: the same on the device.
+        rows: [S] int64 on the host; device_rows: [S] int32 on the device.
         positions: [S] int64 on the device, index of the new token.
+        needs: of all rows together.
+        reporting: [L] int64 on the device, which of the S report log-probabilities; None: none does.
+        reporting_rows, num_top: [L] on the host, the rows of these, and how many alternatives each reports.
+        penalized: [P] int64 on the device, which of the S have penalties; None: none has.
+        slots: [P] int64 on the device, their rows in the tables of counts.
     """
 
-    rows: np.ndarray
+    rows: Integers
     device_rows: torch.Tensor
     positions: torch.Tensor
+    needs: int = 0
+    reporting: torch.Tensor | None = None
+    reporting_rows: Integers | None = None
+    num_top: Integers | None = None
+    penalized: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowWords:
+    """What a new row writes: [SAMPLING_WORDS] int32, and [n, ADJUSTMENT_WORDS] int32 from its first entry on."""
+
+    sampling: Words
+    adjustments: Words
 
 
 class SamplingParameters:
-    """Owns the sampling state of `max_num_seqs` rows. The host keeps a copy of what decides which work a step needs."""
+    """The sampling state of the rows: how to read and write what `buffers` hold of it, and what the host must know."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.needs = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
-        self.penalties = PenaltyTables(max_num_seqs, vocab_size, device)
-        self._device = device
-        self._top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)
-        # [field, row]: temperature, log_min_p, repetition, presence, frequency
-        self._floats = torch.zeros((5, max_num_seqs), dtype=torch.float32, device=device)
-        # [field, row]: key low, key high, top_k, choice
-        self._integers = torch.zeros((4, max_num_seqs), dtype=torch.int64, device=device)
-        # What is added to single logits while the position is below `until`: biases, and -inf for masked ends.
-        self._adjust_ids = torch.zeros((max_num_seqs, 0), dtype=torch.int64, device=device)
-        self._adjust_values = torch.zeros((max_num_seqs, 0), dtype=torch.float32, device=device)
-        self._adjust_until = torch.zeros((max_num_seqs, 0), dtype=torch.int64, device=device)
+    def __init__(self, buffers: StepBuffers, vocab_size: int) -> None:
+        layout, state = buffers.layout, buffers.state
+        num_rows = layout.max_num_seqs
+        self.needs: Integers = np.zeros(num_rows, dtype=np.int64)
+        self.num_logprobs: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._num_adjustments: Integers = np.zeros(num_rows, dtype=np.int64)
+        self.penalties = PenaltyTables(num_rows, vocab_size, state.device)
+        self._words = layout.sampling.of(state)
+        self._floats = self._words.view(torch.float32)
+        self._top_p = self._words.view(torch.float64)[:, TOP_P // 2]
+        self._adjustments = layout.adjustments.of(state)
+        self._adjustment_values = self._adjustments.view(torch.float32)
+        # On the CPU rows are gathered by numpy: six calls of torch would take a tenth of a small step.
+        self._host_words = self._words.numpy() if state.device.type == "cpu" else None
+        nothing = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
+        self._greedy_inputs = _gathered(nothing, torch.zeros(0, dtype=torch.int64), False, False)
 
-    def set(self, new: NewRow) -> None:
-        """A request enters a row."""
+    def enter(self, new: NewRow) -> RowWords:
+        """A request enters a row; its words are to be written there, and its tokens counted where it has penalties."""
         sampling, row = new.sampling, new.row
         needs = Needs(0)
         if not sampling.greedy:
@@ -69,29 +115,32 @@ class SamplingParameters:
                 needs |= Needs.FILTER
         if sampling.logprobs is not None:
             needs |= Needs.LOGPROBS
-        self.num_logprobs[row] = sampling.logprobs or 0
-        log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
-        floats = (
-            0.0 if sampling.greedy else sampling.temperature,
-            log_min_p,
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
-        self._floats[:, row] = torch.tensor(floats, dtype=torch.float32)
-        self._top_p[row] = sampling.top_p
-        self._integers[:, row] = torch.tensor((*seed_words(sampling.seed), sampling.top_k, new.choice))
         if sampling.uses_penalties:
             needs |= Needs.PENALTY
-            self.penalties.set(row, new.token_ids, new.num_prompt_tokens)
+            self.penalties.take(row)
         else:
-            self.penalties.clear(row)
-        if self._set_adjustments(new):
+            self.penalties.give_back(row)
+        self.num_logprobs[row] = sampling.logprobs or 0
+        words = np.zeros(SAMPLING_WORDS, dtype=np.int32)
+        floats = words.view(np.float32)
+        floats[TEMPERATURE] = 0.0 if sampling.greedy else sampling.temperature
+        floats[LOG_MIN_P] = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
+        floats[REPETITION] = sampling.repetition_penalty
+        floats[PRESENCE] = sampling.presence_penalty
+        floats[FREQUENCY] = sampling.frequency_penalty
+        words[CHOICE] = new.choice
+        words.view(np.uint32)[KEY : KEY + 2] = seed_words(sampling.seed)
+        words[TOP_K] = sampling.top_k
+        words.view(np.float64)[TOP_P // 2] = sampling.top_p
+        adjustments = self._enter_adjustments(new)
+        if self._num_adjustments[row]:
             needs |= Needs.ADJUST
         self.needs[row] = needs
+        return RowWords(words, adjustments)
 
-    def _set_adjustments(self, new: NewRow) -> bool:
-        sampling = new.sampling
+    def _enter_adjustments(self, new: NewRow) -> Words:
+        """Its entries, then zeros over those that the request before left."""
+        sampling, row = new.sampling, new.row
         entries = [(token_id, bias, _FOREVER) for token_id, bias in sampling.logit_bias.items()]
         min_end = new.num_prompt_tokens + sampling.min_tokens
         eos_end = _FOREVER if sampling.ignore_eos else min_end
@@ -101,50 +150,78 @@ class SamplingParameters:
             entries += [(token_id, NO_CUT, eos_end) for token_id in sorted(eos_ids)]
         if sampling.min_tokens > 0:
             entries += [(token_id, NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
-        if not entries:
-            if self.needs[new.row] & Needs.ADJUST:
-                self._adjust_until[new.row].zero_()
-            return False
-        self._widen(len(entries))
-        ids, values, until = zip(*entries)
-        self._adjust_until[new.row].zero_()
-        self._adjust_ids[new.row, : len(ids)] = torch.tensor(ids)
-        self._adjust_values[new.row, : len(ids)] = torch.tensor(values, dtype=torch.float32)
-        self._adjust_until[new.row, : len(ids)] = torch.tensor(until)
-        return True
+        if len(entries) > MAX_ADJUSTMENTS:
+            raise ValueError(f"a request adjusts {len(entries)} logits; a row holds {MAX_ADJUSTMENTS}")
+        before = int(self._num_adjustments[row])
+        words = np.zeros((max(before, len(entries)), ADJUSTMENT_WORDS), dtype=np.int32)
+        if entries:
+            ids, values, until = zip(*entries)
+            words[: len(entries), 0] = ids
+            words.view(np.float32)[: len(entries), 1] = values
+            words[: len(entries), 2] = until
+        self._num_adjustments[row] = len(entries)
+        return words
 
-    def _widen(self, width: int) -> None:
-        more = width - self._adjust_ids.shape[1]
-        if more > 0:
-            more = (1 << (width - 1).bit_length()) - self._adjust_ids.shape[1]
-            pad = torch.nn.functional.pad
-            self._adjust_ids = pad(self._adjust_ids, (0, more))
-            self._adjust_values = pad(self._adjust_values, (0, more))
-            self._adjust_until = pad(self._adjust_until, (0, more))
-
-    def adjust(self, logits: torch.Tensor, sampled: SampledRows) -> None:
-        """Adds biases and masks to [S, vocab] float32 logits, in place."""
-        ids = self._adjust_ids.index_select(0, sampled.device_rows)
-        values = self._adjust_values.index_select(0, sampled.device_rows)
-        until = self._adjust_until.index_select(0, sampled.device_rows)
-        logits.scatter_add_(1, ids, torch.where(sampled.positions.unsqueeze(1) < until, values, 0.0))
-
-    def penalty_factors(self, device_rows: torch.Tensor) -> torch.Tensor:
-        """[3, P] float32: repetition, presence, frequency."""
-        return self._floats[2:].index_select(1, device_rows)
-
-    def sampling_inputs(self, sampled: SampledRows, needs: int) -> SamplingInputs:
-        """What the sampling op reads; `needs` is the union over the rows."""
-        temperature, log_min_p = self._floats[:2].index_select(1, sampled.device_rows).unbind(0)
-        integers = self._integers.index_select(1, sampled.device_rows)
-        return SamplingInputs(
-            temperature=temperature,
-            top_k=integers[2],
-            top_p=self._top_p.index_select(0, sampled.device_rows),
-            log_min_p=log_min_p,
-            key=integers[:2],
+    def adjust_inputs(self, sampled: SampledRows) -> AdjustInputs:
+        """What is added to single logits."""
+        width = int(self._num_adjustments[sampled.rows].max())
+        entries = self._adjustments[:, :width]
+        return AdjustInputs(
+            ids=entries[:, :, 0],
+            values=self._adjustment_values[:, :width, 1],
+            until=entries[:, :, 2],
+            rows=sampled.device_rows,
             position=sampled.positions,
-            choice=integers[3],
-            any_random=bool(needs & Needs.NOISE),
-            any_filter=bool(needs & Needs.FILTER),
         )
+
+    def penalty_inputs(self, sampled: SampledRows, penalized: torch.Tensor, slots: torch.Tensor) -> PenaltyInputs:
+        """Factors and counts of the rows with penalties."""
+        rows = sampled.device_rows.index_select(0, penalized)
+        factors = self._floats[:, REPETITION : REPETITION + 3].index_select(0, rows)
+        return self.penalties.inputs(penalized, slots, factors.t().contiguous())
+
+    def sampling_inputs(self, sampled: SampledRows) -> SamplingInputs:
+        """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere."""
+        random, filtered = bool(sampled.needs & Needs.NOISE), bool(sampled.needs & Needs.FILTER)
+        if self._host_words is not None:
+            if not random:
+                return self._greedy(len(sampled.rows))
+            return _gathered(self._host_words[sampled.rows], sampled.positions, random, filtered)
+        words, floats = self._words, self._floats
+        return SamplingInputs(
+            temperature=floats[:, TEMPERATURE],
+            top_k=words[:, TOP_K],
+            top_p=self._top_p,
+            log_min_p=floats[:, LOG_MIN_P],
+            key=words[:, KEY : KEY + 2].t(),
+            position=sampled.positions,
+            choice=words[:, CHOICE],
+            any_random=random,
+            any_filter=filtered,
+            rows=sampled.device_rows,
+        )
+
+    def _greedy(self, num_sampled: int) -> SamplingInputs:
+        """Of rows without noise, which look at nothing but their temperature; those of the last step are kept."""
+        if len(self._greedy_inputs.temperature) != num_sampled:
+            words = np.zeros((num_sampled, SAMPLING_WORDS), dtype=np.int32)
+            self._greedy_inputs = _gathered(words, torch.zeros(num_sampled, dtype=torch.int64), False, False)
+        return self._greedy_inputs
+
+
+def _gathered(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:
+    """words: [S, SAMPLING_WORDS]."""
+    floats = words.view(np.float32)
+    integers = words.astype(np.int64)
+    key = words.view(np.uint32)[:, KEY : KEY + 2].T.astype(np.int64)
+    return SamplingInputs(
+        temperature=torch.from_numpy(floats[:, TEMPERATURE]),
+        top_k=torch.from_numpy(integers[:, TOP_K]),
+        top_p=torch.from_numpy(words.view(np.float64)[:, TOP_P // 2]),
+        log_min_p=torch.from_numpy(floats[:, LOG_MIN_P]),
+        key=torch.from_numpy(key),
+        position=positions,
+        choice=torch.from_numpy(integers[:, CHOICE]),
+        any_random=random,
+        any_filter=filtered,
+    )

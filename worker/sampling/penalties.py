@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from kernels.sampling.inputs import PenaltyInputs
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 _FIRST_SLOTS = 4
 
@@ -16,33 +20,38 @@ class PenaltyTables:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slot_of_row = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._slot_of_row: Integers = np.full(max_num_seqs, -1, dtype=np.int64)
         self._free: list[int] = []
         self._output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
-    def set(self, row: int, token_ids: list[int], num_prompt_tokens: int) -> None:
-        """Counts a request that enters a row: its prompt, and what it generated before."""
+    def take(self, row: int) -> None:
+        """Gives a row a slot, where it has none; `count` fills it."""
         if self._slot_of_row[row] < 0:
             if not self._free:
                 self._grow()
             self._slot_of_row[row] = self._free.pop()
-        slot = int(self._slot_of_row[row])
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-        self._in_prompt[slot].zero_()
-        self._in_prompt[slot, ids[:num_prompt_tokens]] = True
-        self._output_counts[slot] = torch.bincount(ids[num_prompt_tokens:], minlength=self._vocab_size)
 
-    def clear(self, row: int) -> None:
-        """Gives the row's slot back, where it has one."""
+    def give_back(self, row: int) -> None:
+        """Frees the row's slot, where it has one."""
         slot = int(self._slot_of_row[row])
         if slot >= 0:
             self._free.append(slot)
             self._slot_of_row[row] = -1
 
-    def slots(self, rows: np.ndarray) -> torch.Tensor:
+    def count(self, row: int, token_ids: torch.Tensor, num_prompt_tokens: int) -> None:
+        """Counts the [n] token ids of a request in the row's slot: its prompt, and what it generated before."""
+        slot = int(self._slot_of_row[row])
+        ids = token_ids.long()
+        prompt, output = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
+        self._in_prompt[slot].zero_().index_fill_(0, prompt, True)
+        ones = torch.ones_like(output, dtype=torch.int32)
+        self._output_counts[slot].zero_().index_add_(0, output, ones)
+
+    def slots(self, rows: Integers) -> Integers:
         """[P] int64 slots of rows that all have one."""
-        return torch.from_numpy(self._slot_of_row[rows]).to(self._device)
+        slots: Integers = self._slot_of_row[rows]
+        return slots
 
     def inputs(self, indices: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor) -> PenaltyInputs:
         """Of the rows `indices` of the logits; factors [3, P]: repetition, presence, frequency."""

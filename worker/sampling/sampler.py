@@ -7,11 +7,10 @@ result depends on another row or on which row it is.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
+from kernels.logprobs.tensors import LogprobTensors
 from kernels.sampling.dispatch import SamplingOps
-from worker.sampling.logprobs import LogprobTensors, compute_logprobs
 from worker.sampling.parameters import Needs, SampledRows, SamplingParameters
 
 
@@ -23,7 +22,7 @@ class Sampler:
         self._ops = ops
 
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Samples one token for each row and counts it for the penalties.
+        """Samples one token for each row and counts it for the penalties. Nothing is read on the host.
 
         Args:
             logits: [S, vocab] float32, raw; overwritten.
@@ -32,29 +31,20 @@ class Sampler:
             [S] int64 token ids, -1 where the logits were not usable; and the log-probabilities of the rows that
             report them, in order, or None where there are none.
         """
-        parameters = self._parameters
-        row_needs = parameters.needs[sampled.rows]
-        needs = int(np.bitwise_or.reduce(row_needs)) if len(row_needs) else 0
-        raw = reporting = None
-        if needs & Needs.LOGPROBS:
-            reporting = _indices(row_needs, Needs.LOGPROBS, logits.device)
-            raw = logits.index_select(0, reporting)
-        if needs & Needs.ADJUST:
-            parameters.adjust(logits, sampled)
-        slots = penalized = None
-        if needs & Needs.PENALTY:
-            penalized = _indices(row_needs, Needs.PENALTY, logits.device)
-            slots = parameters.penalties.slots(sampled.rows[row_needs & Needs.PENALTY != 0])
-            factors = parameters.penalty_factors(sampled.device_rows.index_select(0, penalized))
-            self._ops.penalize(logits, parameters.penalties.inputs(penalized, slots, factors))
-        token_ids = self._ops.sample(logits, parameters.sampling_inputs(sampled, needs))
-        if slots is not None and penalized is not None:
+        parameters, ops = self._parameters, self._ops
+        penalized, slots = sampled.penalized, sampled.slots
+        raw = logits.index_select(0, sampled.reporting) if sampled.reporting is not None else None
+        if sampled.needs & Needs.ADJUST:
+            ops.adjust(logits, parameters.adjust_inputs(sampled))
+        if penalized is not None and slots is not None:
+            ops.penalize(logits, parameters.penalty_inputs(sampled, penalized, slots))
+        token_ids = ops.sample(logits, parameters.sampling_inputs(sampled))
+        if penalized is not None and slots is not None:
             parameters.penalties.add(slots, token_ids.index_select(0, penalized))
-        if raw is None or reporting is None:
+        if raw is None or sampled.reporting is None or sampled.num_top is None:
             return token_ids, None
-        num_top = int(parameters.num_logprobs[sampled.rows].max())
-        return token_ids, compute_logprobs(raw, token_ids.index_select(0, reporting), num_top)
+        return token_ids, ops.logprobs(raw, token_ids.index_select(0, sampled.reporting), int(sampled.num_top.max()))
 
-
-def _indices(row_needs: np.ndarray, need: Needs, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.flatnonzero(row_needs & need)).to(device)
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+        """Of [L] given ids under [L, vocab] float32 raw logits, and of the num_top likeliest."""
+        return self._ops.logprobs(logits, token_ids, num_top)

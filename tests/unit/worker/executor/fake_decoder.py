@@ -3,11 +3,11 @@
 import torch
 
 from kernels.sampling.dispatch import ReferenceOps
+from worker.executor.device import CpuDevice
 from worker.executor.model_runner import ModelRunner
 from worker.executor.request_rows import RequestRows
 from worker.sampling.sampler import Sampler
 
-CPU = torch.device("cpu")
 VOCAB = 50
 PAGE = 4
 
@@ -19,8 +19,7 @@ class FakeKV:
         self.tokens = torch.full((num_pages, PAGE), -1, dtype=torch.int64)
 
     def copy_pages(self, copies):
-        for copy in copies:
-            self.tokens[copy.target] = self.tokens[copy.source]
+        self.tokens[copies.targets] = self.tokens[copies.sources]
 
 
 def expected_logits(token_ids):
@@ -63,15 +62,18 @@ class FakeDecoder:
         return logits
 
 
-def make_runner(max_num_seqs=4, max_model_len=64, num_pages=64):
-    """(runner, decoder, rows, kv)."""
+def make_runner(max_num_seqs=4, max_model_len=64, num_pages=64, late=False):
+    """(runner, decoder, rows, kv). late: on a device as late as a GPU can be."""
+    device = CpuDevice(late=late)
     rows = RequestRows(
         max_num_seqs=max_num_seqs,
+        max_num_tokens=1024,
         max_model_len=max_model_len,
         page_size=PAGE,
         num_groups=1,
         vocab_size=VOCAB,
-        device=CPU,
+        device=device,
     )
     decoder, kv = FakeDecoder(max_model_len), FakeKV(num_pages)
-    return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ReferenceOps())), decoder, rows, kv
+    runner = ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ReferenceOps()), device, graphs=False)
+    return runner, decoder, rows, kv

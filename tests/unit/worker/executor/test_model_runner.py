@@ -1,7 +1,5 @@
 """Plans through runner, rows and sampler with a fake decoder, at both depths."""
 
-import threading
-
 import pytest
 import torch
 
@@ -29,10 +27,10 @@ def greedy_tokens(prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2, late"])
 def built(request):
-    runner, decoder, rows, kv = make_runner()
-    executor = LocalExecutor(runner.execute, request.param)
+    runner, decoder, rows, kv = make_runner(late=request.param > 1)
+    executor = LocalExecutor(runner.launch, request.param)
     yield executor, decoder, rows, kv
     executor.close()
 
@@ -244,25 +242,49 @@ def test_close_twice_and_submit_after_close(built):
         executor.submit(StepPlan(step=1, scheduled=[]))
 
 
-def test_depth_two_does_not_wait_for_the_step():
-    running, release = threading.Event(), threading.Event()
-    closed = []
+class Enqueued:
+    """A step that is over when it is told so."""
 
-    def execute(plan):
-        running.set()
-        assert release.wait(10)
-        return StepResult(step=plan.step, sampled=[])
+    def __init__(self, plan, error=None):
+        self.plan, self.error, self.over, self.waited = plan, error, False, False
 
-    executor = LocalExecutor(execute, 2, on_close=lambda: closed.append(True))
-    first = executor.submit(StepPlan(step=1, scheduled=[]))
-    second = executor.submit(StepPlan(step=2, scheduled=[]))
-    assert running.wait(10)
-    assert not first.done() and not second.done()
-    release.set()
-    assert [handle.result().step for handle in (first, second)] == [1, 2]
-    assert first.done() and second.done()
+    def done(self):
+        return self.over
+
+    def result(self):
+        self.waited = True
+        if self.error is not None:
+            raise self.error
+        return StepResult(step=self.plan.step, sampled=[])
+
+
+def test_submitting_does_not_wait_and_closing_does():
+    steps, closed = [], []
+
+    def launch(plan):
+        steps.append(Enqueued(plan))
+        return steps[-1]
+
+    executor = LocalExecutor(launch, 2, on_close=lambda: closed.append([step.waited for step in steps]))
+    handles = [executor.submit(StepPlan(step=step, scheduled=[])) for step in (1, 2, 3)]
+    assert not any(step.waited for step in steps)
+    assert not handles[0].done()
+    steps[0].over = True
+    assert handles[0].done() and not handles[1].done()
+    assert handles[0].result().step == 1
+    assert [step.waited for step in steps] == [True, False, False]
     executor.close()
-    assert closed == [True]
+    assert closed == [[True, True, True]]
+
+
+def test_an_error_of_the_device_comes_out_where_the_step_is_waited_for():
+    executor = LocalExecutor(lambda plan: Enqueued(plan, RuntimeError("unspecified launch failure")), 2)
+    handle = executor.submit(StepPlan(step=1, scheduled=[]))
+    with pytest.raises(ExecutorError, match="the step failed: RuntimeError: unspecified launch failure"):
+        handle.result()
+    with pytest.raises(ExecutorError, match="an earlier step failed"):
+        executor.submit(StepPlan(step=2, scheduled=[]))
+    executor.close()
 
 
 def test_a_request_too_long_for_its_row_is_refused_with_the_numbers():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.unit.worker.model.test_decoder import make_pair
-from worker.kv.storage import KVStorage
+from worker.executor.request_rows import independent_copies
+from worker.kv.storage import CopyBatch, KVStorage
 from worker.model.parallel import ParallelContext
 from worker.model.spec import KVGroupSpec
 from worker.scheduler.plan import PageCopy
@@ -32,7 +33,9 @@ def test_copies_follow_each_other_and_their_group() -> None:
         for page in range(4):
             kv.layers[layer].keys[page] = 10 * layer + page
             kv.layers[layer].values[page] = -(10 * layer + page)
-    kv.copy_pages([PageCopy(0, 1, 2), PageCopy(0, 2, 3), PageCopy(1, 3, 0)])
+    for part in independent_copies([PageCopy(0, 1, 2), PageCopy(0, 2, 3), PageCopy(1, 3, 0)]):
+        sources, targets = torch.tensor([(copy.source, copy.target) for copy in part]).T
+        kv.copy_pages(CopyBatch(part[0].group, sources, targets))
     assert [[int(page[0, 0, 0]) for page in kv.layers[layer].keys] for layer in range(3)] == [
         [0, 1, 1, 1],
         [13, 11, 12, 13],

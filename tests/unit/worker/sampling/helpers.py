@@ -1,15 +1,11 @@
 """A sampler over a small vocabulary."""
 
-import numpy as np
-import torch
-
 from kernels.sampling.dispatch import CpuOps, ReferenceOps
 from shared.sampling_params import SamplingParams
-from worker.sampling.parameters import SampledRows, SamplingParameters
+from worker.executor.device import CpuDevice
+from worker.executor.request_rows import RequestRows
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import NewRow
-
-CPU = torch.device("cpu")
+from worker.scheduler.plan import NewRow, ScheduledTokens, StepPlan
 
 
 def compiled_ops():
@@ -19,28 +15,40 @@ def compiled_ops():
 
 
 class SmallSampler:
-    """Rows of requests and their sampler."""
+    """Rows of requests and their sampler, fed as the runner feeds it."""
 
-    def __init__(self, vocab_size=40, max_num_seqs=8, ops=None):
-        self.parameters = SamplingParameters(max_num_seqs, vocab_size, CPU)
-        self.sampler = Sampler(self.parameters, ops or ReferenceOps())
+    def __init__(self, vocab_size=40, max_num_seqs=512, ops=None):
+        self.max_num_seqs = max_num_seqs
+        self.rows = RequestRows(
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_seqs,
+            max_model_len=20_000,
+            page_size=20_000,
+            num_groups=1,
+            vocab_size=vocab_size,
+            device=CpuDevice(),
+        )
+        self.sampler = Sampler(self.rows.sampling, ops or ReferenceOps())
 
     def add(self, row, token_ids=(1, 2, 3), num_prompt_tokens=None, eos=(), choice=0, **sampling):
         sampling.setdefault("max_tokens", 100)
-        self.parameters.set(
-            NewRow(
-                row=row,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
-                sampling=SamplingParams(**sampling),
-                eos_token_ids=list(eos),
-                choice=choice,
-            )
+        new = NewRow(
+            row=row,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+            sampling=SamplingParams(**sampling),
+            eos_token_ids=list(eos),
+            choice=choice,
         )
+        self.rows.stage(StepPlan(step=0, scheduled=[], new_rows=[new]))
 
     def sample(self, logits, rows, positions):
-        sampled = SampledRows(rows=np.array(rows), device_rows=torch.tensor(rows), positions=torch.tensor(positions))
-        return self.sampler.sample(logits.clone(), sampled)
+        items = [ScheduledTokens(row, position - 1, 1, True) for row, position in zip(rows, positions, strict=True)]
+        return self.sampler.sample(logits.clone(), self.rows.stage(StepPlan(step=1, scheduled=items)).sampled)
 
     def ids(self, logits, rows, positions):
-        return self.sample(logits, rows, positions)[0].tolist()
+        found = []
+        for begin in range(0, len(rows), self.max_num_seqs):
+            part = slice(begin, begin + self.max_num_seqs)
+            found += self.sample(logits[part], rows[part], positions[part])[0].tolist()
+        return found

@@ -1,0 +1,131 @@
+"""A step that is enqueued: what is on its way to the host, and the result made of it once it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.logprobs.tensors import LogprobTensors
+from shared.messages import TokenLogprobs
+from worker.executor.device import Device, Download
+from worker.sampling.logprobs import to_entries
+from worker.sampling.parameters import SampledRows
+from worker.scheduler.plan import SampledToken, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of some prompt tokens of one row."""
+
+    row: int
+    num_top: int
+    logprobs: LogprobTensors
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step leaves on the device.
+
+    Attributes:
+        rows: [S] the sampled rows, on the host; token_ids: [S] int64, None where S is 0.
+        reporting: [L] of the sampled rows those with log-probabilities, on the host; num_top: [L] alternatives of each.
+        logprobs: of these L.
+        prompts: in the order of their positions.
+    """
+
+    step: int
+    rows: Sequence[int]
+    token_ids: torch.Tensor | None
+    reporting: Sequence[int]
+    num_top: Sequence[int]
+    logprobs: LogprobTensors | None
+    prompts: Sequence[PromptReport]
+
+
+def step_output(
+    step: int,
+    sampled: SampledRows,
+    token_ids: torch.Tensor | None,
+    logprobs: LogprobTensors | None,
+    prompts: Sequence[PromptReport],
+) -> StepOutput:
+    """With what the host must remember of the rows: by the time the step arrives they may hold other requests."""
+    reporting = [] if sampled.reporting_rows is None else sampled.reporting_rows.tolist()
+    num_top = [] if sampled.num_top is None else sampled.num_top.tolist()
+    return StepOutput(step, sampled.rows.tolist(), token_ids, reporting, num_top, logprobs, prompts)
+
+
+class PendingStep:
+    """One step between `launch` and its result."""
+
+    def __init__(self, output: StepOutput, device: Device) -> None:
+        self._output = output
+        self._download: Download | None = device.download(_tensors(output))
+        self._arrived: tuple[torch.Tensor, ...] = ()
+        self._result: StepResult | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._download is None or self._download.done()
+
+    def wait(self) -> None:
+        """Returns when the step is over and its buffers are free. May be called twice."""
+        if self._download is not None:
+            self._arrived = self._download.wait()
+            self._download = None
+
+    def result(self) -> StepResult:
+        """Waits for the step. May be called twice."""
+        self.wait()
+        if self._result is None:
+            self._result = _assemble(self._output, self._arrived)
+            self._arrived = ()
+        return self._result
+
+
+def _parts(logprobs: LogprobTensors) -> tuple[torch.Tensor, ...]:
+    return logprobs.token_ids, logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs
+
+
+_NUM_PARTS = 5
+
+
+def _tensors(output: StepOutput) -> list[torch.Tensor]:
+    tensors = [] if output.token_ids is None else [output.token_ids]
+    if output.logprobs is not None:
+        tensors += _parts(output.logprobs)
+    for prompt in output.prompts:
+        tensors += _parts(prompt.logprobs)
+    return tensors
+
+
+def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult:
+    at = 0
+
+    def take_logprobs() -> LogprobTensors:
+        nonlocal at
+        at += _NUM_PARTS
+        return LogprobTensors(*arrived[at - _NUM_PARTS : at])
+
+    token_ids: list[int] = []
+    if output.token_ids is not None:
+        token_ids = arrived[0].tolist()
+        at = 1
+    by_row: dict[int, TokenLogprobs] = {}
+    if output.logprobs is not None:
+        by_row = dict(zip(output.reporting, to_entries(take_logprobs(), output.num_top)))
+    prompts: dict[int, list[TokenLogprobs]] = {}
+    for prompt in output.prompts:
+        tensors = take_logprobs()
+        entries = to_entries(tensors, [prompt.num_top] * len(tensors.token_ids))
+        prompts.setdefault(prompt.row, []).extend(entries)
+    return StepResult(
+        step=output.step,
+        sampled=[
+            SampledToken(row, token_id, by_row.get(row) if token_id >= 0 else None)
+            for row, token_id in zip(output.rows, token_ids, strict=True)
+        ],
+        prompt_logprobs=prompts,
+    )
