@@ -127,14 +127,19 @@ class WeightOnlyScheme:
         )
         self._scales = self._minimums = torch.empty(0)
 
+    @property
+    def weight(self) -> PackedWeight:
+        """As the kernel reads it."""
+        if self._weight is None:
+            raise RuntimeError("the weight is there after after_load")
+        return self._weight
+
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias, accumulated in float32."""
-        if self._weight is None:
-            raise RuntimeError("apply before after_load")
         x = dense(x)
         if self._columns is not None:
             x = x.index_select(1, self._columns)
-        return self._linear(x, self._weight, bias, self._fixed)
+        return self._linear(x, self.weight, bias, self._fixed)
 
 
 def _taken_apart(raw: RawWeight) -> _Codes:

@@ -1,0 +1,185 @@
+"""Quantized weights of every source kept as integers: products and whole models against the same weights made dense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kernels.tolerances import TOLERANCES
+from tests.fakes.weights import make_batch
+from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.linear import Placement
+from worker.model.loading import ModelFiles
+from worker.quant.dense import DenseScheme
+from worker.quant.raw_weight import Factors, RawWeight, slice_columns
+from worker.quant.select import linear_scheme
+from worker.quant.weight_only import WeightOnlyScheme, group_of
+
+GGUF_FORMATS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
+
+
+def from_gguf(name: str, out: int, num_in: int, seed: int = 0) -> RawWeight:
+    values = np.random.default_rng(seed).standard_normal((out, num_in), dtype=np.float32) / num_in**0.5
+    packed = gguf.quantize(values, gguf.GGMLQuantizationType[name.upper()])
+    return RawWeight(name, (out, num_in), torch.from_numpy(packed))  # type: ignore[arg-type]
+
+
+def from_codes(
+    out: int, num_in: int, bits: int, group: int, seed: int, scales: torch.dtype = torch.float16, shuffled: bool = False
+) -> RawWeight:
+    generator = torch.Generator().manual_seed(seed)
+    groups = 1 if group == 0 else num_in // group
+    codes = torch.randint(0, 1 << bits, (out, num_in), generator=generator, dtype=torch.uint8)
+    scale = ((0.5 + torch.rand((out, groups), generator=generator)) / (1 << bits) / num_in**0.5).to(scales)
+    zeros = torch.randint(1, 1 << bits, (out, groups), generator=generator)
+    extra = {"scale": Factors(scale, 1, group), "minimum": Factors(-(zeros * scale.float()), 1, group)}
+    columns = torch.randperm(num_in, generator=generator) if shuffled else None
+    return RawWeight("u4" if bits == 4 else "u8", (out, num_in), codes, extra, columns)
+
+
+def check(raws: list[RawWeight], device: torch.device, dtype: torch.dtype = torch.bfloat16, rows: int = 3) -> None:
+    """Loads the parts, the first in another order, and compares the product with that of the dense values."""
+    num_in = raws[0].shape[1]
+    assert WeightOnlyScheme.accepts(dtype, raws)
+    scheme = WeightOnlyScheme(dtype, device, raws, fixed=False)
+    scheme.create_weights(sum(raw.shape[0] for raw in raws), num_in)
+    order = torch.randperm(raws[0].shape[0], generator=torch.Generator().manual_seed(5))
+    start = 0
+    for i, raw in enumerate(raws):
+        scheme.load_rows(start, raw, order if i == 0 else None)
+        start += raw.shape[0]
+    scheme.after_load()
+    dense = [raw.dequantize(torch.float32).double() for raw in raws]
+    weight = torch.cat([dense[0][order], *dense[1:]])
+    x = torch.randn((rows, num_in), generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(2)).to(dtype)
+    out = scheme.apply(x.to(device), bias.to(device))
+    relative, absolute = TOLERANCES[dtype]
+    torch.testing.assert_close(out.cpu().double(), x.double() @ weight.T + bias.double(), rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gguf_formats(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    check([from_gguf(name, 40, 96)], device, dtype)
+
+
+def test_formats_of_one_layer_may_differ(device: torch.device) -> None:
+    check([from_gguf("q4_0", 24, 256, 1), from_gguf("q8_0", 8, 256, 2), from_gguf("q5_1", 8, 256, 3)], device)
+    check([from_codes(24, 256, 4, 128, 1), from_codes(8, 256, 4, 64, 2)], device)
+    check([from_codes(24, 256, 4, 0, 1), from_codes(8, 256, 8, 128, 2)], device)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 0])
+def test_codes_in_groups(bits: int, group: int, device: torch.device) -> None:
+    check([from_codes(40, 256, bits, group, group)], device)
+
+
+def test_inputs_in_another_order(device: torch.device) -> None:
+    raw = from_codes(40, 128, 4, 32, 1, shuffled=True)
+    check([raw], device)
+    other = from_codes(24, 128, 4, 32, 2, shuffled=True)
+    assert not WeightOnlyScheme.accepts(torch.bfloat16, [raw, other])
+    assert not WeightOnlyScheme.accepts(torch.bfloat16, [raw, from_codes(24, 128, 4, 32, 2)])
+
+
+def test_scales_that_float16_cannot_hold_stay_float32(device: torch.device) -> None:
+    raw = from_codes(40, 128, 4, 32, 1, scales=torch.float32)
+    scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False)
+    scheme.create_weights(40, 128)
+    scheme.load_rows(0, raw)
+    scheme.after_load()
+    assert scheme.weight.scales.dtype == torch.float32
+    check([raw], device)
+
+
+def test_symmetric_weights_have_no_minimums(device: torch.device) -> None:
+    for raw in (from_gguf("q4_0", 8, 64), from_gguf("q5_0", 8, 64), from_gguf("q8_0", 8, 64)):
+        scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=False)
+        scheme.create_weights(8, 64)
+        scheme.load_rows(0, raw)
+        scheme.after_load()
+        assert scheme.weight.minimums is None and scheme.weight.scales.dtype == torch.float16
+
+
+def test_rows_of_padding_are_zero(device: torch.device) -> None:
+    raw = from_gguf("q4_1", 8, 64)
+    scheme = WeightOnlyScheme(torch.bfloat16, device, [raw], fixed=True)
+    scheme.create_weights(12, 64)
+    scheme.load_rows(0, raw)
+    scheme.load_rows(8, raw.zero_rows(4))
+    scheme.after_load()
+    out = scheme.apply(torch.ones((2, 64), dtype=torch.bfloat16, device=device), None)
+    assert out[:, :8].all() and not out[:, 8:].any()
+
+
+def test_what_becomes_dense() -> None:
+    good = from_codes(8, 256, 4, 128, 1)
+    plain = RawWeight("f32", (8, 256), torch.ones(8, 256))
+    assert WeightOnlyScheme.accepts(torch.float16, [good])
+    assert not WeightOnlyScheme.accepts(torch.float32, [good])
+    assert not WeightOnlyScheme.accepts(torch.bfloat16, [])
+    assert not WeightOnlyScheme.accepts(torch.bfloat16, [good, plain])
+    assert not WeightOnlyScheme.accepts(torch.bfloat16, [from_codes(8, 256, 4, 16, 1)])
+    assert group_of([slice_columns(good, slice(0, 128))]) == 0
+    assert not WeightOnlyScheme.accepts(torch.bfloat16, [slice_columns(good, slice(0, 64))])
+    with pytest.raises(ValueError, match="not quantized in groups"):
+        WeightOnlyScheme(torch.bfloat16, torch.device("cpu"), [plain], fixed=False)
+
+
+def test_the_cpu_makes_weights_dense() -> None:
+    good = from_codes(8, 256, 4, 128, 1)
+    assert not isinstance(linear_scheme(torch.bfloat16, torch.device("cpu"), [good]), WeightOnlyScheme)
+    on_gpu = linear_scheme(torch.bfloat16, torch.device("cuda"), [good], deterministic=True)
+    assert isinstance(on_gpu, WeightOnlyScheme)
+
+
+def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
+    """[18, vocab]: two requests, in a prefill and a decode step."""
+    decoder = Decoder(
+        files.spec, files.weights, dtype=torch.float16, device=device, max_num_tokens=64, max_model_len=64
+    )
+    kv = KVStorage(files.spec, 8, 16, torch.float32, device)
+    steps = [
+        make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),
+        make_batch([([7], 14, [0, 1]), ([5], 2, [2])], 16),
+    ]
+    return torch.cat([decoder.forward(step, kv) for step in steps])
+
+
+@pytest.mark.parametrize("kind", ["gptq", "desc_act", "awq"])
+def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ops of the CPU around the integers' product, which the interpreter runs."""
+    device = torch.device("cpu")
+    config: dict[str, Any] = {"quant_method": "awq" if kind == "awq" else "gptq", "bits": 4, "group_size": 32}
+
+    def leaves(made: Made) -> dict[str, np.ndarray]:
+        return made.awq() if kind == "awq" else made.gptq(4, 1)
+
+    write(tmp_path / "m", config, leaves, shuffled=kind == "desc_act")
+    kept: list[str] = []
+
+    def scheme(place: Placement, raws: list[RawWeight]) -> Any:
+        if WeightOnlyScheme.accepts(place.dtype, raws):
+            kept.append(raws[0].format)
+            return WeightOnlyScheme(place.dtype, place.device, raws, fixed=False)
+        return DenseScheme(place.dtype, place.device)
+
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws: DenseScheme(place.dtype, place.device))
+    expected = logits(opened(tmp_path / "m"), device)
+    monkeypatch.setattr(Placement, "scheme", scheme)
+    ours = logits(opened(tmp_path / "m"), device)
+    # Where each projection has an order of its own, those that share an input stay dense.
+    assert kept == ["u4"] * (4 if kind == "desc_act" else 8)
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    assert torch.equal(ours.argmax(dim=-1), expected.argmax(dim=-1))
