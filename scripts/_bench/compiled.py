@@ -26,7 +26,8 @@ WGMMA_ROWS = 64
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*|\bv_mfma_\w+")
 _OPERANDS = {
     "bf16": re.compile(r"bf16|kind::f16"),
-    "fp16": re.compile(r"(?<!b)f16"),
+    # Quantized cells, weighted, can leave float16's range and are multiplied as bfloat16; never the other way round.
+    "fp16": re.compile(r"f16"),
     # Few rows are multiplied as float16, which holds every e4m3fn exactly.
     "fp8": re.compile(r"e4m3|f8|(?<!b)f16"),
     "int8": re.compile(r"\.s8|i8"),

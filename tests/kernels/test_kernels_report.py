@@ -66,7 +66,9 @@ def test_operands() -> None:
     assert _problems("sm_90", _product("fp32", 64)) == []
     assert f"{tf32} was not expected" in _problems("sm_90", _product("fp32", 64), matrix_instructions=(tf32,))
     assert _problems("sm_80", _product("bf16", 64), matrix_instructions=(tf32,)) == [f"{tf32} does not multiply bf16"]
-    assert _problems("sm_80", _product("fp16", 64), matrix_instructions=(MMA,)) == [f"{MMA} does not multiply fp16"]
+    fp16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    assert _problems("sm_80", _product("fp16", 64), matrix_instructions=(MMA, fp16)) == []
+    assert _problems("sm_80", _product("bf16", 64), matrix_instructions=(fp16,)) == [f"{fp16} does not multiply bf16"]
     assert _problems("sm_90", _product("int8", 64), matrix_instructions=(WGMMA,)) == [f"{WGMMA} does not multiply int8"]
     assert _problems("sm_90", _product("fp8", 64), matrix_instructions=(WGMMA,)) == [f"{WGMMA} does not multiply fp8"]
     int8 = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
