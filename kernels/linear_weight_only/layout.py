@@ -38,6 +38,16 @@ class PackedWeight:
         """Output features."""
         return self.words.shape[1]
 
+    @property
+    def group_blocks(self) -> int:
+        """Blocks of a group of at least one block, as kernels count them."""
+        return max(1, self.group // BLOCK) if self.group else self.words.shape[0]
+
+
+def group_constant(group: int) -> int:
+    """What kernels are compiled for: 32, 64, or 128 for every group of whole blocks."""
+    return group if 0 < group < BLOCK else BLOCK
+
 
 def num_groups(num_in: int, group: int) -> int:
     """Rows of `scales`. Raises ValueError for groups that the kernels do not take."""

@@ -10,64 +10,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
+from kernels.gpu.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
 from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, product_type
-from kernels.linear_weight_only.layout import BLOCK, STEP, PackedWeight
-
-_BLOCK = tl.constexpr(BLOCK)  # inputs of a block of the packed layout
-_STEP = tl.constexpr(
-    STEP
-)  # inputs that are multiplied at once: a nibble of each of a block's 16-bit words, or 32 bytes
-# Two nibbles of two 16-bit words become two bfloat16 128 + code, or two float16 1024 + code, in one register.
-_PAIRS_BF16 = tl.constexpr(
-    ["lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"]
-    + [f"{{ .reg .b32 t; shr.b32 t, $1, {s}; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}" for s in (4, 8, 12)]
-)
-_PAIRS_FP16 = tl.constexpr(
-    ["lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;"]
-    + [f"{{ .reg .b32 t; shr.b32 t, $1, {s}; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }}" for s in (4, 8, 12)]
-)
-
-
-@triton.jit
-def _integers(words, SLOT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """code - 2 ** (BITS - 1) of a slot as TYPE, exactly.
-
-    words: int16 that hold a nibble of each of 4 slots, or uint8 of one slot.
-    """
-    ZERO: tl.constexpr = 1 << (BITS - 1)
-    if BITS == 4 and TYPE == tl.bfloat16:  # noqa: SIM300 - tl.bfloat16 is the constant
-        if ASM:
-            biased = tl.inline_asm_elementwise(
-                _PAIRS_BF16[SLOT], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
-            )
-        else:
-            biased = (((words >> (SLOT * 4)) & 15) | 0x4300).to(TYPE, bitcast=True)
-        values = (biased - (128.0 + ZERO)).to(TYPE)
-    elif BITS == 4 and TYPE == tl.float16:  # noqa: SIM300
-        if ASM:
-            biased = tl.inline_asm_elementwise(
-                _PAIRS_FP16[SLOT], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
-            )
-        else:
-            biased = (((words >> (SLOT * 4)) & 15) | 0x6400).to(TYPE, bitcast=True)
-        values = (biased - (1024.0 + ZERO)).to(TYPE)
-    else:
-        code = words.to(tl.int32)
-        if BITS == 4:
-            code = (code >> (SLOT * 4)) & 15
-        # float32 of 2**23 + code: cheaper than a conversion, which has a quarter of the rate.
-        values = ((code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)).to(TYPE)
-    return values
-
-
-@triton.jit
-def _group(i_block, SLOT: tl.constexpr, group_blocks, GROUP: tl.constexpr):
-    """The group of a block's slot, int64. GROUP: 32, 64, or 128 where a group has `group_blocks` whole blocks."""
-    if GROUP == _BLOCK:
-        i_group = i_block // group_blocks
-    else:
-        i_group = i_block * (_BLOCK // GROUP) + SLOT * _STEP // GROUP
-    return tl.cast(i_group, tl.int64)
+from kernels.linear_weight_only.layout import PackedWeight, group_constant
+from kernels.weight_values.triton import values_of
 
 
 @triton.jit
@@ -100,10 +46,10 @@ def few_rows_kernel(
     Codes are multiplied as integers and scaled after: acc += (x @ codes) * scale + sum(x) * minimum, group by group.
     p_out: [splits, rows, out], or [rows, out] where a program sees all inputs.
     """
-    WORDS: tl.constexpr = _STEP if BITS == 4 else _BLOCK  # elements of an output feature and a block
+    WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK  # elements of an output feature and a block
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_step = tl.arange(0, _STEP)
+    o_step = tl.arange(0, CODE_STEP)
     i_split = tl.program_id(1)
     in_m = o_m < num_rows
     in_n = o_n < num_out
@@ -119,25 +65,25 @@ def few_rows_kernel(
             if BITS == 4:
                 b_words = tl.load(p_block, mask=in_n[None, :], other=0)
             b_dot = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            b_sum = tl.zeros((BLOCK_M, _STEP), dtype=tl.float32)
-            for SLOT in tl.static_range(_BLOCK // _STEP):
+            b_sum = tl.zeros((BLOCK_M, CODE_STEP), dtype=tl.float32)
+            for SLOT in tl.static_range(CODE_BLOCK // CODE_STEP):
                 if BITS == 8:
-                    b_words = tl.load(p_block + SLOT * _STEP, mask=in_n[None, :], other=0)
-                o_k = i_block * _BLOCK + SLOT * _STEP + o_step
+                    b_words = tl.load(p_block + SLOT * CODE_STEP, mask=in_n[None, :], other=0)
+                o_k = i_block * CODE_BLOCK + SLOT * CODE_STEP + o_step
                 b_x = tl.load(p_row + o_k[None, :], mask=in_m[:, None] & (o_k < num_in)[None, :], other=0.0)
-                b_codes = _integers(b_words, SLOT, BITS, PRODUCT, ASM)
+                b_codes = decode_integers(b_words, SLOT, BITS, PRODUCT, ASM)
                 b_dot = tl.dot(b_x.to(PRODUCT), b_codes, b_dot, input_precision="ieee", out_dtype=tl.float32)
                 if HAS_MINIMUM:
                     b_sum += b_x.to(tl.float32)
-                if ((SLOT + 1) * _STEP) % GROUP == 0 or SLOT == _BLOCK // _STEP - 1:
-                    o_group = _group(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
+                if ((SLOT + 1) * CODE_STEP) % GROUP == 0 or SLOT == CODE_BLOCK // CODE_STEP - 1:
+                    o_group = group_of_slot(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
                     b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
                     acc += b_dot * b_scale[None, :]
                     b_dot = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                     if HAS_MINIMUM:
                         b_minimum = tl.load(p_minimums + o_group, mask=in_n, other=0.0).to(tl.float32)
                         acc += tl.sum(b_sum, axis=1)[:, None] * b_minimum[None, :]
-                        b_sum = tl.zeros((BLOCK_M, _STEP), dtype=tl.float32)
+                        b_sum = tl.zeros((BLOCK_M, CODE_STEP), dtype=tl.float32)
         total += acc
         first += split_blocks
     if HAS_BIAS:
@@ -175,13 +121,13 @@ def many_rows_kernel(
     With one scale for a block or more, codes are multiplied as integers; else each weight is computed in float32 and
     rounded once to PRODUCT. p_out as in few_rows_kernel.
     """
-    WORDS: tl.constexpr = _STEP if BITS == 4 else _BLOCK
-    SCALE_AFTER: tl.constexpr = GROUP == _BLOCK and not HAS_MINIMUM
+    WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK
+    SCALE_AFTER: tl.constexpr = GROUP == CODE_BLOCK and not HAS_MINIMUM
     # Programs in turn take the same weights and other rows, so that the weights come from the second-level cache.
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_split = tl.program_id(2)
-    o_step = tl.arange(0, _STEP)
+    o_step = tl.arange(0, CODE_STEP)
     in_m = o_m < num_rows
     in_n = o_n < num_out
     p_row = p_x + o_m.to(tl.int64)[None, :] * stride_x
@@ -196,24 +142,24 @@ def many_rows_kernel(
             b_dot = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
             b_dot = acc
-        for SLOT in tl.static_range(_BLOCK // _STEP):
+        for SLOT in tl.static_range(CODE_BLOCK // CODE_STEP):
             if BITS == 8:
-                b_words = tl.load(p_block + SLOT * _STEP, mask=in_n[:, None], other=0)
-            o_k = i_block * _BLOCK + SLOT * _STEP + o_step
+                b_words = tl.load(p_block + SLOT * CODE_STEP, mask=in_n[:, None], other=0)
+            o_k = i_block * CODE_BLOCK + SLOT * CODE_STEP + o_step
             b_x = tl.load(p_row + o_k[:, None], mask=in_m[None, :] & (o_k < num_in)[:, None], other=0.0)
             if SCALE_AFTER:
-                b_weight = _integers(b_words, SLOT, BITS, PRODUCT, ASM)
+                b_weight = decode_integers(b_words, SLOT, BITS, PRODUCT, ASM)
             else:
-                o_group = _group(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
+                o_group = group_of_slot(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
                 b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
-                b_wide = _integers(b_words, SLOT, BITS, PRODUCT, ASM).to(tl.float32) * b_scale[:, None]
+                b_wide = decode_integers(b_words, SLOT, BITS, PRODUCT, ASM).to(tl.float32) * b_scale[:, None]
                 if HAS_MINIMUM:
                     b_minimum = tl.load(p_minimums + o_group, mask=in_n, other=0.0).to(tl.float32)
                     b_wide += b_minimum[:, None]
                 b_weight = b_wide.to(PRODUCT)
             b_dot = tl.dot(b_weight, b_x.to(PRODUCT), b_dot, input_precision="ieee", out_dtype=tl.float32)
         if SCALE_AFTER:
-            o_group = _group(i_block, 0, group_blocks, GROUP) * num_out + o_n
+            o_group = group_of_slot(i_block, 0, group_blocks, GROUP) * num_out + o_n
             b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
             acc += b_dot * b_scale[:, None]
         else:
@@ -261,6 +207,9 @@ class Tile:
 _MIN_SPLIT_BLOCKS = 4
 _ADD_COLUMNS = 1024
 _FIXED_ROWS = 32
+# From about 600 rows on it costs less to write a weight out once and let the vendor's product read it; see README.md.
+_VALUES_ROWS = 1024
+_VALUES_BYTES = 1 << 26  # of a weight that are written out at a time
 
 
 def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
@@ -301,6 +250,8 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     out = x.new_empty((num_rows, num_out))
     if num_rows == 0 or num_out == 0:
         return out
+    if num_rows >= _VALUES_ROWS and not fixed:
+        return _by_values(x, weight, bias, out)
     amd = torch.version.hip is not None
     chosen = tile(num_rows, weight.bits, fixed, amd)
     column_tiles = -(-num_out // chosen.columns)
@@ -327,7 +278,7 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
         x.stride(0),
         num_blocks,
         per_split,
-        max(1, weight.group // BLOCK) if weight.group else num_blocks,
+        weight.group_blocks,
         **constants,
         PRODUCT=product_type(x.dtype),
         ASM=not (INTERPRETED or amd),
@@ -352,6 +303,19 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     return out
 
 
+def _by_values(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """The product by way of the weight's values, some output features at a time."""
+    step = max(64, _VALUES_BYTES // (2 * weight.num_in))
+    for first in range(0, weight.num_out, step):
+        last = min(first + step, weight.num_out)
+        values = values_of(weight, first, last, x.dtype)
+        if bias is None:
+            torch.mm(x, values.T, out=out[:, first:last])
+        else:
+            torch.addmm(bias[first:last], x, values.T, out=out[:, first:last])
+    return out
+
+
 def _check(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> None:
     if x.ndim != 2 or x.shape[1] != weight.num_in:
         raise ValueError(f"activations of shape {tuple(x.shape)} for a weight of {weight.num_in} inputs")
@@ -370,7 +334,7 @@ def _constants(
 ) -> dict[str, int | bool]:
     constants: dict[str, int | bool] = {
         "BITS": bits,
-        "GROUP": group if 0 < group < BLOCK else BLOCK,
+        "GROUP": group_constant(group),
         "HAS_MINIMUM": has_minimum,
         "HAS_BIAS": has_bias,
         "BLOCK_M": chosen.rows,
@@ -382,60 +346,47 @@ def _constants(
 
 
 _INTEGERS = ("num_rows", "num_out", "num_in", "stride_x", "num_blocks", "split_blocks", "group_blocks")
+_GROUPS = ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True))
+# rows, whether fixed, whether nested: one for each line of the tile table
+_ROWS = ((16, False, False), (32, False, False), (33, True, True), (64, False, False), (65, False, False))
+_PRODUCTS: tuple[Product, ...] = ("bf16", "fp16")
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Every configuration of the table."""
     amd = target == "gfx942"
     result = []
-    products: tuple[Product, ...] = ("bf16", "fp16")
-    for product in products:
+    for product in _PRODUCTS:
         for bits in (4, 8):
-            for group, has_minimum in ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True)):
-                for num_rows, fixed, nested in (
-                    (16, False, False),
-                    (32, False, False),
-                    (33, True, True),
-                    (64, False, False),
-                    (65, False, False),
-                ):
+            for group, has_minimum in _GROUPS:
+                for num_rows, fixed, nested in _ROWS:
                     chosen = tile(num_rows, bits, fixed, amd)
                     constants = _constants(chosen, bits, group, has_minimum, product == "fp16", nested)
-                    result.append(_compilation(chosen, constants, product, "fp16", amd))
-    constants = _constants(tile(16, 4, False, amd), 4, 128, False, False, False)
-    result.append(_compilation(tile(16, 4, False, amd), constants, "bf16", "fp32", amd))
-    for product in products:
-        for has_bias in (False, True):
-            signature = {"p_partials": "*fp32", "p_bias": f"*{product}", "p_out": f"*{product}"}
-            signature |= dict.fromkeys(("num_rows", "num_out", "num_splits"), "i32")
-            signature |= dict.fromkeys(("HAS_BIAS", "BLOCK_N"), "constexpr")
-            constants = {"HAS_BIAS": has_bias, "BLOCK_N": _ADD_COLUMNS}
-            multiples = frozenset({"num_out"})
-            name = f"{product}" + " bias" * has_bias
-            result.append(
-                Compilation(
-                    "add_splits_kernel", name, add_splits_kernel, signature, constants, 4, 2, True, multiples=multiples
-                )
-            )
+                    result.append(_product_compilation(chosen, constants, product, "fp16", amd))
+    chosen = tile(16, 4, False, amd)
+    wide = _constants(chosen, 4, 128, False, False, False)
+    result.append(_product_compilation(chosen, wide, "bf16", "fp32", amd))
+    result += [_add_compilation(product, has_bias) for product in _PRODUCTS for has_bias in (False, True)]
     return result
 
 
-def _compilation(
+def _product_compilation(
     chosen: Tile, constants: dict[str, int | bool], product: Product, scales: str, amd: bool
 ) -> Compilation:
     words = "*i16" if constants["BITS"] == 4 else "*u8"
     signature = {"p_x": f"*{product}", "p_words": words, "p_scales": f"*{scales}", "p_minimums": f"*{scales}"}
     signature |= {"p_bias": f"*{product}", "p_out": f"*{product}"} | dict.fromkeys(_INTEGERS, "i32")
     every = constants | {"PRODUCT": NAMED_TYPES[product], "ASM": not amd}
-    traits = [
-        f"{product} int{constants['BITS']} g={constants['GROUP']} tile={chosen.rows}x{chosen.columns} scales={scales}"
-    ]
+    traits = [f"{product} int{constants['BITS']} g={constants['GROUP']} scales={scales}"]
+    traits += [f"tile={chosen.rows}x{chosen.columns}"]
     traits += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "NESTED") if constants.get(name)]
+    function: Any = few_rows_kernel if chosen.few else many_rows_kernel
+    signature |= dict.fromkeys(every, "constexpr")
     return Compilation(
         kernel="few_rows_kernel" if chosen.few else "many_rows_kernel",
         configuration=" ".join(traits),
-        function=few_rows_kernel if chosen.few else many_rows_kernel,
-        signature=signature | dict.fromkeys(every, "constexpr"),
+        function=function,
+        signature={name: signature[name] for name in function.arg_names},
         constants=every,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
@@ -443,4 +394,21 @@ def _compilation(
         product=product,
         rows=chosen.rows if chosen.few else chosen.columns,
         multiples=frozenset({"num_out", "num_in", "stride_x"}),
+    )
+
+
+def _add_compilation(product: Product, has_bias: bool) -> Compilation:
+    signature = {"p_partials": "*fp32", "p_bias": f"*{product}", "p_out": f"*{product}"}
+    signature |= dict.fromkeys(("num_rows", "num_out", "num_splits"), "i32")
+    constants = {"HAS_BIAS": has_bias, "BLOCK_N": _ADD_COLUMNS}
+    return Compilation(
+        kernel="add_splits_kernel",
+        configuration=product + " bias" * has_bias,
+        function=add_splits_kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
+        num_warps=4,
+        num_stages=2,
+        enable_fp_fusion=True,
+        multiples=frozenset({"num_out"}),
     )

@@ -69,7 +69,7 @@ def write(
     write_tiny_model(folder)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
     tensors = load_file(folder / "model.safetensors")
-    values = {}
+    values: dict[str, torch.Tensor] = {}
     for name in [name for name in tensors if "_proj" in name]:
         prefix = name.removesuffix(".weight")
         out, num_in = tensors.pop(name).shape
