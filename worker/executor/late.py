@@ -118,13 +118,12 @@ class _Watch(TorchDispatchMode):
                 place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
                 self.inputs[place] += 1
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
-            for tensor in _tensors(result):
-                # An operation in place returns what it was given.
-                if tensor.untyped_storage().data_ptr() not in known:
-                    self._made.append(tensor)
-                    self._addresses.add(tensor.untyped_storage().data_ptr())
+        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            # A view, or an operation in place, returns what it was given; `to` and `reshape` may do so or not.
+            if tensor.untyped_storage().data_ptr() not in known:
+                self._made.append(tensor)
+                self._addresses.add(tensor.untyped_storage().data_ptr())
         return result
 
 

@@ -25,6 +25,8 @@ from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
+_WORDS_OF_CHANGES = 1 << 16
+"""New prompts and pages that go with the step's one copy; what is more goes before it."""
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
@@ -79,8 +81,8 @@ class RequestRows:
         device: Device,
     ) -> None:
         max_num_tokens = max(max_num_tokens, max_num_seqs)
-        # Lists in the tail: pages to copy, indices of three kinds, and the tokens whose logits are wanted.
-        lists = 2 * (2 * num_groups + 4) * max_num_seqs + 2 * max_num_tokens
+        # Words of lists: pages to copy, indices of three kinds, and the tokens whose logits are wanted.
+        lists = 2 * ((2 * num_groups + 4) * (max_num_seqs + 1) + max_num_tokens)
         self._layout = StepLayout(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -90,12 +92,12 @@ class RequestRows:
             max_pages=-(-max_model_len // page_size),
             page_size=page_size,
             max_adjustments=MAX_ADJUSTMENTS,
-            max_tail=max(1 << 16, 2 * lists),
+            max_tail=_WORDS_OF_CHANGES + lists,
         )
         self._max_model_len = max_model_len
         self._buffers = StepBuffers(self._layout, device.torch_device)
         self._ops = step_ops(self._buffers)
-        self._packer = StepPacker(self._buffers, self._ops, device)
+        self._packer = StepPacker(self._buffers, self._ops, device, lists)
         self.sampling = SamplingParameters(self._buffers, vocab_size)
         layout, outputs, packed = self._layout, self._buffers.outputs, self._buffers.packed
         self._token_ids = layout.token_ids.of(self._buffers.state)
@@ -106,6 +108,7 @@ class RequestRows:
         self._new_positions = layout.new_positions.of(packed)
         self._sampled_views = self._sampled_rows, self._new_positions, self._logits_indices
         self._last_batch: ForwardBatch | None = None
+        self._graph_batches: dict[Size, ForwardBatch] = {}
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
@@ -318,9 +321,13 @@ class RequestRows:
 
     def graph_batch(self, size: Size) -> ForwardBatch:
         """The static buffers as a step of this size, whatever its contexts will be: what a graph is captured with."""
-        num_tokens = size.num_requests * size.tokens_each
-        shape = StepShape(size.num_requests, num_tokens, size.tokens_each, self._layout.max_pages)
-        return self._batch(shape, self._logits_indices[: size.num_requests], self._max_model_len)
+        batch = self._graph_batches.get(size)
+        if batch is None:
+            num_tokens = size.num_requests * size.tokens_each
+            shape = StepShape(size.num_requests, num_tokens, size.tokens_each, self._layout.max_pages)
+            batch = self._batch(shape, self._logits_indices[: size.num_requests], self._max_model_len)
+            self._graph_batches[size] = batch
+        return batch
 
     def clear_inputs(self) -> None:
         """Makes every request of the static buffers padding, of one token each."""

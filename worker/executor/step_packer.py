@@ -49,14 +49,19 @@ class HostBuffer:
 
 
 class StepPacker:
-    """Per step: `begin`, changes of the state, `apply`, the fixed fields and lists, `send`, `hold`."""
+    """Per step: `begin`, changes of the state, the fixed fields, lists, `send`, `hold`.
 
-    def __init__(self, buffers: StepBuffers, ops: StepOps, device: Device) -> None:
+    Args:
+        words_for_lists: of the tail, which changes leave free.
+    """
+
+    def __init__(self, buffers: StepBuffers, ops: StepOps, device: Device, words_for_lists: int) -> None:
         self._buffers = buffers
         self._ops = ops
         self._device = device
         self._tail = buffers.layout.tail
         self._end = buffers.layout.packed_words
+        self._last_change = self._end - words_for_lists
         self._fields = buffers.packed[: self._tail]
         self._ring = [HostBuffer(buffers, device) for _ in range(device.depth + 1)]
         self._turn = 0
@@ -83,7 +88,7 @@ class StepPacker:
         """Writes [n] int32 words to the state from word `at` on. What is not yet applied must not overlap."""
         done = 0
         while done < len(words):
-            room = self._end - self._cursor - len(self._segments) - SEGMENT_WORDS
+            room = self._last_change - self._cursor - len(self._segments) - SEGMENT_WORDS
             if room <= 0:
                 self.apply()
                 self.begin()

@@ -1,0 +1,159 @@
+"""A tiny random model served by the runner's own code without sockets, on a device as late as a GPU can be."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+import worker.executor.request_rows
+import worker.model.decoder
+import worker.model.linear
+from kernels.dispatch import ReferenceOps
+from kernels.sampling.dispatch import ReferenceOps as ReferenceSamplingOps
+from kernels.step_inputs.reference import ReferenceStepOps
+from shared.messages import Submit
+from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.weights import MemoryWeights
+from worker.executor.device import CpuDevice
+from worker.executor.local import LocalExecutor
+from worker.executor.model_runner import ModelRunner
+from worker.executor.request_rows import RequestRows
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
+from worker.quant.dense import DenseScheme
+from worker.sampling.sampler import Sampler
+
+VOCAB = 96
+"""FakeExecutor's, whose harness this fills."""
+MAX_MODEL_LEN = 96
+
+
+def tiny_spec(head_dim: int = 16, windows: bool = False) -> DecoderSpec:
+    groups = [KVGroupSpec(layers=(0, 1))]
+    if windows:
+        groups = [KVGroupSpec(layers=(0,)), KVGroupSpec(layers=(1,), window=24)]
+    return DecoderSpec(
+        family="llama",
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        vocab_size=VOCAB,
+        max_position=MAX_MODEL_LEN,
+        norm_eps=1e-5,
+        rope=RopeSpec(theta=10000.0, rotary_dim=head_dim),
+        kv_groups=tuple(groups),
+        tie_word_embeddings=True,
+    )
+
+
+def tiny_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    hidden, heads, kv_heads = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    tensors = {"embed.weight": random_matrix(VOCAB, hidden), "norm.weight": torch.ones(hidden)}
+    for layer in range(spec.num_layers):
+        shapes = {
+            "attn_norm": (hidden,),
+            "mlp_norm": (hidden,),
+            "q": (heads, hidden),
+            "k": (kv_heads, hidden),
+            "v": (kv_heads, hidden),
+            "o": (hidden, heads),
+            "gate": (spec.intermediate_size, hidden),
+            "up": (spec.intermediate_size, hidden),
+            "down": (hidden, spec.intermediate_size),
+        }
+        for name, shape in shapes.items():
+            tensors[f"layers.{layer}.{name}.weight"] = random_matrix(*shape) + (len(shape) == 1)
+    return MemoryWeights(tensors)
+
+
+class TinyServer(Harness):
+    """The scheduler's harness around a real runner.
+
+    Args:
+        ops, sampling_ops, step_ops: None: plain torch, which like a GPU's takes rows of padding.
+        late: a late device, two steps in flight, decode steps as graphs.
+    """
+
+    def __init__(
+        self,
+        monkeypatch,
+        *,
+        late: bool = True,
+        spec: DecoderSpec | None = None,
+        ops=None,
+        sampling_ops=None,
+        step_ops=ReferenceStepOps,
+        device: torch.device | None = None,
+        kv_format: str = "dense",
+        **options,
+    ) -> None:
+        spec = spec or tiny_spec()
+        options = {"max_model_len": MAX_MODEL_LEN, "num_groups": len(spec.kv_groups)} | options
+        super().__init__(depth=2 if late else 1, **options)
+        monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: ops or ReferenceOps())
+        monkeypatch.setattr(
+            worker.model.linear, "linear_scheme", lambda dtype, device, *_, **__: DenseScheme(dtype, device)
+        )
+        monkeypatch.setattr(worker.executor.request_rows, "step_ops", step_ops)
+        config, page_size = self.scheduler.config, self.kv.page_size
+        self.device = CpuDevice(late=late)
+        decoder = Decoder(
+            spec,
+            tiny_weights(spec),
+            dtype=torch.float32,
+            device="cpu",
+            max_num_tokens=config.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, "cpu", kv_format=kv_format)
+        rows = RequestRows(
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            page_size=page_size,
+            num_groups=len(spec.kv_groups),
+            vocab_size=VOCAB,
+            device=self.device,
+        )
+        rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
+        self.runner = ModelRunner(
+            decoder, storage, rows, Sampler(rows.sampling, sampling_ops or ReferenceSamplingOps()), self.device
+        )
+        self.executor = LocalExecutor(self.runner.launch, self.executor.depth)
+
+    @property
+    def num_captured(self) -> int:
+        return self.runner._graphs.num_captured
+
+
+def submits(count: int, seed: int = 0, max_tokens: int = 14) -> list[Submit]:
+    """Requests that share prefixes, want different things of the sampler, and some of them several choices."""
+    rng = random.Random(seed)
+    prefixes = [[3 + (7 * index + step) % 90 for step in range(length)] for index, length in enumerate((5, 16, 30))]
+    wishes: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
+        {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 3.0, 9: -100.0}},
+        {"temperature": 0.7, "min_p": 0.05, "min_tokens": 5, "ignore_eos": True},
+    ]
+    return [
+        make_submit(
+            f"r{number}",
+            rng.choice(prefixes) + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 12))],
+            sampling={"seed": number, "max_tokens": max_tokens - number % 5} | wishes[number % len(wishes)],
+            num_choices=3 if number % 7 == 3 else 1,
+        )
+        for number in range(count)
+    ]

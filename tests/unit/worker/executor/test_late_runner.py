@@ -1,0 +1,76 @@
+"""The runner as on a GPU: two steps in flight, decode steps captured, results that come as late as they may."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
+
+
+def outcome(server: TinyServer) -> dict:
+    """Everything that clients would see, but for how it was cut into messages."""
+    seen = {}
+    for key, outputs in server.outputs.items():
+        logprobs = [entry for output in outputs for entry in output.logprobs or []]
+        prompts = [entry for output in outputs for entry in output.prompt_logprobs or []]
+        seen[key] = (
+            server.tokens[key],
+            [(entry.token_id, entry.rank, entry.top_ids) for entry in logprobs],
+            [(entry.token_id, entry.rank) for entry in prompts],
+        )
+    return seen
+
+
+@pytest.fixture(scope="module", params=["one KV group", "two KV groups"])
+def spec(request):
+    return tiny_spec(windows=request.param == "two KV groups")
+
+
+@pytest.fixture(scope="module")
+def alone(spec):
+    """Each request alone on a server that does one thing after the other."""
+    found = {}
+    for submit in submits(14):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            server = TinyServer(monkeypatch, late=False, spec=spec, num_pages=120, max_num_batched_tokens=256)
+            server.add(submit)
+            server.drain()
+            found |= outcome(server)
+    return found
+
+
+@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+def test_what_clients_see_is_what_each_would_see_alone(num_pages, spec, alone, monkeypatch):
+    server = TinyServer(monkeypatch, spec=spec, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24)
+    for number, submit in enumerate(submits(14)):
+        server.add(submit)
+        for _ in range(number % 4):
+            server.step()
+    server.drain()
+    assert outcome(server) == alone
+    counters = server.scheduler.counters
+    assert server.num_captured >= 2
+    assert counters.prefix_cache_hits_total > 0
+    assert (counters.num_preemptions_total > 0) == (num_pages == 30)
+
+
+def test_idle_time_captures_every_size_and_the_texts_stay(spec, alone, monkeypatch):
+    server = TinyServer(monkeypatch, spec=spec, num_pages=120, max_num_seqs=4)
+    while server.runner.capture_next():
+        pass
+    assert server.num_captured == 3
+    for submit in submits(14):
+        server.add(submit)
+    server.drain()
+    assert outcome(server) == alone
+    assert server.num_captured == 3
+
+
+def test_a_prompt_longer_than_what_one_copy_holds_goes_in_several(spec, alone, monkeypatch):
+    server = TinyServer(monkeypatch, spec=spec, num_pages=120, max_num_seqs=6)
+    packer = server.runner._rows._packer
+    packer._last_change = packer._tail + 40  # words: less than most prompts
+    for submit in submits(14):
+        server.add(submit)
+    server.drain()
+    assert outcome(server) == alone
