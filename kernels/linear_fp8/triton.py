@@ -48,11 +48,15 @@ _CONVERTED = (
     (64, Tile(64, 32, 128, 4, 3)),
     (1 << 31, Tile(64, 64, 128, 4, 2)),
 )
+_CONVERTED_BLOCKS = (
+    (16, Tile(16, 32, 128, 4, 4)),
+    (1 << 31, Tile(64, 32, 128, 4, 3)),
+)
 
 
 def _table(native: bool, blocks: bool) -> tuple[tuple[int, Tile], ...]:
     if not native:
-        return _CONVERTED
+        return _CONVERTED_BLOCKS if blocks else _CONVERTED
     return _NATIVE_BLOCKS if blocks else _NATIVE
 
 
@@ -217,12 +221,13 @@ def linear_fp8(
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every tile with every kind of scale, without and with what is rare."""
+    """Every tile with every kind of scale, without and, for the kinds that are not rare, with what is."""
     native = target in ("sm_90", "sm_100")
     found = []
     for name, rows_per_scale in (("channel", 0), ("block", BLOCK), ("block per feature", 1)):
         for _, tile in _table(native, rows_per_scale > 0):
-            for out_type, bias, even in (("bf16", False, True), ("fp16", True, False), ("fp32", False, True)):
+            variants = [("bf16", False, True), ("fp16", True, False), ("fp32", False, True)]
+            for out_type, bias, even in variants[: 1 if rows_per_scale == 1 else 3]:
                 found.append(_compilation(name, rows_per_scale, tile, native, out_type, bias, even))
     return found
 
