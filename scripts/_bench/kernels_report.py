@@ -165,7 +165,8 @@ def plan(targets: list[Target], name: str | None, quick: bool) -> tuple[list[Tas
     """What to compile, and lines for the folders whose table cannot be read."""
     tasks: list[Task] = []
     broken: list[dict[str, Any]] = []
-    for folder in folders():
+    every = folders()
+    for folder in [name] if name in every else every:
         try:
             for target in targets:
                 chosen = select(compilations(folder, target), name, folder, quick)

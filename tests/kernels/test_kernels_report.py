@@ -147,7 +147,17 @@ def test_a_run() -> None:
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert sorted(line["target"] for line in lines) == ["gfx942", "sm_90"]
     assert all(line["registers"] > 0 for line in lines)
-    result = _run("--quick", "--kernel", "embed", "--target", "sm_80", "--only-problems")
-    assert (result.returncode, result.stdout) == (0, "")
-    assert "1 configurations, 0 not as expected" in result.stderr
-    assert _run("--kernel", "nothing").returncode == 2
+
+
+def test_only_problems_are_printed_where_asked(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    lines = {0: {"problems": []}, 1: {"problems": ["spills"]}}
+    monkeypatch.setattr(kernels_report.Compiler, "run", lambda self, task: lines[task.number])
+    monkeypatch.setattr(kernels_report, "compilations", lambda folder, target: [KERNEL, KERNEL])
+    monkeypatch.setattr(kernels_report, "folders", lambda: ["norm"])
+    assert kernels_report.main(["--target", "sm_90", "--only-problems"]) == 1
+    assert capsys.readouterr().out == '{"problems": ["spills"]}\n'
+    assert kernels_report.main(["--target", "sm_90"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert kernels_report.main(["--target", "sm_90", "--quick"]) == 0
+    assert kernels_report.main(["--kernel", "nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err
