@@ -393,6 +393,7 @@ def _product_compilation(
         enable_fp_fusion=True,
         product=product,
         rows=chosen.rows if chosen.few else chosen.columns,
+        spills_allowed=64 if constants.get("NESTED") else 0,  # prompts in deterministic mode
         multiples=frozenset({"num_out", "num_in", "stride_x"}),
     )
 

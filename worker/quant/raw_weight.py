@@ -104,14 +104,17 @@ class RawWeight:
         return torch.empty_like(out).index_copy_(1, self.columns, out)
 
     def take_rows(self, order: torch.Tensor | None) -> RawWeight:
-        """Output features in another order ([n] int64), or some of them; the weight itself for None."""
+        """Output features in another order ([n] int32 or int64), or some of them; the weight itself for None."""
         if order is None:
             return self
         shape = (order.shape[0], *self.shape[1:])
         if any(factors.rows > 1 for factors in self.extra.values()):
-            return RawWeight("f32", shape, self.dequantize(torch.float32)[order])
-        extra = {name: replace(one, values=one.values[order]) if one.rows else one for name, one in self.extra.items()}
-        return replace(self, shape=shape, data=self.data[order], extra=extra)
+            return RawWeight("f32", shape, self.dequantize(torch.float32).index_select(0, order))
+        extra = {
+            name: replace(one, values=one.values.index_select(0, order)) if one.rows else one
+            for name, one in self.extra.items()
+        }
+        return replace(self, shape=shape, data=self.data.index_select(0, order), extra=extra)
 
     def zero_rows(self, count: int) -> RawWeight:
         """`count` output features of the same format whose values are 0."""

@@ -149,8 +149,8 @@ class AWQ:
             if inputs.start % group or inputs.stop % group:  # cut within a group: made dense below
                 inputs = slice(0, num_inputs)
             of_groups = slice(inputs.start // group, inputs.stop // group)
-            codes = _awq_codes(qweight.read(inputs)).T.contiguous()
-            zeros = _awq_codes(qzeros.read(of_groups)).T
+            codes = _awq_codes(qweight.read(inputs))
+            zeros = _awq_codes(qzeros.read(of_groups))
             weight = _weight(codes, zeros, scales.read(of_groups).T, 4, group, None)
             weight = slice_rows(weight, rows)
             return weight if inputs == slice(*bounds(cols, num_inputs)) else slice_columns(weight, cols)
@@ -159,6 +159,10 @@ class AWQ:
 
 
 def _awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[n, w] int32 -> [n, w * 8] uint8 in the order of the outputs."""
-    codes = unpack_words(words, 4).view(words.shape[0], -1, 8)
-    return codes[..., list(_AWQ_NIBBLE)].flatten(1)
+    """[n, w] int32 -> [w * 8, n] uint8: a row for each output."""
+    packed = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8)
+    for output, nibble in enumerate(_AWQ_NIBBLE):
+        half = packed[..., nibble // 2].T
+        codes[:, output] = half >> 4 if nibble % 2 else half & 15
+    return codes.flatten(0, 1)
