@@ -1,0 +1,213 @@
+"""gpu_check without a GPU: its arithmetic, its verdicts, and the code that drives an executor, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from kernels.gpu.benchmark import Benchmark
+from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
+from scripts._bench.gpu_check_machine import Roofline
+from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, shapes, step_cost
+from scripts._bench.gpu_check_plans import Generated, new_rows, num_pages, random_prompts, steps
+from scripts._bench.gpu_check_speed import idle_times
+from scripts._bench.gpu_check_speed import run as run_speed
+
+MACHINE = Roofline("a GPU", bandwidth=4e12, operations=800e12, measured=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert gpu_check.main([]) == 2
+    output = capsys.readouterr()
+    assert "no GPU" in output.err
+    assert output.out == ""
+
+
+def test_floors():
+    assert MACHINE.floor_ms(4e9) == pytest.approx(1.0)
+    assert MACHINE.floor_ms(4e9, 1.6e12) == pytest.approx(2.0)
+    assert MACHINE.floor_ms(4e9, 1.6e12, speed=2.0) == pytest.approx(1.0)
+
+
+def test_the_cost_of_llama_8b_is_the_published_one():
+    cost = step_cost(LLAMA_8B, 1, 1, 0)
+    assert cost.num_bytes == pytest.approx(15.01e9, rel=1e-3)
+    assert step_cost(LLAMA_8B, 1, 1, 1000).num_bytes - cost.num_bytes == 1000 * 128 * 1024
+    prefill = step_cost(LLAMA_8B, 1, 2048, 0).num_operations / 2048
+    assert prefill == pytest.approx(14.0e9 + 0.5e9, rel=0.01)
+    assert step_cost(LLAMA_8B, 1, 1, 0, "int4").num_bytes == pytest.approx(4.76e9, rel=0.01)
+
+
+def test_layers_are_left_out_where_memory_is_small():
+    assert fitted(LLAMA_8B, 140 << 30, "bf16") is LLAMA_8B
+    small = fitted(LLAMA_8B, 24 << 30, "bf16")
+    assert 16 < small.num_layers < 32
+    assert small.kv_groups[0].layers == tuple(range(small.num_layers))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
+def test_random_weights_have_the_size_of_trained_ones_and_no_equal_rows(kind):
+    weights = RandomWeights(SMALL, kind)
+    assert set(weights.names()) == set(shapes(SMALL))
+    for name in ("layers.1.down.weight", "layers.1.q.weight", "embed.weight"):
+        values = weights.get(name).dequantize(torch.float32)
+        assert values.shape == weights.shape(name)
+        assert values.std() * values.shape[1] ** 0.5 == pytest.approx(1.0, abs=0.05)
+        assert len(values.unique(dim=0)) == len(values)
+    again = RandomWeights(SMALL, kind).get("layers.1.q.weight")
+    assert torch.equal(again.dequantize(torch.float32), weights.get("layers.1.q.weight").dequantize(torch.float32))
+
+
+def test_prompts_are_read_in_chunks_beside_those_that_decode():
+    prompts = random_prompts([5, 2], 100)
+    planned = [
+        [(item.row, item.start, item.count, item.sample) for item in items] for items in steps(prompts, 2, 3, False)
+    ]
+    assert planned == [
+        [(0, 0, 2, False), (1, 0, 2, True)],
+        [(0, 2, 2, False), (1, 2, 1, True)],
+        [(0, 4, 1, True), (1, 3, 1, True)],
+        [(0, 5, 1, True)],
+        [(0, 6, 1, True)],
+    ]
+    tables = new_rows(prompts, 4, 3).block_tables
+    assert [table.pages for table in tables] == [[0, 1], [2, 3]]
+    assert num_pages(prompts, 4, 3) == 4
+
+
+@pytest.fixture
+def _threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_speed_runs_on_the_small_model():
+    settings = gpu_check_equality.settings_for("cpu", num_threads=1)
+    rows = run_speed(
+        MACHINE, spec=SMALL, settings=settings, decodes=[(1, 16), (3, 33), (8, 4000)], prefills=[(2, 20)], num_steps=4
+    )
+    assert [row["name"].split(" bf16")[0] for row in rows] == [
+        "decode 1 x 16",
+        "decode 3 x 33",
+        "decode 8 x 4000",
+        "prefill 2 x 20",
+    ]
+    assert "pages" in rows[2]["error"]
+    for row in (rows[0], rows[1], rows[3]):
+        assert 0 < row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
+    assert rows[1]["tokens_per_second"] == pytest.approx(3000 / rows[1]["ms"])
+    assert rows[0]["host_us"] > 0
+
+
+@pytest.mark.usefixtures("_threads")
+def test_outputs_are_the_same_whatever_the_chunks(monkeypatch):
+    monkeypatch.setattr(gpu_check_equality, "NUM_TOKENS", 6)
+    settings = gpu_check_equality.settings_for("cpu", num_threads=1)
+    one = gpu_check_equality.outputs(settings, lengths=(3, 40), chunk=16)
+    other = gpu_check_equality.outputs(settings, lengths=(3, 40), chunk=64)
+    assert gpu_check_equality.same_tokens(one, other) == (True, "12 tokens")
+    assert [len(of.prompt_logprobs) for of in one] == [2, 39]
+    assert gpu_check_equality.close_logprobs(one, other, 1e-4)[0]
+
+
+def test_differences_are_found():
+    left = [Generated([1, 2], [-1.0]), Generated([3], [-2.0])]
+    assert not gpu_check_equality.same_tokens(left, [Generated([1, 2]), Generated([4])])[0]
+    right = [Generated([1, 2], [-1.1]), Generated([3], [-2.3])]
+    assert gpu_check_equality.close_logprobs(left, right, 0.21)[0]
+    assert not gpu_check_equality.close_logprobs(left, right, 0.19)[0]
+    assert not gpu_check_equality.close_logprobs(left, [Generated([1], [math.nan]), Generated([3], [-2.0])], 9.0)[0]
+
+
+def test_kernels_are_timed_over_turns_and_one_failure_is_one_row():
+    calls = []
+    benchmark = Benchmark("copy", (lambda: calls.append(0), lambda: calls.append(1)), num_bytes=4_000_000)
+
+    def timer(run):
+        for _ in range(3):
+            run()
+        return 0.002
+
+    row = gpu_check_kernels.time_one("folder", benchmark, MACHINE, timer)
+    assert calls == [0, 1, 0]
+    assert row["share"] == pytest.approx(0.5)
+    broken = Benchmark("broken", (lambda: 1 // 0,), num_bytes=1)
+    assert gpu_check_kernels.time_one("folder", broken, MACHINE, timer)["error"].startswith("ZeroDivisionError")
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.kernels.test_norm" name="test_a[1]"/>
+<testcase classname="tests.kernels.test_norm" name="test_b"><skipped/></testcase>
+<testcase classname="tests.kernels.test_rope" name="test_c"><failure>no</failure></testcase>
+<testcase classname="" name="tests.kernels.test_gone"><error>import</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_kernel_is_trusted_when_its_tests_ran_and_passed(tmp_path):
+    files = gpu_check_tests.counts(REPORT)
+    assert files["test_norm"] == {"passed": 1, "skipped": 1, "failed": 0, "failures": []}
+    assert files["test_rope"]["failures"] == ["test_c"]
+    assert files["test_gone"]["failed"] == 1
+    for name, kernels in {"test_norm": ["norm"], "test_rope": ["norm", "rope"], "test_gone": ["gone"]}.items():
+        source = "".join(f"from kernels.{kernel} import reference\n" for kernel in kernels)
+        (tmp_path / f"{name}.py").write_text(source)
+    wanted = {"norm": False, "rope": False, "gone": False, "untested": False}
+    assert gpu_check_tests.verdicts(list(wanted), files, tmp_path) == wanted
+    del files["test_rope"]
+    assert gpu_check_tests.verdicts(["norm", "rope"], files, tmp_path) == {"norm": True, "rope": False}
+
+
+def test_gaps_between_kernels():
+    # Two steps of two overlapping kernels, 1 us apart inside a step and 10 us between them.
+    kernels = [(0.0, 5.0), (2.0, 6.0), (7.0, 9.0), (19.0, 24.0), (25.0, 30.0)]
+    assert idle_times(kernels, 2) == {"step_gap_us": 10.0, "idle_us": 6.0}
+    assert idle_times([], 2) == {"step_gap_us": 0.0, "idle_us": 0.0}
+
+
+def test_a_part_that_dies_or_hangs_is_an_error_of_its_own(monkeypatch):
+    def child(source):
+        return gpu_check.in_child("speed", command=(sys.executable, "-c", source))
+
+    assert child("print('noise'); print('RESULT [1, 2]'); print('more')") == [1, 2]
+    assert child("import sys; print('lost the GPU', file=sys.stderr); sys.exit(7)") == {
+        "error": "ended with status 7: lost the GPU"
+    }
+    assert "status -" in child("import os; os.kill(os.getpid(), 9)")["error"]
+    monkeypatch.setitem(gpu_check._PART_SECONDS, "speed", 0.2)
+    assert child("import time; time.sleep(60)")["error"] == "not finished after 0 s"
+
+
+def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
+    times = {"ms": 2.0, "floor_ms": 1.0, "share": 0.5}
+    report = {
+        "machine": {"name": "a GPU", "bandwidth": 4e12, "operations": 8e14, "measured": False},
+        "tests": {"files": {"test_rope": {"passed": 1, "skipped": 0, "failed": 1, "failures": ["test_c"]}}},
+        "kernels": {
+            "norm": {"tests_passed": True, "rows": [{"name": "norm 1"} | times, {"name": "norm 2", "error": "broke"}]},
+            "rope": {"tests_passed": False, "rows": [{"name": "rope 1"} | times]},
+            "gone": {"tests_passed": True, "rows": {"error": "ended with status 1: no"}},
+        },
+        "equality": [{"name": "tokens", "ok": False, "detail": "differs"}, {"name": "kv", "ok": True, "detail": "x"}],
+        "speed": {"bf16": [{"name": "decode 1", "tokens_per_second": 256.0, "host_us": 90.0} | times]},
+    }
+    json.dumps(report)
+    lines = gpu_check_report.table(report)
+    assert next(line for line in lines if line.startswith("norm 1")).split()[-3:] == ["2.0000", "1.0000", "50.0%"]
+    assert "not reported" in next(line for line in lines if line.startswith("rope 1"))
+    assert gpu_check_report.failures(report) == [
+        "test_rope: 1 of its tests, first test_c",
+        "norm 2: broke",
+        "time of gone: ended with status 1: no",
+        "tokens: differs",
+    ]
+    assert lines[-4:] == [f"FAILED: {text}" for text in gpu_check_report.failures(report)]
+    good = {"machine": report["machine"], "equality": [{"name": "kv", "ok": True, "detail": "x"}]}
+    assert gpu_check_report.table(good)[-1] == "all passed"
+    assert gpu_check_report.failures(good | {"speed": {"bf16": {"error": "hung"}}}) == ["speed with weights bf16: hung"]
