@@ -1,7 +1,7 @@
 """Which implementation of each op a device gets: the one place that knows.
 
 Every op has one signature. The reference runs anywhere; the CPU has kernels of its own where its dtypes and shapes
-are covered.
+are covered, GPUs have Triton's.
 """
 
 from __future__ import annotations
@@ -93,10 +93,20 @@ class ReferenceOps:
         return attention_reference.paged_attention(qkv, pages, inputs, geometry, layer)
 
 
-def select_ops(device: torch.device) -> Ops:
-    """The ops of a device."""
+def select_ops(device: torch.device, *, deterministic: bool = False) -> Ops:
+    """The ops of a device.
+
+    Args:
+        deterministic: on a GPU, a token's result may not depend on the batch or on how its request is cut into chunks.
+            The CPU's own kernels are so always.
+    """
+    # Both take their time to import, and a machine may have only one of them.
     if device.type == "cpu":
-        from kernels.cpu.ops import CpuOps  # numba takes its time to import and other devices do without it
+        from kernels.cpu.ops import CpuOps
 
         return CpuOps()
+    if device.type == "cuda":
+        from kernels.gpu.ops import TritonOps
+
+        return TritonOps(device, deterministic)
     return ReferenceOps()

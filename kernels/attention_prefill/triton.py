@@ -15,6 +15,7 @@ from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.formats import decode_cells, decode_int4_high, decode_int4_low
 from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, TRITON_TYPES, native_fp8, nearest_target, product_type
+from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import LOG2_E, tanh
 from kernels.rope_kv.triton import cells_of, scale_strides
 
@@ -231,9 +232,9 @@ def attention_prefill_kernel(
 
     share = 1.0 / total
     p_row = p_out + o_value[:, None]
-    tl.store(p_row + o_first[None, :], (first_sum * share[:, None]).to(p_out.dtype.element_ty), mask=first_mask)
+    tl.store(p_row + o_first[None, :], rounded(first_sum * share[:, None], p_out.dtype.element_ty), mask=first_mask)
     if SECOND > 0:
-        second = (second_sum * share[:, None]).to(p_out.dtype.element_ty)
+        second = rounded(second_sum * share[:, None], p_out.dtype.element_ty)
         tl.store(p_row + (FIRST + o_second)[None, :], second, mask=second_mask)
 
 

@@ -13,6 +13,7 @@ from kernels.attention.kv_pages import LARGEST, KVFormat, KVPages
 from kernels.gpu.compilations import Compilation, Target
 from kernels.gpu.formats import encode_fp8, encode_int4, encode_int8
 from kernels.gpu.launch import native_fp8
+from kernels.gpu.rounding import rounded
 
 NUM_WARPS = 1
 """One warp holds the queries of a group; many programs share a processor. Never by the number of tokens: the order of a
@@ -87,8 +88,8 @@ def write_cell(
     p_low = p_cell + o_low * stride_dim
     p_high = p_cell + (o_low + DIM // 2) * stride_dim
     if FORMAT == "dense":
-        tl.store(p_low, low.to(p_cell.dtype.element_ty), mask=mask)
-        tl.store(p_high, high.to(p_cell.dtype.element_ty), mask=mask)
+        tl.store(p_low, rounded(low, p_cell.dtype.element_ty), mask=mask)
+        tl.store(p_high, rounded(high, p_cell.dtype.element_ty), mask=mask)
     else:
         largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)))
         # Maxima pass over NaN; a cell that has one must read back as NaN.
@@ -134,8 +135,8 @@ def rope_kv_kernel(
     o_low = tl.arange(0, HALF)
     mask = in_group[:, None] & (o_low < DIM // 2)[None, :]
     p_query = p_queries + i_token * (HEADS * DIM) + o_query[:, None] * DIM + o_low[None, :]
-    tl.store(p_query, low.to(p_queries.dtype.element_ty), mask=mask)
-    tl.store(p_query + DIM // 2, high.to(p_queries.dtype.element_ty), mask=mask)
+    tl.store(p_query, rounded(low, p_queries.dtype.element_ty), mask=mask)
+    tl.store(p_query + DIM // 2, rounded(high, p_queries.dtype.element_ty), mask=mask)
     if slot >= 0:
         page, place = slot // PAGE_SIZE, slot % PAGE_SIZE
         i_cell = i_head.to(tl.int64)

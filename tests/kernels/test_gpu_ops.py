@@ -1,0 +1,173 @@
+"""The ops of a GPU as a decoder calls them: whole attention over mixed batches, beside the reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.attention.cases import Case, Step, make_step
+from kernels.attention.inputs import AttentionInputs
+from kernels.attention.kv_pages import KVFormat
+from kernels.attention.reference import attend, rotate_and_write
+from kernels.dispatch import Ops, ReferenceOps
+from kernels.gpu.attention import TritonAttention
+from kernels.gpu.ops import TritonOps
+from kernels.tolerances import TOLERANCES
+
+FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
+
+MIXED = Case("mixed", [(1, 300), (9, 0), (1, 3), (2, 257), (1, -1), (5, 121)], num_heads=2, num_kv_heads=1)
+CASES = [
+    MIXED,
+    Case("decode", [(1, 0), (1, 15), (1, 256), (1, 700), (1, -1)], num_heads=4, num_kv_heads=2),
+    Case("a prompt alone", [(23, 0)], num_heads=3, num_kv_heads=1),
+    Case("drafts", [(4, 300), (4, 20)], num_heads=8, num_kv_heads=2),
+    Case("all features", [(1, 300), (5, 40), (1, 7)], num_heads=4, num_kv_heads=2, window=60, softcap=15.0,
+         qk_norm=True, sinks=True),
+    Case("heads of 80", [(1, 270), (5, 40)], num_heads=4, num_kv_heads=2, head_dim=80, rotary_dim=32),
+    Case("heads of 96", [(1, 270), (5, 40)], num_heads=2, num_kv_heads=1, head_dim=96, rotary_dim=96),
+    Case("heads of 128", [(1, 270), (5, 40)], num_heads=4, num_kv_heads=1, head_dim=128, rotary_dim=128),
+    Case("heads of 256", [(1, 270), (5, 40)], num_heads=2, num_kv_heads=1, head_dim=256, rotary_dim=256),
+    Case("one KV head, pages of 24", [(1, 270), (5, 40)], num_heads=5, num_kv_heads=1, page_size=24),
+]  # fmt: skip
+
+
+def check(case: Case, dtype: torch.dtype, kv_format: KVFormat, ops: Ops, device: torch.device) -> None:
+    step = make_step(case, dtype, kv_format, device)
+    expected = step.copy_of_pages()
+    # Queries are rounded between the two kernels, as keys are in the cache.
+    query = rotate_and_write(step.qkv, expected, step.inputs, step.geometry, step.layer, torch.float64)
+    wanted = attend(query.to(dtype).double(), expected, step.inputs, step.geometry, step.layer)
+    out = run(ops, step)
+    rows = (step.inputs.seq_lens > 0).repeat_interleave(step.inputs.cu_seqlens_q.diff())
+    relative, absolute = TOLERANCES[dtype]
+    if kv_format != "dense":
+        # A rotated key's sum in float32 may fall on the other side of a tie: one code of one value of one key.
+        absolute = max(absolute, {"fp8": 0.02, "int8": 0.005, "int4": 0.08}[kv_format])
+    torch.testing.assert_close(out[rows], wanted[rows].to(dtype), rtol=relative, atol=absolute)
+
+
+def run(ops: Ops, step: Step) -> torch.Tensor:
+    prepared = ops.prepare_attention(step.inputs, step.geometry)
+    return ops.paged_attention(step.qkv, step.pages, prepared, step.layer)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention(case: Case, deterministic: bool, device: torch.device) -> None:
+    check(case, torch.float32, "dense", TritonOps(device, deterministic), device)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_formats(dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> None:
+    check(MIXED, dtype, kv_format, TritonOps(device), device)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("case", [CASES[4], CASES[5], CASES[8]], ids=lambda case: case.name)
+def test_formats_and_features(case: Case, kv_format: KVFormat, device: torch.device) -> None:
+    check(case, torch.bfloat16, kv_format, TritonOps(device), device)
+
+
+def test_the_next_layer_finds_what_the_first_one_prepared(device: torch.device) -> None:
+    step = make_step(CASES[3], torch.float32, "dense", device)
+    ops = TritonOps(device)
+    prepared = ops.prepare_attention(step.inputs, step.geometry)
+    outs = [ops.paged_attention(step.qkv, step.pages, prepared, step.layer) for _ in range(2)]
+    assert torch.equal(*outs)
+
+
+def test_steps_of_all_sizes_share_one_object(device: torch.device) -> None:
+    """Buffers grow, and those of the steps before are neither lost nor mixed up."""
+    ops = TritonOps(device)
+    for requests in ([(1, 5)], [(1, 5), (10, 0)], [(20, 0)], [(1, 9)] * 5, [(1, 5)]):
+        check(dataclasses.replace(MIXED, requests=requests), torch.float32, "dense", ops, device)
+
+
+def test_buffers_are_kept_between_steps(device: torch.device) -> None:
+    attention = TritonAttention(device)
+    works = []
+    for requests in ([(1, 5)], [(1, 9)], [(1, 7)] * 3, [(1, 8)] * 4, [(1, 5)]):
+        step = make_step(dataclasses.replace(MIXED, requests=requests), torch.float32, "dense", device)
+        prepared = attention.prepare(step.inputs, step.geometry)
+        attention.run(step.qkv, step.pages, prepared, step.layer)
+        works.append(prepared.work)
+    assert works[0] is works[1]
+    assert works[1] is not works[2]
+    assert works[2] is works[3] is works[4]
+
+
+def test_partial_results_without_room_are_computed_in_one_piece(device: torch.device) -> None:
+    step = make_step(CASES[1], torch.float32, "dense", device)
+    outs = []
+    for rows in (2, 4096):
+        attention = TritonAttention(device, scratch_rows=rows)
+        prepared = attention.prepare(step.inputs, step.geometry)
+        outs.append(attention.run(step.qkv, step.pages, prepared, step.layer)[:4])
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(("dtype", "kv_format"), [(torch.float32, "dense"), (torch.bfloat16, "fp8")])
+def test_deterministic_rows_are_the_same_in_any_batch_and_chunk(
+    dtype: torch.dtype, kv_format: KVFormat, device: torch.device
+) -> None:
+    """One request's tokens in a single chunk beside others; then alone in three chunks, the last a single token."""
+    case = Case("", [(25, 0), (1, 40), (3, 3)], num_heads=2, num_kv_heads=1, qk_norm=True)
+    step = make_step(case, dtype, kv_format, device)
+    pages = step.copy_of_pages()
+    whole = run(TritonOps(device, True), step)
+    alone = TritonOps(device, True)
+    inputs = step.inputs
+    for start, end in ((0, 13), (13, 24), (24, 25)):
+        part = AttentionInputs(
+            positions=inputs.positions[start:end],
+            cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+            slot_mapping=inputs.slot_mapping[start:end],
+            block_table=inputs.block_table[:1],
+            rope_table=inputs.rope_table,
+            max_seqlen_q=end - start,
+            max_seqlen_k=end,
+        )
+        prepared = alone.prepare_attention(part, step.geometry)
+        out = alone.paged_attention(step.qkv[start:end].contiguous(), pages, prepared, step.layer)
+        assert torch.equal(out, whole[start:end])
+
+
+def test_a_step_without_tokens(device: torch.device) -> None:
+    step = make_step(CASES[2], torch.float32, "dense", device)
+    inputs = dataclasses.replace(
+        step.inputs,
+        positions=step.inputs.positions[:0],
+        slot_mapping=step.inputs.slot_mapping[:0],
+        seq_lens=step.inputs.seq_lens[:0],
+        cu_seqlens_q=step.inputs.cu_seqlens_q[:1],
+    )
+    ops = TritonOps(device)
+    prepared = ops.prepare_attention(inputs, step.geometry)
+    assert ops.paged_attention(step.qkv[:0], step.pages, prepared, step.layer).shape == (0, 3 * 64)
+
+
+def test_the_other_ops_are_the_references(device: torch.device) -> None:
+    ops, reference = TritonOps(device), ReferenceOps()
+    generator = torch.Generator().manual_seed(0)
+    table, delta, residual = (torch.randn((5, 96), generator=generator).to(device) for _ in range(3))
+    weight = torch.rand(96, generator=generator).to(device)
+    ids = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
+    results = []
+    for each in (ops, reference):
+        stream = residual.clone()
+        results.append(
+            [
+                each.embed(ids, table, 1.5, torch.float32),
+                each.add_rms_norm(delta, stream, weight, 1e-5, torch.float32),
+                each.activation_and_mul(delta, "silu"),
+                stream,
+            ]
+        )
+    relative, absolute = TOLERANCES[torch.float32]
+    for actual, wanted in zip(*results):
+        torch.testing.assert_close(actual, wanted, rtol=relative, atol=absolute)
