@@ -15,7 +15,7 @@ from kernels.step_inputs.reference import ReferenceStepOps
 from shared.messages import Submit
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.weights import MemoryWeights
-from worker.executor.device import CpuDevice
+from worker.executor.device import CpuDevice, open_device
 from worker.executor.local import LocalExecutor
 from worker.executor.model_runner import ModelRunner
 from worker.executor.request_rows import RequestRows
@@ -25,6 +25,7 @@ from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
 from worker.quant.dense import DenseScheme
 from worker.sampling.sampler import Sampler
 
+CPU = torch.device("cpu")
 VOCAB = 96
 """FakeExecutor's, whose harness this fills."""
 MAX_MODEL_LEN = 96
@@ -81,7 +82,7 @@ class TinyServer(Harness):
 
     Args:
         ops, sampling_ops, step_ops: None: plain torch, which like a GPU's takes rows of padding.
-        late: a late device, two steps in flight, decode steps as graphs.
+        late: a late device, two steps in flight, decode steps as graphs; so is a GPU.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class TinyServer(Harness):
         ops=None,
         sampling_ops=None,
         step_ops=ReferenceStepOps,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
         kv_format: str = "dense",
         **options,
     ) -> None:
@@ -106,16 +107,16 @@ class TinyServer(Harness):
         )
         monkeypatch.setattr(worker.executor.request_rows, "step_ops", step_ops)
         config, page_size = self.scheduler.config, self.kv.page_size
-        self.device = CpuDevice(late=late)
+        self.device = CpuDevice(late=late) if device.type == "cpu" else open_device(device)
         decoder = Decoder(
             spec,
             tiny_weights(spec),
             dtype=torch.float32,
-            device="cpu",
+            device=device,
             max_num_tokens=config.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
         )
-        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, "cpu", kv_format=kv_format)
+        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device, kv_format=kv_format)
         rows = RequestRows(
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,
@@ -129,7 +130,7 @@ class TinyServer(Harness):
         self.runner = ModelRunner(
             decoder, storage, rows, Sampler(rows.sampling, sampling_ops or ReferenceSamplingOps()), self.device
         )
-        self.executor = LocalExecutor(self.runner.launch, self.executor.depth)
+        self.executor: LocalExecutor = LocalExecutor(self.runner.launch, self.executor.depth)  # type: ignore[assignment]
 
     @property
     def num_captured(self) -> int:

@@ -33,6 +33,7 @@ def test_settings_reach_the_scheduler() -> None:
         device="cpu",
         dtype="float32",
         check=lambda: None,
+        use_idle_time=lambda: False,
     )
     counters = Counters()
     engine = build_engine(settings, files, built, Transport("ipc:///unused", "00000000", counters), counters)

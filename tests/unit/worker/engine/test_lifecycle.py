@@ -134,6 +134,19 @@ def test_a_rank_that_dies_while_idle_ends_the_loop(worker: Worker) -> None:
         worker.engine.run()
 
 
+def test_idle_time_is_used_until_nothing_is_left_and_only_then_does_the_loop_wait(worker: Worker) -> None:
+    waits: list[float] = []
+    parts = [True, True, False, False]
+    worker.engine._use_idle_time = lambda: parts.pop(0)
+    worker.engine._transport.wait = waits.append  # type: ignore[method-assign]
+    for _ in range(2):
+        worker.engine.step()
+    assert waits == []
+    for _ in range(2):
+        worker.engine.step()
+    assert len(waits) == 2 and all(wait > 0 for wait in waits)
+
+
 def test_a_fault_of_the_schedulers_ends_every_request(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     client = worker.client()
     keys = submit_three(client)

@@ -29,7 +29,7 @@ def spec(request):
 @pytest.fixture(scope="module")
 def alone(spec):
     """Each request alone on a server that does one thing after the other."""
-    found = {}
+    found: dict = {}
     for submit in submits(14):
         with pytest.MonkeyPatch.context() as monkeypatch:
             server = TinyServer(monkeypatch, late=False, spec=spec, num_pages=120, max_num_batched_tokens=256)
