@@ -259,6 +259,7 @@ def load_decoder(
             parallel=parallel,
             max_num_tokens=settings.max_num_batched_tokens,
             max_model_len=settings.max_model_len or files.spec.max_position,
+            deterministic=settings.deterministic,
         )
     finally:
         precompilation.wait()

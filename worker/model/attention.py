@@ -9,7 +9,7 @@ import torch
 from kernels.attention.inputs import AttentionGeometry, LayerConstants
 from kernels.attention.kv_pages import KVPages
 from kernels.dispatch import Ops
-from kernels.quantized import Activations
+from kernels.quantized import ActivationQuantization, Activations
 from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
 from worker.model.loading.weights import WeightSource
@@ -85,6 +85,11 @@ class Attention:
                 vector = vector if head_order is None else vector[head_order]
                 norms.append(vector.to(place.device))
             self._constants = LayerConstants(norms[0], norms[1], spec.norm_eps)
+
+    @property
+    def input_quantization(self) -> ActivationQuantization | None:
+        """How the block wants its input; None: as it is."""
+        return self._qkv.input_quantization
 
     def __call__(self, x: Activations, pages: KVPages, prepared: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; prepared is the op's per-step state."""

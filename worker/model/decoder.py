@@ -9,7 +9,7 @@ import torch
 from kernels.attention.inputs import AttentionInputs
 from kernels.attention.kv_pages import KVPages
 from kernels.dispatch import Ops, select_ops
-from kernels.quantized import Activations, dense
+from kernels.quantized import ActivationQuantization, Activations, dense
 from shared.errors import ConfigurationError
 from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
@@ -37,19 +37,28 @@ class FeedForward:
         self._gate_up = ColumnParallelLinear(weights, parts, [width, width], hidden, bias=bias, place=place)
         self._down = RowParallelLinear(weights, f"{prefix}.down", (hidden, width), rows, bias=bias, place=place)
 
+    @property
+    def input_quantization(self) -> ActivationQuantization | None:
+        """How the block wants its input; None: as it is."""
+        return self._gate_up.input_quantization
+
     def __call__(self, x: Activations) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self._down(self._ops.activation_and_mul(self._gate_up(x), self._activation))
+        quantization = self._down.input_quantization
+        return self._down(self._ops.activation_and_mul(self._gate_up(x), self._activation, quantization))
 
 
 class DecoderLayer:
     """Attention and feed-forward, each behind a norm, around the residual stream."""
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
-        self._attention_norm = load_norm(weights, f"layers.{layer}.attn_norm.weight", spec, place, ops)
         self._attention = Attention(spec, layer, weights, place, ops)
-        self._mlp_norm = load_norm(weights, f"layers.{layer}.mlp_norm.weight", spec, place, ops)
         self._feed_forward = FeedForward(spec, layer, weights, place, ops)
+        # Each norm writes what the layer behind it multiplies: codes, where that layer's weights are codes.
+        name, wanted = f"layers.{layer}.attn_norm.weight", self._attention.input_quantization
+        self._attention_norm = load_norm(weights, name, spec, place, ops, wanted)
+        name, wanted = f"layers.{layer}.mlp_norm.weight", self._feed_forward.input_quantization
+        self._mlp_norm = load_norm(weights, name, spec, place, ops, wanted)
 
     def __call__(
         self,
@@ -64,11 +73,18 @@ class DecoderLayer:
         return self._feed_forward(self._mlp_norm(delta, residual))
 
 
-def load_norm(weights: WeightSource, name: str, spec: DecoderSpec, place: Placement, ops: Ops) -> RMSNorm:
-    """Reads a norm's weight, kept in float32."""
+def load_norm(
+    weights: WeightSource,
+    name: str,
+    spec: DecoderSpec,
+    place: Placement,
+    ops: Ops,
+    quantization: ActivationQuantization | None = None,
+) -> RMSNorm:
+    """Reads a norm's weight, kept in float32. quantization: how the layer behind it wants its input."""
     check_shape(weights, name, (spec.hidden_size,))
     weight = weights.get(name).dequantize(torch.float32).to(place.device)
-    return RMSNorm(weight, spec.norm_eps, place.dtype, ops)
+    return RMSNorm(weight, spec.norm_eps, place.dtype, ops, quantization)
 
 
 class Decoder:
@@ -77,6 +93,7 @@ class Decoder:
     Args:
         dtype: of weights and activations. The residual stream is float32 on the CPU, where it costs nothing.
         max_num_tokens: most tokens of a step.
+        deterministic: on a GPU, a token's result may not depend on the batch or on how its request is cut into chunks.
         max_model_len: positions that occur are below it.
 
     Raises:
@@ -94,6 +111,7 @@ class Decoder:
         parallel: ParallelContext | None = None,
         max_num_tokens: int,
         max_model_len: int,
+        deterministic: bool = False,
     ) -> None:
         if spec.num_heads % spec.num_kv_heads:
             raise ConfigurationError(
@@ -105,11 +123,11 @@ class Decoder:
         self.max_num_tokens = max_num_tokens
         self.max_model_len = max_model_len
         self._parallel = parallel or ParallelContext()
-        self._ops = select_ops(self.device)
+        self._ops = select_ops(self.device, deterministic=deterministic)
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self._groups = spec.kv_groups
         self._group_of_layer = {layer: i for i, group in enumerate(self._groups) for layer in group.layers}
-        place = Placement(dtype, self.device, self._parallel)
+        place = Placement(dtype, self.device, self._parallel, deterministic)
         with torch.inference_mode():
             self._rope_table = rope_table(spec.rope, max_model_len).to(self.device)
             self._embedding = VocabularyParallelEmbedding(weights, spec.vocab_size, spec.hidden_size, place)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.quantized import Activations
+from kernels.quantized import ActivationQuantization, Activations
 from shared.errors import ConfigurationError, ModelFileError
 from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
@@ -104,6 +104,11 @@ class ColumnParallelLinear:
         self._scheme.after_load()
         self._bias = torch.cat(biases).to(place.device) if bias else None
 
+    @property
+    def input_quantization(self) -> ActivationQuantization | None:
+        """How the layer wants its input; None: as it is."""
+        return self._scheme.input_quantization
+
     def __call__(self, x: Activations) -> torch.Tensor:
         """[T, in_features] -> [T, out_features of this rank]."""
         return self._scheme.apply(x, self._bias)
@@ -129,6 +134,11 @@ class RowParallelLinear:
             check_shape(weights, f"{name}.bias", (shape[0],))
             if place.parallel.tp_rank == 0:  # the sum over ranks must hold it once
                 self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
+
+    @property
+    def input_quantization(self) -> ActivationQuantization | None:
+        """How the layer wants its input; None: as it is."""
+        return self._scheme.input_quantization
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """[T, in_features of this rank] -> [T, out_features], the same on every rank."""

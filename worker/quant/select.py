@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from worker.quant.dense import DenseScheme
+from worker.quant.fp8 import Fp8Scheme
+from worker.quant.int8 import Int8Scheme
+from worker.quant.invariant import InvariantScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
 from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
@@ -43,4 +46,8 @@ def linear_scheme(
         return OneDNNPackedScheme(dtype) if packed_linears_supported(dtype) else DenseScheme(dtype, device)
     if WeightOnlyScheme.accepts(dtype, raws):
         return WeightOnlyScheme(dtype, device, raws, fixed=deterministic)
-    return DenseScheme(dtype, device)
+    if Fp8Scheme.accepts(dtype, raws):
+        return Fp8Scheme(dtype, device, raws, fixed=deterministic)
+    if Int8Scheme.accepts(dtype, raws):
+        return Int8Scheme(dtype, device)
+    return InvariantScheme(dtype, device) if deterministic else DenseScheme(dtype, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from worker.model.loading.eight_bit import FP8, CompressedTensors
 from worker.model.loading.fields import Fields
 from worker.model.loading.gptq_awq import AWQ, GPTQ
 from worker.model.loading.quantized_module import QuantizedCheckpoint, QuantizedModule
@@ -11,6 +12,8 @@ from worker.model.loading.safetensors_reader import Stored
 
 METHODS: dict[str, Callable[[Fields], QuantizedCheckpoint]] = {
     "awq": AWQ,
+    "compressed-tensors": CompressedTensors,
+    "fp8": FP8,
     "gptq": GPTQ,
 }
 """`quant_method` of config.json -> what reads it; each checks its part of the configuration."""

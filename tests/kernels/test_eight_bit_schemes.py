@@ -1,0 +1,227 @@
+"""FP8, int8 and batch-invariant layers: loading, products, and whole checkpoints against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.dispatch import ReferenceOps
+from kernels.quantize.reference import dequantize, quantize
+from kernels.quantized import ActivationQuantization, Activations
+from kernels.tolerances import TOLERANCES
+from tests.fakes.weights import make_batch
+from tests.unit.worker.model.loading.test_eight_bit import KINDS, opened, quantized, write
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.linear import Placement
+from worker.model.loading import ModelFiles
+from worker.quant.dense import DenseScheme
+from worker.quant.fp8 import Fp8Scheme
+from worker.quant.int8 import Int8Scheme
+from worker.quant.invariant import InvariantScheme
+from worker.quant.raw_weight import Factors, RawWeight
+from worker.quant.scheme import LinearScheme
+from worker.quant.select import linear_scheme
+
+BF16 = torch.bfloat16
+
+
+def raw_weight(kind: str, num_out: int, width: int, seed: int = 0, input_scale: float | None = None) -> RawWeight:
+    """A weight about 1 / sqrt(width) in size; kind: "fp8 tensor", "fp8 channel", "fp8 blocks" or "int8 channel"."""
+    values = torch.randn((num_out, width), generator=torch.Generator().manual_seed(seed)) / width**0.5
+    rows, cols = {"tensor": (num_out, width), "channel": (1, width), "blocks": (128, 128)}[kind.split()[1]]
+    name = "int8" if "int8" in kind else "fp8"
+    codes, scales, _ = quantized(values, rows, cols, "int" if name == "int8" else "float")
+    extent = {"tensor": (0, 0), "channel": (1, 0), "blocks": (128, 128)}[kind.split()[1]]
+    extra = {"scale": Factors(scales, *extent)}
+    if input_scale is not None:
+        extra["input_scale"] = Factors(torch.full((1, 1), input_scale), 0, 0)
+    return RawWeight(name, (num_out, width), codes, extra)  # type: ignore[arg-type]
+
+
+def loaded(scheme: LinearScheme, raws: list[RawWeight], orders: Sequence[torch.Tensor | None] = ()) -> LinearScheme:
+    scheme.create_weights(sum(raw.shape[0] for raw in raws), raws[0].shape[1])
+    start = 0
+    for i, raw in enumerate(raws):
+        scheme.load_rows(start, raw, orders[i] if orders else None)
+        start += raw.shape[0]
+    scheme.after_load()
+    return scheme
+
+
+def scheme_for(raws: list[RawWeight], device: torch.device, fixed: bool = False) -> Fp8Scheme | Int8Scheme:
+    if Int8Scheme.accepts(BF16, raws):
+        return Int8Scheme(BF16, device)
+    assert Fp8Scheme.accepts(BF16, raws)
+    return Fp8Scheme(BF16, device, raws, fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [
+        ("fp8 tensor", "fp8_token"),
+        ("fp8 channel", "fp8_token"),
+        ("fp8 blocks", "fp8_block"),
+        ("int8 channel", "int8_token"),
+    ],
+)
+@pytest.mark.parametrize("first", [128, 40])
+def test_products_of_concatenated_parts(kind: str, activation: str, first: int, device: torch.device) -> None:
+    """Activations as they are and as codes; parts that end within a block; rows of one in another order."""
+    raws = [raw_weight(kind, first, 272, 1), raw_weight(kind, 33, 272, 2)]
+    order = torch.randperm(first, generator=torch.Generator().manual_seed(5))
+    scheme = loaded(scheme_for(raws, device), raws, [order, None])
+    assert scheme.input_quantization is not None and scheme.input_quantization.format == activation
+    dense = [raw.dequantize(torch.float32).double() for raw in raws]
+    weight = torch.cat([dense[0][order], dense[1]]).to(device)
+    x = torch.randn((5, 272), generator=torch.Generator().manual_seed(3)).to(BF16).to(device)
+    bias = torch.linspace(-1, 1, first + 33, device=device).to(BF16)
+    codes = quantize(x, scheme.input_quantization)
+    wanted = dequantize(codes).double() @ weight.T + bias.double()
+    rtol, atol = TOLERANCES[BF16]
+    for given in (x, codes):
+        out = scheme.apply(given, bias)
+        assert out.dtype is BF16
+        torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
+
+
+def test_blocks_keep_one_scale_for_128_features_where_they_can(device: torch.device) -> None:
+    whole = [raw_weight("fp8 blocks", 256, 128 * 3, 1), raw_weight("fp8 blocks", 40, 128 * 3, 2)]
+    cut = [whole[1], whole[0]]
+    for raws, shape in ((whole, (3, 3)), (cut, (296, 3))):
+        scheme = loaded(scheme_for(raws, device), raws)
+        assert isinstance(scheme, Fp8Scheme) and tuple(scheme.weight.scales.shape) == shape
+
+
+def test_a_fixed_scale_of_activations_is_the_largest_of_the_parts(device: torch.device) -> None:
+    raws = [raw_weight("fp8 tensor", 16, 32, 1, 0.02), raw_weight("fp8 tensor", 16, 32, 2, 0.03)]
+    scheme = loaded(scheme_for(raws, device), raws)
+    quantization = scheme.input_quantization
+    assert quantization is not None and quantization.format == "fp8_tensor" and quantization.scale is not None
+    assert quantization.scale.tolist() == [[pytest.approx(0.03)]]
+
+
+def test_rows_of_padding_are_zero(device: torch.device) -> None:
+    for kind in ("fp8 blocks", "int8 channel"):
+        raw = raw_weight(kind, 8, 64)
+        scheme = scheme_for([raw], device)
+        scheme.create_weights(12, 64)
+        scheme.load_rows(0, raw)
+        scheme.load_rows(8, raw.zero_rows(4))
+        scheme.after_load()
+        out = scheme.apply(torch.ones((2, 64), dtype=BF16, device=device), None)
+        assert out[:, :8].all() and not out[:, 8:].any()
+
+
+@pytest.mark.parametrize("kind", ["fp8 channel", "fp8 blocks", "int8 channel", "dense"])
+def test_fixed_rows_do_not_depend_on_the_batch(kind: str, device: torch.device) -> None:
+    raw = RawWeight("f32", (48, 272), torch.randn(48, 272)) if kind == "dense" else raw_weight(kind, 48, 272)
+    fixed = InvariantScheme(BF16, device) if kind == "dense" else scheme_for([raw], device, fixed=True)
+    scheme = loaded(fixed, [raw])
+    x = torch.randn((70, 272), generator=torch.Generator().manual_seed(3)).to(BF16).to(device)
+    whole = scheme.apply(x, None)
+    for rows in (slice(0, 1), slice(60, 70)):
+        assert torch.equal(scheme.apply(x[rows], None), whole[rows])
+
+
+def test_which_scheme_a_layer_gets() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    fp8, int8 = raw_weight("fp8 blocks", 8, 256), raw_weight("int8 channel", 8, 256)
+    plain = RawWeight("f32", (8, 256), torch.ones(8, 256))
+    assert isinstance(linear_scheme(BF16, cuda, [fp8, fp8]), Fp8Scheme)
+    assert isinstance(linear_scheme(BF16, cuda, [int8]), Int8Scheme)
+    dense: list[list[RawWeight]] = [[fp8, int8], [fp8, plain], [plain], [raw_weight("fp8 channel", 8, 24)]]
+    dense.append([fp8, raw_weight("fp8 channel", 8, 256)])
+    dense.append([RawWeight("fp8", (8, 256), fp8.data, {"scale": Factors(torch.ones(1, 8), 0, 32)})])
+    for raws in dense:
+        assert isinstance(linear_scheme(BF16, cuda, raws), DenseScheme)
+        assert isinstance(linear_scheme(BF16, cuda, raws, deterministic=True), InvariantScheme)
+    assert isinstance(linear_scheme(torch.float32, cuda, [fp8]), DenseScheme)
+    assert not isinstance(linear_scheme(BF16, cpu, [fp8]), Fp8Scheme | Int8Scheme)
+
+
+class PlainScheme(DenseScheme):
+    """The same arithmetic in plain torch: the values of codes, multiplied by the values of codes."""
+
+    def __init__(self, like: LinearScheme, device: torch.device) -> None:
+        super().__init__(torch.float32, device)
+        self._like = like
+
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        super().load_rows(start, raw, order)
+        self._like.load_rows(start, raw, order)
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        super().create_weights(out_features, in_features)
+        self._like.create_weights(out_features, in_features)
+
+    def after_load(self) -> None:
+        self._like.after_load()
+        self.input_quantization = self._like.input_quantization
+
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            assert self.input_quantization is not None
+            x = quantize(x, self.input_quantization)
+        return F.linear(dequantize(x), self.weight).to(x.dtype)
+
+
+class WatchedOps(ReferenceOps):
+    """Notes how norms and activations were asked to write."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+
+    def add_rms_norm(self, delta, residual, weight, eps, dtype, quantization: ActivationQuantization | None = None):
+        self.asked.append(quantization and quantization.format)
+        return super().add_rms_norm(delta, residual, weight, eps, dtype, quantization)
+
+    def activation_and_mul(self, gate_up, activation, quantization: ActivationQuantization | None = None):
+        self.asked.append(quantization and quantization.format)
+        return super().activation_and_mul(gate_up, activation, quantization)
+
+
+def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
+    """[18, vocab]: two requests, in a prefill and a decode step."""
+    decoder = Decoder(
+        files.spec, files.weights, dtype=torch.float16, device=device, max_num_tokens=64, max_model_len=64
+    )
+    kv = KVStorage(files.spec, 8, 16, torch.float32, device)
+    steps = [
+        make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),
+        make_batch([([7], 14, [0, 1]), ([5], 2, [2])], 16),
+    ]
+    return torch.cat([decoder.forward(step, kv) for step in steps])
+
+
+@pytest.mark.parametrize("kind", ["fp8 static", "compressed fp8 channel", "compressed int8"])
+def test_a_checkpoint_gives_the_logits_of_plain_torch(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and activations hand codes to the layers behind them; the products are Triton's or plain torch's."""
+    device = torch.device("cpu")
+    write(tmp_path / "m", kind)
+    assert kind in KINDS
+    ops = WatchedOps()
+    monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ops)
+
+    def scheme(place: Placement, raws: list[RawWeight], plain: bool) -> Any:
+        if raws[0].plain:
+            return DenseScheme(place.dtype, place.device)
+        ours = scheme_for(raws, place.device)
+        return PlainScheme(ours, place.device) if plain else ours
+
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws: scheme(place, raws, True))
+    expected = logits(opened(tmp_path / "m"), device)
+    ops.asked.clear()
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws: scheme(place, raws, False))
+    ours = logits(opened(tmp_path / "m"), device)
+    wanted = {"fp8 static": "fp8_tensor", "compressed int8": "int8_token"}.get(kind, "fp8_token")
+    step = [wanted, wanted, wanted] * 2 + [None]  # two norms and the activation of each layer; the last norm
+    assert ops.asked == step * 2
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))

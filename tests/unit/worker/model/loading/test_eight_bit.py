@@ -1,0 +1,185 @@
+"""FP8 and int8 checkpoints, made here value by value, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.errors import ModelFileError
+from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from worker.model.loading import ModelFiles, open_model
+
+FP8_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+FP8_STATIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static"}
+
+Leaves = dict[str, torch.Tensor]
+
+
+def compressed(
+    kind: str, strategy: str, dynamic: bool = True, block: list[int] | None = None, **weights: Any
+) -> dict[str, Any]:
+    """The configuration that compressed-tensors writes."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **weights},
+        "input_activations": {"num_bits": 8, "type": kind, "strategy": "token", "symmetric": True, "dynamic": dynamic},
+    }
+    if block:
+        group["weights"]["block_structure"] = block  # type: ignore[index]
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+def quantized(values: torch.Tensor, rows: int, cols: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales of rectangles of rows x cols, and the values that they stand for."""
+    height, width = values.shape
+    padded = torch.zeros((-(-height // rows) * rows, -(-width // cols) * cols))
+    padded[:height, :width] = values
+    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
+    scales = blocks.abs().amax(dim=(1, 3)) / (127 if kind == "int" else 448)
+    spread = scales.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[:height, :width]
+    codes = (values / spread).round().to(torch.int8) if kind == "int" else (values / spread).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * spread
+
+
+def blocks_of_32(values: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
+    codes, scales, meant = quantized(values, 32, 32, "float")
+    return {"weight": codes, "weight_scale_inv": scales}, meant
+
+
+def static_tensor(values: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
+    codes, scales, meant = quantized(values, values.shape[0], values.shape[1], "float")
+    fixed = torch.tensor(0.01 * values.shape[0])
+    return {"weight": codes, "weight_scale": scales[0, 0].clone(), "input_scale": fixed}, meant
+
+
+def channels(kind: str) -> Callable[[torch.Tensor], tuple[Leaves, torch.Tensor]]:
+    def leaves(values: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
+        codes, scales, meant = quantized(values, 1, values.shape[1], kind)
+        return {"weight": codes, "weight_scale": scales}, meant
+
+    return leaves
+
+
+def named_blocks(values: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
+    leaves, meant = blocks_of_32(values)
+    return {"weight": leaves["weight"], "weight_scale": leaves["weight_scale_inv"]}, meant
+
+
+KINDS = {
+    "fp8 blocks": (FP8_BLOCKS, blocks_of_32),
+    "fp8 static": (FP8_STATIC, static_tensor),
+    "compressed fp8 channel": (compressed("float", "channel"), channels("float")),
+    "compressed fp8 static": (compressed("float", "tensor", dynamic=False), static_tensor),
+    "compressed fp8 blocks": (compressed("float", "block", block=[32, 32]), named_blocks),
+    "compressed int8": (compressed("int", "channel"), channels("int")),
+}
+
+
+def write(folder: Path, kind: str, change: Callable[[str, Leaves], None] = lambda name, leaves: None) -> Leaves:
+    """A tiny model whose linear layers are quantized; returns what each means, by module name."""
+    config, leaves_of = KINDS[kind]
+    write_tiny_model(folder)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+    tensors = load_file(folder / "model.safetensors")
+    meant = {}
+    for name in [name for name in tensors if "_proj" in name]:
+        module = name.removesuffix(".weight")
+        leaves, meant[module] = leaves_of(tensors.pop(name))
+        change(module, leaves)
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return meant
+
+
+def opened(folder: Path) -> ModelFiles:
+    return open_model(str(folder), folder.parent / "cache")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_slices(tmp_path: Path, kind: str) -> None:
+    meant = write(tmp_path / "m", kind)
+    weights = opened(tmp_path / "m").weights
+    down = meant["model.layers.1.mlp.down_proj"]
+    for rows, cols in ((None, None), (slice(32, 64), None), (slice(0, 32), slice(64, 128)), (slice(8, 20), None)):
+        part = weights.get("layers.1.down.weight", rows=rows, cols=cols)
+        wanted = down[rows or slice(None)][:, cols or slice(None)]
+        assert part.shape == tuple(wanted.shape)
+        torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-8)
+        within = "blocks" in kind and rows == slice(8, 20)
+        assert part.format == ("f32" if within else "int8" if "int8" in kind else "fp8")
+        assert ("input_scale" in part.extra) == ("static" in kind)
+    q = weights.get("layers.0.q.weight")
+    torch.testing.assert_close(q.dequantize(torch.float32), meant["model.layers.0.self_attn.q_proj"], rtol=1e-6, atol=0)
+    assert weights.get("layers.0.attn_norm.weight").format == "f32"
+
+
+def test_layers_that_are_not_quantized_are_read_as_they_are(tmp_path: Path) -> None:
+    def change(module: str, leaves: Leaves) -> None:
+        if module == "model.layers.0.mlp.up_proj":
+            values = leaves["weight"].float()
+            leaves.clear()
+            leaves["weight"] = values
+
+    write(tmp_path / "m", "fp8 blocks", change)
+    weights = opened(tmp_path / "m").weights
+    assert weights.get("layers.0.up.weight").format == "f32"
+    assert weights.get("layers.1.up.weight").format == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf", "value", "message"),
+    [
+        ("fp8 blocks", "weight_scale_inv", None, "weight_scale_inv is missing"),
+        ("fp8 blocks", "weight_scale_inv", torch.ones(2, 3), r"has the shape \(2, 3\); \(2, 2\) is needed"),
+        ("fp8 static", "input_scale", None, "input_scale is missing"),
+        ("fp8 static", "input_scale", torch.ones(2), r"input_scale has the shape \(2,\)"),
+        ("compressed int8", "weight_scale", torch.ones(3, 1), r"has the shape \(3, 1\); \(64, 1\) is needed"),
+        ("compressed int8", "weight", torch.ones(64, 64).to(torch.float8_e4m3fn), "has the type F8_E4M3; I8 is"),
+        ("fp8 blocks", "weight", torch.ones(64, 64).to(torch.float8_e5m2), "has the type F8_E5M2; F8_E4M3 is"),
+        ("compressed int8", "weight_zero_point", torch.ones(64, 1, dtype=torch.int8), "weight_zero_point is not known"),
+    ],
+)
+def test_broken_modules_are_named(
+    tmp_path: Path, kind: str, leaf: str, value: torch.Tensor | None, message: str
+) -> None:
+    def change(module: str, leaves: Leaves) -> None:
+        if module == "model.layers.1.self_attn.o_proj":
+            leaves.pop(leaf, None)
+            if value is not None:
+                leaves[leaf] = value
+
+    write(tmp_path / "m", kind, change)
+    with pytest.raises(ModelFileError, match=message) as error:
+        opened(tmp_path / "m")
+    assert "model.layers.1.self_attn.o_proj" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**FP8_STATIC, "fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'; supported is e4m3"),
+        ({**FP8_STATIC, "activation_scheme": "odd"}, "activation_scheme is 'odd'"),
+        ({**FP8_BLOCKS, "activation_scheme": "static"}, "is static beside weight_block_size"),
+        ({**FP8_BLOCKS, "weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]; two positive numbers"),
+        (compressed("int", "channel", num_bits=4), "weights.num_bits is 4; supported is 8"),
+        (compressed("int", "channel", symmetric=False), "weights.symmetric is false"),
+        (compressed("int", "group"), "weights.strategy is 'group'"),
+        (compressed("float", "block"), "is block, which needs block_structure"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups has other than one group"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}},
+            "config_groups.a.input_activations is missing",
+        ),
+    ],
+)
+def test_other_variants_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+    with pytest.raises(ModelFileError, match=message):
+        opened(folder)

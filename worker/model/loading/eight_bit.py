@@ -1,0 +1,149 @@
+"""Weights and activations in 8 bits: FP8 (e4m3) and int8 checkpoints as their tools write them.
+
+    quant_method fp8                 weight F8_E4M3 [out, in]
+        blocks                       weight_scale_inv [ceil(out / a), ceil(in / b)] for weight_block_size [a, b];
+                                     multiplied, whatever its name says
+        otherwise                    weight_scale, one number; input_scale, one number, with activation_scheme static
+    quant_method compressed-tensors  weight F8_E4M3 or I8 [out, in]; weight_scale of one number, [out, 1], or blocks;
+                                     input_scale where input activations are not dynamic
+
+value = code * scale. Codes of int8 are symmetric: there are no zero points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared.errors import ModelFileError
+from worker.model.loading.fields import Fields, readable, shown
+from worker.model.loading.quantized_module import QuantizedModule, need
+from worker.model.loading.safetensors_reader import Stored
+from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
+
+_SCALES = ("F32", "BF16", "F16")
+_CODES: dict[str, CodeFormat] = {"F8_E4M3": "fp8", "I8": "int8"}
+# Types of 8 bits: a weight of one is quantized, whether this reads it or not.
+_EIGHT_BIT = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
+_MAX_BLOCK = 1 << 16
+
+
+class FP8:
+    """Checkpoints of quant_method fp8. Raises ModelFileError for variants that are not supported."""
+
+    def __init__(self, config: Fields) -> None:
+        format_name = config.text("fmt", "e4m3")
+        if format_name not in ("e4m3", "float8_e4m3fn"):
+            raise config.error("fmt", f"is {format_name[:80]!r}; supported is e4m3")
+        scheme = config.text("activation_scheme", "dynamic")
+        if scheme not in ("dynamic", "static"):
+            raise config.error("activation_scheme", f"is {scheme[:80]!r}; supported are dynamic and static")
+        self._static = scheme == "static"
+        self._block = _pair(config, "weight_block_size")
+        if self._static and self._block:
+            raise config.error("activation_scheme", "is static beside weight_block_size; blocks have dynamic scales")
+
+    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+        """See QuantizedCheckpoint."""
+        if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
+            return None
+        weight = need(name, tensors, "weight", ("F8_E4M3",))
+        if self._block:
+            return _module(name, tensors, weight, "weight_scale_inv", self._block, static=False)
+        return _module(name, tensors, weight, "weight_scale", None, static=self._static)
+
+
+class CompressedTensors:
+    """Checkpoints of quant_method compressed-tensors with weights and activations in 8 bits.
+
+    Raises ModelFileError for variants that are not supported.
+    """
+
+    def __init__(self, config: Fields) -> None:
+        groups = config.part("config_groups")
+        names = config.raw("config_groups")
+        if not isinstance(names, Mapping) or len(names) != 1:
+            raise config.error("config_groups", "has other than one group; one for all linear layers is supported")
+        group = groups.part(next(iter(names)))
+        if "input_activations" not in group:
+            raise group.error("input_activations", "is missing; supported are activations of 8 bits")
+        weights, inputs = group.part("weights"), group.part("input_activations")
+        for one in (weights, inputs):
+            if one.integer("num_bits", low=1, high=32) != 8:
+                raise one.error("num_bits", f"is {one.integer('num_bits')}; supported is 8")
+            if not one.boolean("symmetric", True):
+                raise one.error("symmetric", "is false; zero points are not supported here")
+        kind = weights.text("type", "int")
+        if kind not in ("int", "float") or inputs.text("type", "int") != kind:
+            raise weights.error("type", f"is {kind[:80]!r}; supported are int and float, as in input_activations")
+        self._dtype = "I8" if kind == "int" else "F8_E4M3"
+        strategy = weights.text("strategy", "tensor")
+        if strategy not in ("tensor", "channel", "block"):
+            raise weights.error("strategy", f"is {strategy[:80]!r}; supported are tensor, channel and block")
+        self._block = _pair(weights, "block_structure") if strategy == "block" else None
+        if strategy == "block" and (self._block is None or kind == "int"):
+            raise weights.error("strategy", "is block, which needs block_structure and the type float")
+        dynamic = inputs.raw("dynamic")
+        # int8 activations always have a scale a row, which is finer than one that is fixed.
+        self._static = dynamic is not True and kind == "float" and self._block is None
+
+    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+        """See QuantizedCheckpoint."""
+        if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
+            return None
+        weight = need(name, tensors, "weight", (self._dtype,))
+        return _module(name, tensors, weight, "weight_scale", self._block, static=self._static)
+
+
+def _pair(config: Fields, key: str) -> tuple[int, int] | None:
+    """Two positive numbers: output and input features of a block."""
+    value = config.raw(key)
+    if value is None:
+        return None
+    pair = value if isinstance(value, list) else []
+    if len(pair) != 2 or not all(type(one) is int and 0 < one <= _MAX_BLOCK for one in pair):
+        raise config.error(key, f"is {shown(value)}; two positive numbers are needed")
+    return pair[0], pair[1]
+
+
+def _module(
+    name: str, tensors: Mapping[str, Stored], weight: Stored, leaf: str, block: tuple[int, int] | None, *, static: bool
+) -> QuantizedModule:
+    """How the weight of a module is read.
+
+    Args:
+        leaf: the tensor of the scales.
+        block: output and input features that share a scale; None: a scale for all or for each output feature.
+        static: the checkpoint fixes the scale of the activations, which then must be there.
+    """
+    if len(weight.shape) != 2 or not all(weight.shape):
+        raise ModelFileError(f"{weight.file.name}: tensor {readable(name)}.weight has the shape {weight.shape}")
+    num_outputs, num_inputs = weight.shape
+    scale = need(name, tensors, leaf, _SCALES)
+    extent = block or (0 if scale.shape in ((), (1,), (1, 1)) else 1, 0)
+    wanted = [-(-size // of) if of else 1 for size, of in zip(weight.shape, extent)]
+    if scale.shape not in ((), (1,), tuple(wanted), (num_outputs,)) or (block and scale.shape != tuple(wanted)):
+        where = f"{scale.file.name}: tensor {readable(name)}.{leaf}"
+        raise ModelFileError(f"{where} has the shape {scale.shape}; {tuple(wanted)} is needed")
+    fixed = need(name, tensors, "input_scale", _SCALES) if static else None
+    if fixed is not None and fixed.shape not in ((), (1,), (1, 1)):
+        raise ModelFileError(f"{fixed.file.name}: tensor {readable(name)}.input_scale has the shape {fixed.shape}")
+
+    def read(rows: slice | None, cols: slice | None) -> RawWeight:
+        start, stop = bounds(rows, num_outputs)
+        whole = Factors(scale.read().reshape(wanted), *extent)
+        factors = whole.part(0, start, stop, num_outputs)
+        cut = slice(start, stop)
+        if factors is None:  # within blocks: made dense below
+            cut, factors = slice(0, num_outputs), whole
+        extra = {"scale": factors}
+        if fixed is not None:
+            extra["input_scale"] = Factors(fixed.read().reshape(1, 1), 0, 0)
+        codes = weight.read(cut)
+        raw = RawWeight(_CODES[weight.dtype], (codes.shape[0], num_inputs), codes, extra)
+        if cut != slice(start, stop):
+            raw = slice_rows(raw, rows)
+        return slice_columns(raw, cols)
+
+    # Scales of activations that are not used here, and of key and value caches, which have their own, are passed over.
+    leaves = {"weight", leaf, "input_scale", "output_scale", "k_scale", "v_scale"} & set(tensors)
+    return QuantizedModule((num_outputs, num_inputs), frozenset(leaves), read)

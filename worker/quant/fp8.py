@@ -1,0 +1,114 @@
+"""FP8 weights on a GPU, multiplied by activations that are quantized on their way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.linear_fp8.inputs import Fp8Weight, check
+from kernels.quantized import BLOCK, ActivationQuantization, Activations
+from worker.quant.raw_weight import RawWeight
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of the activations before and after; who asks for float32 wants more than FP8 gives."""
+
+
+class Fp8Scheme:
+    """Weights of e4m3fn codes with a scale a tensor, an output feature, or a block of 128 inputs.
+
+    Args:
+        dtype: of the layer's result.
+        raws: the parts that will be loaded, all scaled in the same way.
+        fixed: a row's result does not depend on the batch.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
+        self.input_quantization: ActivationQuantization | None = None
+        self.dtype = dtype
+        self._device = device
+        self._fixed = fixed
+        self._blocks = _in_blocks(raws[0])
+        self._input_scales: list[float] = []
+        self._codes = self._scales = torch.empty(0)
+        self._weight: Fp8Weight | None = None
+        from kernels.linear_fp8.triton import linear_fp8  # a CPU serves without triton
+        from kernels.quantize.triton import quantize
+
+        self._linear = linear_fp8
+        self._quantize = quantize
+
+    @staticmethod
+    def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
+        """Whether a layer of these parts can be kept in FP8; dense otherwise."""
+        if dtype not in DTYPES or not raws or any(raw.format != "fp8" or raw.columns is not None for raw in raws):
+            return False
+        width = raws[0].shape[1]
+        if width % 16 or any("minimum" in raw.extra for raw in raws):
+            return False
+        blocks = {_in_blocks(raw) for raw in raws}
+        return len(blocks) == 1 and all(raw.extra["scale"].cols in (0, width, BLOCK) for raw in raws)
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocates codes and a scale for each feature, or for each block of a feature, on the device."""
+        self._codes = torch.zeros((out_features, in_features), dtype=torch.float8_e4m3fn, device=self._device)
+        shape = (out_features, -(-in_features // BLOCK)) if self._blocks else (out_features,)
+        self._scales = torch.zeros(shape, device=self._device)
+
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Copies codes, and scales spread over the features that share one."""
+        count = raw.shape[0]
+        scale = raw.extra["scale"]
+        scales = scale.values.float()
+        if scale.rows:
+            scales = scales[torch.arange(count) // scale.rows]
+        scales = scales.expand(count, -1)
+        # Indexing is not there for FP8 everywhere.
+        codes = raw.data.view(torch.uint8)
+        if order is not None:
+            codes, scales = codes[order], scales[order]
+        self._codes.view(torch.uint8)[start : start + count] = codes.to(self._device)
+        self._scales[start : start + count] = (scales if self._blocks else scales[:, 0]).to(self._device)
+        if "input_scale" in raw.extra:
+            self._input_scales.append(float(raw.extra["input_scale"].values.max()))
+
+    def after_load(self) -> None:
+        """Keeps one scale of 128 features where they share it; settles how activations come."""
+        scales = self._scales
+        if self._blocks:
+            firsts = scales[::BLOCK]
+            if torch.equal(firsts.repeat_interleave(BLOCK, dim=0)[: scales.shape[0]], scales):
+                scales = firsts
+        scales = scales.contiguous()
+        check(self._codes, scales)
+        self._weight = Fp8Weight(self._codes, scales)
+        self._codes = self._scales = torch.empty(0)
+        if self._blocks:
+            self.input_quantization = ActivationQuantization("fp8_block")
+        elif self._input_scales:
+            # Parts that share their input were measured on the same one: the largest scale clips nothing of any.
+            fixed = torch.full((1, 1), max(self._input_scales), device=self._device)
+            self.input_quantization = ActivationQuantization("fp8_tensor", fixed)
+        else:
+            self.input_quantization = ActivationQuantization("fp8_token")
+
+    @property
+    def weight(self) -> Fp8Weight:
+        """As the kernel reads it."""
+        if self._weight is None:
+            raise RuntimeError("the weight is there after after_load")
+        return self._weight
+
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias; activations that come as they are become codes first."""
+        weight = self.weight
+        if isinstance(x, torch.Tensor):
+            if self.input_quantization is None:
+                raise RuntimeError("how activations come is known after after_load")
+            x = self._quantize(x, self.input_quantization)
+        return self._linear(x, weight, bias, invariant=self._fixed)
+
+
+def _in_blocks(raw: RawWeight) -> bool:
+    """Whether a row has several scales."""
+    return raw.extra["scale"].cols not in (0, raw.shape[1])

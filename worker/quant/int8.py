@@ -1,0 +1,73 @@
+"""Int8 weights on a GPU, multiplied by activations that are quantized row by row on their way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.quantized import ActivationQuantization, Activations
+from worker.quant.raw_weight import RawWeight
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of the activations before and after; who asks for float32 wants more than int8 gives."""
+
+_MAX_INPUTS = 1 << 17
+"""Of the kernel, whose sums are int32."""
+
+
+class Int8Scheme:
+    """Weights of int8 codes with a scale an output feature. Sums are exact: no row depends on the batch.
+
+    Args:
+        dtype: of the layer's result.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.input_quantization: ActivationQuantization | None = ActivationQuantization("int8_token")
+        self.dtype = dtype
+        self._device = device
+        self._codes = self._scales = torch.empty(0)
+        from kernels.linear_int8.triton import check, linear_int8  # a CPU serves without triton
+        from kernels.quantize.triton import quantize
+
+        self._check = check
+        self._linear = linear_int8
+        self._quantize = quantize
+
+    @staticmethod
+    def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
+        """Whether a layer of these parts can be kept in int8; dense otherwise."""
+        if dtype not in DTYPES or not raws or any(raw.format != "int8" or raw.columns is not None for raw in raws):
+            return False
+        width = raws[0].shape[1]
+        if width % 16 or width > _MAX_INPUTS or any("minimum" in raw.extra for raw in raws):
+            return False
+        return all(raw.extra["scale"].cols in (0, width) for raw in raws)
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocates codes and a scale for each feature on the device."""
+        self._codes = torch.zeros((out_features, in_features), dtype=torch.int8, device=self._device)
+        self._scales = torch.zeros(out_features, device=self._device)
+
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Copies codes, and scales spread over the features that share one."""
+        count = raw.shape[0]
+        scale = raw.extra["scale"]
+        scales = scale.values.float()[:, 0]
+        scales = scales[torch.arange(count) // scale.rows] if scale.rows else scales.expand(count)
+        codes = raw.data
+        if order is not None:
+            codes, scales = codes[order], scales[order]
+        self._codes[start : start + count] = codes.to(self._device)
+        self._scales[start : start + count] = scales.to(self._device)
+
+    def after_load(self) -> None:
+        """Codes stay as they are; what the kernel needs of them is checked once."""
+        self._check(self._codes, self._scales)
+
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias; activations that come as they are become codes first."""
+        if isinstance(x, torch.Tensor):
+            x = self._quantize(x, ActivationQuantization("int8_token"))
+        return self._linear(x, self._codes, self._scales, bias)
