@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kernels.gpu.benchmark import Benchmark
-from kernels.linear_weight_only.layout import PackedWeight, empty_words, num_groups, pack_rows
+from kernels.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ CASES = [
     Case(32, 65, 96, group=32, bias=True),
     Case(33, 64, 256, minimum=True),
     Case(64, 96, 544, bits=8, group=32, bias=True, dtype=torch.float16),
+    Case(40, 70, 1024, minimum=True, bias=True),
     Case(65, 130, 384, group=0),
+    Case(70, 64, 1152),
     Case(130, 40, 200, bits=4, group=64, minimum=True, dtype=torch.float16),
 ]
 
@@ -59,7 +61,9 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor,
     minimums = ((uniform(*shape) - 0.5) / case.num_in**0.5).to(case.scales) if case.minimum else None
     x = (uniform(case.rows, case.num_in) * 4 - 2).to(case.dtype)
     bias = (uniform(case.num_out) - 0.5).to(case.dtype) if case.bias else None
-    return x, PackedWeight(words, scales, minimums, case.bits, case.group, case.num_in), bias
+    counters = new_counters(case.num_out, device)
+    weight = PackedWeight(words, scales, minimums, case.bits, case.group, case.num_in, counters)
+    return x, weight, bias
 
 
 # The layers of Llama-3.1-8B: output features and inputs.

@@ -24,6 +24,8 @@ class PackedWeight:
         bits: 4 or 8.
         group: inputs of a group: 32, 64, a multiple of 128, or 0 for all inputs.
         num_in: inputs.
+        counters: [ceil(out / 64)] int32 on the same device, 0 before and after a product: programs of a tile that are
+            done.
     """
 
     words: torch.Tensor
@@ -32,6 +34,7 @@ class PackedWeight:
     bits: int
     group: int
     num_in: int
+    counters: torch.Tensor
 
     @property
     def num_out(self) -> int:
@@ -69,6 +72,11 @@ def empty_words(num_out: int, num_in: int, bits: int, device: torch.device) -> t
     raise ValueError(f"weights of {bits} bits; 4 and 8 are supported")
 
 
+def new_counters(num_out: int, device: torch.device) -> torch.Tensor:
+    """PackedWeight.counters."""
+    return torch.zeros(-(-num_out // 64), dtype=torch.int32, device=device)
+
+
 def pack_rows(words: torch.Tensor, start: int, codes: torch.Tensor) -> None:
     """Writes the codes of some output features.
 
@@ -84,7 +92,6 @@ def pack_rows(words: torch.Tensor, start: int, codes: torch.Tensor) -> None:
     if words.dtype is torch.uint8:
         target.copy_(padded.view(rows, blocks, BLOCK).transpose(0, 1))
         return
-    slots = padded.view(rows, blocks, BLOCK // STEP, STEP).to(torch.int32)
+    slots = padded.view(rows, blocks, BLOCK // STEP, STEP).to(torch.int16)
     joined = slots[:, :, 0] | slots[:, :, 1] << 4 | slots[:, :, 2] << 8 | slots[:, :, 3] << 12
-    # The upper half of the values are negative as int16.
-    target.copy_(torch.where(joined >= 1 << 15, joined - (1 << 16), joined).to(torch.int16).transpose(0, 1))
+    target.copy_(joined.transpose(0, 1))

@@ -17,12 +17,35 @@ from kernels.weight_values.triton import values_of
 
 
 @triton.jit
+def _store_split(
+    total, b_bias, o_out, inside, p_partials, p_counter, p_out, num_rows, num_out, i_split, AXIS: tl.constexpr
+):
+    """Writes a split's sums to p_partials [splits, rows, out]; the last program of a tile adds all up in their order.
+
+    p_counter counts the tile's programs that have written; it is 0 before and after. AXIS: of the grid's splits.
+    """
+    size = tl.cast(num_rows, tl.int64) * num_out
+    num_splits = tl.num_programs(AXIS)
+    tl.store(p_partials + i_split * size + o_out, total, mask=inside)
+    tl.debug_barrier()  # all threads have written before one of them says so
+    before = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
+    if before == num_splits - 1:
+        whole = tl.zeros_like(total)
+        for i in tl.range(0, num_splits):
+            whole += tl.load(p_partials + i * size + o_out, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(p_out + o_out, (whole + b_bias).to(p_out.dtype.element_ty), mask=inside)
+        tl.store(p_counter, 0)
+
+
+@triton.jit
 def few_rows_kernel(
     p_x,
     p_words,
     p_scales,
     p_minimums,
     p_bias,
+    p_partials,
+    p_counters,
     p_out,
     num_rows,
     num_out,
@@ -35,16 +58,16 @@ def few_rows_kernel(
     GROUP: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRODUCT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile [BLOCK_M, BLOCK_N] of one split of the inputs, or (NESTED) of all splits, added up in their order.
+    """A tile [BLOCK_M, BLOCK_N] of one split of the inputs (SPLIT), or of all splits in turn (NESTED).
 
     Codes are multiplied as integers and scaled after: acc += (x @ codes) * scale + sum(x) * minimum, group by group.
-    p_out: [splits, rows, out], or [rows, out] where a program sees all inputs.
     """
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK  # elements of an output feature and a block
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -86,10 +109,28 @@ def few_rows_kernel(
                         b_sum = tl.zeros((BLOCK_M, CODE_STEP), dtype=tl.float32)
         total += acc
         first += split_blocks
+    o_out = o_m.to(tl.int64)[:, None] * num_out + o_n[None, :]
+    inside = in_m[:, None] & in_n[None, :]
     if HAS_BIAS:
-        total += tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    o_out = (i_split.to(tl.int64) * num_rows + o_m)[:, None] * num_out + o_n[None, :]
-    tl.store(p_out + o_out, total.to(p_out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+        b_bias = tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    else:
+        b_bias = 0.0
+    if SPLIT:
+        _store_split(
+            total,
+            b_bias,
+            o_out,
+            inside,
+            p_partials,
+            p_counters + tl.program_id(0),
+            p_out,
+            num_rows,
+            num_out,
+            i_split,
+            1,
+        )
+    else:
+        tl.store(p_out + o_out, (total + b_bias).to(p_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -99,6 +140,8 @@ def many_rows_kernel(
     p_scales,
     p_minimums,
     p_bias,
+    p_partials,
+    p_counters,
     p_out,
     num_rows,
     num_out,
@@ -111,6 +154,7 @@ def many_rows_kernel(
     GROUP: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRODUCT: tl.constexpr,
@@ -119,7 +163,7 @@ def many_rows_kernel(
     """A tile [BLOCK_N, BLOCK_M] of the transposed result: weights are the left operand, which stays in registers.
 
     With one scale for a block or more, codes are multiplied as integers; else each weight is computed in float32 and
-    rounded once to PRODUCT. p_out as in few_rows_kernel.
+    rounded once to PRODUCT.
     """
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK
     SCALE_AFTER: tl.constexpr = GROUP == CODE_BLOCK and not HAS_MINIMUM
@@ -164,27 +208,18 @@ def many_rows_kernel(
             acc += b_dot * b_scale[:, None]
         else:
             acc = b_dot
+    o_out = o_m.to(tl.int64)[None, :] * num_out + o_n[:, None]
+    inside = in_m[None, :] & in_n[:, None]
     if HAS_BIAS:
-        acc += tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    o_out = (i_split.to(tl.int64) * num_rows + o_m)[None, :] * num_out + o_n[:, None]
-    tl.store(p_out + o_out, acc.to(p_out.dtype.element_ty), mask=in_m[None, :] & in_n[:, None])
-
-
-@triton.jit
-def add_splits_kernel(
-    p_partials, p_bias, p_out, num_rows, num_out, num_splits, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Adds [splits, rows, out] up over the splits, in their order, and the bias."""
-    i_row = tl.program_id(1).to(tl.int64)
-    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = o_n < num_out
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for i_split in tl.range(0, num_splits):
-        o_row = (tl.cast(i_split, tl.int64) * num_rows + i_row) * num_out
-        total += tl.load(p_partials + o_row + o_n, mask=in_n, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * num_out + o_n, total.to(p_out.dtype.element_ty), mask=in_n)
+        b_bias = tl.load(p_bias + o_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    else:
+        b_bias = 0.0
+    if SPLIT:
+        _store_split(
+            acc, b_bias, o_out, inside, p_partials, p_counters + tl.program_id(1), p_out, num_rows, num_out, i_split, 2
+        )
+    else:
+        tl.store(p_out + o_out, (acc + b_bias).to(p_out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +240,6 @@ class Tile:
 
 
 _MIN_SPLIT_BLOCKS = 4
-_ADD_COLUMNS = 1024
 _FIXED_ROWS = 32
 # From about 600 rows on it costs less to write a weight out once and let the vendor's product read it; see README.md.
 _VALUES_ROWS = 1024
@@ -260,9 +294,9 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     per_split = split_blocks(num_blocks, column_tiles, chosen.split_for if row_tiles == 1 or fixed else 1)
     nested = fixed and row_tiles > 1
     splits = 1 if nested else -(-num_blocks // per_split)
-    target = out if splits == 1 else x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
-    own_bias = bias if splits == 1 else None
-    constants = _constants(chosen, weight.bits, weight.group, weight.minimums is not None, own_bias is not None, nested)
+    partials = out if splits == 1 else x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
+    constants = _constants(chosen, weight.bits, weight.group, weight.minimums is not None, bias is not None)
+    constants |= {"SPLIT": splits > 1} | ({"NESTED": nested} if chosen.few else {})
     grid = (column_tiles, splits, row_tiles) if chosen.few else (row_tiles, column_tiles, splits)
     kernel: Any = few_rows_kernel if chosen.few else many_rows_kernel
     kernel[grid](
@@ -270,8 +304,10 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
         weight.words,
         weight.scales,
         weight.scales if weight.minimums is None else weight.minimums,
-        out if own_bias is None else own_bias,
-        target,
+        out if bias is None else bias,
+        partials,
+        weight.counters,
+        out,
         num_rows,
         num_out,
         weight.num_in,
@@ -286,20 +322,6 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
         num_stages=chosen.num_stages,
         enable_fp_fusion=True,
     )
-    if splits > 1:
-        add_splits_kernel[(-(-num_out // _ADD_COLUMNS), num_rows)](
-            target,
-            out if bias is None else bias,
-            out,
-            num_rows,
-            num_out,
-            splits,
-            HAS_BIAS=bias is not None,
-            BLOCK_N=_ADD_COLUMNS,
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=True,
-        )
     return out
 
 
@@ -329,10 +351,8 @@ def _check(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
         raise ValueError(f"activations on {x.device}, weights on {weight.words.device}")
 
 
-def _constants(
-    chosen: Tile, bits: int, group: int, has_minimum: bool, has_bias: bool, nested: bool
-) -> dict[str, int | bool]:
-    constants: dict[str, int | bool] = {
+def _constants(chosen: Tile, bits: int, group: int, has_minimum: bool, has_bias: bool) -> dict[str, int | bool]:
+    return {
         "BITS": bits,
         "GROUP": group_constant(group),
         "HAS_MINIMUM": has_minimum,
@@ -340,46 +360,55 @@ def _constants(
         "BLOCK_M": chosen.rows,
         "BLOCK_N": chosen.columns,
     }
-    if chosen.few:
-        constants["NESTED"] = nested
-    return constants
 
 
 _INTEGERS = ("num_rows", "num_out", "num_in", "stride_x", "num_blocks", "split_blocks", "group_blocks")
 _GROUPS = ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True))
-# rows, whether fixed, whether nested: one for each line of the tile table
-_ROWS = ((16, False, False), (32, False, False), (33, True, True), (64, False, False), (65, False, False))
+# rows, whether fixed, split, nested: the lines of the tile table
+_ROWS = (
+    (16, False, True, False),
+    (16, False, False, False),
+    (32, False, True, False),
+    (32, False, False, False),
+    (32, True, True, False),
+    (33, True, False, True),
+    (64, False, True, False),
+    (64, False, False, False),
+    (128, False, True, False),
+    (128, False, False, False),
+)
 _PRODUCTS: tuple[Product, ...] = ("bf16", "fp16")
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every configuration of the table."""
+    """Every configuration of the table but for the bias, which float16's have."""
     amd = target == "gfx942"
     result = []
     for product in _PRODUCTS:
         for bits in (4, 8):
             for group, has_minimum in _GROUPS:
-                for num_rows, fixed, nested in _ROWS:
+                for num_rows, fixed, split, nested in _ROWS:
                     chosen = tile(num_rows, bits, fixed, amd)
-                    constants = _constants(chosen, bits, group, has_minimum, product == "fp16", nested)
-                    result.append(_product_compilation(chosen, constants, product, "fp16", amd))
+                    constants = _constants(chosen, bits, group, has_minimum, product == "fp16") | {"SPLIT": split}
+                    constants |= {"NESTED": nested} if chosen.few else {}
+                    result.append(_compilation(chosen, constants, product, "fp16", amd))
     chosen = tile(16, 4, False, amd)
-    wide = _constants(chosen, 4, 128, False, False, False)
-    result.append(_product_compilation(chosen, wide, "bf16", "fp32", amd))
-    result += [_add_compilation(product, has_bias) for product in _PRODUCTS for has_bias in (False, True)]
+    wide = _constants(chosen, 4, 128, False, False) | {"SPLIT": True, "NESTED": False}
+    result.append(_compilation(chosen, wide, "bf16", "fp32", amd))
     return result
 
 
-def _product_compilation(
+def _compilation(
     chosen: Tile, constants: dict[str, int | bool], product: Product, scales: str, amd: bool
 ) -> Compilation:
     words = "*i16" if constants["BITS"] == 4 else "*u8"
     signature = {"p_x": f"*{product}", "p_words": words, "p_scales": f"*{scales}", "p_minimums": f"*{scales}"}
-    signature |= {"p_bias": f"*{product}", "p_out": f"*{product}"} | dict.fromkeys(_INTEGERS, "i32")
+    signature |= {"p_bias": f"*{product}", "p_out": f"*{product}", "p_partials": "*fp32", "p_counters": "*i32"}
+    signature |= dict.fromkeys(_INTEGERS, "i32")
     every = constants | {"PRODUCT": NAMED_TYPES[product], "ASM": not amd}
     traits = [f"{product} int{constants['BITS']} g={constants['GROUP']} scales={scales}"]
-    traits += [f"tile={chosen.rows}x{chosen.columns}"]
-    traits += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "NESTED") if constants.get(name)]
+    traits += [f"tile={chosen.rows}x{chosen.columns} warps={chosen.num_warps}"]
+    traits += [name.lower() for name in ("HAS_MINIMUM", "HAS_BIAS", "SPLIT", "NESTED") if constants.get(name)]
     function: Any = few_rows_kernel if chosen.few else many_rows_kernel
     signature |= dict.fromkeys(every, "constexpr")
     return Compilation(
@@ -395,21 +424,4 @@ def _product_compilation(
         rows=chosen.rows if chosen.few else chosen.columns,
         spills_allowed=64 if constants.get("NESTED") else 0,  # prompts in deterministic mode
         multiples=frozenset({"num_out", "num_in", "stride_x"}),
-    )
-
-
-def _add_compilation(product: Product, has_bias: bool) -> Compilation:
-    signature = {"p_partials": "*fp32", "p_bias": f"*{product}", "p_out": f"*{product}"}
-    signature |= dict.fromkeys(("num_rows", "num_out", "num_splits"), "i32")
-    constants = {"HAS_BIAS": has_bias, "BLOCK_N": _ADD_COLUMNS}
-    return Compilation(
-        kernel="add_splits_kernel",
-        configuration=product + " bias" * has_bias,
-        function=add_splits_kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constants=constants,
-        num_warps=4,
-        num_stages=2,
-        enable_fp_fusion=True,
-        multiples=frozenset({"num_out"}),
     )

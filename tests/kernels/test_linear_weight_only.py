@@ -10,7 +10,7 @@ import torch
 from kernels.gpu.compilations import Target
 from kernels.linear_weight_only import reference
 from kernels.linear_weight_only.cases import CASES, Case, make
-from kernels.linear_weight_only.layout import PackedWeight, empty_words, num_groups, pack_rows
+from kernels.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.linear_weight_only.triton import compilations, linear, split_blocks, tile
 from kernels.tolerances import TOLERANCES
 
@@ -41,6 +41,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equals_the_reference(case: Case, fixed: bool, device: torch.device) -> None:
     x, weight, bias = make(case, device)
     out = linear(x, weight, bias, fixed)
+    assert torch.equal(linear(x, weight, bias, fixed), out) and not weight.counters.any()
     assert out.dtype == case.dtype and out.shape == (case.rows, case.num_out)
     assert_near(out, reference.linear(x, weight, bias))
 
@@ -51,7 +52,7 @@ def test_packing_keeps_every_code(device: torch.device) -> None:
         words = empty_words(7, num_in, bits, device).fill_(0)
         pack_rows(words, 2, codes)
         scales = torch.ones((num_groups(num_in, 0), 7), dtype=torch.float16, device=device)
-        weight = PackedWeight(words, scales, None, bits, 0, num_in)
+        weight = PackedWeight(words, scales, None, bits, 0, num_in, new_counters(7, device))
         assert torch.equal(reference.codes(weight)[2:], codes.long())
         assert not reference.codes(weight)[:2].any()
 
@@ -62,7 +63,7 @@ def test_every_code_times_one_is_itself(bits: int, device: torch.device) -> None
     words = empty_words(1 << bits, 32, bits, device)
     pack_rows(words, 0, codes)
     scales = torch.ones((num_groups(32, 32), 1 << bits), dtype=torch.float16, device=device)
-    weight = PackedWeight(words, scales, None, bits, 32, 32)
+    weight = PackedWeight(words, scales, None, bits, 32, 32, new_counters(1 << bits, device))
     x = torch.zeros((1, 32), dtype=torch.bfloat16, device=device)
     for i in (0, 31):
         x.zero_()[0, i] = 1

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_weight_only.layout import BLOCK, STEP, PackedWeight, empty_words, num_groups, pack_rows
+from kernels.linear_weight_only.layout import (
+    BLOCK,
+    STEP,
+    PackedWeight,
+    empty_words,
+    new_counters,
+    num_groups,
+    pack_rows,
+)
 from kernels.quantized import ActivationQuantization, Activations, dense
 from worker.quant.gguf_formats import BLOCK as GGUF_BLOCK
 from worker.quant.gguf_formats import unpack_blocks
@@ -123,7 +131,13 @@ class WeightOnlyScheme:
         factors = torch.float16 if narrow else torch.float32
         minimums = self._minimums.to(factors) if bool(self._minimums.any()) else None
         self._weight = PackedWeight(
-            self._words, self._scales.to(factors), minimums, self._bits, self._group, self._num_in
+            self._words,
+            self._scales.to(factors),
+            minimums,
+            self._bits,
+            self._group,
+            self._num_in,
+            new_counters(self._words.shape[1], self._device),
         )
         self._scales = self._minimums = torch.empty(0)
 
