@@ -134,10 +134,12 @@ def _store(cells: list[torch.Tensor], free: torch.Tensor, kv_format: KVFormat, d
     if kv_format == "dense":
         keys, values = (tensor.masked_fill(places.unsqueeze(-1), float("nan")) for tensor in cells)
         return KVPages(keys.to(device), values.to(device))
-    coded = [quantize_cells(tensor, kv_format) for tensor in cells]
-    codes = [codes.to(device) for codes, _ in coded]
-    scales = [scales.masked_fill(places, float("nan")).to(device) for _, scales in coded]
-    return KVPages(*codes, *scales, kv_format)
+    parts = []
+    for tensor in cells:
+        codes, scales = quantize_cells(tensor, kv_format)
+        parts.append((codes.to(device), scales.masked_fill(places, float("nan")).to(device)))
+    (keys, key_scales), (values, value_scales) = parts
+    return KVPages(keys, values, key_scales, value_scales, kv_format)
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
