@@ -107,8 +107,8 @@ class ModelRunner:
         token_ids = logprobs = logits = None
         prompts: list[PromptReport] = []
         if size is not None and self._graphs is not None:
-            # The next replay, which comes after the sampler, writes to the same logits.
-            logits = self._graphs.replay(size)[:num_sampled]
+            # The next replay, which comes after the head, writes to the same states.
+            logits = self._model.logits(self._graphs.replay(size)[:num_sampled])
         elif batch is not None:
             hidden = self._model.hidden_states(batch, self._kv)
             prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
@@ -120,7 +120,7 @@ class ModelRunner:
         return PendingStep(output, self._device)
 
     def _choose_graph(self, plan: StepPlan) -> Size | None:
-        """A graph has the logits of every request's last token, and equally many tokens for each."""
+        """A graph has the states of every request's last token, and equally many tokens for each."""
         graphs, scheduled = self._graphs, plan.scheduled
         if graphs is None or not scheduled:
             return None
@@ -131,7 +131,8 @@ class ModelRunner:
         return graphs.choose(len(scheduled), count)
 
     def _compute(self, size: Size) -> torch.Tensor:
-        return self._model.logits(self._model.hidden_states(self._rows.graph_batch(size), self._kv))
+        """Without the head: a graph keeps its outputs for good, and logits of all sizes would fill gigabytes."""
+        return self._model.hidden_states(self._rows.graph_batch(size), self._kv)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, chunks: list[PromptChunk]) -> list[PromptReport]:
         """hidden: [P, hidden], the rows of all chunks one after the other."""
