@@ -71,6 +71,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
                         runs=tuple(functools.partial(linear_fp8, codes, weight, None) for weight in weights),
                         num_bytes=width * num_out + rows * width + 2 * rows * num_out,
                         num_operations=2 * rows * width * num_out,
+                        speed=2.0,
                     )
                 )
     return found

@@ -12,6 +12,7 @@ from kernels.gpu.benchmark import Benchmark
 
 FOLDERS = sorted(path.parent.name for path in (Path(__file__).parents[2] / "kernels").glob("*/triton.py"))
 SCALE = 64
+MOST_RUN = 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some benchmarks read memory that nobody wrote
@@ -20,11 +21,12 @@ def test_benchmarks_run_and_say_what_they_move(folder: str, device: torch.device
     cases = importlib.import_module(f"kernels.{folder}.cases")
     benchmarks: list[Benchmark] = cases.benchmarks(device, scale=SCALE)
     assert benchmarks
-    # What is told apart by its size may be the same when small.
-    for benchmark in {benchmark.name: benchmark for benchmark in benchmarks}.values():
+    for benchmark in benchmarks:
         assert benchmark.runs, benchmark.name
         assert benchmark.num_bytes > 0, benchmark.name
         assert benchmark.num_operations >= 0, benchmark.name
+    # The interpreter takes a second for a thousand programs, so only the smallest are run.
+    for benchmark in sorted(benchmarks, key=lambda benchmark: benchmark.num_bytes)[:MOST_RUN]:
         benchmark.runs[0]()
 
 
