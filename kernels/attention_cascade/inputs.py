@@ -55,8 +55,8 @@ def shared_prefixes(
 ) -> list[SharedPrefix]:
     """Groups of at least `min_requests` requests with the same first pages, `min_keys` keys or more.
 
-    Sorted by their pages, neighbours share most, so that a group is a run of neighbours; runs are chosen that save
-    reading most pages.
+    Sorted by their pages, neighbours share most. Of the ways to part them where they share least, that is taken which
+    saves reading most pages.
 
     Args:
         block_tables: [R, pages] of integers.
@@ -84,30 +84,37 @@ def shared_prefixes(
     tables, candidates = tables[order], candidates[order]
     different = (tables[1:] != tables[:-1]) | (tables[1:] < 0)
     common = np.where(different.any(axis=1), different.argmax(axis=1), width)
-    _, found = _best_groups(np.where(common >= min_pages, common, 0), 0, candidates.size, min_requests)
-    return [
-        SharedPrefix(tuple(sorted(candidates[start:end].tolist())), pages * page_size) for start, end, pages in found
-    ]
+    found = _best_groups(np.where(common >= min_pages, common, 0), 0, candidates.size, min_requests)
+    return [SharedPrefix(tuple(sorted(candidates[members].tolist())), pages * page_size) for members, pages in found]
 
 
-def _best_groups(common: np.ndarray, start: int, end: int, min_requests: int) -> tuple[int, list[tuple[int, int, int]]]:
-    """Groups (start, end, pages) of neighbours among start .. end - 1 and the reads of pages that they save.
+def _best_groups(common: np.ndarray, start: int, end: int, min_requests: int) -> list[tuple[list[int], int]]:
+    """Groups among start .. end - 1 and their pages; common[i]: pages that i and i + 1 share.
 
-    common[i]: pages that i and i + 1 share. Either all are one group, or they part where they share least; shares that
-    differ by less than a fifth count as equal, so that there are few depths of parting.
+    Either all are one group, or they part where they share least, and those that no part has a group for are one.
+    Shares that differ by less than a fifth part together, so that there are few depths of parting.
     """
     if end - start < min_requests:
-        return 0, []
+        return []
     shares = common[start : end - 1]
     pages = int(shares.min())
+    together = [(list(range(start, end)), pages)] if pages else []
     if pages == int(shares.max()):
-        return (end - start - 1) * pages, [(start, end, pages)] if pages else []
+        return together
     cuts = (start + 1 + np.flatnonzero(shares * 5 <= pages * 6)).tolist()
-    parts = [_best_groups(common, first, last, min_requests) for first, last in pairwise([start, *cuts, end])]
-    apart = sum(saved for saved, _ in parts)
-    if (end - start - 1) * pages >= apart:
-        return (end - start - 1) * pages, [(start, end, pages)] if pages else []
-    return apart, [group for _, groups in parts for group in groups]
+    apart: list[tuple[list[int], int]] = []
+    for first, last in pairwise([start, *cuts, end]):
+        apart += _best_groups(common, first, last, min_requests)
+    taken = {member for members, _ in apart for member in members}
+    rest = [member for member in range(start, end) if member not in taken]
+    if pages and len(rest) >= min_requests:
+        apart.append((rest, pages))
+    return together if _saved(together) >= _saved(apart) else apart
+
+
+def _saved(groups: list[tuple[list[int], int]]) -> int:
+    """Reads of pages that groups save."""
+    return sum((len(members) - 1) * pages for members, pages in groups)
 
 
 def cascade_work(
