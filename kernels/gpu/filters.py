@@ -1,8 +1,8 @@
 """Where min_p, top_k and top_p cut a row of logits, found without a sort: by halving an interval of keys.
 
 The key of a token is the bits of -scaled, scaled = (logit - largest) / temperature <= 0, as an integer: it orders
-tokens from the likeliest down, as the numbers do. A border is a key and how many of the tokens that have it pass, lowest
-ids first. The maths is in kernels/sampling/README.md.
+tokens from the likeliest down, as the numbers do. A border is a key and how many of the tokens that have it pass,
+lowest ids first. The maths is in kernels/sampling/README.md.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ _MANY = tl.constexpr(1.0e9)
 
 @triton.jit
 def masked_logits(p_row, p_words, masked, vocab, b_token, MASK: tl.constexpr):
-    """Logits of some tokens, minus infinity beyond the vocabulary and where the grammar's mask has no bit."""
+    """Logits of some tokens, minus infinity beyond the vocabulary and where the grammar's mask has no bit.
+
+    masked: how many tokens the mask decides on, all or none.
+    """
     b_inside = b_token < vocab
     b_logit = tl.load(p_row + b_token, mask=b_inside, other=_MINUS_INFINITY)
     if MASK:
-        b_word = tl.load(p_words + b_token // 32, mask=b_inside & masked, other=-1)
+        b_word = tl.load(p_words + b_token // 32, mask=b_token < masked, other=-1)
         b_logit = tl.where((b_word >> (b_token % 32)) & 1 != 0, b_logit, _MINUS_INFINITY)
     return b_logit
 
@@ -138,7 +141,8 @@ def row_border(
 def equals_needed(target, below, key):
     """How many tokens of one key, at least one, bring the mass from `below` to `target`."""
     weight = tl.exp(value_of(key)).to(tl.float64)
-    needed = tl.where(weight > 0.0, tl.ceil((target - below) / weight), _MANY)
+    needed = tl.ceil((target - below) / tl.where(weight > 0.0, weight, 1.0))
+    needed = tl.where(weight > 0.0, needed, _MANY)  # a key of no mass is the last of all that pass
     return tl.minimum(tl.maximum(needed, 1.0), _MANY).to(tl.int32)
 
 

@@ -16,7 +16,7 @@ _ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
 _STREAM = tl.constexpr(philox.STREAM)
 _ULP_OF_UNIFORM = tl.constexpr(2.0**-24)
 _ULP_OF_MANTISSA = tl.constexpr(2.0**-23)
-_LN2 = tl.constexpr(0.6931472)
+_MINUS_LN2 = tl.constexpr(-0.6931472)
 _LOG2_BIAS = tl.constexpr(151.001)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -65,7 +65,7 @@ def gumbel_bound(b_word):
     """
     b_rest = ((b_word ^ 0xFFFFFFFF) >> 8).to(tl.int32).to(tl.float32) + 0.5
     b_log2 = b_rest.to(tl.int32, bitcast=True).to(tl.float32) * _ULP_OF_MANTISSA - _LOG2_BIAS
-    return -_LN2 * b_log2
+    return b_log2 * _MINUS_LN2
 
 
 @triton.jit

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from kernels.gpu.benchmark import Benchmark
 from kernels.sampling.inputs import SamplingInputs
 
 
@@ -72,3 +74,30 @@ def make_case(case: SamplingCase, seed: int = 0) -> tuple[torch.Tensor, Sampling
         any_filter=True,
     )
     return logits, inputs
+
+
+def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
+    """Llama's vocabulary: greedy, with noise, with filters; each launch but the last reads the logits once."""
+    from kernels.sampling.triton import sample, scratch_size
+
+    found = []
+    vocab = 128256 // scale
+    kinds: tuple[tuple[str, tuple[float, int, float, float], int], ...] = (
+        ("greedy", (0.0, 0, 1.0, 0.0), 1),
+        ("noise", (0.8, 0, 1.0, 0.0), 2),
+        ("top_p", (0.8, 0, 0.95, 0.0), 2),
+        ("top_k top_p", (0.8, 50, 0.95, 0.0), 2),
+        ("top_k in the row", (2.0, 20000, 1.0, 0.0), 2),
+    )
+    for num_rows in (1, 32, max(256 // scale, 1)):
+        for name, row, num_reads in kinds:
+            runs = []
+            for seed in range(4):
+                logits, inputs = make_case(SamplingCase(name, num_rows, vocab, 3.0, (row,)), seed)
+                random, filtered = row[0] > 0, row[1] > 0 or row[2] < 1
+                inputs = replace(inputs.on(device), any_random=random, any_filter=filtered)
+                scratch = torch.empty(scratch_size(num_rows, vocab), dtype=torch.int32, device=device)
+                runs.append(partial(sample, logits.to(device), inputs, scratch))
+            num_bytes = num_reads * num_rows * vocab * 4
+            found.append(Benchmark(f"sample {name} [{num_rows}, {vocab}]", tuple(runs), num_bytes))
+    return found

@@ -99,7 +99,7 @@ class CpuOps(ReferenceOps):
         if self._compiled is None:
             return reference.sample(logits, inputs)
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        run = partial(_sample_rows, self._compiled, _arrays(logits, inputs), out=ids.numpy())
+        run = partial(_sample_rows, self._compiled, _arrays(logits, inputs.gathered()), out=ids.numpy())
         self._share(run, logits.shape[0])
         return ids
 

@@ -45,6 +45,11 @@ class SamplingInputs:
     mask: torch.Tensor | None = None
     mask_rows: torch.Tensor | None = None
 
+    def on(self, device: torch.device) -> SamplingInputs:
+        """The same on a device; strides stay."""
+        tensors = {name: getattr(self, name) for name in self.__slots__}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, torch.Tensor)})
+
     def gathered(self) -> SamplingInputs:
         """The same with one entry per row of the logits, in the types that the attributes name first."""
         if self.rows is None:

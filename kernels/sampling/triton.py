@@ -25,17 +25,20 @@ from kernels.gpu.filters import (
     last_key,
     masked_logits,
 )
+from kernels.gpu.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
 from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_tokens
 from kernels.sampling.inputs import SamplingInputs
 
 _CHUNK = tl.constexpr(128)  # neighbours in a split: the likely tokens, which have low ids, are shared among the splits
 _MOST_CANDIDATES = 4096
 _SEGMENTS = tl.constexpr(5)  # numbers kept of each split
-_NAN_KEY = tl.constexpr(0x7FFFFFFF)
-_INFINITY_KEY = tl.constexpr(0x7F800000)
-_MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
-_NO_KEY = tl.constexpr(-0x80000000)
-_MINUS_INFINITY = tl.constexpr(float("-inf"))
+_LOWEST = tl.constexpr(float("-inf"))
+
+
+_SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
+_ROW_VARYING: dict[str, Any] = {"do_not_specialize_on_alignment": ["p_mask_rows"]}
+_VARYING: dict[str, Any] = {"do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS]}
+"""What may lie anywhere in a packed buffer, so that nothing is compiled while serving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +69,18 @@ def split(vocab: int, num_lanes: int = 32) -> Split:
 
 
 @triton.jit
-def _order(b_logit):
-    """Integers that compare like the floats; NaN is above all."""
-    b_logit = tl.where(b_logit == 0.0, 0.0, b_logit)  # minus zero becomes zero
-    b_bits = b_logit.to(tl.int32, bitcast=True)
-    return tl.where(b_logit != b_logit, _NAN_KEY, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _number(order):
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _tokens_of_split(i_split, num_splits, TILE: tl.constexpr):
     o_token = tl.arange(0, TILE)
     return (o_token // _CHUNK) * (_CHUNK * num_splits) + i_split * _CHUNK + o_token % _CHUNK
 
 
 @triton.jit
-def _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK: tl.constexpr):
-    """The words of a row's grammar, and whether it has one. MASK: 0 none, 1 a row each, 2 by index."""
+def _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK: tl.constexpr):
+    """The words of a row's grammar, and on how many tokens it decides. MASK: 0 none, 1 a row each, 2 by index."""
     i_mask = i_row
     if MASK == 2:
         i_mask = tl.load(p_mask_rows + i_row).to(tl.int64)
-    return p_mask + tl.maximum(i_mask, 0) * mask_stride, i_mask >= 0
+    return p_mask + tl.maximum(i_mask, 0) * mask_stride, tl.where(i_mask >= 0, vocab, 0)
 
 
 @triton.jit
@@ -109,14 +99,14 @@ def _scratch_of_row(p_scratch, i_row, PADDED: tl.constexpr, CAPACITY: tl.constex
 def _surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
     """The row's largest logit, its lowest id, and whether the row is usable."""
     o_split = tl.arange(0, PADDED)
-    b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=_NO_KEY)
+    b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=NONE)
     b_id = tl.load(p_row_scratch + PADDED + o_split, mask=o_split < num_splits, other=NO_TOKEN)
     order = tl.max(b_order, axis=0)
     best_id = tl.min(tl.where(b_order == order, b_id, NO_TOKEN), axis=0)
-    return _number(order), best_id, (order < _INFINITY_KEY) & (order > _MINUS_INFINITY_KEY)
+    return number_of(order), best_id, (order < INFINITY) & (order > MINUS_INFINITY)
 
 
-@triton.jit
+@triton.jit(**_ROW_VARYING)
 def survey_kernel(
     p_logits,
     row_stride,
@@ -133,9 +123,9 @@ def survey_kernel(
     """[S, splits] programs: scratch gets the largest logit of the split, as an ordered integer, and its lowest id."""
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
-    p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK)
+    p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
     b_token = _tokens_of_split(i_split, tl.num_programs(1), TILE)
-    b_order = _order(masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK))
+    b_order = order_of(masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK))
     order = tl.max(b_order, axis=0)
     best_id = tl.min(tl.where(b_order == order, b_token, NO_TOKEN), axis=0)
     p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
@@ -143,7 +133,7 @@ def survey_kernel(
     tl.store(p_row_scratch + PADDED + i_split, best_id)
 
 
-@triton.jit
+@triton.jit(**_VARYING)
 def draw_kernel(
     p_logits,
     row_stride,
@@ -184,7 +174,7 @@ def draw_kernel(
     i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
-        p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK)
+        p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
         b_token = _tokens_of_split(i_split, num_splits, TILE)
         b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
         b_scaled = tl.div_rn(b_logit - highest, temperature)
@@ -223,12 +213,12 @@ def draw_kernel(
             b_counter = (o_counter // 32) * (32 * num_splits) + i_split * 32 + o_counter % 32
             b_word = words_of_tokens(b_counter.to(tl.uint32), position, choice, key_low, key_high)
             none = tl.full((), NO_TOKEN, tl.int32)
-            best, best_id = noisy_best(b_scaled, b_word, b_token, b_in, tl.full((), _MINUS_INFINITY, tl.float32), none)
+            best, best_id = noisy_best(b_scaled, b_word, b_token, b_in, tl.full((), _LOWEST, tl.float32), none)
             tl.store(p_row_scratch + 2 * PADDED + i_split, best.to(tl.int32, bitcast=True))
             tl.store(p_row_scratch + 3 * PADDED + i_split, best_id)
 
 
-@triton.jit
+@triton.jit(**_VARYING)
 def finish_kernel(
     p_logits,
     row_stride,
@@ -284,7 +274,7 @@ def finish_kernel(
                 searching = (top_k > 0) | (top_p < 1.0)
             if searching:
                 p_row = p_logits + i_row * row_stride
-                p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, MASK)
+                p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
                 limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
                 reach = tl.minimum(tl.min(b_third, axis=0), limit)
                 count = tl.sum(tl.load(p_row_scratch + 4 * PADDED + o_split, mask=b_there, other=0), axis=0)
@@ -312,7 +302,7 @@ def finish_kernel(
                         key_high, MASK, TILE,
                     )  # fmt: skip
             else:
-                b_noisy = tl.where(b_there, b_second, _MINUS_INFINITY)
+                b_noisy = tl.where(b_there, b_second, _LOWEST)
                 best = tl.max(b_noisy, axis=0)
                 best_id = tl.min(tl.where(b_noisy == best, b_third, NO_TOKEN), axis=0)
     tl.store(p_out + i_row, tl.where(usable, best_id, -1).to(tl.int64))
@@ -340,7 +330,9 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) 
     num_rows, vocab = logits.shape
     if logits.dtype is not torch.float32 or (num_rows and logits.stride(1) != 1):
         raise ValueError(f"sampling takes float32 logits without gaps in a row, not {logits.dtype} {logits.stride()}")
-    if vocab == 0 or scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
+    if vocab == 0:
+        raise ValueError("sampling takes logits of at least one token")
+    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
         raise ValueError(f"sampling {num_rows} rows of {vocab} takes scratch of {scratch_size(num_rows, vocab)} int32")
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
@@ -439,6 +431,7 @@ def _compilations(target: Target, vocab: int, mask: int, random: bool, filtered:
             num_warps=table.num_warps,
             num_stages=1,
             enable_fp_fusion=False,
+            unaligned=frozenset({"p_mask_rows", *_SCALARS} & signature.keys()),
         )
         for name, function, signature, constants in kernels
     ]

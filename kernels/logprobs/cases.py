@@ -1,0 +1,43 @@
+"""Shapes of log-probabilities for their test and their benchmark."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.benchmark import Benchmark
+
+# (rows, vocabulary, likeliest tokens, step to which logits are rounded so that there are equal ones; 0: not rounded)
+SHAPES = [
+    (1, 1, 5, 0.0),
+    (3, 33, 20, 0.5),
+    (2, 130, 128, 0.0),
+    (4, 4097, 0, 0.0),
+    (2, 9000, 8, 0.25),
+    (1, 50257, 20, 0.0),
+]
+
+
+def make_case(rows: int, vocab: int, step: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, vocab] logits and [rows] token ids, the first of which stands for a row that failed."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    if step:
+        logits = (logits / step).round() * step
+    token_ids = torch.randint(0, vocab, (rows,), generator=generator)
+    token_ids[0] = -1
+    return logits, token_ids
+
+
+def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
+    """Llama's vocabulary: a request's token with 20 alternatives, a batch of them, a chunk of a prompt."""
+    from kernels.logprobs.triton import compute_logprobs
+
+    found = []
+    vocab = 128256 // scale
+    for rows, num_top in ((1, 20), (32, 20), (256 // scale, 0), (256 // scale, 20)):
+        rows = max(rows, 1)
+        cases = [make_case(rows, vocab, 0.0, seed) for seed in range(4)]
+        moved = [(logits.to(device), token_ids.to(device)) for logits, token_ids in cases]
+        runs = tuple((lambda case=case, num_top=num_top: compute_logprobs(*case, num_top)) for case in moved)
+        found.append(Benchmark(f"logprobs [{rows}, {vocab}] top={num_top}", runs, rows * vocab * 4))
+    return found

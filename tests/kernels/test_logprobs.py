@@ -1,0 +1,107 @@
+"""Log-probabilities: the reference against float64 and a full sort, the kernels against the reference."""
+
+import pytest
+import torch
+
+from kernels.gpu.sampling import TritonSamplingOps
+from kernels.logprobs import reference
+from kernels.logprobs import triton as kernels
+from kernels.logprobs.cases import SHAPES, make_case
+from kernels.logprobs.tensors import LOWEST_LOGPROB
+from kernels.tolerances import TOLERANCES
+
+RTOL, ATOL = TOLERANCES[torch.float32]
+
+
+def by_kernels(logits, token_ids, num_top, device):
+    result = TritonSamplingOps(device).logprobs(logits.to(device), token_ids.to(device), num_top)
+    return {name: getattr(result, name).cpu() for name in result.__slots__}
+
+
+def check(result, expected):
+    for name in ("token_ids", "ranks", "top_ids"):
+        assert result[name].dtype == torch.int64
+        assert torch.equal(result[name], getattr(expected, name)), name
+    for name in ("logprobs", "top_logprobs"):
+        torch.testing.assert_close(result[name], getattr(expected, name), rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("rows, vocab, num_top, step", SHAPES)
+def test_the_reference_is_a_sorted_log_softmax(rows, vocab, num_top, step):
+    logits, token_ids = make_case(rows, vocab, step)
+    result = reference.compute_logprobs(logits, token_ids, num_top)
+    exact = torch.log_softmax(logits.double(), dim=-1)
+    for i, row in enumerate(logits.tolist()):
+        token_id = max(int(token_ids[i]), 0)
+        assert result.token_ids[i] == token_id
+        assert result.ranks[i] == 1 + sum(value > row[token_id] for value in row)
+        assert result.top_ids[i].tolist() == sorted(range(vocab), key=lambda j: (-row[j], j))[:num_top]
+        expected = exact[i, [token_id, *result.top_ids[i].tolist()]].float()
+        got = torch.cat((result.logprobs[i : i + 1], result.top_logprobs[i]))
+        torch.testing.assert_close(got, expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("rows, vocab, num_top, step", SHAPES)
+def test_the_kernels_report_what_the_reference_does(rows, vocab, num_top, step, device):
+    logits, token_ids = make_case(rows, vocab, step)
+    check(by_kernels(logits, token_ids, num_top, device), reference.compute_logprobs(logits, token_ids, num_top))
+
+
+def test_rows_far_apart_and_ids_of_32_bits(device):
+    """Rows 2**31 numbers apart; only the pages that hold them are ever touched."""
+    logits, token_ids = make_case(2, 150, 0.0)
+    apart = torch.empty(2**31 + 300, device=device).as_strided((2, 150), (2**31 + 64, 1))
+    apart.copy_(logits)
+    result = kernels.compute_logprobs(apart, token_ids.int().to(device), 3)
+    expected = reference.compute_logprobs(logits, token_ids, 3)
+    assert torch.equal(result.top_ids.cpu(), expected.top_ids)
+    torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, rtol=RTOL, atol=ATOL)
+
+
+def test_no_rows_and_none_of_the_likeliest(device):
+    logits, token_ids = make_case(3, 40, 0.0)
+    empty = by_kernels(logits[:0], token_ids[:0], 5, device)
+    assert empty["logprobs"].shape == (0,) and empty["top_ids"].shape == (0, 5)
+    check(by_kernels(logits, token_ids, 0, device), reference.compute_logprobs(logits, token_ids, 0))
+
+
+@pytest.mark.parametrize("name", ["reference", "kernels"])
+def test_unusable_rows_report_the_lowest(name, device):
+    logits, _ = make_case(6, 5000, 0.0)
+    logits[0, 17] = float("nan")
+    logits[1, 4999] = float("inf")
+    logits[2] = float("-inf")
+    logits[3, 1:] = float("-inf")
+    logits[4, 4096:] = float("-inf")  # a split without a token
+    token_ids = torch.tensor([17, 4999, 3, 0, 4097, 8])
+    if name == "kernels":
+        result = by_kernels(logits, token_ids, 4, device)
+    else:
+        tensors = reference.compute_logprobs(logits, token_ids, 4)
+        result = {name: getattr(tensors, name) for name in tensors.__slots__}
+    assert (result["logprobs"][[0, 1, 2, 4]] == LOWEST_LOGPROB).all()
+    assert (result["top_logprobs"][:3] == LOWEST_LOGPROB).all()
+    assert ((result["top_ids"] >= 0) & (result["top_ids"] < 5000)).all()
+    assert result["logprobs"][3] == 0 and result["top_ids"][3].tolist() == [0, 1, 2, 3]
+    assert result["top_logprobs"][3].tolist() == [0.0] + [LOWEST_LOGPROB] * 3
+    good = torch.log_softmax(logits[4:].double(), dim=-1)
+    torch.testing.assert_close(result["top_logprobs"][4:].double(), good.topk(4).values, rtol=RTOL, atol=ATOL)
+    assert result["ranks"][4] == 4097
+
+
+def test_rows_do_not_depend_on_their_neighbours(device):
+    logits, token_ids = make_case(4, 9000, 0.0)
+    together = by_kernels(logits, token_ids, 2, device)
+    alone = by_kernels(logits[2:3], token_ids[2:3], 2, device)
+    for name, values in alone.items():
+        assert torch.equal(values, together[name][2:3])
+
+
+def test_other_arguments_are_refused(device):
+    logits, token_ids = make_case(2, 40, 0.0)
+    with pytest.raises(ValueError, match="float32 logits"):
+        kernels.compute_logprobs(logits.double(), token_ids, 1)
+    with pytest.raises(ValueError, match="at most 128"):
+        kernels.compute_logprobs(logits, token_ids, 129)
+    with pytest.raises(ValueError, match="2 rows"):
+        kernels.compute_logprobs(logits, token_ids[:1], 1)
