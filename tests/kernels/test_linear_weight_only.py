@@ -13,6 +13,7 @@ from kernels.linear_weight_only.cases import CASES, Case, make
 from kernels.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.linear_weight_only.triton import compilations, linear, split_blocks, tile
 from kernels.tolerances import TOLERANCES
+from tests.kernels.last_program import run_only_the_last_program
 
 
 def name_of(case: Case) -> str:
@@ -144,3 +145,20 @@ def test_very_many_rows_go_by_way_of_the_values(
     monkeypatch.setattr("kernels.linear_weight_only.triton.tile", None)  # no other way is taken
     x, weight, bias = make(case, device)
     assert_near(linear(x, weight, bias), reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_beyond_32_bit_offsets(bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last features' last blocks lie more than 2**31 words behind the first: a wrapped offset reads elsewhere."""
+    num_out, num_in = 1 << 20, (66 if bits == 4 else 17) * 128
+    words = empty_words(num_out, num_in, bits, device)  # pages that are not touched take no memory on a CPU
+    assert words.numel() > 1 << 31
+    codes = torch.randint(0, 1 << bits, (64, num_in), dtype=torch.uint8, device=device)
+    pack_rows(words, num_out - 64, codes)
+    scales = torch.full((1, num_out), 0.01, dtype=torch.float16, device=device)
+    weight = PackedWeight(words, scales, None, bits, 0, num_in, new_counters(num_out, device))
+    x = torch.randn((1, num_in), device=device).to(torch.bfloat16)
+    run_only_the_last_program(monkeypatch)
+    out = linear(x, weight, None)[:, -64:]
+    last = PackedWeight(words[:, -64:], scales[:, -64:], None, bits, 0, num_in, new_counters(64, device))
+    assert_near(out, reference.linear(x, last, None))
