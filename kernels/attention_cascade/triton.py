@@ -124,13 +124,15 @@ def attention_cascade_kernel(
     store_rows(p_sums + o_scratch * HEAD, acc, acc_high, valid, HEAD, WIDTH, FORMAT)
 
 
-def tile(dtype: torch.dtype, head_dim: int, hip: bool = False) -> Tile:
+def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, hip: bool = False) -> Tile:
     """The table: half a prefill tile of rows, as there is no second accumulator; keys as in decoding with many rows."""
     if dtype is torch.float32:
         return Tile(keys=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
     if hip:
         return Tile(keys=32, num_warps=4, num_stages=2)
-    return Tile(keys=32 if head_dim > 128 else 64, num_warps=8, num_stages=5)
+    if head_dim > 128:
+        return Tile(keys=32 if kv_format == "dense" else 16, num_warps=8, num_stages=5)
+    return Tile(keys=64, num_warps=8, num_stages=5)
 
 
 def tile_rows(dtype: torch.dtype, group: int) -> int:
@@ -169,7 +171,7 @@ def attention_cascade(
     if num_items == 0:
         return
     native = native_fp8(query.device)
-    chosen = tile(query.dtype, geometry.head_dim, torch.version.hip is not None)
+    chosen = tile(query.dtype, pages.format, geometry.head_dim, torch.version.hip is not None)
     attention_cascade_kernel[(num_items, geometry.num_kv_heads)](
         scratch.sums,
         scratch.maxima,
@@ -203,7 +205,8 @@ def compilations(target: Target) -> list[Compilation]:
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
     found = [_compilation(target, torch.bfloat16, kv_format, 128) for kv_format in formats]
     found += [_compilation(target, torch.bfloat16, "dense", size) for size in (64, 80, 96, 256)]
-    found += [_compilation(target, torch.bfloat16, "fp8", size) for size in (64, 256)]
+    found += [_compilation(target, torch.bfloat16, kv_format, 256) for kv_format in formats[1:]]
+    found.append(_compilation(target, torch.bfloat16, "fp8", 64))
     return [
         *found,
         _compilation(target, torch.float16, "dense", 128),
@@ -214,7 +217,7 @@ def compilations(target: Target) -> list[Compilation]:
 def _compilation(target: Target, dtype: torch.dtype, kv_format: KVFormat, head_dim: int) -> Compilation:
     geometry = AttentionGeometry(32, 8, head_dim, head_dim, 16, head_dim**-0.5)
     types, constants = compiled_cells(target, dtype, kv_format, geometry)
-    chosen, rows = tile(dtype, head_dim, target == "gfx942"), tile_rows(dtype, 4)
+    chosen, rows = tile(dtype, kv_format, head_dim, target == "gfx942"), tile_rows(dtype, 4)
     types |= dict.fromkeys(["p_sums", "p_maxima", "p_weights"], "*fp32")
     types |= {"scale": "fp32", "softcap": "fp32", "table_stride": "i32"}
     integers = ("table", "cu_seqlens", "partials", "members", "items", "ends")
