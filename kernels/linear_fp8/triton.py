@@ -156,6 +156,18 @@ def _product(native: bool) -> tl.dtype:
     return tl.float8e4nv if native else tl.bfloat16
 
 
+def _check_fit(x: QuantizedActivation, weight: Fp8Weight) -> None:
+    """Raises ValueError where activations and weight do not go together."""
+    rows, width = x.codes.shape
+    num_out, in_features = weight.codes.shape
+    wanted = -(-width // BLOCK) if weight.blocks else 1
+    if width != in_features or x.scales.shape[1] != wanted or x.scales.shape[0] not in (1, rows):
+        raise ValueError(
+            f"activations {list(x.codes.shape)} with scales {list(x.scales.shape)} do not fit an FP8 weight "
+            f"{num_out} x {in_features} with scales {list(weight.scales.shape)}"
+        )
+
+
 def linear_fp8(
     x: QuantizedActivation,
     weight: Fp8Weight,
@@ -174,14 +186,9 @@ def linear_fp8(
     Raises:
         ValueError: the formats of activations and weight do not go together.
     """
+    _check_fit(x, weight)
     rows, width = x.codes.shape
-    num_out, in_features = weight.codes.shape
-    wanted = -(-width // BLOCK) if weight.blocks else 1
-    if width != in_features or x.scales.shape[1] != wanted or x.scales.shape[0] not in (1, rows):
-        raise ValueError(
-            f"activations {list(x.codes.shape)} with scales {list(x.scales.shape)} do not fit an FP8 weight "
-            f"{num_out} x {in_features} with scales {list(weight.scales.shape)}"
-        )
+    num_out = weight.codes.shape[0]
     if out is None:
         out = torch.empty((rows, num_out), dtype=x.dtype, device=x.codes.device)
     if rows == 0:
@@ -202,7 +209,7 @@ def linear_fp8(
         rows,
         num_out,
         width // 16,
-        0 if one_scale else wanted,
+        0 if one_scale else x.scales.shape[1],
         ROWS_PER_SCALE=weight.rows_per_scale if weight.blocks else 0,
         HAS_BIAS=bias is not None,
         EVEN_K=width % tile.k == 0,

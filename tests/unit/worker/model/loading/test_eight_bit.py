@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelFileError
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from tests.fakes.weights import make_batch
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
 from worker.model.loading import ModelFiles, open_model
 
 FP8_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -183,3 +186,21 @@ def test_other_variants_are_refused(tmp_path: Path, config: dict[str, Any], mess
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
     with pytest.raises(ModelFileError, match=message):
         opened(folder)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 static", "compressed int8"])
+def test_the_cpu_serves_the_values(tmp_path: Path, kind: str) -> None:
+    meant = write(tmp_path / "m", kind)
+    write_tiny_model(tmp_path / "dense")
+    tensors = load_file(tmp_path / "dense" / "model.safetensors")
+    tensors |= {f"{module}.weight": values for module, values in meant.items()}
+    save_file(tensors, tmp_path / "dense" / "model.safetensors")
+    logits = []
+    for name in ("m", "dense"):
+        files = opened(tmp_path / name)
+        decoder = Decoder(
+            files.spec, files.weights, dtype=torch.float32, device="cpu", max_num_tokens=16, max_model_len=16
+        )
+        kv = KVStorage(files.spec, 1, 16, torch.float32, "cpu")
+        logits.append(decoder.forward(make_batch([([5, 200, 7, 31], 0, [0])], 16), kv))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
