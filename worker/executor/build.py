@@ -17,14 +17,14 @@ from shared.errors import ConfigurationError
 from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
-from worker.executor.device import Device, open_device
+from worker.executor.device import Device, gpu_multiplies_bfloat16, num_gpus, open_device
 from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
 from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv
 from worker.executor.model_runner import ModelRunner
 from worker.executor.pending_step import PendingStep
 from worker.executor.precompile import Precompilation
-from worker.executor.profile import measure_step, pages_must_fit, weights_must_fit
+from worker.executor.profile import measure_step, pages_must_fit, steps_must_fit, weights_must_fit
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
 from worker.executor.request_rows import RequestRows
 from worker.kv.storage import KVStorage
@@ -121,7 +121,8 @@ def _build(
     def launch(step: StepPlan) -> PendingStep:
         if group is not None:
             group.send(step)
-        return runner.launch(step)
+        with steps_must_fit(settings):
+            return runner.launch(step)
 
     def check() -> None:
         if group is not None:
@@ -157,6 +158,8 @@ def prepare_process(settings: WorkerSettings) -> None:
     use_huge_pages()
     torch.set_num_threads(num_threads(settings))
     use_cache_directory(cache_directory(settings))
+    # Triton's own default is in the home directory, which a service may lack.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory(settings) / "triton"))
 
 
 def cache_directory(settings: WorkerSettings) -> Path:
@@ -173,7 +176,7 @@ def num_threads(settings: WorkerSettings) -> int:
 
 def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
     """The device of a rank. Raises ConfigurationError where it is asked for and not there."""
-    count = torch.cuda.device_count() if settings.device != "cpu" and torch.cuda.is_available() else 0
+    count = num_gpus() if settings.device != "cpu" else 0
     if settings.device == "cpu" or (settings.device == "auto" and count == 0):
         if settings.deterministic:
             raise ConfigurationError("deterministic is for GPUs; on the CPU, dtype float32 comes close to it")
@@ -191,7 +194,7 @@ def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if gpu_multiplies_bfloat16() else torch.float16
     cpu = torch.cpu
     native = cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32

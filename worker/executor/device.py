@@ -325,6 +325,16 @@ class _CudaGraph(Generic[T]):
         return self._outputs
 
 
+def num_gpus() -> int:
+    """GPUs that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_multiplies_bfloat16() -> bool:
+    """Whether the current GPU does so itself."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 def open_device(torch_device: torch.device) -> Device:
     """The Device of a torch device."""
     return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()

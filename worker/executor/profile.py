@@ -13,6 +13,7 @@ from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor.device import Device, OutOfMemory
+from worker.executor.executor import ExecutorError
 from worker.executor.memory import KVPlan
 from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
@@ -160,13 +161,25 @@ def pages_must_fit(device: Device, settings: WorkerSettings, num_pages: int, byt
         yield
     except OutOfMemory as error:
         fits = free // bytes_per_page
-        remedy = (
-            f"num-kv-pages {fits} would fit"
-            if settings.num_kv_pages
-            else f"gpu-memory-utilization is {settings.gpu_memory_utilization}; "
-            f"{max(0.05, int(settings.gpu_memory_utilization * 95) / 100):.2f} leaves more room"
-        )
+        remedy = f"num-kv-pages {fits} would fit" if settings.num_kv_pages else _more_room(settings)
         raise ConfigurationError(
             f"{num_pages} pages of the KV cache take {num_pages * bytes_per_page / _GIB:.2f} GiB; "
             f"{free / _GIB:.2f} GiB of the GPU's memory are free. {remedy}"
         ) from error
+
+
+@contextlib.contextmanager
+def steps_must_fit(settings: WorkerSettings) -> Iterator[None]:
+    """Around a step: a full GPU ends this worker, although the largest step has been tried: another process has come,
+    or free memory is in pieces. The error names the setting that helps."""
+    try:
+        yield
+    except OutOfMemory as error:
+        raise ExecutorError(
+            f"the GPU's memory is full while serving; does another process use it? {_more_room(settings)} ({error})"
+        ) from error
+
+
+def _more_room(settings: WorkerSettings) -> str:
+    share = settings.gpu_memory_utilization
+    return f"gpu-memory-utilization is {share}; {max(0.05, int(share * 95) / 100):.2f} leaves more room"

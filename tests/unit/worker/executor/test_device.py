@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from worker.executor.device import CpuDevice, open_device
 from worker.executor.late import Misuse
+
+WORKER = Path(__file__).parents[4] / "worker"
 
 
 def test_a_download_is_a_copy_of_its_own():
@@ -79,6 +83,11 @@ def test_a_graph_refuses_other_memory_and_reads_on_the_host():
         graph.replay()
     with pytest.raises(Misuse, match="on the host"):
         device.capture(lambda: torch.full((2,), inputs["x"].sum().item()))
+
+
+def test_nobody_else_in_the_worker_names_torch_cuda():
+    sources = {path: path.read_text("utf-8") for path in WORKER.rglob("*.py")}
+    assert [path.name for path, source in sources.items() if "torch.cuda" in source] == ["device.py"]
 
 
 def test_memory_figures_of_the_host():

@@ -6,7 +6,8 @@ import torch
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from worker.executor.device import CpuDevice, OutOfMemory
-from worker.executor.profile import measure_step, pages_must_fit, profile_plans, weights_must_fit
+from worker.executor.executor import ExecutorError
+from worker.executor.profile import measure_step, pages_must_fit, profile_plans, steps_must_fit, weights_must_fit
 
 MIB = 1 << 20
 
@@ -109,6 +110,12 @@ def test_weights_and_pages_that_do_not_fit_name_what_would():
             raise torch.OutOfMemoryError("full")
     with pytest.raises(ConfigurationError, match=r"gpu-memory-utilization is 0\.9; 0\.85 leaves more room"):
         with pages_must_fit(Gpu(), WorkerSettings(), 5000, MIB):
+            raise torch.OutOfMemoryError("full")
+
+
+def test_a_gpu_that_fills_up_while_serving_ends_the_worker_with_the_settings_name():
+    with pytest.raises(ExecutorError, match=r"gpu-memory-utilization is 0\.8; 0\.76 leaves more room \(full\)"):
+        with steps_must_fit(WorkerSettings(gpu_memory_utilization=0.8)):
             raise torch.OutOfMemoryError("full")
 
 
