@@ -96,22 +96,7 @@ def _build(
     with weights_must_fit(device, settings):
         decoder = load_decoder(settings, files, device.torch_device, parallel)
     ops = sampling_ops(device.torch_device, num_threads(settings))
-    memory = measure_memory(settings, decoder, parallel, ops, device)
-    if group is not None:
-        memory = KVMemory(min(memory.available, group.loaded()), memory.total)
-    plan = plan_kv(
-        settings,
-        bytes_per_page=page_bytes(settings, decoder, parallel),
-        memory=memory,
-        max_position=files.spec.max_position,
-    )
-    if plan.reduced:
-        _log.warning(
-            "max_model_len_lowered",
-            max_model_len=plan.max_model_len,
-            model_context=files.spec.max_position,
-            num_pages=plan.num_pages,
-        )
+    plan = _size_kv(settings, decoder, parallel, ops, device, group)
     if group is not None:
         group.prepare(plan)
     if group is not None:
@@ -151,6 +136,34 @@ def _build(
         check=check,
         use_idle_time=use_idle_time,
     )
+
+
+def _size_kv(
+    settings: WorkerSettings,
+    decoder: Decoder,
+    parallel: ParallelContext,
+    ops: SamplingOps,
+    device: Device,
+    group: RankGroup | None,
+) -> KVPlan:
+    """Measures on all ranks, and plans for the one with the least room."""
+    memory = measure_memory(settings, decoder, parallel, ops, device)
+    if group is not None:
+        memory = KVMemory(min(memory.available, group.loaded()), memory.total)
+    plan = plan_kv(
+        settings,
+        bytes_per_page=page_bytes(settings, decoder, parallel),
+        memory=memory,
+        max_position=decoder.spec.max_position,
+    )
+    if plan.reduced:
+        _log.warning(
+            "max_model_len_lowered",
+            max_model_len=plan.max_model_len,
+            model_context=decoder.spec.max_position,
+            num_pages=plan.num_pages,
+        )
+    return plan
 
 
 def prepare_process(settings: WorkerSettings) -> None:
