@@ -35,15 +35,16 @@ def tile(target: Target, head_dim: int, kv_format: KVFormat, *, wide: bool) -> T
 
     Nothing here depends on the step: a query's result may not depend on what else is computed in it.
     """
+    large, dense = head_dim > 128, kv_format == "dense"
     if wide:
-        return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 4, 1)
+        return Tile(16 if large else 32, 32, 4 if target == "gfx942" else 8, 1)
     if target == "gfx942":
-        return Tile(128, 64, 4, 1) if head_dim <= 128 else Tile(64, 32, 4, 1)
-    if head_dim > 128:
-        return Tile(64, 32, 4, 2)
+        return Tile(64, 32, 4, 1) if large else Tile(128, 64 if dense else 32, 4, 1)
     if target == "sm_80":
-        return Tile(128, 64 if kv_format == "dense" else 32, 8, 2)
-    return Tile(128, 64, 8, 3 if kv_format == "dense" else 2)
+        if large:
+            return Tile(64, 32, 8, 2)
+        return Tile(128, 32, 8, 3) if dense else Tile(64, 32, 4, 2)
+    return Tile(128, 32 if large else 64, 8, 2 if large and dense else 3)
 
 
 @triton.jit
