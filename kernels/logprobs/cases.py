@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kernels.gpu.benchmark import Benchmark
@@ -34,10 +36,9 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
 
     found = []
     vocab = 128256 // scale
-    for rows, num_top in ((1, 20), (32, 20), (256 // scale, 0), (256 // scale, 20)):
-        rows = max(rows, 1)
+    many, most = max(32 // scale, 1), max(256 // scale, 1)
+    for rows, num_top in ((1, 20), (many, 20), (most, 0), (most, 20)):
         cases = [make_case(rows, vocab, 0.0, seed) for seed in range(4)]
-        moved = [(logits.to(device), token_ids.to(device)) for logits, token_ids in cases]
-        runs = tuple((lambda case=case, num_top=num_top: compute_logprobs(*case, num_top)) for case in moved)
+        runs = tuple(partial(compute_logprobs, x.to(device), ids.to(device), num_top) for x, ids in cases)
         found.append(Benchmark(f"logprobs [{rows}, {vocab}] top={num_top}", runs, rows * vocab * 4))
     return found

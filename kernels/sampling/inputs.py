@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -47,8 +48,12 @@ class SamplingInputs:
 
     def on(self, device: torch.device) -> SamplingInputs:
         """The same on a device; strides stay."""
-        tensors = {name: getattr(self, name) for name in self.__slots__}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, torch.Tensor)})
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                moved[field.name] = value.to(device)
+        return replace(self, **moved)
 
     def gathered(self) -> SamplingInputs:
         """The same with one entry per row of the logits, in the types that the attributes name first."""

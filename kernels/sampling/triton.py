@@ -65,7 +65,7 @@ def split(vocab: int, num_lanes: int = 32) -> Split:
     splits = triton.cdiv(vocab, tile)
     padded = triton.next_power_of_2(splits)
     capacity = max(min(_MOST_CANDIDATES // padded, tile), 16)
-    return Split(tile, splits, padded, capacity, max(min(tile // 512, 8) * 32 // num_lanes, 1))
+    return Split(tile, splits, padded, capacity, max(min(tile // 256, 8) * 32 // num_lanes, 1))
 
 
 @triton.jit
