@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.logprobs import triton as logprobs_kernels
 from kernels.logprobs.tensors import LogprobTensors
 from kernels.penalties import triton as penalty_kernels
 from kernels.sampling import triton as sampling_kernels
-from kernels.sampling.inputs import AdjustInputs, PenaltyInputs, SamplingInputs
+from kernels.sampling.inputs import NO_CUT, AdjustInputs, PenaltyInputs, SamplingInputs
 
 
 class TritonSamplingOps:
-    """Owns the scratch of sampling, which grows to the most rows seen; the steps of one stream may share it."""
+    """Owns the scratch of sampling, which grows to the most rows seen; the steps of one stream may share it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        vocab_size: what `compile` compiles for; 0: nothing, kernels then compile when they are first needed.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int = 0) -> None:
         self._device = device
+        self._vocab_size = vocab_size
         self._scratch = torch.empty(0, dtype=torch.int32, device=device)
 
     def compile(self) -> None:
-        """Nothing: the kernels depend on the vocabulary, and compile when they first see it."""
+        """Launches every variant but those with a grammar's mask once, on a row of zeros."""
+        if not self._vocab_size:
+            return
+        logits = torch.zeros((1, self._vocab_size), device=self._device)
+        inputs = _one_row(self._device)
+        for random, filtered in ((False, False), (True, False), (True, True)):
+            self.sample(logits, replace(inputs, any_random=random, any_filter=filtered))
+        counts = torch.zeros((1, self._vocab_size), dtype=torch.int32, device=self._device)
+        row, one = torch.zeros(1, dtype=torch.int64, device=self._device), torch.ones(1, device=self._device)
+        self.penalize(logits, PenaltyInputs(row, row, counts, counts.bool(), one, one, one))
+        entry = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
+        rows = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self.adjust(logits, AdjustInputs(entry, entry.float(), entry, rows, row))
+        for num_top in (0, 20):
+            self.logprobs(logits, row, num_top)
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See kernels/sampling/reference.py."""
@@ -39,3 +60,20 @@ class TritonSamplingOps:
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """See kernels/logprobs/reference.py."""
         return logprobs_kernels.compute_logprobs(logits, token_ids, num_top)
+
+
+def _one_row(device: torch.device) -> SamplingInputs:
+    """Types as the worker's tables have them: 32 bits but for positions and top_p."""
+    words = torch.zeros(1, dtype=torch.int32, device=device)
+    return SamplingInputs(
+        temperature=torch.ones(1, device=device),
+        top_k=words,
+        top_p=torch.full((1,), 0.5, dtype=torch.float64, device=device),
+        log_min_p=torch.full((1,), NO_CUT, device=device),
+        key=torch.zeros((2, 1), dtype=torch.int32, device=device),
+        position=torch.zeros(1, dtype=torch.int64, device=device),
+        choice=words,
+        any_random=True,
+        any_filter=True,
+        rows=words,
+    )

@@ -171,10 +171,15 @@ def _inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
     )
 
 
-def sampling_ops(device: torch.device, num_threads: int) -> SamplingOps:
-    """The fastest implementation for a device."""
+def sampling_ops(device: torch.device, num_threads: int, vocab_size: int = 0) -> SamplingOps:
+    """The fastest implementation for a device.
+
+    Args:
+        num_threads: among which the CPU shares rows.
+        vocab_size: for which `compile` is to compile on a GPU; 0: when the kernels are first needed.
+    """
     if device.type == "cpu":
         return CpuOps(num_threads)
     from kernels.gpu.sampling import TritonSamplingOps  # triton is imported only where it runs
 
-    return TritonSamplingOps(device)
+    return TritonSamplingOps(device, vocab_size)

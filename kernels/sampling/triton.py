@@ -36,8 +36,12 @@ _LOWEST = tl.constexpr(float("-inf"))
 
 
 _SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
+_STRIDES = (*(f"{name[2:]}_stride" for name in _SCALARS[1:]), "key_word_stride")
 _ROW_VARYING: dict[str, Any] = {"do_not_specialize_on_alignment": ["p_mask_rows"]}
-_VARYING: dict[str, Any] = {"do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS]}
+_VARYING: dict[str, Any] = {
+    "do_not_specialize": list(_STRIDES),
+    "do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS],
+}
 """What may lie anywhere in a packed buffer, so that nothing is compiled while serving."""
 
 

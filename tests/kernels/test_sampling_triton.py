@@ -222,6 +222,22 @@ def test_no_rows_and_scratch_that_grows(device):
         assert torch.equal(ids.cpu(), reference.sample(logits, inputs)[:num_rows])
 
 
+def test_compiling_samples_a_row_of_each_kind(device, monkeypatch):
+    launched = []
+    for name in ("adjust", "penalize", "sample", "logprobs"):
+        method = getattr(TritonSamplingOps, name)
+        monkeypatch.setattr(
+            TritonSamplingOps,
+            name,
+            lambda self, *args, name=name, method=method: (launched.append(name), method(self, *args))[1],
+        )
+    TritonSamplingOps(device, 130).compile()
+    assert sorted(launched) == ["adjust", "logprobs", "logprobs", "penalize", "sample", "sample", "sample"]
+    launched.clear()
+    TritonSamplingOps(device).compile()  # for no vocabulary
+    assert not launched
+
+
 @pytest.mark.parametrize("logits", [torch.zeros(2, 8).half(), torch.zeros(8, 2).t(), torch.zeros(2, 0)])
 def test_other_logits_are_refused(logits, device):
     _, inputs = make_case(SamplingCase("", 2, 8, 1.0, CASES[0].rows))
