@@ -10,9 +10,10 @@ from kernels.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_cascade.inputs import CascadeWork
 from kernels.attention_decode.inputs import DecodeScratch
-from kernels.attention_decode.triton import PRODUCTS, Tile, cell_constants, cell_pointers, compiled_cells
+from kernels.attention_decode.triton import Tile
 from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.kv_cells import PRODUCTS, cell_constants, cell_pointers, compiled_cells
 from kernels.gpu.launch import native_fp8, product_type
 from kernels.gpu.split_attention import attend_keys, load_queries, store_rows
 

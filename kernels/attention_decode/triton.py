@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -13,15 +12,13 @@ from kernels.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_decode.inputs import DecodeScratch
 from kernels.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork
-from kernels.gpu.compilations import Compilation, Product, Target
-from kernels.gpu.launch import TRITON_TYPES, native_fp8, num_processors, product_type
-from kernels.gpu.split_attention import (
-    attend_keys,
-    load_queries,
-    merge_weights,
-    normalizer,
-    store_rows,
-)
+from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.kv_cells import POINTERS, PRODUCTS, cell_constants, cell_pointers, compiled_cells
+from kernels.gpu.launch import native_fp8, num_processors, product_type
+from kernels.gpu.split_attention import attend_keys, load_queries, merge_weights, normalizer, store_rows
+
+MAX_ROWS = 128
+"""Query tokens times heads of a group that a tile can have."""
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -230,39 +227,10 @@ def tile_rows(max_queries: int, group: int) -> int:
     return max(DECODE_ROWS, int(triton.next_power_of_2(max_queries * group)))
 
 
-def cell_constants(geometry: AttentionGeometry, pages: KVPages) -> dict[str, int | str]:
-    """Strides and sizes of cells: constants, so that loads of whole vectors are known to be aligned."""
-    scales = (0, 0, 0) if pages.key_scales is None else pages.key_scales.stride()
-    if pages.value_scales is not None and pages.value_scales.stride() != scales:
-        raise ValueError("scales of keys and of values lie differently in memory")
-    names = [f"{kind}_{part}" for kind in "KV" for part in ("PAGE", "HEAD", "SLOT", "DIM")]
-    strides = (*pages.keys.stride(), *pages.values.stride(), *scales)
-    cell = geometry.head_dim // 2 if pages.format == "int4" else geometry.head_dim
-    width = max(16, int(triton.next_power_of_2(cell)))
-    return {
-        **dict(zip([*names, "S_PAGE", "S_HEAD", "S_SLOT"], strides)),
-        "PAGE_SIZE": geometry.page_size,
-        "KV_HEADS": geometry.num_kv_heads,
-        "GROUP": geometry.num_heads // geometry.num_kv_heads,
-        "HEAD": geometry.head_dim,
-        "WIDTH": width,
-        "HIGH_WIDTH": width if pages.format == "int4" else 16,
-        "FORMAT": pages.format,
-    }
-
-
-def cell_pointers(pages: KVPages, native: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and scales as kernels take them: e4m3fn as bits where the GPU does not convert it itself."""
-    keys, values = pages.keys, pages.values
-    if pages.format == "fp8" and not native:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    key_scales = keys if pages.key_scales is None else pages.key_scales
-    value_scales = values if pages.value_scales is None else pages.value_scales
-    return keys, values, key_scales, value_scales
-
-
-def check_queries(query: torch.Tensor, out: torch.Tensor, geometry: AttentionGeometry) -> None:
-    """Raises ValueError for what the kernels would read wrongly."""
+def _check(
+    query: torch.Tensor, out: torch.Tensor, geometry: AttentionGeometry, work: AttentionWork, scratch: DecodeScratch
+) -> None:
+    """Raises ValueError for what the kernels would read or write wrongly."""
     shape = (query.shape[0], geometry.num_heads, geometry.head_dim)
     if query.shape != shape or not query.is_contiguous():
         raise ValueError(f"queries must be contiguous {shape}, not {tuple(query.shape)}")
@@ -270,6 +238,14 @@ def check_queries(query: torch.Tensor, out: torch.Tensor, geometry: AttentionGeo
         raise ValueError(f"attention's output must be contiguous and of the queries' size, not {tuple(out.shape)}")
     if geometry.head_dim % 2 or geometry.num_heads % geometry.num_kv_heads:
         raise ValueError(f"{geometry} has halves or groups of unequal size")
+    group = geometry.num_heads // geometry.num_kv_heads
+    if work.max_decode_queries * group > MAX_ROWS:
+        raise ValueError(f"{work.max_decode_queries} query tokens of {group} heads exceed a tile of {MAX_ROWS} rows")
+    if work.window != geometry.window:
+        raise ValueError(f"the work list is of a window of {work.window}, the layer has {geometry.window}")
+    rows = scratch.sums.shape[0]
+    if rows < work.scratch_rows or scratch.sums.shape[1:] != query.shape[1:]:
+        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is too small for {work.scratch_rows} rows of {shape}")
 
 
 def attention_decode(
@@ -292,15 +268,10 @@ def attention_decode(
 
     Raises ValueError for shapes that do not fit each other.
     """
-    check_queries(query, out, geometry)
-    group = geometry.num_heads // geometry.num_kv_heads
+    _check(query, out, geometry, work, scratch)
     if work.max_decode_queries == 0:
         return
-    rows = tile_rows(work.max_decode_queries, group)
-    if rows > 128:
-        raise ValueError(f"{work.max_decode_queries} query tokens of {group} heads exceed a tile of 128 rows")
-    if work.window != geometry.window:
-        raise ValueError(f"the work list is of a window of {work.window}, the layer has {geometry.window}")
+    rows = tile_rows(work.max_decode_queries, geometry.num_heads // geometry.num_kv_heads)
     native = native_fp8(query.device)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, rows, torch.version.hip is not None)
     programs = min(num_processors(query.device) * chosen.programs, work.decode_items.shape[0] * geometry.num_kv_heads)
@@ -374,44 +345,6 @@ def _reduce_constants(num_heads: int, num_kv_heads: int, head_dim: int, has_sink
     }
 
 
-_CELL_TYPES: dict[KVFormat, torch.dtype] = {
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-}
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
-PRODUCTS: dict[torch.dtype, Product] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def compiled_cells(
-    target: Target, dtype: torch.dtype, kv_format: KVFormat, geometry: AttentionGeometry
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of the pointers to queries and cells, and the constants, of a compilation for `target`."""
-    cell_type = _CELL_TYPES.get(kv_format, dtype)
-    cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
-    shape = (1, geometry.num_kv_heads, geometry.page_size, cell)
-    scales = None if kv_format == "dense" else torch.empty(shape[:3], device="meta")
-    cells = torch.empty(shape, dtype=cell_type, device="meta")
-    native = target in ("sm_90", "sm_100")
-    stored = torch.uint8 if kv_format == "fp8" and not native else cell_type
-    pointers = {"p_query": _POINTERS[dtype], "p_keys": _POINTERS[stored], "p_values": _POINTERS[stored]}
-    factors = _POINTERS[stored] if scales is None else "*fp32"
-    constants = cell_constants(geometry, KVPages(cells, cells, scales, scales, kv_format)) | {
-        "NATIVE": native,
-        "PRODUCT": TRITON_TYPES[dtype],
-        "HAS_SOFTCAP": geometry.softcap is not None,
-        "HAS_WINDOW": geometry.window is not None,
-    }
-    return pointers | {"p_key_scales": factors, "p_value_scales": factors}, constants
-
-
 def compilations(target: Target) -> list[Compilation]:
     """Every head size with every format in bfloat16, the other dtypes and features at Llama's shapes, and the merge."""
     plain = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
@@ -447,7 +380,7 @@ def _compilation(
     constants |= {"ROWS": rows, "KEYS": chosen.keys, "HAS_SINKS": sinks}
     names = ("sums", "maxima", "weights", "sinks")
     integers = ("table", "cu_seqlens", "seq_lens", "items", "counts")
-    types = pointers | {"p_out": _POINTERS[dtype]} | dict.fromkeys([f"p_{name}" for name in names], "*fp32")
+    types = pointers | {"p_out": POINTERS[dtype]} | dict.fromkeys([f"p_{name}" for name in names], "*fp32")
     types |= dict.fromkeys([f"p_{name}" for name in integers], "*i32")
     types |= {"table_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
     features = " softcap window sinks" if sinks else ""
@@ -468,7 +401,7 @@ def _compilation(
 
 def _reduce_compilation(dtype: torch.dtype, head_dim: int) -> Compilation:
     types = dict.fromkeys(["p_sums", "p_maxima", "p_weights", "p_sinks"], "*fp32")
-    types |= {"p_out": _POINTERS[dtype], "p_cu_seqlens": "*i32", "p_partials": "*i32"}
+    types |= {"p_out": POINTERS[dtype], "p_cu_seqlens": "*i32", "p_partials": "*i32"}
     return Compilation(
         kernel="attention_reduce",
         configuration=f"{PRODUCTS[dtype]} d={head_dim} g=4",

@@ -124,10 +124,12 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
     case = Case("one", ((1, 20),))
     tensors = make_tensors(case, device)
     work = case.make_work(device)
-    scratch: DecodeScratch = make_scratch(1, case.num_heads, case.head_dim, device)
+    scratch = make_scratch(case.scratch_rows, case.num_heads, case.head_dim, device)
     out = torch.empty_like(tensors.query)
 
-    def launch(query: torch.Tensor = tensors.query, out: torch.Tensor = out, **changes) -> None:
+    def launch(
+        query: torch.Tensor = tensors.query, out: torch.Tensor = out, scratch: DecodeScratch = scratch, **changes
+    ) -> None:
         geometry = dataclasses.replace(case.geometry(), **changes)
         attention_decode(query, tensors.pages, tensors.inputs, geometry, work, scratch, out)
 
@@ -137,3 +139,8 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
         launch(out=out[:, :4])
     with pytest.raises(ValueError, match="window of None, the layer has 8"):
         launch(window=8)
+    with pytest.raises(ValueError, match="too small for 64 rows"):
+        launch(scratch=make_scratch(63, case.num_heads, case.head_dim, device))
+    many = dataclasses.replace(case, max_queries=33)
+    with pytest.raises(ValueError, match="33 query tokens of 4 heads exceed a tile of 128"):
+        run(many, tensors)

@@ -1,0 +1,81 @@
+"""Pages of the KV cache as kernels take them: pointers, and strides and sizes as constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from kernels.attention.inputs import AttentionGeometry
+from kernels.attention.kv_pages import KVFormat, KVPages
+from kernels.gpu.compilations import Product, Target
+from kernels.gpu.launch import TRITON_TYPES
+
+_CELL_TYPES: dict[KVFormat, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+PRODUCTS: dict[torch.dtype, Product] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def compiled_cells(
+    target: Target, dtype: torch.dtype, kv_format: KVFormat, geometry: AttentionGeometry
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of the pointers to queries and cells, and the constants, of a compilation for `target`."""
+    cell_type = _CELL_TYPES.get(kv_format, dtype)
+    cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
+    shape = (1, geometry.num_kv_heads, geometry.page_size, cell)
+    scales = None if kv_format == "dense" else torch.empty(shape[:3], device="meta")
+    cells = torch.empty(shape, dtype=cell_type, device="meta")
+    native = target in ("sm_90", "sm_100")
+    stored = torch.uint8 if kv_format == "fp8" and not native else cell_type
+    pointers = {"p_query": POINTERS[dtype], "p_keys": POINTERS[stored], "p_values": POINTERS[stored]}
+    factors = POINTERS[stored] if scales is None else "*fp32"
+    constants = cell_constants(geometry, KVPages(cells, cells, scales, scales, kv_format)) | {
+        "NATIVE": native,
+        "PRODUCT": TRITON_TYPES[dtype],
+        "HAS_SOFTCAP": geometry.softcap is not None,
+        "HAS_WINDOW": geometry.window is not None,
+    }
+    return pointers | {"p_key_scales": factors, "p_value_scales": factors}, constants
+
+
+def cell_constants(geometry: AttentionGeometry, pages: KVPages) -> dict[str, int | str]:
+    """Strides and sizes of cells: constants, so that loads of whole vectors are known to be aligned."""
+    scales = (0, 0, 0) if pages.key_scales is None else pages.key_scales.stride()
+    if pages.value_scales is not None and pages.value_scales.stride() != scales:
+        raise ValueError("scales of keys and of values lie differently in memory")
+    names = [f"{kind}_{part}" for kind in "KV" for part in ("PAGE", "HEAD", "SLOT", "DIM")]
+    strides = (*pages.keys.stride(), *pages.values.stride(), *scales)
+    cell = geometry.head_dim // 2 if pages.format == "int4" else geometry.head_dim
+    width = max(16, int(triton.next_power_of_2(cell)))
+    return {
+        **dict(zip([*names, "S_PAGE", "S_HEAD", "S_SLOT"], strides)),
+        "PAGE_SIZE": geometry.page_size,
+        "KV_HEADS": geometry.num_kv_heads,
+        "GROUP": geometry.num_heads // geometry.num_kv_heads,
+        "HEAD": geometry.head_dim,
+        "WIDTH": width,
+        "HIGH_WIDTH": width if pages.format == "int4" else 16,
+        "FORMAT": pages.format,
+    }
+
+
+def cell_pointers(pages: KVPages, native: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and scales as kernels take them: e4m3fn as bits where the GPU does not convert it itself."""
+    keys, values = pages.keys, pages.values
+    if pages.format == "fp8" and not native:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    key_scales = keys if pages.key_scales is None else pages.key_scales
+    value_scales = values if pages.value_scales is None else pages.value_scales
+    return keys, values, key_scales, value_scales
