@@ -17,12 +17,19 @@ from typing import Any
 
 import torch
 
-from scripts._bench import gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_speed, gpu_check_tests
+from scripts._bench import (
+    gpu_check_equality,
+    gpu_check_host,
+    gpu_check_kernels,
+    gpu_check_report,
+    gpu_check_speed,
+    gpu_check_tests,
+)
 from scripts._bench.gpu_check_machine import roofline
 
-PARTS = ("tests", "kernels", "equality", "speed")
+PARTS = ("tests", "kernels", "equality", "host", "speed")
 _RESULT = "RESULT "
-_PART_SECONDS = {"tests": 1800.0, "kernels": 300.0, "equality": 600.0, "speed": 600.0, "machine": 120.0}
+_PART_SECONDS = {"tests": 1800.0, "kernels": 300.0, "equality": 600.0, "host": 300.0, "speed": 600.0, "machine": 120.0}
 
 
 def run_part(part: str, argument: str) -> Any:
@@ -33,6 +40,8 @@ def run_part(part: str, argument: str) -> Any:
         return gpu_check_kernels.measure(argument, torch.device("cuda"), roofline())
     if part == "equality":
         return gpu_check_equality.run()
+    if part == "host":
+        return gpu_check_host.run()
     return gpu_check_speed.run(roofline(), argument)  # type: ignore[arg-type]
 
 
@@ -97,6 +106,9 @@ def collect(parts: Sequence[str], kernels: Sequence[str], weights: Sequence[str]
     if "equality" in parts:
         _say("a small model on GPU and CPU")
         report["equality"] = in_child("equality")
+    if "host" in parts:
+        _say("the host's part of a step")
+        report["host"] = in_child("host")
     if "speed" in parts:
         report["speed"] = {}
         for kind in weights:

@@ -17,6 +17,8 @@ def table(report: Mapping[str, Any]) -> list[str]:
             lines += _kernel(name, found)
     if "equality" in report:
         lines += ["", "GPU against CPU", *_equality(report["equality"])]
+    if "host" in report:
+        lines += ["", "host, microseconds a decode step", *_host(report["host"])]
     if "speed" in report:
         head = f"{'tok/s':>9} {'host us':>8} {'gap us':>7} {'idle us':>8}"
         lines += ["", f"{'8B model':44} {'ms':>9} {'floor':>9} {'share':>6} {head}"]
@@ -46,6 +48,7 @@ def _failed_runs(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _errors("equality", equality)
     if not isinstance(equality, dict):
         yield from (f"{row['name']}: {row['detail']}" for row in equality if not row["ok"])
+    yield from _errors("host", report.get("host", []))
     for kind, rows in report.get("speed", {}).items():
         yield from _errors(f"speed with weights {kind}", rows)
 
@@ -96,6 +99,16 @@ def _equality(rows: Any) -> list[str]:
     if isinstance(rows, dict):
         return [f"  {rows['error']}"]
     return [f"  {row['name']:28} {'ok' if row['ok'] else 'FAILED':7} {row['detail']}" for row in rows]
+
+
+def _host(rows: Any) -> list[str]:
+    if isinstance(rows, dict):
+        return [f"  {rows['error']}"]
+    return [
+        f"  {row['name']:22} {row['host_us']:7.0f} of {row['step_us']:7.0f}: schedule {row['schedule_us']:.0f}, "
+        f"submit {row['submit_us']:.0f}, result {row['result_us']:.0f}, apply {row['apply_us']:.0f}"
+        for row in rows
+    ]
 
 
 def _speed(kind: str, rows: Any) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from kernels.gpu.benchmark import Benchmark
 from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
+from scripts._bench.gpu_check_host import run as run_host
 from scripts._bench.gpu_check_machine import Roofline
 from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, shapes, step_cost
 from scripts._bench.gpu_check_plans import Generated, new_rows, num_pages, random_prompts, steps
@@ -104,6 +105,18 @@ def test_speed_runs_on_the_small_model():
         assert 0 < row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
     assert rows[1]["tokens_per_second"] == pytest.approx(3000 / rows[1]["ms"])
     assert rows[0]["host_us"] > 0
+
+
+@pytest.mark.usefixtures("_threads")
+def test_the_hosts_part_of_a_step_is_less_than_the_step():
+    rows = run_host("cpu", counts=(2, 3), num_steps=8, dtype="float32", num_threads=1)
+    assert [row["name"] for row in rows] == ["host, 2 requests", "host, 3 requests"]
+    for row in rows:
+        parts = [row[name] for name in ("schedule_us", "submit_us", "result_us", "apply_us")]
+        assert all(part > 0 for part in parts)
+        assert row["host_us"] == pytest.approx(sum(parts))
+    line = gpu_check_report.table({"machine": {"error": "none"}, "host": rows})[3]
+    assert line.split()[:3] == ["host,", "2", "requests"]
 
 
 @pytest.mark.usefixtures("_threads")
