@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention_cascade.inputs import CascadeWork
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
@@ -39,6 +41,8 @@ class AttentionInputs:
         slot_mapping: [T] int64, page * page_size + slot; -1: the token is not written.
         block_table: [R, max_pages] int32.
         rope_table: [max_positions, rotary_dim] float32: cosines, then sines, of each position.
+        cascade: prefixes that decoding requests share, which a GPU may attend to once for all of them; None: none are
+            known. The result is the same but for rounding, so deterministic mode takes no notice of it.
     """
 
     positions: torch.Tensor
@@ -49,6 +53,7 @@ class AttentionInputs:
     rope_table: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    cascade: CascadeWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

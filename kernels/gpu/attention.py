@@ -6,6 +6,8 @@ import torch
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.attention.kv_pages import KVPages
+from kernels.attention_cascade.inputs import CascadeWork
+from kernels.attention_cascade.triton import attention_cascade
 from kernels.attention_decode.inputs import DecodeScratch, make_scratch
 from kernels.attention_decode.triton import attention_decode
 from kernels.attention_prefill.triton import attention_prefill, prefill_tile
@@ -63,17 +65,24 @@ class TritonAttention:
         if not num_tokens:
             return out
         work = prepared.work
+        cascade = self._cascade(inputs, geometry)
         if work is None:
             work = prepared.work = self._work(geometry, prefill_tile(geometry, pages, qkv.dtype, self._device), inputs)
-            build_work(inputs.cu_seqlens_q, inputs.seq_lens, work)
+            build_work(inputs.cu_seqlens_q, inputs.seq_lens, work, cascade.shared_lens if cascade else None)
         # What the host knows of the step spares launches that would find nothing in their list.
         only_few = inputs.max_seqlen_q <= work.max_decode_queries
         if work.max_decode_queries and (only_few or num_requests > 1):
             scratch = self._scratch_of(geometry)
+            if cascade is not None:
+                attention_cascade(queries, pages, inputs, geometry, work, cascade, scratch)
             attention_decode(queries, pages, inputs, geometry, work, scratch, out, layer.sinks)
         if not only_few:
             attention_prefill(queries, pages, inputs, geometry, layer.sinks, work, out)
         return out
+
+    def _cascade(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> CascadeWork | None:
+        """A window does not see a prefix as a whole."""
+        return None if self._deterministic or geometry.window is not None else inputs.cascade
 
     def _work(self, geometry: AttentionGeometry, tile: int, inputs: AttentionInputs) -> AttentionWork:
         max_tokens, max_requests = inputs.positions.shape[0], inputs.seq_lens.shape[0]

@@ -10,7 +10,9 @@ import torch
 from kernels.attention.cases import Case, Step, make_step
 from kernels.attention.inputs import AttentionInputs
 from kernels.attention.kv_pages import KVFormat
-from kernels.attention.reference import attend, rotate_and_write
+from kernels.attention.reference import attend, paged_attention, rotate_and_write
+from kernels.attention_cascade.inputs import SharedPrefix, cascade_work
+from kernels.attention_cascade.triton import members_per_tile
 from kernels.dispatch import Ops, ReferenceOps
 from kernels.gpu.attention import TritonAttention
 from kernels.gpu.ops import TritonOps
@@ -78,6 +80,30 @@ def test_the_next_layer_finds_what_the_first_one_prepared(device: torch.device) 
     prepared = ops.prepare_attention(step.inputs, step.geometry)
     outs = [ops.paged_attention(step.qkv, step.pages, prepared, step.layer) for _ in range(2)]
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(("deterministic", "window"), [(False, None), (True, None), (False, 40)])
+def test_a_shared_prefix(deterministic: bool, window: int | None, device: torch.device) -> None:
+    """Four requests have the pages of the first 512 keys in common; beside them are one with its own and a prompt."""
+    case = dataclasses.replace(
+        MIXED, requests=[(1, 520), (1, 540), (2, 513), (1, 530), (1, 520), (5, 0)], window=window
+    )
+    step = make_step(case, torch.float32, "dense", device)
+    table = step.inputs.block_table.clone()
+    table[1:4, :32] = table[0, :32]
+    group = SharedPrefix((0, 1, 2, 3), 512)
+    cascade = cascade_work([group], [1, 1, 2, 1, 1, 5], members_per_tile(torch.float32, step.geometry), device)
+    step = dataclasses.replace(step, inputs=dataclasses.replace(step.inputs, block_table=table, cascade=cascade))
+    expected = step.copy_of_pages()
+    attention = TritonAttention(device, deterministic=deterministic)
+    prepared = attention.prepare(step.inputs, step.geometry)
+    out = attention.run(step.qkv, step.pages, prepared, step.layer)
+    items = prepared.work.decode_items[: int(prepared.work.counts[0])]
+    own = items[items[:, 0] < 4]
+    assert bool((own[:, 1] >= 512).all()) == (window is None)  # deterministic: there are none
+    wanted = paged_attention(step.qkv, expected, step.inputs, step.geometry, step.layer, torch.float64)
+    relative, absolute = TOLERANCES[torch.float32]
+    torch.testing.assert_close(out, wanted, rtol=relative, atol=absolute)
 
 
 def test_steps_of_all_sizes_share_one_object(device: torch.device) -> None:
