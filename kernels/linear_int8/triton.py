@@ -14,8 +14,6 @@ from kernels.quantized import QuantizedActivation
 
 _GROUP = 8
 _FP_FUSION = True
-MAX_INPUTS = (1 << 31) // (128 * 128)
-"""Inputs up to which no sum leaves int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +97,6 @@ def linear_int8_kernel(
     tl.store(p_out_tile, b_out.to(p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
 
 
-def check(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raises ValueError where codes and scales are not what `linear_int8` multiplies."""
-    if codes.dim() != 2 or codes.dtype is not torch.int8 or not codes.is_contiguous():
-        raise ValueError(f"int8 codes are a contiguous matrix of int8, not {codes.dtype} {list(codes.shape)}")
-    rows, width = codes.shape
-    if width % 16 or width > MAX_INPUTS:
-        raise ValueError(f"an int8 weight has a multiple of 16 inputs, at most {MAX_INPUTS}, not {width}")
-    if tuple(scales.shape) != (rows,) or scales.dtype is not torch.float32 or not scales.is_contiguous():
-        raise ValueError(f"scales of an int8 weight {rows} x {width} are float32 [{rows}], not {list(scales.shape)}")
-
-
 def linear_int8(
     x: QuantizedActivation,
     codes: torch.Tensor,
@@ -121,7 +108,7 @@ def linear_int8(
     """[T, K] int8_token activations times a weight of int8 -> [T, N] of x.dtype; see reference.py.
 
     Args:
-        codes, scales: the weight, [N, K] int8 and [N] float32; `check` them once.
+        codes, scales: the weight, [N, K] int8 and [N] float32; checked by inputs.check when they were made.
         out: [T, N] contiguous, to write to.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import ReferenceOps
+from kernels.gpu.ops import TritonOps
 from kernels.quantize.reference import dequantize, quantize
 from kernels.quantized import ActivationQuantization, Activations
 from kernels.tolerances import TOLERANCES
 from tests.fakes.weights import make_batch
-from tests.unit.worker.model.loading.test_eight_bit import KINDS, opened, quantized, write
+from tests.unit.worker.model.loading.test_eight_bit import opened, quantized, write
+from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.linear import Placement
@@ -186,6 +189,17 @@ class WatchedOps(ReferenceOps):
         return super().activation_and_mul(gate_up, activation, quantization)
 
 
+def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = value.to(device)
+        elif isinstance(value, tuple):
+            changes[field.name] = tuple(one.to(device) if isinstance(one, torch.Tensor) else one for one in value)
+    return dataclasses.replace(batch, **changes)
+
+
 def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
     """[18, vocab]: two requests, in a prefill and a decode step."""
     decoder = Decoder(
@@ -196,17 +210,15 @@ def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
         make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),
         make_batch([([7], 14, [0, 1]), ([5], 2, [2])], 16),
     ]
-    return torch.cat([decoder.forward(step, kv) for step in steps])
+    return torch.cat([decoder.forward(on_device(step, device), kv) for step in steps])
 
 
 @pytest.mark.parametrize("kind", ["fp8 static", "compressed fp8 channel", "compressed int8"])
 def test_a_checkpoint_gives_the_logits_of_plain_torch(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms and activations hand codes to the layers behind them; the products are Triton's or plain torch's."""
-    device = torch.device("cpu")
     write(tmp_path / "m", kind)
-    assert kind in KINDS
     ops = WatchedOps()
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ops)
 
@@ -225,3 +237,30 @@ def test_a_checkpoint_gives_the_logits_of_plain_torch(
     step = [wanted, wanted, wanted] * 2 + [None]  # two norms and the activation of each layer; the last norm
     assert ops.asked == step * 2
     torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+class TritonCodes(ReferenceOps):
+    """Norms and activations by Triton, attention by plain torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        ops = TritonOps(device)
+        self.add_rms_norm = ops.add_rms_norm  # type: ignore[method-assign]
+        self.activation_and_mul = ops.activation_and_mul  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["fp8 static", "compressed int8"])
+def test_triton_writes_the_codes_that_it_multiplies(
+    tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rounding that goes the other way changes a code by up to a sixteenth: logits are close in the mean."""
+    write(tmp_path / "m", kind)
+    found = []
+
+    def scheme(place: Placement, raws: list[RawWeight]) -> Any:
+        return DenseScheme(place.dtype, place.device) if raws[0].plain else scheme_for(raws, place.device)
+
+    monkeypatch.setattr(Placement, "scheme", scheme)
+    for ops in (ReferenceOps(), TritonCodes(device)):
+        monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, ops=ops, **__: ops)
+        found.append(logits(opened(tmp_path / "m"), device).float())
+    assert float((found[1] - found[0]).abs().mean()) < 0.01 * float(found[0].abs().max())

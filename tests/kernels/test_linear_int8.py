@@ -7,7 +7,8 @@ import torch
 
 from kernels.linear_int8 import cases
 from kernels.linear_int8 import reference as linear_reference
-from kernels.linear_int8.triton import MAX_INPUTS, check, linear_int8
+from kernels.linear_int8.inputs import MAX_INPUTS, check
+from kernels.linear_int8.triton import linear_int8
 from kernels.quantize.reference import quantize
 from kernels.quantized import ActivationQuantization, QuantizedActivation
 from kernels.tolerances import TOLERANCES

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.linear_int8.inputs import MAX_INPUTS, check
 from kernels.quantized import ActivationQuantization, Activations
 from worker.quant.raw_weight import RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of the activations before and after; who asks for float32 wants more than int8 gives."""
-
-_MAX_INPUTS = 1 << 17
-"""Of the kernel, whose sums are int32."""
 
 
 class Int8Scheme:
@@ -28,10 +26,9 @@ class Int8Scheme:
         self.dtype = dtype
         self._device = device
         self._codes = self._scales = torch.empty(0)
-        from kernels.linear_int8.triton import check, linear_int8  # a CPU serves without triton
+        from kernels.linear_int8.triton import linear_int8  # a CPU serves without triton
         from kernels.quantize.triton import quantize
 
-        self._check = check
         self._linear = linear_int8
         self._quantize = quantize
 
@@ -41,7 +38,7 @@ class Int8Scheme:
         if dtype not in DTYPES or not raws or any(raw.format != "int8" or raw.columns is not None for raw in raws):
             return False
         width = raws[0].shape[1]
-        if width % 16 or width > _MAX_INPUTS or any("minimum" in raw.extra for raw in raws):
+        if width % 16 or width > MAX_INPUTS or any("minimum" in raw.extra for raw in raws):
             return False
         return all(raw.extra["scale"].cols in (0, width) for raw in raws)
 
@@ -64,7 +61,7 @@ class Int8Scheme:
 
     def after_load(self) -> None:
         """Codes stay as they are; what the kernel needs of them is checked once."""
-        self._check(self._codes, self._scales)
+        check(self._codes, self._scales)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias; activations that come as they are become codes first."""

@@ -1,0 +1,19 @@
+"""What an int8 weight must be like."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_INPUTS = (1 << 31) // (128 * 128)
+"""Inputs up to which no sum leaves int32."""
+
+
+def check(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raises ValueError where codes and scales are not what `linear_int8` multiplies."""
+    if codes.dim() != 2 or codes.dtype is not torch.int8 or not codes.is_contiguous():
+        raise ValueError(f"int8 codes are a contiguous matrix of int8, not {codes.dtype} {list(codes.shape)}")
+    rows, width = codes.shape
+    if width % 16 or width > MAX_INPUTS:
+        raise ValueError(f"an int8 weight has a multiple of 16 inputs, at most {MAX_INPUTS}, not {width}")
+    if tuple(scales.shape) != (rows,) or scales.dtype is not torch.float32 or not scales.is_contiguous():
+        raise ValueError(f"scales of an int8 weight {rows} x {width} are float32 [{rows}], not {list(scales.shape)}")
