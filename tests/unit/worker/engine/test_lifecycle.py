@@ -138,7 +138,7 @@ def test_idle_time_is_used_until_nothing_is_left_and_only_then_does_the_loop_wai
     waits: list[float] = []
     parts = [True, True, False, False]
     worker.engine._use_idle_time = lambda: parts.pop(0)
-    worker.engine._transport.wait = waits.append  # type: ignore[method-assign]
+    worker.engine._transport.wait = waits.append  # type: ignore[method-assign, assignment]
     for _ in range(2):
         worker.engine.step()
     assert waits == []
