@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.sampling.dispatch import sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from tests.fakes.tiny_model import write_tiny_model
 from worker.executor import build
 from worker.executor.build import build_executor
+from worker.executor.device import CpuDevice
 from worker.executor.executor import ExecutorError
+from worker.executor.profile import measure_step
 from worker.executor.ranks import RankGroup, check_parallel_size
 from worker.model.loading.open_model import open_model
+from worker.model.parallel import ParallelContext
 from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 ROOT = Path(__file__).parents[4]
@@ -237,3 +241,22 @@ def test_a_quantized_cache_holds_more_pages_and_serves(settings, kv_cache_dtype)
 def test_deterministic_mode_is_not_promised_on_the_cpu(settings):
     with pytest.raises(ConfigurationError, match="deterministic is for GPUs"):
         start(settings(deterministic=True))
+
+
+@pytest.mark.parametrize("tokens,seqs", [(64, 4), (16, 16), (500, 2)])
+def test_the_profile_run_goes_through_the_runner_of_a_gpu(settings, folder, tokens, seqs):
+    config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    build.prepare_process(config)
+    files = open_model(str(folder), Path("/nonexistent"))
+    decoder = build.load_decoder(config, files, torch.device("cpu"), ParallelContext())
+    ops = sampling_ops(torch.device("cpu"), 1)
+    device = CpuDevice(late=True)
+    pages = []
+
+    def make_execute(plan):
+        pages.append(plan.num_pages)
+        return build.make_runner(config, decoder, plan, ParallelContext(), ops, device).execute
+
+    room = measure_step(device, config, max_model_len=256, num_groups=1, make_execute=make_execute)
+    assert pages == [1]
+    assert room > 0  # nothing is counted on the CPU: what graphs always take
