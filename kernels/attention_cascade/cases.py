@@ -63,9 +63,9 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     from kernels.attention_decode.triton import attention_decode
     from kernels.attention_work.triton import build_work
 
-    shared, requests = max(32_768 // scale, 256), max(128 // scale, 4)
-    batch = DecodeCase("prefix", ((1, 256),) * requests, 32, 8, 128, dtype=torch.bfloat16, scratch_rows=16_384)
-    batch = dataclasses.replace(batch, requests=((1, shared + 256), *batch.requests[1:]))
+    shared, own, requests = (32_768, 256, 128) if scale == 1 else (256, 16, 4)
+    batch = DecodeCase("prefix", ((1, own),) * requests, 32, 8, 128, dtype=torch.bfloat16, scratch_rows=16_384)
+    batch = dataclasses.replace(batch, requests=((1, shared + own), *batch.requests[1:]))
     case = Case(batch, (SharedPrefix(tuple(range(requests)), shared),))
     work, geometry = batch.make_work(device), batch.geometry()
     scratch = make_scratch(work.scratch_rows, batch.num_heads, batch.head_dim, device)
@@ -73,10 +73,9 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     runs = []
     for seed in range(2):
         tensors = make_tensors(batch, device, seed=seed)
-        first, own = tensors.inputs.block_table[0], tensors.inputs.block_table[1:, : 256 // batch.page_size]
-        table = first.repeat(requests, 1)
-        table[1:, shared // batch.page_size :] = own
-        lengths = torch.full_like(tensors.inputs.seq_lens, shared + 256)
+        table = tensors.inputs.block_table[0].repeat(requests, 1)
+        table[1:, shared // batch.page_size :] = tensors.inputs.block_table[1:, : own // batch.page_size]
+        lengths = torch.full_like(tensors.inputs.seq_lens, shared + own)
         inputs = dataclasses.replace(tensors.inputs, block_table=table, seq_lens=lengths)
         tensors, out = dataclasses.replace(tensors, inputs=inputs), torch.empty_like(tensors.query)
         build_work(inputs.cu_seqlens_q, inputs.seq_lens, work, cascade.shared_lens)
@@ -89,9 +88,9 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
         runs.append(run)
     return [
         Benchmark(
-            f"attention_cascade {requests} x ({shared} shared + 256)",
+            f"attention_cascade {requests} x ({shared} shared + {own})",
             tuple(runs),
-            num_bytes=2 * (shared + 256 * requests) * 8 * 128 * 2 + 2 * requests * 32 * 128 * 2,
-            num_operations=4 * requests * (shared + 256) * 32 * 128,
+            num_bytes=2 * (shared + own * requests) * 8 * 128 * 2 + 2 * requests * 32 * 128 * 2,
+            num_operations=4 * requests * (shared + own) * 32 * 128,
         )
     ]
