@@ -222,15 +222,18 @@ def test_no_rows_and_scratch_that_grows(device):
         assert torch.equal(ids.cpu(), reference.sample(logits, inputs)[:num_rows])
 
 
-def test_compiling_samples_a_row_of_each_kind(device, monkeypatch):
+def test_compiling_launches_every_kind(device, monkeypatch):
     launched = []
+
+    def record(name, method):
+        def recording(self, *args):
+            launched.append(name)
+            return method(self, *args)
+
+        return recording
+
     for name in ("adjust", "penalize", "sample", "logprobs"):
-        method = getattr(TritonSamplingOps, name)
-        monkeypatch.setattr(
-            TritonSamplingOps,
-            name,
-            lambda self, *args, name=name, method=method: (launched.append(name), method(self, *args))[1],
-        )
+        monkeypatch.setattr(TritonSamplingOps, name, record(name, getattr(TritonSamplingOps, name)))
     TritonSamplingOps(device, 130).compile()
     assert sorted(launched) == ["adjust", "logprobs", "logprobs", "penalize", "sample", "sample", "sample"]
     launched.clear()
