@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
@@ -39,26 +39,22 @@ class Peers:
         self._index = index
         self._num_processes = num_processes
         self._counted = counted
-        self._runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
-        """Listens. Raises ConfigurationError where a gateway of this index runs already."""
+    async def listening(self, _app: web.Application) -> AsyncIterator[None]:
+        """For an application's cleanup_ctx. Raises ConfigurationError where a gateway of this index runs already."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer_metrics)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
         path = peer_socket(self._directory, self._index)
         if await asyncio.to_thread(_answers, path):
             raise ConfigurationError(
                 f"a gateway of --gateway-index {self._index} runs already in {self._directory}; each has its own"
             )
         path.unlink(missing_ok=True)
-        await web.UnixSite(self._runner, path).start()
-
-    async def close(self) -> None:
-        """Stops listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await web.UnixSite(runner, path).start()
+        yield
+        await runner.cleanup()
 
     async def metrics(self) -> dict[int, bytes]:
         """What each gateway that answers within a second has counted, by index; this one's too."""

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -101,12 +102,7 @@ class Service:
             threads=threads,
             metrics=self._metrics,
         )
-        worker_reports = CollectorRegistry()
-        worker_reports.register(WorkerCollector(registry.snapshots))
-        peers = None
-        if settings.gateway_processes > 1:
-            counted = partial(generate_latest, self._counted)
-            peers = Peers(directory, settings.gateway_index, settings.gateway_processes, counted)
+        peers = self._peers(directory)
         admission = Admission(
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
@@ -127,7 +123,7 @@ class Service:
             salts=Salts(secret, shared=settings.shared_prefix_cache),
             drain=self._drain,
             metrics=self._metrics,
-            exposition=Exposition(self._counted, worker_reports, peers),
+            exposition=self._exposition(registry, peers),
         )
         limits = Limits(
             max_body_size=settings.max_body_size,
@@ -138,17 +134,29 @@ class Service:
 
         async def connections(_app: web.Application) -> AsyncIterator[None]:
             await registry.start()
-            if peers is not None:
-                await peers.start()
             yield
-            if peers is not None:
-                await peers.close()
             await registry.close()
             threads.close()
 
         app.cleanup_ctx.append(connections)
+        if peers is not None:
+            app.cleanup_ctx.append(peers.listening)
         app.cleanup_ctx.append(self._housekeeping)
         return app
+
+    def _peers(self, directory: Path) -> Peers | None:
+        """The other gateway processes, where there are any."""
+        index, num_processes = self._settings.gateway_index, self._settings.gateway_processes
+        if num_processes == 1:
+            return None
+        if index >= num_processes:
+            raise ConfigurationError(f"--gateway-index {index} is not below --gateway-processes {num_processes}")
+        return Peers(directory, index, num_processes, partial(generate_latest, self._counted))
+
+    def _exposition(self, registry: Registry, peers: Peers | None) -> Exposition:
+        worker_reports = CollectorRegistry()
+        worker_reports.register(WorkerCollector(registry.snapshots))
+        return Exposition(self._counted, worker_reports, peers)
 
     async def _listen(self, runner: HttpRunner) -> None:
         host, port = self._settings.host, self._settings.port

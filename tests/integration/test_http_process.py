@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -187,6 +188,8 @@ async def test_ready_and_watchdog_notifications(directory, tmp_path):
         (["--no-such-flag"], "no-such-flag"),
         (["--api-key", "with space"], "API key"),
         (["--port", "BUSY"], "is in use"),
+        (["--gateway-processes", "2"], "--port 0 with --gateway-processes"),
+        (["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"], "--gateway-index 2 is not below"),
     ],
 )
 def test_configuration_that_cannot_be_used(directory, args, words):
@@ -222,3 +225,16 @@ async def test_keys_by_file_and_environment(directory, tmp_path):
             assert response.status == 200 and json.loads(await response.read()) == {"status": "ok"}
         assert await process.end() == 0
         assert "sk-" not in process.log.read_text()
+
+
+async def test_two_gateways_of_one_index_do_not_share_a_port(directory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ("--gateway-processes", "2", "--port", str(port))
+    async with running(directory, *flags):
+        command = [sys.executable, "-m", "gateway", "--runtime-dir", str(directory), *flags]
+        run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=30, check=False)
+        done = await asyncio.to_thread(run, command)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "a gateway of --gateway-index 0 runs already" in done.stderr
