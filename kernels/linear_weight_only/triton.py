@@ -166,6 +166,8 @@ def many_rows_kernel(
     rounded once to PRODUCT.
     """
     WORDS: tl.constexpr = CODE_STEP if BITS == 4 else CODE_BLOCK
+    ASM_HERE: tl.constexpr = ASM and BITS == 4  # a left operand's bytes are not neighbours in a register
+    WIDE: tl.constexpr = tl.float32 if BITS == 8 else PRODUCT  # what codes are on their way to float32
     SCALE_AFTER: tl.constexpr = GROUP == CODE_BLOCK and not HAS_MINIMUM
     # Programs in turn take the same weights and other rows, so that the weights come from the second-level cache.
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -192,11 +194,11 @@ def many_rows_kernel(
             o_k = i_block * CODE_BLOCK + SLOT * CODE_STEP + o_step
             b_x = tl.load(p_row + o_k[:, None], mask=in_m[None, :] & (o_k < num_in)[:, None], other=0.0)
             if SCALE_AFTER:
-                b_weight = decode_integers(b_words, SLOT, BITS, PRODUCT, ASM)
+                b_weight = decode_integers(b_words, SLOT, BITS, PRODUCT, ASM_HERE)
             else:
                 o_group = group_of_slot(i_block, SLOT, group_blocks, GROUP) * num_out + o_n
                 b_scale = tl.load(p_scales + o_group, mask=in_n, other=0.0).to(tl.float32)
-                b_wide = decode_integers(b_words, SLOT, BITS, PRODUCT, ASM).to(tl.float32) * b_scale[:, None]
+                b_wide = decode_integers(b_words, SLOT, BITS, WIDE, ASM_HERE).to(tl.float32) * b_scale[:, None]
                 if HAS_MINIMUM:
                     b_minimum = tl.load(p_minimums + o_group, mask=in_n, other=0.0).to(tl.float32)
                     b_wide += b_minimum[:, None]
