@@ -95,12 +95,14 @@ def _build(
     parallel = group.join() if group is not None else ParallelContext()
     with weights_must_fit(device, settings):
         decoder = load_decoder(settings, files, device.torch_device, parallel)
-    ops = sampling_ops(device.torch_device, num_threads(settings))
+    ops = sampling_ops(device.torch_device, num_threads(settings), files.spec.vocab_size)
     plan = _size_kv(settings, decoder, parallel, ops, device, group)
     if group is not None:
         group.prepare(plan)
-    if group is not None:
-        ops.compile()  # all ranks must sample by the same code
+    # Elsewhere all ranks must sample by the same code, and a GPU's stream is one thread's.
+    compile_beside = group is None and device.torch_device.type == "cpu"
+    if not compile_beside:
+        ops.compile()
     runner = make_runner(settings, decoder, plan, parallel, ops, device)
 
     def launch(step: StepPlan) -> PendingStep:
@@ -121,7 +123,7 @@ def _build(
     num_groups = len(files.spec.kv_groups)
     for step in warm_up_plans(settings, plan, num_groups):
         launch(step).result()
-    if group is None:
+    if compile_beside:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
         threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
     executor = LocalExecutor(launch, depth or device.depth, on_close=group.close if group is not None else None)

@@ -65,7 +65,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     device = open_device(resolve_device(settings, start.rank))
     with weights_must_fit(device, settings):
         decoder = load_decoder(settings, files, device.torch_device, parallel)
-    ops = sampling_ops(device.torch_device, num_threads(settings))
+    ops = sampling_ops(device.torch_device, num_threads(settings), files.spec.vocab_size)
     memory = measure_memory(settings, decoder, parallel, ops, device)
     _reply(socket, RankReply(stage="loaded", available=memory.available))
     num_pages, max_model_len = msgspec.msgpack.decode(socket.recv(), type=tuple[int, int])
