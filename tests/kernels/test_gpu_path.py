@@ -1,0 +1,70 @@
+"""A tiny model end to end through what a GPU runs: the runner, graphs, and every op as a Triton kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.ops import TritonOps
+from kernels.gpu.sampling import TritonSamplingOps
+from kernels.step_inputs.triton import TritonStepOps
+from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of numpy, in the interpreter
+]
+
+
+def on_triton(monkeypatch, device: torch.device, **options) -> TinyServer:
+    return TinyServer(
+        monkeypatch,
+        device=device,
+        ops=TritonOps(device, deterministic=options.pop("deterministic", False)),
+        sampling_ops=TritonSamplingOps(device),
+        step_ops=TritonStepOps,
+        **options,
+    )
+
+
+def tokens_of(server: TinyServer, requests) -> dict:
+    for submit in requests:
+        server.add(submit)
+        server.step()
+    server.drain()
+    return dict(server.tokens)
+
+
+def compare(monkeypatch, device: torch.device, spec, requests, **sizes) -> TinyServer:
+    with monkeypatch.context() as patch:
+        expected = tokens_of(TinyServer(patch, late=False, spec=spec, **sizes), requests)
+    server = on_triton(monkeypatch, device, spec=spec, **sizes)
+    assert tokens_of(server, requests) == expected
+    return server
+
+
+def test_tokens_are_those_of_the_reference_ops(device: torch.device, monkeypatch) -> None:
+    """With prefix hits, chunks, forks, captured graphs, and much of what requests can ask of the sampler."""
+    requests = submits(4, max_tokens=6)
+    server = compare(
+        monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=4, max_num_batched_tokens=32
+    )
+    assert server.scheduler.counters.prefix_cache_hits_total > 0
+    assert server.num_captured > 0
+
+
+@pytest.mark.slow  # minutes in the interpreter
+def test_tokens_survive_preemption_with_a_window(device: torch.device, monkeypatch) -> None:
+    """Two KV groups, too few pages for all."""
+    requests = submits(6, max_tokens=10)
+    server = compare(
+        monkeypatch,
+        device,
+        tiny_spec(windows=True),
+        requests,
+        num_pages=17,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+    )
+    assert server.scheduler.counters.num_preemptions_total > 0
+    assert server.num_captured > 0
