@@ -8,7 +8,9 @@ import torch
 from kernels.gpu.ops import TritonOps
 from kernels.gpu.sampling import TritonSamplingOps
 from kernels.step_inputs.triton import TritonStepOps
-from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
+from shared.settings import WorkerSettings
+from tests.fakes.tiny_server import MAX_MODEL_LEN, TinyServer, submits, tiny_spec
+from worker.executor.profile import profile_plans
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -39,6 +41,10 @@ def compare(monkeypatch, device: torch.device, spec, requests, **sizes) -> TinyS
     with monkeypatch.context() as patch:
         expected = tokens_of(TinyServer(patch, late=False, spec=spec, **sizes), requests)
     server = on_triton(monkeypatch, device, spec=spec, **sizes)
+    # As before serving: the largest step comes first, and what all steps share has its size then.
+    settings = WorkerSettings(max_num_seqs=sizes["max_num_seqs"], block_size=server.kv.page_size)
+    for plan in profile_plans(settings, MAX_MODEL_LEN, len(spec.kv_groups), sizes["max_num_batched_tokens"]):
+        server.runner.execute(plan)
     assert tokens_of(server, requests) == expected
     return server
 
