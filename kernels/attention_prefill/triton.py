@@ -43,7 +43,9 @@ def tile(target: Target, head_dim: int, kv_format: KVFormat, *, wide: bool) -> T
     if target == "sm_80":
         if large:
             return Tile(64, 32, 8, 2)
-        return Tile(128, 32, 8, 3) if dense else Tile(64, 32, 4, 2)
+        if dense:
+            return Tile(128, 32, 8, 3)
+        return Tile(64, 64, 8, 2) if head_dim > 96 and kv_format != "int4" else Tile(64, 32, 4, 2)
     return Tile(128, 32 if large else 64, 8, 2 if large and dense else 3)
 
 
