@@ -27,7 +27,9 @@ from worker.executor.precompile import Precompilation
 from worker.executor.profile import measure_step, pages_must_fit, steps_must_fit, weights_must_fit
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
 from worker.executor.request_rows import RequestRows
+from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
 from worker.kv.storage import KVStorage
+from worker.model.attention import attention_geometry
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.parallel import ParallelContext
@@ -303,7 +305,37 @@ def make_runner(
         vocab_size=spec.vocab_size,
         device=device,
     )
-    return ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ops), device, graphs=settings.decode_graphs)
+    return ModelRunner(
+        decoder,
+        kv,
+        rows,
+        Sampler(rows.sampling, ops),
+        device,
+        graphs=settings.decode_graphs,
+        prefixes=make_prefixes(settings, decoder, plan, parallel),
+    )
+
+
+def make_prefixes(
+    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext
+) -> SharedPrefixes | None:
+    """Looks for shared prefixes where a kernel reads them once: on a GPU, and where nothing may depend on the batch
+    or on a window, not at all."""
+    window = decoder.spec.kv_groups[0].window
+    if decoder.device.type != "cuda" or settings.deterministic or window is not None:
+        return None
+    from kernels.attention_cascade.triton import members_per_tile  # there is Triton where there is a GPU
+
+    geometry = attention_geometry(decoder.spec, settings.block_size, window, parallel)
+    bytes_per_key = page_bytes(settings, decoder, parallel) // settings.block_size
+    return SharedPrefixes(
+        max_num_seqs=settings.max_num_seqs,
+        max_pages=-(-plan.max_model_len // settings.block_size),
+        page_size=settings.block_size,
+        members_per_tile=members_per_tile(decoder.dtype, geometry),
+        min_saved_keys=max(1, LEAST_SAVED_BYTES // bytes_per_key),
+        device=decoder.device,
+    )
 
 
 def make_kv(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention_cascade.inputs import CascadeWork
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -20,6 +22,7 @@ class ForwardBatch:
         block_tables: per KV group, [R, max_pages] int32; entries past a request's pages are 0.
         logits_indices: [S] int64, the tokens whose logits are wanted.
         max_seqlen_q, max_seqlen_k: host integers, the largest of both lengths.
+        cascade: prefixes that requests of a decode step share, in KV group 0; None: each reads its own.
     """
 
     input_ids: torch.Tensor
@@ -31,6 +34,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    cascade: CascadeWork | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -5,15 +5,18 @@ A decode step whose size has been captured is one graph; others are enqueued ker
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from kernels.attention_cascade.inputs import CascadeWork
 from worker.executor.decode_graphs import DecodeGraphs, Size
 from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
 from worker.executor.pending_step import PendingStep, PromptReport, step_output
 from worker.executor.request_rows import PromptChunk, RequestRows, StagedStep
+from worker.executor.shared_prefixes import SharedPrefixes
 from worker.kv.storage import CopyBatch
 from worker.sampling.sampler import Sampler
 from worker.scheduler.plan import StepPlan, StepResult
@@ -48,6 +51,7 @@ class ModelRunner:
     Args:
         graphs: capture decode steps, where the device can.
         max_tokens_each: tokens per request of the largest steps that are captured.
+        prefixes: finds what requests of decode steps share; None: nobody looks.
     """
 
     def __init__(
@@ -60,12 +64,14 @@ class ModelRunner:
         *,
         graphs: bool = True,
         max_tokens_each: int = 1,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         self._sampler = sampler
         self._device = device
+        self._prefixes = prefixes
         self._graphs: DecodeGraphs[torch.Tensor] | None = None
         if graphs and device.captures:
             self._graphs = DecodeGraphs(
@@ -79,11 +85,13 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueues one step. Plans may follow each other before their results are read."""
-        size = self._choose_graph(plan)
+        decodes = _samples_equally_many(plan)
+        cascade = self._find_shared(plan, decodes)
+        size = self._choose_graph(plan) if decodes and cascade is None else None
         staged = self._rows.stage(plan, size)
         for copies in staged.copies:
             self._kv.copy_pages(copies)
-        pending = self._run(plan, staged, size)
+        pending = self._run(plan, staged, size, cascade)
         self._rows.hold(pending)
         return pending
 
@@ -101,7 +109,7 @@ class ModelRunner:
         """While nothing else is to do: captures one more decode step. False where there is none left."""
         return self._graphs is not None and self._graphs.capture_next()
 
-    def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None) -> PendingStep:
+    def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None, cascade: CascadeWork | None) -> PendingStep:
         batch, sampled, chunks = staged.batch, staged.sampled, staged.chunks
         num_sampled = len(sampled.rows)
         token_ids = logprobs = logits = None
@@ -110,6 +118,7 @@ class ModelRunner:
             # The next replay, which comes after the head, writes to the same states.
             logits = self._model.logits(self._graphs.replay(size)[:num_sampled])
         elif batch is not None:
+            batch = batch if cascade is None else replace(batch, cascade=cascade)
             hidden = self._model.hidden_states(batch, self._kv)
             prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
             logits = self._model.logits(hidden[:num_sampled]) if num_sampled else None
@@ -120,15 +129,15 @@ class ModelRunner:
         return PendingStep(output, self._device)
 
     def _choose_graph(self, plan: StepPlan) -> Size | None:
-        """A graph has the states of every request's last token, and equally many tokens for each."""
-        graphs, scheduled = self._graphs, plan.scheduled
-        if graphs is None or not scheduled:
+        return None if self._graphs is None else self._graphs.choose(len(plan.scheduled), plan.scheduled[0].count)
+
+    def _find_shared(self, plan: StepPlan, decodes: bool) -> CascadeWork | None:
+        if self._prefixes is None:
             return None
-        count = scheduled[0].count
-        for item in scheduled:
-            if item.count != count or not item.sample or item.prompt_logprobs is not None:
-                return None
-        return graphs.choose(len(scheduled), count)
+        for update in plan.block_tables:
+            if update.group == 0:
+                self._prefixes.update(update.row, update.start, update.pages)
+        return self._prefixes.find(plan.scheduled) if decodes and plan.scheduled[0].count == 1 else None
 
     def _compute(self, size: Size) -> torch.Tensor:
         """Without the head: a graph keeps its outputs for good, and logits of all sizes would fill gigabytes."""
@@ -147,3 +156,12 @@ class ModelRunner:
                 reports.append(PromptReport(chunk.row, chunk.num_top, logprobs))
             first += chunk.count
         return reports
+
+
+def _samples_equally_many(plan: StepPlan) -> bool:
+    """Whether every request samples after equally many tokens and reports nothing else: what a graph holds."""
+    scheduled = plan.scheduled
+    if not scheduled:
+        return False
+    count = scheduled[0].count
+    return all(item.count == count and item.sample and item.prompt_logprobs is None for item in scheduled)

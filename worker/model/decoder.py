@@ -179,6 +179,7 @@ class Decoder:
             rope_table=self._rope_table,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
+            cascade=batch.cascade if group == 0 else None,
         )
         geometry = attention_geometry(self.spec, kv.page_size, self._groups[group].window, self._parallel)
         return self._ops.prepare_attention(inputs, geometry)

@@ -1,0 +1,93 @@
+"""Requests of a decode step that read the same pages, found on the host and handed to the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.worker.executor.fake_decoder import make_runner
+from tests.unit.worker.executor.test_model_runner import new_row
+from worker.executor.shared_prefixes import SharedPrefixes
+from worker.scheduler.plan import BlockTableUpdate, ScheduledTokens, StepPlan
+
+PAGE = 128
+COMMON = list(range(10, 15))
+"""640 keys."""
+
+
+def make(min_saved_keys: int = 1) -> SharedPrefixes:
+    return SharedPrefixes(
+        max_num_seqs=8,
+        max_pages=16,
+        page_size=PAGE,
+        members_per_tile=4,
+        min_saved_keys=min_saved_keys,
+        device=torch.device("cpu"),
+    )
+
+
+def decode(rows, start=700) -> list[ScheduledTokens]:
+    return [ScheduledTokens(row, start, 1, True) for row in rows]
+
+
+def filled(prefixes: SharedPrefixes, rows=(0, 2, 3, 5, 7)) -> SharedPrefixes:
+    for row in rows:
+        prefixes.update(row, 0, [*COMMON, 20 + row])
+    return prefixes
+
+
+def test_requests_that_share_their_first_pages_are_one_group():
+    prefixes = filled(make())
+    prefixes.update(1, 0, [1, 2, 3, 4, 5, 6])
+    work = prefixes.find(decode([0, 1, 2, 3, 5, 7]))
+    assert work is not None
+    assert work.shared_lens.tolist() == [640, 0, 640, 640, 640, 640]
+    assert work.members.tolist() == [[0, 0], [2, 0], [3, 0], [4, 0], [5, 0]]
+
+
+def test_what_was_found_holds_until_the_batch_changes():
+    prefixes = filled(make())
+    work = prefixes.find(decode([0, 2, 3, 5]))
+    prefixes.update(2, 6, [99])  # a page at the end of a request
+    assert prefixes.find(decode([0, 2, 3, 5], start=701)) is work
+    assert prefixes.find(decode([0, 2, 3, 5, 7])) is not work
+    prefixes.update(3, 0, [1, 2, 3, 4, 5, 6])  # another request in the row
+    fewer = prefixes.find(decode([0, 2, 3, 5, 7]))
+    assert fewer is not None and fewer.shared_lens.tolist() == [640, 640, 0, 640, 640]
+
+
+def test_a_pass_that_saves_little_is_none():
+    assert filled(make(min_saved_keys=640 * 3)).find(decode([0, 2, 3, 5])) is not None
+    assert filled(make(min_saved_keys=640 * 3 + 1)).find(decode([0, 2, 3, 5])) is None
+    assert filled(make()).find(decode([0, 2, 3])) is None
+    assert filled(make()).find(decode([0, 2, 3, 5], start=500)) is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_model_is_told_in_steps_that_decode(late):
+    runner, decoder, _, _ = make_runner(late=late, max_model_len=600, num_pages=160)
+    found = object()
+    asked = []
+
+    class Finder:
+        updates: list = []
+
+        def update(self, row, start, pages):
+            self.updates.append((row, start, pages))
+
+        def find(self, scheduled):
+            asked.append([item.row for item in scheduled])
+            return found
+
+    runner._prefixes = Finder()
+    prefill = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(0, 0, 3, True), ScheduledTokens(1, 0, 2, True)],
+        new_rows=[new_row(0, [1, 2, 3]), new_row(1, [4, 5])],
+        block_tables=[BlockTableUpdate(0, 0, 0, [3, 4]), BlockTableUpdate(1, 0, 0, [5])],
+    )
+    runner.execute(prefill)
+    runner.execute(StepPlan(step=2, scheduled=[ScheduledTokens(0, 3, 1, True), ScheduledTokens(1, 2, 1, True)]))
+    assert Finder.updates == [(0, 0, [3, 4]), (1, 0, [5])]
+    assert asked == [[0, 1]]
+    assert [batch.cascade for batch in decoder.batches] == [None, found]
