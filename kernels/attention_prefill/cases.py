@@ -52,8 +52,8 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
         runs = []
         for _ in range(2):
             step = make_step(case, torch.bfloat16, kv_format, device)
-            for cells in (step.pages.keys, step.pages.values):  # those of the step are not written here
-                cells.view(torch.uint8).zero_()
+            for memory in (step.pages.keys, step.pages.values):  # the step's own are not written here
+                memory.view(torch.uint8).zero_()
             tokens = step.qkv.shape[0]
             queries = step.qkv[:, : 32 * 128].contiguous().view(tokens, 32, 128)
             size = prefill_tile(step.geometry, step.pages, torch.bfloat16, device)
