@@ -32,6 +32,7 @@ from shared.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     PeltonError,
+    RateLimitError,
     UnavailableError,
     WorkerLostError,
 )
@@ -108,16 +109,7 @@ class Generator:
         workers = entry.ready_workers()
         if not workers:
             raise UnavailableError("No worker of the model answers at the moment.")
-        # The limits are over all models.
-        everyone = [worker for one in self._models.models() for worker in one.ready_workers()]
-        permit = self._admission.admit(
-            num_sequences=request.n,
-            num_tokens=len(request.prompt_token_ids),
-            capacity=sum(worker.max_num_seqs for worker in everyone),
-            foreign_sequences=sum(worker.foreign_sequences for worker in everyone),
-            foreign_tokens=sum(worker.foreign_tokens for worker in everyone),
-            tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in everyone),
-        )
+        permit = self._admit(request)
         try:
             generation = Generation(self, request, entry, permit)
             generation.send()
@@ -125,6 +117,24 @@ class Generator:
             permit.release()
             raise
         return generation
+
+    def _admit(self, request: GenerationRequest) -> Permit:
+        """The limits are over all models."""
+        everyone = [worker for one in self._models.models() for worker in one.ready_workers()]
+        try:
+            return self._admission.admit(
+                num_sequences=request.n,
+                num_tokens=len(request.prompt_token_ids),
+                capacity=sum(worker.max_num_seqs for worker in everyone),
+                foreign_sequences=sum(worker.foreign_sequences for worker in everyone),
+                foreign_tokens=sum(worker.foreign_tokens for worker in everyone),
+                tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in everyone),
+            )
+        except RateLimitError:
+            for worker in everyone:
+                if worker.foreign_sequences or worker.foreign_tokens:
+                    worker.refresh()  # what others had there may be over
+            raise
 
     def measure(self, request: GenerationRequest, entry: _Entry) -> Measure:
         """Times one request."""

@@ -255,10 +255,15 @@ class WorkerLink:
             self._num_sequences -= submission.num_choices
             self._waiting_tokens -= submission.waiting_tokens
             self._remember(request_id)
-            if not self._submissions and not self._refresh_scheduled and not self.lost:
-                self._refresh_scheduled = True
-                self._loop.call_later(REFRESH_SECONDS, self._refresh)
+            if not self._submissions:
+                self.refresh()
         return submission
+
+    def refresh(self) -> None:
+        """Asks for a report soon, because the last one is known, or suspected, to be out of date."""
+        if not self._refresh_scheduled and not self.lost:
+            self._refresh_scheduled = True
+            self._loop.call_later(REFRESH_SECONDS, self._refresh)
 
     def _refresh(self) -> None:
         self._refresh_scheduled = False

@@ -23,6 +23,7 @@ from shared.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     PeltonError,
+    RateLimitError,
     UnavailableError,
     WorkerLostError,
 )
@@ -56,6 +57,7 @@ class Link:
 
     def __init__(self) -> None:
         self.refuses = False
+        self.num_refreshes = 0
         self.submitted: list[Submit] = []
         self.streams: list[Stream] = []
         self.forgotten: list[tuple[str, bool]] = []
@@ -66,6 +68,9 @@ class Link:
             raise UnavailableError("full")
         self.submitted.append(message)
         self.streams.append(stream)
+
+    def refresh(self) -> None:
+        self.num_refreshes += 1
 
     def forget(self, request_id: str, *, cancel: bool) -> None:
         self.forgotten.append((request_id, cancel))
@@ -183,6 +188,17 @@ async def test_a_worker_that_refuses_is_passed_over() -> None:
     with pytest.raises(UnavailableError, match="full"):
         world.generator.submit(make_request([1]))
     assert world.admission.num_requests == world.admission.waiting_tokens == 0
+
+
+async def test_a_refusal_for_what_other_gateways_have_asks_for_news_of_it() -> None:
+    world = World(num_links=3)
+    capacity = sum(link.max_num_seqs for link in world.links)
+    world.links[1].foreign_sequences = capacity + 9
+    with pytest.raises(RateLimitError):
+        world.generator.submit(make_request([1]))
+    assert [link.num_refreshes for link in world.links] == [0, 1, 0]
+    world.links[1].foreign_sequences = capacity + 8
+    assert world.generator.submit(make_request([1]))
 
 
 async def test_deadlines_end_what_waits_and_not_what_runs() -> None:
