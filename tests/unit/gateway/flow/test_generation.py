@@ -198,7 +198,7 @@ async def test_a_refusal_for_what_other_gateways_have_asks_for_news_of_it() -> N
         world.generator.submit(make_request([1]))
     assert [link.num_refreshes for link in world.links] == [0, 1, 0]
     world.links[1].foreign_sequences = capacity + 8
-    assert world.generator.submit(make_request([1]))
+    world.generator.submit(make_request([1])).close()
 
 
 async def test_deadlines_end_what_waits_and_not_what_runs() -> None:
