@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.formats import decode_cells, decode_int4_high, decode_int4_low
+from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import LOG2_E, scaled_scores
 
 
@@ -157,6 +158,6 @@ def store_rows(p_row, values, high, valid, HEAD: tl.constexpr, WIDTH: tl.constex
     o_dim = tl.arange(0, WIDTH)
     mask = valid[:, None] & (o_dim < CELL)[None, :]
     p_values = p_row[:, None] + o_dim[None, :]
-    tl.store(p_values, values.to(p_row.dtype.element_ty), mask=mask)
+    tl.store(p_values, rounded(values, p_row.dtype.element_ty), mask=mask)
     if FORMAT == "int4":
-        tl.store(p_values + CELL, high.to(p_row.dtype.element_ty), mask=mask)
+        tl.store(p_values + CELL, rounded(high, p_row.dtype.element_ty), mask=mask)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.launch import NAMED_TYPES, product_type
+from kernels.gpu.rounding import rounded
 from kernels.gpu.tiles import tile_of_program
 from kernels.grouped_linear.inputs import ExpertOrder
 
@@ -189,7 +190,7 @@ def grouped_linear_kernel(
     if HAS_SLOT_WEIGHTS:
         b_out *= tl.load(p_slot_weights + b_slot, mask=row, other=0.0)[:, None]
     p_out_tile = p_out + b_slot[:, None] * out_features + o_n[None, :]
-    tl.store(p_out_tile, b_out.to(p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
+    tl.store(p_out_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
 
 
 def order_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertOrder:

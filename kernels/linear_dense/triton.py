@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.launch import NAMED_TYPES, product_type
+from kernels.gpu.rounding import rounded
 from kernels.gpu.tiles import tile_of_program
 
 _GROUP = 8
@@ -83,7 +84,7 @@ def linear_dense_kernel(
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_n, mask=column, other=0.0).to(tl.float32)[None, :]
     p_out_tile = p_out + o_m[:, None].to(tl.int64) * out_features + o_n[None, :]
-    tl.store(p_out_tile, b_out.to(p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
+    tl.store(p_out_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
 
 
 def linear_dense(

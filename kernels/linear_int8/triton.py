@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.rounding import rounded
 from kernels.gpu.tiles import tile_of_program
 from kernels.quantized import QuantizedActivation
 
@@ -94,7 +95,7 @@ def linear_int8_kernel(
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_n, mask=column, other=0.0).to(tl.float32)[None, :]
     p_out_tile = p_out + o_m[:, None].to(tl.int64) * out_features + o_n[None, :]
-    tl.store(p_out_tile, b_out.to(p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
+    tl.store(p_out_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
 
 
 def linear_int8(

@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
 from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, product_type
+from kernels.gpu.rounding import rounded
 from kernels.linear_weight_only.layout import PackedWeight, group_constant
 from kernels.weight_values.triton import values_of
 
@@ -33,7 +34,7 @@ def _store_split(
         whole = tl.zeros_like(total)
         for i in tl.range(0, num_splits):
             whole += tl.load(p_partials + i * size + o_out, mask=inside, other=0.0, cache_modifier=".cg")
-        tl.store(p_out + o_out, (whole + b_bias).to(p_out.dtype.element_ty), mask=inside)
+        tl.store(p_out + o_out, rounded(whole + b_bias, p_out.dtype.element_ty), mask=inside)
         tl.store(p_counter, 0)
 
 
@@ -130,7 +131,7 @@ def few_rows_kernel(
             1,
         )
     else:
-        tl.store(p_out + o_out, (total + b_bias).to(p_out.dtype.element_ty), mask=inside)
+        tl.store(p_out + o_out, rounded(total + b_bias, p_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -221,7 +222,7 @@ def many_rows_kernel(
             acc, b_bias, o_out, inside, p_partials, p_counters + tl.program_id(1), p_out, num_rows, num_out, i_split, 2
         )
     else:
-        tl.store(p_out + o_out, (acc + b_bias).to(p_out.dtype.element_ty), mask=inside)
+        tl.store(p_out + o_out, rounded(acc + b_bias, p_out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import triton.language as tl
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
 from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, product_type
+from kernels.gpu.rounding import rounded
 from kernels.linear_weight_only.layout import PackedWeight, group_constant
 
 _COLUMNS = 64  # output features of a program
@@ -52,7 +53,7 @@ def dequantize_kernel(
             b_values += tl.load(p_minimums + o_group, mask=in_n, other=0.0).to(tl.float32)[:, None]
         o_k = i_block * CODE_BLOCK + SLOT * CODE_STEP + o_step
         p_value = p_out + o_row.to(tl.int64)[:, None] * num_in + o_k[None, :]
-        tl.store(p_value, b_values.to(p_out.dtype.element_ty), mask=in_n[:, None] & (o_k < num_in)[None, :])
+        tl.store(p_value, rounded(b_values, p_out.dtype.element_ty), mask=in_n[:, None] & (o_k < num_in)[None, :])
 
 
 def values_of(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
