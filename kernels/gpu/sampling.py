@@ -39,7 +39,7 @@ class TritonSamplingOps:
         entry = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
         rows = torch.zeros(1, dtype=torch.int32, device=self._device)
         self.adjust(logits, AdjustInputs(entry, entry.float(), entry, rows, row))
-        for num_top in (0, 20):
+        for num_top in (0, 8, 20):  # each number of slots that requests need
             self.logprobs(logits, row, num_top)
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:

@@ -38,7 +38,7 @@ def _store_split(
         tl.store(p_counter, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     p_x,
     p_words,
@@ -134,7 +134,7 @@ def few_rows_kernel(
         tl.store(p_out + o_out, rounded(total + b_bias, p_out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def many_rows_kernel(
     p_x,
     p_words,

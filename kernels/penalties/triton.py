@@ -16,12 +16,13 @@ TILE = 2048
 ADJUST_TILE = 256
 
 _ADJUST_VARYING: dict[str, Any] = {
-    "do_not_specialize": ["width"],
+    "do_not_specialize": ["table_stride", "entry_stride", "position_stride", "width"],
     "do_not_specialize_on_alignment": ["p_ids", "p_values", "p_until", "p_rows", "p_position"],
 }
 _PENALTY_VARYING: dict[str, Any] = {
     "do_not_specialize_on_alignment": ["p_rows", "p_slots", "p_repetition", "p_presence", "p_frequency"]
 }
+"""What differs from step to step, and from the one row compiled ahead, so that nothing is compiled while serving."""
 
 
 @triton.jit(**_ADJUST_VARYING)

@@ -15,7 +15,7 @@ from kernels.linear_weight_only.layout import PackedWeight, group_constant
 _COLUMNS = 64  # output features of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_out", "last_out"])
 def dequantize_kernel(
     p_words,
     p_scales,

@@ -9,12 +9,14 @@ import triton.language as tl
 
 from kernels.gpu.random import gumbel, gumbel_bound, philox_words, words_of_tokens
 from kernels.gpu.sampling import TritonSamplingOps
+from kernels.logprobs.triton import tiles
 from kernels.sampling import reference
 from kernels.sampling import triton as kernels
 from kernels.sampling.cases import CASES, SamplingCase, make_case
 from kernels.sampling.dispatch import CpuOps
 from kernels.sampling.inputs import NO_CUT, SamplingInputs
 from kernels.sampling.philox import gumbel_noise
+from shared.sampling_params import MAX_LOGPROBS
 
 SMALL = [case for case in CASES if case.vocab_size <= 5000 and case.name != "top_k in the last bucket"]
 FILTERS = (
@@ -223,11 +225,13 @@ def test_no_rows_and_scratch_that_grows(device):
 
 
 def test_compiling_launches_every_kind(device, monkeypatch):
-    launched = []
+    launched, widths = [], set()
 
     def record(name, method):
         def recording(self, *args):
             launched.append(name)
+            if name == "logprobs":
+                widths.add(tiles(130, args[2])[2])
             return method(self, *args)
 
         return recording
@@ -235,7 +239,8 @@ def test_compiling_launches_every_kind(device, monkeypatch):
     for name in ("adjust", "penalize", "sample", "logprobs"):
         monkeypatch.setattr(TritonSamplingOps, name, record(name, getattr(TritonSamplingOps, name)))
     TritonSamplingOps(device, 130).compile()
-    assert sorted(launched) == ["adjust", "logprobs", "logprobs", "penalize", "sample", "sample", "sample"]
+    assert sorted(set(launched)) == ["adjust", "logprobs", "penalize", "sample"] and launched.count("sample") == 3
+    assert widths == {tiles(130, num_top)[2] for num_top in range(MAX_LOGPROBS + 1)}
     launched.clear()
     TritonSamplingOps(device).compile()  # for no vocabulary
     assert not launched
