@@ -91,7 +91,6 @@ class StepPacker:
             room = self._last_change - self._cursor - len(self._segments) - SEGMENT_WORDS
             if room <= 0:
                 self.apply()
-                self.begin()
                 continue
             count = min(room, len(words) - done)
             self.host.words[self._cursor : self._cursor + count] = words[done : done + count]
@@ -103,7 +102,10 @@ class StepPacker:
             done += count
 
     def apply(self) -> None:
-        """Copies the changes so far to the device and makes them there; the buffer's fixed fields are not sent."""
+        """Copies the changes so far to the device and makes them there; the buffer's fixed fields are not sent.
+
+        What comes then goes to the next buffer.
+        """
         if not self._segments:
             return
         at = self._cursor
