@@ -72,7 +72,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     cascade = case.make_cascade(members_per_tile(torch.bfloat16, geometry), device)
     runs = []
     for seed in range(2):
-        tensors = make_tensors(batch, device, seed=seed)
+        tensors = make_tensors(batch, device, seed=seed, cells_on=device)
         table = tensors.inputs.block_table[0].repeat(requests, 1)
         table[1:, shared // batch.page_size :] = tensors.inputs.block_table[1:, : own // batch.page_size]
         lengths = torch.full_like(tensors.inputs.seq_lens, shared + own)

@@ -95,15 +95,22 @@ class Tensors:
     sinks: torch.Tensor | None
 
 
-def make_tensors(case: Case, device: torch.device, num_spare_pages: int = 2, seed: int = 0) -> Tensors:
-    """Random tensors in pages of random order."""
+def make_tensors(
+    case: Case, device: torch.device, num_spare_pages: int = 2, seed: int = 0, *, cells_on: torch.device | None = None
+) -> Tensors:
+    """Random tensors in pages of random order, the same on every device.
+
+    Args:
+        cells_on: makes keys and values there, where a benchmark's gigabytes take no time; they are others then.
+    """
     generator = torch.Generator().manual_seed(seed)
+    values = generator if cells_on is None else torch.Generator(cells_on).manual_seed(seed)
     size = case.page_size
     counts = [-(-context // size) for _, context in case.requests]
     order = torch.randperm(sum(counts) + num_spare_pages, generator=generator, dtype=torch.int32)
     table = torch.full((len(counts), max(1, *counts)), 2**31 - 1, dtype=torch.int32)
     shape = (order.numel(), case.num_kv_heads, size, case.head_dim)
-    cells = [torch.randn(shape, generator=generator).to(case.dtype) for _ in range(2)]
+    cells = [torch.randn(shape, generator=values, device=values.device).to(case.dtype) for _ in range(2)]
     held = torch.zeros((order.numel(), size), dtype=torch.bool)
     start = 0
     for r, count in enumerate(counts):
@@ -111,7 +118,7 @@ def make_tensors(case: Case, device: torch.device, num_spare_pages: int = 2, see
         for i, page in enumerate(table[r, :count].tolist()):
             held[page, : case.requests[r][1] - i * size] = True
         start += count
-    pages = _store(cells, ~held, case.kv_format, device)
+    pages = _store(cells, ~held.to(values.device), case.kv_format, device)
     queries = torch.tensor([0] + [queries for queries, _ in case.requests], dtype=torch.int32)
     inputs = AttentionInputs(
         positions=torch.zeros(0, dtype=torch.int32, device=device),
@@ -169,7 +176,7 @@ def _benchmark(
     scratch = make_scratch(work.scratch_rows, case.num_heads, case.head_dim, device)
     runs = []
     for seed in range(2):
-        tensors = make_tensors(case, device, seed=seed)
+        tensors = make_tensors(case, device, seed=seed, cells_on=device)
         out = torch.empty_like(tensors.query)
         build_work(tensors.inputs.cu_seqlens_q, tensors.inputs.seq_lens, work)
 

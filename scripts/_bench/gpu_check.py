@@ -1,120 +1,226 @@
 """Everything that can only be known on a GPU, in one command: tests, kernel times, equality with the CPU, speed.
 
 Each part runs in a process of its own, so that one that fails, hangs, or loses the GPU leaves the others their say.
-Prints a table and, as the last line, the same figures as JSON. Exit code 1 where a test or a comparison failed or a
-part could not run, 2 where there is no GPU.
+What is timed comes first and has the GPU for itself; the tests, slow to compile, get the time that is left. Prints a
+table and, as the last line, the same figures as JSON, also when it is stopped by SIGTERM or SIGINT. Exit code 1 where
+a test or a comparison failed or a part could not run, 2 where there is no GPU, or no torch or triton.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import subprocess
+import math
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import torch
+from scripts._bench import gpu_check_report, gpu_check_tests
+from scripts._bench.gpu_check_child import Child, Row, report
 
-from scripts._bench import (
-    gpu_check_equality,
-    gpu_check_host,
-    gpu_check_kernels,
-    gpu_check_report,
-    gpu_check_speed,
-    gpu_check_tests,
-)
-from scripts._bench.gpu_check_machine import roofline
+PARTS = ("speed", "host", "kernels", "equality", "tests")
+NEEDED = ("torch", "triton")
+# What a part needs besides; the timing of kernels does with the two above and numpy and numba.
+ALSO_NEEDED = {
+    "speed": ("msgspec", "structlog", "orjson", "numpy", "numba", "safetensors", "tokenizers"),
+    "kernels": ("numpy", "numba"),
+    "tests": ("pytest", "hypothesis", "gguf", "msgspec", "structlog", "numba"),
+}
+ALSO_NEEDED |= {"host": ALSO_NEEDED["speed"], "equality": ALSO_NEEDED["speed"]}
 
-PARTS = ("tests", "kernels", "equality", "host", "speed")
-_RESULT = "RESULT "
-_PART_SECONDS = {"tests": 1800.0, "kernels": 300.0, "equality": 600.0, "host": 300.0, "speed": 600.0, "machine": 120.0}
+_SECONDS = 480.0
+# At most, of the parts that come before the tests; the tests have these for themselves and all that is left.
+_PART_SECONDS = {"machine": 60.0, "speed": 180.0, "host": 60.0, "compile": 75.0, "kernels": 120.0}
+_TESTS_SECONDS = 120.0
+_SILENCE = {"kernels": 45.0}
+_COMPILERS = 8
 
 
-def run_part(part: str, argument: str) -> Any:
-    """What a child process does: one part, or one kernel folder or weight format of it."""
+def run_part(part: str, argument: str) -> Iterator[Row]:
+    """What a child process does: one part, or folders of kernels or a weight format of it. Imports what that needs."""
+    import torch
+
+    from scripts._bench import gpu_check_kernels, gpu_check_machine
+
     if part == "machine":
-        return asdict(roofline())
-    if part == "kernels":
-        return gpu_check_kernels.measure(argument, torch.device("cuda"), roofline())
-    if part == "equality":
-        return gpu_check_equality.run()
-    if part == "host":
-        return gpu_check_host.run()
-    return gpu_check_speed.run(roofline(), argument)  # type: ignore[arg-type]
+        yield gpu_check_machine.describe()
+    elif part == "compile":
+        gpu_check_kernels.compile_all(argument, torch.device("cuda"))
+    elif part == "kernels":
+        yield from gpu_check_kernels.measure_all(argument.split(), torch.device("cuda"), gpu_check_machine.roofline())
+    elif part == "equality":
+        from scripts._bench import gpu_check_equality
 
+        yield from gpu_check_equality.run()
+    elif part == "host":
+        from scripts._bench import gpu_check_host
 
-def in_child(part: str, argument: str = "", command: Sequence[str] | None = None) -> Any:
-    """Runs a part in a process of its own; its result, or {"error": why there is none}."""
-    command = command or (sys.executable, "-m", "scripts._bench.gpu_check", "--child", part, argument)
-    seconds = _PART_SECONDS[part]
-    try:
-        finished = subprocess.run(
-            command, cwd=gpu_check_kernels.ROOT, capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished after {seconds:.0f} s"}
-    for line in reversed(finished.stdout.splitlines()):
-        if line.startswith(_RESULT):
-            return json.loads(line.removeprefix(_RESULT))
-    last = finished.stderr.strip().splitlines()[-1:] or ["no message"]
-    return {"error": f"ended with status {finished.returncode}: {last[0]}"}
+        yield from gpu_check_host.run()
+    else:
+        from scripts._bench import gpu_check_speed
+
+        yield from gpu_check_speed.run(gpu_check_machine.roofline(), argument)  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the parts that are asked for."""
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
-    parser.add_argument("--kernel", action="append", default=[], help="only this folder of kernels/ (repeatable)")
-    parser.add_argument("--weights", nargs="+", default=["bf16"], choices=["bf16", "fp8", "int4"], help="for speed")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     if options.child:
-        print(_RESULT + json.dumps(run_part(*options.child)), flush=True)
+        report(run_part(*options.child))
         return 0
-    if not torch.cuda.is_available():
+    problem = _no_gpu()
+    if problem:
         print(
-            "gpu_check: torch finds no GPU here (torch.cuda.is_available() is False), so nothing was measured. "
+            f"gpu_check: {problem}, so nothing was measured. "
             "Kernels are tested in Triton's interpreter by scripts/test and compiled by scripts/kernels_report.",
             file=sys.stderr,
         )
         return 2
-    report = collect(options.part or PARTS, options.kernel or gpu_check_kernels.folders(), options.weights)
-    print("\n".join(gpu_check_report.table(report)))
-    print(json.dumps(report))
-    return 1 if gpu_check_report.failures(report) else 0
+    parts = options.part or PARTS
+    for part in parts:
+        missing = [name for name in ALSO_NEEDED[part] if importlib.util.find_spec(name) is None]
+        if missing:
+            _say(f"{sys.executable} has no {', '.join(missing)}: some of {part} will fail")
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.out or scratch).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        check = Check(options.seconds, folder, stopped, reserve=bool({"tests", "equality"} & set(parts)))
+        check.run(parts, options.kernel, options.weights)
+        lines = gpu_check_report.table(check.found)
+        (folder / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    print("\n".join(lines))
+    print(json.dumps(check.found), flush=True)
+    return 1 if gpu_check_report.failures(check.found) else 0
 
 
-def collect(parts: Sequence[str], kernels: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
-    """All results by part."""
-    report: dict[str, Any] = {"machine": in_child("machine")}
-    if "tests" in parts:
-        _say("tests of the kernels")
-        try:
-            report["tests"] = gpu_check_tests.run(_PART_SECONDS["tests"])
-        except subprocess.TimeoutExpired as error:
-            report["tests"] = {"error": f"not finished after {error.timeout:.0f} s"}
-    if "kernels" in parts:
-        # A speed counts only where the kernel's tests passed; without the tests it is not known whether they do.
-        trusted = gpu_check_tests.verdicts(list(kernels), report.get("tests", {}).get("files", {}))
-        report["kernels"] = {}
-        for kernel in kernels:
-            _say(f"time of {kernel}")
-            rows = in_child("kernels", kernel)
-            report["kernels"][kernel] = {"tests_passed": trusted[kernel] if "tests" in parts else None, "rows": rows}
-    if "equality" in parts:
-        _say("a small model on GPU and CPU")
-        report["equality"] = in_child("equality")
-    if "host" in parts:
-        _say("the host's part of a step")
-        report["host"] = in_child("host")
-    if "speed" in parts:
-        report["speed"] = {}
-        for kind in weights:
-            _say(f"speed of an 8B model, weights {kind}")
-            report["speed"][kind] = in_child("speed", kind)
-    return report
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
+    parser.add_argument("--kernel", action="append", default=[], help="only this folder of kernels/ (repeatable)")
+    parser.add_argument("--weights", nargs="+", default=["bf16"], choices=["bf16", "fp8", "int4"], help="for speed")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="for all of it (default %(default).0f)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="keeps report.txt, report.json as it grows, and every part's log"
+    )
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def _no_gpu() -> str:
+    """Why nothing can be measured here; empty where it can."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{sys.executable} has no {' and no '.join(missing)} (PYTHON names another interpreter)"
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no GPU here (torch.cuda.is_available() is False)"
+
+
+class Check:
+    """The parts in their order, and what they have found by now.
+
+    Args:
+        seconds: for all parts.
+        folder: for logs and the report so far.
+        stopped: when set, the parts that are left are not run.
+        reserve: whether parts must leave time for tests or equality.
+    """
+
+    def __init__(self, seconds: float, folder: Path, stopped: threading.Event, *, reserve: bool) -> None:
+        self.found: dict[str, Any] = {"machine": {"error": "not asked"}}
+        self._end = time.monotonic() + seconds
+        self._folder = folder
+        self._stopped = stopped
+        self._reserve = min(_TESTS_SECONDS, seconds / 3) if reserve else 0.0
+
+    def run(self, parts: Sequence[str], kernels: Sequence[str], weights: Sequence[str]) -> None:
+        """All that are asked for."""
+        self.found["machine"] = self._rows("machine")[0]
+        if "speed" in parts:
+            self._speed(weights[0])
+        if "host" in parts:
+            _say("the host's part of a step")
+            self.found["host"] = self._rows("host")
+        if "kernels" in parts:
+            self._kernels(kernels)
+        for kind in weights[1:] if "speed" in parts else ():
+            self._speed(kind)
+        # Neither is timed, so they run beside each other.
+        _say(f"{self._left():.0f} s are left for comparisons and tests")
+        equality = self._start("equality") if "equality" in parts else None
+        if "tests" in parts:
+            log = self._folder / "tests.log"
+            self.found["tests"] = gpu_check_tests.run(max(1.0, self._left()), log, self._stopped)
+            self._judge()
+        if equality is not None:
+            self.found["equality"] = equality.rows(max(1.0, self._left()))
+        if self._stopped.is_set():
+            self.found["stopped"] = "before all had run"
+        self._save()
+
+    def _save(self) -> None:
+        """Writes down what is known."""
+        (self._folder / "report.json").write_text(json.dumps(self.found) + "\n", "utf-8")
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _start(self, part: str, argument: str = "") -> Child:
+        log = self._folder / f"{'-'.join([part, *argument.split()[:1]])}.log"
+        log.write_text("")
+        command = (sys.executable, "-m", "scripts._bench.gpu_check", "--child", part, argument)
+        return Child(part, command, log, self._stopped)
+
+    def _rows(self, part: str, argument: str = "", until: float = math.inf) -> list[Row]:
+        seconds = min(_PART_SECONDS[part], self._left() - self._reserve, until - time.monotonic())
+        if seconds < 1 or self._stopped.is_set():
+            return [{"name": part, "error": "no time was left"}]
+        return self._start(part, argument).rows(seconds, _SILENCE.get(part))
+
+    def _speed(self, kind: str) -> None:
+        _say(f"speed of an 8B model, weights {kind}")
+        self.found.setdefault("speed", {})[kind] = self._rows("speed", kind)
+        self._save()
+
+    def _kernels(self, chosen: Sequence[str]) -> None:
+        from scripts._bench.gpu_check_kernels import folders
+
+        left = list(chosen or folders())
+        timed = self.found["kernels"] = {kernel: {"tests_passed": None, "rows": []} for kernel in left}
+        _say("compiling the kernels that are timed")
+        until = time.monotonic() + _PART_SECONDS["compile"]
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda kernel: self._rows("compile", kernel, until), left))
+        until = time.monotonic() + _PART_SECONDS["kernels"]
+        while left:
+            _say(f"time of {', '.join(left)}")
+            at, rows = None, self._rows("kernels", " ".join(left), until)
+            for row in rows:
+                at = row.pop("begin", at)
+                if row:
+                    timed[at or left[0]]["rows"].append(row)
+            self._save()
+            died = "error" in rows[-1] and rows[-1]["name"] == "kernels"
+            # The folder at work when its process died is given up; those after it are tried anew.
+            left = left[left.index(at) + 1 :] if died and at is not None else []
+
+    def _judge(self) -> None:
+        """A speed counts only where the kernel's tests passed."""
+        timed = self.found.get("kernels", {})
+        verdicts = gpu_check_tests.verdicts(list(timed), self.found["tests"]["files"])
+        for kernel, verdict in verdicts.items():
+            timed[kernel]["tests_passed"] = verdict
 
 
 def _say(text: str) -> None:

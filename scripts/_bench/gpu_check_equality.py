@@ -8,7 +8,7 @@ follow; there the log-probabilities that both give to the same text are compared
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from scripts._bench.gpu_check_model import SMALL, WeightKind, start
@@ -74,9 +74,8 @@ def close_logprobs(left: Sequence[Generated], right: Sequence[Generated], tolera
     return mean <= tolerance, f"log-probabilities differ by {mean:.1e} on average, {max(differences):.1e} at most"
 
 
-def run(device: str = "cuda", reference: str = "cpu") -> list[dict[str, Any]]:
+def run(device: str = "cuda", reference: str = "cpu") -> Iterator[dict[str, Any]]:
     """One row per comparison: name, ok, detail. One that cannot be made has an error as its detail."""
-    rows = []
     known: dict[tuple[WorkerSettings, WeightKind], list[Generated]] = {}
 
     def once(settings: WorkerSettings, kind: WeightKind = "bf16") -> list[Generated]:
@@ -84,30 +83,33 @@ def run(device: str = "cuda", reference: str = "cpu") -> list[dict[str, Any]]:
             known[settings, kind] = outputs(settings, kind)
         return known[settings, kind]
 
-    def row(name: str, compare: Any) -> None:
-        try:
-            ok, detail = compare()
-        except Exception as error:  # noqa: BLE001 - the others are still worth knowing
-            ok, detail = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        rows.append({"name": name, "ok": ok, "detail": detail})
-
     def against_cpu(tolerance: str, kind: WeightKind = "bf16", dtype: str = "float32", **values: Any) -> Any:
         wanted = once(settings_for(reference, **values), kind)
         found = outputs(settings_for(device, dtype=dtype, **values), kind)
         return close_logprobs(found, wanted, TOLERANCE[tolerance])
 
-    row("float32 tokens", lambda: same_tokens(once(settings_for(device)), once(settings_for(reference))))
-    row("float32 log-probabilities", lambda: against_cpu("float32"))
-    eager = settings_for(device, decode_graphs=False)
-    row("graphs as without", lambda: same_tokens(once(settings_for(device)), once(eager)))
-    for name in ("fp8", "int8", "int4"):
-        row(f"kv {name}", lambda name=name: against_cpu("rounded once", kv_cache_dtype=name))
-    row("bfloat16", lambda: against_cpu("bfloat16", dtype="bfloat16"))
-    row("weights int4", lambda: against_cpu("bfloat16", "int4", dtype="bfloat16"))
-    row("weights fp8", lambda: against_cpu("quantized activations", "fp8", dtype="bfloat16"))
+    def same(left: WorkerSettings, right: WorkerSettings) -> tuple[bool, str]:
+        return same_tokens(once(left), once(right))
+
+    plain = settings_for(device)
+    yield _row("float32 tokens", same, plain, settings_for(reference))
+    yield _row("float32 log-probabilities", against_cpu, "float32")
+    yield _row("graphs as without", same, plain, settings_for(device, decode_graphs=False))
+    yield _row("bfloat16", against_cpu, "bfloat16", dtype="bfloat16")
     if device != "cpu":
-        row("deterministic", lambda: _deterministic(device))
-    return rows
+        yield _row("deterministic", _deterministic, device)
+    for name in ("fp8", "int8", "int4"):
+        yield _row(f"kv {name}", against_cpu, "rounded once", kv_cache_dtype=name)
+    yield _row("weights int4", against_cpu, "bfloat16", "int4", dtype="bfloat16")
+    yield _row("weights fp8", against_cpu, "quantized activations", "fp8", dtype="bfloat16")
+
+
+def _row(name: str, compare: Callable[..., tuple[bool, str]], *arguments: Any, **values: Any) -> dict[str, Any]:
+    try:
+        ok, detail = compare(*arguments, **values)
+    except Exception as error:  # noqa: BLE001 - the others are still worth knowing
+        ok, detail = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return {"name": name, "ok": ok, "detail": detail}
 
 
 def _deterministic(device: str) -> tuple[bool, str]:

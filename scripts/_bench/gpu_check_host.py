@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ _WARM_UP_STEPS = 16
 
 def run(
     device: Literal["cpu", "cuda"] = "cuda", counts: Sequence[int] = COUNTS, num_steps: int = 100, **values: Any
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row per number of requests: microseconds of each part of a step, and of the whole step by the clock."""
     length = PROMPT + num_steps + _WARM_UP_STEPS + 2
     settings = WorkerSettings(
@@ -43,7 +43,8 @@ def run(
     try:
         while built.use_idle_time():
             pass
-        return [{"name": f"host, {count} requests"} | _measure(built, settings, count, num_steps) for count in counts]
+        for count in counts:
+            yield {"name": f"host, {count} requests"} | _measure(built, settings, count, num_steps)
     finally:
         built.executor.close()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +45,15 @@ def roofline() -> Roofline:
         if key in name:
             return Roofline(name, bandwidth, operations, measured=False)
     return Roofline(name, *measure(), measured=True)
+
+
+def describe() -> dict[str, Any]:
+    """The roofline, what a copy and a product reach now, and the versions that all of it was run with."""
+    import triton
+
+    bandwidth, operations = measure()
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    return asdict(roofline()) | {"copy_bandwidth": bandwidth, "product_operations": operations} | versions
 
 
 def measure() -> tuple[float, float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from scripts._bench import gpu_check_goals
 
 
 def table(report: Mapping[str, Any]) -> list[str]:
@@ -13,8 +15,9 @@ def table(report: Mapping[str, Any]) -> list[str]:
         lines += ["", "tests", *_tests(report["tests"])]
     if "kernels" in report:
         lines += ["", f"{'kernels':58} {'ms':>9} {'floor':>9} {'share':>6}"]
-        for name, found in report["kernels"].items():
-            lines += _kernel(name, found)
+        for found in report["kernels"].values():
+            lines += _kernel(found)
+        lines.append("?: the kernel's tests have not all run")
     if "equality" in report:
         lines += ["", "GPU against CPU", *_equality(report["equality"])]
     if "host" in report:
@@ -22,20 +25,25 @@ def table(report: Mapping[str, Any]) -> list[str]:
     if "speed" in report:
         head = f"{'tok/s':>9} {'host us':>8} {'gap us':>7} {'idle us':>8}"
         lines += ["", f"{'8B model':44} {'ms':>9} {'floor':>9} {'share':>6} {head}"]
-        for kind, rows in report["speed"].items():
-            lines += _speed(kind, rows)
+        for rows in report["speed"].values():
+            lines += _speed(rows)
+    if set(report) & {"speed", "host", "kernels"}:
+        lines += ["", f"{'goals on an H200':34} {'goal':>9} {'measured':>12}", *gpu_check_goals.lines(report)]
     failed = list(failures(report))
     return [*lines, "", *(f"FAILED: {text}" for text in failed)] if failed else [*lines, "", "all passed"]
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
     """Tests and comparisons that failed, and parts that could not be run. Slow is no failure."""
-    return [*_errors("machine", report["machine"]), *_failed_tests(report), *_failed_runs(report)]
+    stopped = [f"stopped {report['stopped']}"] if "stopped" in report else []
+    machine = _errors("machine", [{"name": "machine"} | report["machine"]])
+    return [*stopped, *machine, *_failed_tests(report), *_failed_runs(report)]
 
 
 def _failed_tests(report: Mapping[str, Any]) -> Iterator[str]:
     tests = report.get("tests", {})
-    yield from _errors("tests", tests)
+    if "error" in tests:
+        yield f"tests: {tests['error']}"
     for name, file in tests.get("files", {}).items():
         if file["failed"]:
             yield f"{name}: {file['failed']} of its tests, first {file['failures'][0]}"
@@ -46,74 +54,75 @@ def _failed_runs(report: Mapping[str, Any]) -> Iterator[str]:
         yield from _errors(f"time of {kernel}", found["rows"])
     equality = report.get("equality", [])
     yield from _errors("equality", equality)
-    if not isinstance(equality, dict):
-        yield from (f"{row['name']}: {row['detail']}" for row in equality if not row["ok"])
+    yield from (f"{row['name']}: {row['detail']}" for row in equality if not row.get("ok", True))
     yield from _errors("host", report.get("host", []))
     for kind, rows in report.get("speed", {}).items():
         yield from _errors(f"speed with weights {kind}", rows)
 
 
-def _errors(part: str, found: Any) -> Iterator[str]:
-    if isinstance(found, dict):
-        if "error" in found:
-            yield f"{part}: {found['error']}"
-        return
-    yield from (f"{row['name']}: {row['error']}" for row in found if "error" in row)
+def _errors(part: str, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield from (f"{part}, {row['name']}: {row['error']}" for row in found if "error" in row)
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
     if "error" in machine:
         return f"roofline unknown: {machine['error']}"
     source = "measured here" if machine["measured"] else "known for this GPU"
-    return (
+    text = (
         f"{machine['name']}: {machine['bandwidth'] / 1e12:.2f} TB/s, {machine['operations'] / 1e12:.0f} TFLOP/s "
         f"bfloat16 ({source})"
     )
+    if "torch" in machine:
+        copy, product = machine["copy_bandwidth"] / 1e12, machine["product_operations"] / 1e12
+        text += f"; a copy reaches {copy:.2f}, a product {product:.0f}"
+        text += f"; torch {machine['torch']}, triton {machine['triton']}"
+    return text
 
 
 def _tests(tests: Mapping[str, Any]) -> list[str]:
-    if "error" in tests:
-        return [f"  {tests['error']}"]
-    return [
-        f"  {name:40} {file['passed']:5} passed {file['skipped']:4} skipped {file['failed']:4} failed"
-        for name, file in sorted(tests["files"].items())
-    ]
+    lines = [f"  {tests['error']}"] if "error" in tests else []
+    for name, file in sorted(tests["files"].items()):
+        unfinished = f" {file['unfinished']:4} not run" if file["unfinished"] else ""
+        counted = f"{file['passed']:5} passed {file['skipped']:4} skipped {file['failed']:4} failed{unfinished}"
+        lines.append(f"  {name:40} {counted}")
+    return lines
 
 
-def _kernel(name: str, found: Mapping[str, Any]) -> list[str]:
+def _kernel(found: Mapping[str, Any]) -> list[str]:
     rows = found["rows"]
-    if isinstance(rows, dict):
-        return [f"{name:58} {rows['error']}"]
     if found["tests_passed"] is False:
         return [f"{row['name']:58} not reported: the kernel's tests did not pass" for row in rows]
-    return [f"{row['name']:58} {_times(row)}" for row in rows]
+    known = "" if found["tests_passed"] else " ?"
+    return [f"{row['name']:58} {_times(row)}{known}" for row in rows]
 
 
 def _times(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return str(row["error"])
-    return f"{row['ms']:9.4f} {row['floor_ms']:9.4f} {row['share']:6.1%}"
+    rate = f" {row['tflops']:5.0f} TFLOP/s" if row.get("tflops", 0) >= 1 else ""
+    return f"{row['ms']:9.4f} {row['floor_ms']:9.4f} {row['share']:6.1%}{rate}"
 
 
-def _equality(rows: Any) -> list[str]:
-    if isinstance(rows, dict):
-        return [f"  {rows['error']}"]
-    return [f"  {row['name']:28} {'ok' if row['ok'] else 'FAILED':7} {row['detail']}" for row in rows]
+def _equality(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        ok = row.get("ok", False)
+        lines.append(f"  {row['name']:28} {'ok' if ok else 'FAILED':7} {row.get('error') or row['detail']}")
+    return lines
 
 
-def _host(rows: Any) -> list[str]:
-    if isinstance(rows, dict):
-        return [f"  {rows['error']}"]
-    return [
-        f"  {row['name']:22} {row['host_us']:7.0f} of {row['step_us']:7.0f}: schedule {row['schedule_us']:.0f}, "
-        f"submit {row['submit_us']:.0f}, result {row['result_us']:.0f}, apply {row['apply_us']:.0f}"
-        for row in rows
-    ]
+def _host(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        if "error" in row:
+            lines.append(f"  {row['name']:22} {row['error']}")
+            continue
+        parts = ", ".join(f"{name} {row[f'{name}_us']:.0f}" for name in ("schedule", "submit", "result", "apply"))
+        lines.append(f"  {row['name']:22} {row['host_us']:7.0f} of {row['step_us']:7.0f}: {parts}")
+    return lines
 
 
-def _speed(kind: str, rows: Any) -> list[str]:
-    if isinstance(rows, dict):
-        return [f"{kind:44} {rows['error']}"]
+def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         line = f"{row['name']:44} {_times(row)}"

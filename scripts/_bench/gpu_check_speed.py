@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,40 +46,34 @@ def run(
     decodes: Sequence[tuple[int, int]] = DECODES,
     prefills: Sequence[tuple[int, int]] = PREFILLS,
     num_steps: int = _TIMED_STEPS,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row per load; one that fails or does not fit has an `error` in place of its times."""
     settings = settings or settings_for()
     if settings.device == "cuda":
         spec = fitted(spec, torch.cuda.mem_get_info()[0], kind)
     built = start(spec, settings, kind)
     kv_bytes = 2.0 if settings.kv_cache_dtype in ("auto", "bfloat16", "float16") else 1.0
-    rows = []
-
-    def row(name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        try:
-            rows.append({"name": name} | measure())
-        except Exception as error:  # noqa: BLE001 - the other loads are still worth knowing
-            rows.append({"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"})
-
     suffix = f" {kind}" + ("" if spec.num_layers == LLAMA_8B.num_layers else f", {spec.num_layers} layers")
     try:
         for count, context in decodes:
             cost = step_cost(spec, count, 1, context, kind, kv_bytes)
             floor = roofline.floor_ms(cost.num_bytes, cost.num_operations)
-            row(
-                f"decode {count} x {context}{suffix}",
-                partial(_decode, built, count, context, floor, num_steps),
-            )
+            name = f"decode {count} x {context}{suffix}"
+            yield _row(name, partial(_decode, built, count, context, floor, num_steps))
         for count, length in prefills:
             cost = step_cost(spec, count, length, 0, kind, kv_bytes)
             floor = roofline.floor_ms(cost.num_bytes, cost.num_operations)
-            row(
-                f"prefill {count} x {length}{suffix}",
-                partial(_prefill, built, count, length, floor),
-            )
+            yield _row(f"prefill {count} x {length}{suffix}", partial(_prefill, built, count, length, floor))
     finally:
         built.executor.close()
-    return rows
+
+
+def _row(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return {"name": name} | measure()
+    except Exception as error:  # noqa: BLE001 - the other loads are still worth knowing
+        text = str(error).splitlines()[0] if str(error) else ""
+        return {"name": name, "error": f"{type(error).__name__}: {text}"}
 
 
 def _decode(built: BuiltExecutor, count: int, context: int, floor_ms: float, num_steps: int) -> dict[str, Any]:
@@ -94,7 +89,9 @@ def _decode(built: BuiltExecutor, count: int, context: int, floor_ms: float, num
     while built.use_idle_time():
         pass  # all graphs are captured, as an idle worker would do
     times = decode(built.executor, contexts, num_steps)
-    idle = idle_microseconds(lambda: decode(built.executor, contexts, _PROFILED_STEPS), _PROFILED_STEPS)
+    idle = {}
+    with contextlib.suppress(RuntimeError):  # a profiler that cannot run here must not cost the times
+        idle = idle_microseconds(lambda: decode(built.executor, contexts, _PROFILED_STEPS), _PROFILED_STEPS)
     took = times.step_seconds * 1e3
     return {
         "ms": took,

@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
+import time
 
 import pytest
 import torch
 
 from kernels.gpu.benchmark import Benchmark
-from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
+from scripts._bench import (
+    gpu_check,
+    gpu_check_equality,
+    gpu_check_goals,
+    gpu_check_kernels,
+    gpu_check_report,
+    gpu_check_tests,
+)
+from scripts._bench.gpu_check_child import Child
 from scripts._bench.gpu_check_host import run as run_host
 from scripts._bench.gpu_check_machine import Roofline
 from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, shapes, step_cost
@@ -27,6 +37,12 @@ def test_without_a_gpu_it_says_so(capsys):
     output = capsys.readouterr()
     assert "no GPU" in output.err
     assert output.out == ""
+
+
+def test_without_triton_it_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "NEEDED", ("torch", "no_such_module"))
+    assert gpu_check.main([]) == 2
+    assert f"{sys.executable} has no no_such_module" in capsys.readouterr().err
 
 
 def test_floors():
@@ -91,9 +107,8 @@ def _threads():
 @pytest.mark.usefixtures("_threads")
 def test_speed_runs_on_the_small_model():
     settings = gpu_check_equality.settings_for("cpu", num_threads=1)
-    rows = run_speed(
-        MACHINE, spec=SMALL, settings=settings, decodes=[(1, 16), (3, 33), (8, 4000)], prefills=[(2, 20)], num_steps=4
-    )
+    loads = [(1, 16), (3, 33), (8, 4000)]
+    rows = list(run_speed(MACHINE, spec=SMALL, settings=settings, decodes=loads, prefills=[(2, 20)], num_steps=4))
     assert [row["name"].split(" bf16")[0] for row in rows] == [
         "decode 1 x 16",
         "decode 3 x 33",
@@ -109,7 +124,7 @@ def test_speed_runs_on_the_small_model():
 
 @pytest.mark.usefixtures("_threads")
 def test_the_hosts_part_of_a_step_is_less_than_the_step():
-    rows = run_host("cpu", counts=(2, 3), num_steps=8, dtype="float32", num_threads=1)
+    rows = list(run_host("cpu", counts=(2, 3), num_steps=8, dtype="float32", num_threads=1))
     assert [row["name"] for row in rows] == ["host, 2 requests", "host, 3 requests"]
     for row in rows:
         parts = [row[name] for name in ("schedule_us", "submit_us", "result_us", "apply_us")]
@@ -155,26 +170,65 @@ def test_kernels_are_timed_over_turns_and_one_failure_is_one_row():
     assert gpu_check_kernels.time_one("folder", broken, MACHINE, timer)["error"].startswith("ZeroDivisionError")
 
 
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.kernels.test_norm" name="test_a[1]"/>
-<testcase classname="tests.kernels.test_norm" name="test_b"><skipped/></testcase>
-<testcase classname="tests.kernels.test_rope" name="test_c"><failure>no</failure></testcase>
-<testcase classname="" name="tests.kernels.test_gone"><error>import</error></testcase>
-</testsuite></testsuites>"""
+RESULTS = [
+    {
+        "collected": [
+            f"tests/kernels/test_{name}" for name in ("norm.py::a[1]", "norm.py::b", "rope.py::c", "late.py::d")
+        ]
+    },
+    {"id": "tests/kernels/test_norm.py::a[1]", "outcome": "passed", "message": ""},
+    {"id": "tests/kernels/test_norm.py::b", "outcome": "skipped", "message": ""},
+    {"id": "tests/kernels/test_rope.py::c", "outcome": "failed", "message": "assert no"},
+    {"id": "tests/kernels/test_gone.py", "outcome": "failed", "message": "ModuleNotFoundError: x"},
+]
 
 
 def test_a_kernel_is_trusted_when_its_tests_ran_and_passed(tmp_path):
-    files = gpu_check_tests.counts(REPORT)
-    assert files["test_norm"] == {"passed": 1, "skipped": 1, "failed": 0, "failures": []}
-    assert files["test_rope"]["failures"] == ["test_c"]
-    assert files["test_gone"]["failed"] == 1
-    for name, kernels in {"test_norm": ["norm"], "test_rope": ["norm", "rope"], "test_gone": ["gone"]}.items():
+    files = gpu_check_tests.counts([json.dumps(result) for result in RESULTS])
+    assert files["test_norm"] == {"passed": 1, "skipped": 1, "failed": 0, "unfinished": 0, "failures": []}
+    assert files["test_rope"]["failures"] == ["c: assert no"]
+    assert files["test_gone"]["failures"] == ["cannot be imported: ModuleNotFoundError: x"]
+    assert files["test_late"]["unfinished"] == 1
+    uses = {"norm": ["norm"], "rope": ["norm", "rope"], "gone": ["gone"], "late": ["late"]}
+    for name, kernels in uses.items():
         source = "".join(f"from kernels.{kernel} import reference\n" for kernel in kernels)
-        (tmp_path / f"{name}.py").write_text(source)
-    wanted = {"norm": False, "rope": False, "gone": False, "untested": False}
+        (tmp_path / f"test_{name}.py").write_text(source)
+    wanted = {"norm": False, "rope": False, "gone": False, "untested": False, "late": None}
     assert gpu_check_tests.verdicts(list(wanted), files, tmp_path) == wanted
     del files["test_rope"]
     assert gpu_check_tests.verdicts(["norm", "rope"], files, tmp_path) == {"norm": True, "rope": False}
+
+
+TESTS = """
+import time
+def test_good(): assert True
+def test_bad(): assert 1 == 2
+def test_long(): time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 90])
+def test_tests_that_are_cut_short_leave_what_was_found(tmp_path, seconds):
+    (tmp_path / "test_these.py").write_text(TESTS.format(seconds=seconds))
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    stopped, results = threading.Event(), tmp_path / "log.jsonl"
+
+    def stop() -> None:
+        while not (results.exists() and all(name in results.read_text() for name in ('good", "o', "1 == 2"))):
+            time.sleep(0.1)
+        stopped.set()
+
+    if seconds:
+        threading.Thread(target=stop, daemon=True).start()
+    files = [str(tmp_path / name) for name in ("test_these.py", "test_broken.py")]
+    found = gpu_check_tests.run(50, tmp_path / "log", stopped, files)
+    these = found["files"]["test_these"]
+    assert (these["passed"], these["failed"]) == (1 if seconds else 2, 1)
+    assert these["unfinished"] == (1 if seconds else 0)
+    assert these["failures"] == ["test_bad: assert 1 == 2"]
+    (broken,) = found["files"]["test_broken"]["failures"]
+    assert "no_such_module" in broken
+    assert ("error" in found) == bool(seconds)
 
 
 def test_gaps_between_kernels():
@@ -184,28 +238,79 @@ def test_gaps_between_kernels():
     assert idle_times([], 2) == {"step_gap_us": 0.0, "idle_us": 0.0}
 
 
-def test_a_part_that_dies_or_hangs_is_an_error_of_its_own(monkeypatch):
-    def child(source):
-        return gpu_check.in_child("speed", command=(sys.executable, "-c", source))
+def test_a_part_that_dies_or_hangs_is_an_error_of_its_own(tmp_path):
+    def child(source, seconds=30.0, silence=None, stopped=False):
+        event = threading.Event()
+        if stopped:
+            event.set()
+        log = tmp_path / "log"
+        log.write_text("")
+        return Child("speed", (sys.executable, "-c", source), log, event).rows(seconds, silence)
 
-    assert child("print('noise'); print('RESULT [1, 2]'); print('more')") == [1, 2]
-    assert child("import sys; print('lost the GPU', file=sys.stderr); sys.exit(7)") == {
-        "error": "ended with status 7: lost the GPU"
-    }
-    assert "status -" in child("import os; os.kill(os.getpid(), 9)")["error"]
-    monkeypatch.setitem(gpu_check._PART_SECONDS, "speed", 0.2)
-    assert child("import time; time.sleep(60)")["error"] == "not finished after 0 s"
+    two = "print('noise'); print('ROW {\"name\": 1}'); print('ROW {\"name\": 2}', flush=True); "
+    assert child(two + "print('DONE'); print('more')") == [{"name": 1}, {"name": 2}]
+    assert child(two + "import sys; print('lost the GPU', file=sys.stderr); sys.exit(7)") == [
+        {"name": 1},
+        {"name": 2},
+        {"name": "speed", "error": "ended with status 7: lost the GPU"},
+    ]
+    assert "status -" in child("import os; os.kill(os.getpid(), 9)")[0]["error"]
+    assert child("import time; time.sleep(60)", seconds=0.2)[0]["error"] == "not finished after 0 s"
+    assert child("import time; time.sleep(60)", silence=0.2)[0]["error"].startswith("hung")
+    assert child("import time; time.sleep(60)", stopped=True)[0]["error"] == "stopped"
+
+
+def test_kernels_after_one_that_takes_the_process_down_are_timed(monkeypatch, tmp_path):
+    asked = []
+
+    def rows(self, part, argument="", until=0.0):
+        if part != "kernels":
+            return []
+        asked.append(argument)
+        if len(asked) == 1:
+            dead = {"name": "kernels", "error": "lost the GPU"}
+            return [{"begin": "norm"}, {"name": "norm 1", "ms": 1.0}, {"begin": "quantize"}, dead]
+        return [{"begin": "rope_kv"}, {"name": "rope 1", "ms": 1.0}]
+
+    monkeypatch.setattr(gpu_check.Check, "_rows", rows)
+    check = gpu_check.Check(100.0, tmp_path, threading.Event(), reserve=False)
+    check._kernels(["norm", "quantize", "rope_kv"])
+    assert asked == ["norm quantize rope_kv", "rope_kv"]
+    timed = {kernel: found["rows"] for kernel, found in check.found["kernels"].items()}
+    assert timed["norm"] == [{"name": "norm 1", "ms": 1.0}]
+    assert timed["quantize"] == [{"name": "kernels", "error": "lost the GPU"}]
+    assert timed["rope_kv"] == [{"name": "rope 1", "ms": 1.0}]
+
+
+def test_goals_stand_beside_what_was_measured():
+    speed = [
+        {"name": "decode 1 x 1024 bf16", "ms": 4.0, "tokens_per_second": 250.0},
+        {"name": "decode 1 x 16384 bf16", "ms": 4.3072, "tokens_per_second": 232.0},
+        {"name": "prefill 1 x 2048 bf16", "error": "broke"},
+    ]
+    rows = [{"name": f"int4 {layer} rows=1", "share": 0.9} for layer in ("qkv", "o", "gate_up", "down")]
+    report = {"speed": {"bf16": speed}, "kernels": {"linear_weight_only": {"tests_passed": True, "rows": rows}}}
+    lines = {line[:34].strip(): line[34:].split() for line in gpu_check_goals.lines(report)}
+    assert lines["decode of one request, bf16"] == ["256", "250.0", "tok/s", "missed"]
+    assert lines["a token of context, bf16 cells"] == ["3", "2.0", "1e-5", "ms"]
+    assert lines["int4 product, one row"] == ["80", "90.0", "%", "of", "HBM"]
+    assert lines["prefill of 2048 tokens, bf16"][:3] == ["41000", "not", "measured"]
 
 
 def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
     times = {"ms": 2.0, "floor_ms": 1.0, "share": 0.5}
     report = {
         "machine": {"name": "a GPU", "bandwidth": 4e12, "operations": 8e14, "measured": False},
-        "tests": {"files": {"test_rope": {"passed": 1, "skipped": 0, "failed": 1, "failures": ["test_c"]}}},
+        "tests": {
+            "files": {
+                "test_rope": {"passed": 1, "skipped": 0, "failed": 1, "unfinished": 0, "failures": ["test_c: no"]}
+            }
+        },
         "kernels": {
             "norm": {"tests_passed": True, "rows": [{"name": "norm 1"} | times, {"name": "norm 2", "error": "broke"}]},
             "rope": {"tests_passed": False, "rows": [{"name": "rope 1"} | times]},
-            "gone": {"tests_passed": True, "rows": {"error": "ended with status 1: no"}},
+            "gone": {"tests_passed": True, "rows": [{"name": "kernels", "error": "ended with status 1"}]},
+            "late": {"tests_passed": None, "rows": [{"name": "late 1", "tflops": 450.0} | times]},
         },
         "equality": [{"name": "tokens", "ok": False, "detail": "differs"}, {"name": "kv", "ok": True, "detail": "x"}],
         "speed": {"bf16": [{"name": "decode 1", "tokens_per_second": 256.0, "host_us": 90.0} | times]},
@@ -213,14 +318,17 @@ def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
     json.dumps(report)
     lines = gpu_check_report.table(report)
     assert next(line for line in lines if line.startswith("norm 1")).split()[-3:] == ["2.0000", "1.0000", "50.0%"]
+    late = next(line for line in lines if line.startswith("late 1"))
+    assert late.split()[-3:] == ["450", "TFLOP/s", "?"]
     assert "not reported" in next(line for line in lines if line.startswith("rope 1"))
     assert gpu_check_report.failures(report) == [
-        "test_rope: 1 of its tests, first test_c",
-        "norm 2: broke",
-        "time of gone: ended with status 1: no",
+        "test_rope: 1 of its tests, first test_c: no",
+        "time of norm, norm 2: broke",
+        "time of gone, kernels: ended with status 1",
         "tokens: differs",
     ]
     assert lines[-4:] == [f"FAILED: {text}" for text in gpu_check_report.failures(report)]
     good = {"machine": report["machine"], "equality": [{"name": "kv", "ok": True, "detail": "x"}]}
     assert gpu_check_report.table(good)[-1] == "all passed"
-    assert gpu_check_report.failures(good | {"speed": {"bf16": {"error": "hung"}}}) == ["speed with weights bf16: hung"]
+    assert gpu_check_report.failures(good | {"host": [{"name": "host", "error": "hung"}]}) == ["host, host: hung"]
+    assert gpu_check_report.failures(good | {"stopped": "early"}) == ["stopped early"]
