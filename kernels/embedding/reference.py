@@ -16,6 +16,8 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dt
     Returns:
         [T, hidden] of `dtype`.
     """
+    if not weight.shape[0]:
+        return torch.zeros((token_ids.shape[0], weight.shape[1]), dtype=dtype, device=weight.device)
     held = (token_ids >= 0) & (token_ids < weight.shape[0])
     rows = weight.index_select(0, torch.where(held, token_ids, 0)).float() * held.unsqueeze(1)
     return (rows if scale is None else rows * scale).to(dtype)

@@ -19,6 +19,7 @@ pytestmark = [
 
 
 def on_triton(monkeypatch, device: torch.device, **options) -> TinyServer:
+    monkeypatch.setattr("worker.model.embedding.keeps_format", lambda _: False)
     return TinyServer(
         monkeypatch,
         device=device,

@@ -130,11 +130,12 @@ class Decoder:
         place = Placement(dtype, self.device, self._parallel, deterministic)
         with torch.inference_mode():
             self._rope_table = rope_table(spec.rope, max_model_len).to(self.device)
-            self._embedding = VocabularyParallelEmbedding(weights, spec.vocab_size, spec.hidden_size, place)
+            vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
+            self._embedding = VocabularyParallelEmbedding(weights, vocab_size, hidden_size, place, self._ops)
             self._layers = [DecoderLayer(spec, i, weights, place, self._ops) for i in range(spec.num_layers)]
             self._norm = load_norm(weights, "norm.weight", spec, place, self._ops)
             tied = self._embedding if spec.tie_word_embeddings else None
-            self._head = VocabularyParallelHead(weights, spec.vocab_size, spec.hidden_size, place, tied)
+            self._head = VocabularyParallelHead(weights, vocab_size, hidden_size, place, tied)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
@@ -148,9 +149,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
         """The first part of `forward`: [S, hidden] of the tokens batch.logits_indices, normed for the head."""
-        residual = self._embedding(batch.input_ids, self._residual_dtype)
-        if self.spec.embedding_scale is not None:
-            residual *= self.spec.embedding_scale
+        residual = self._embedding(batch.input_ids, self._residual_dtype, self.spec.embedding_scale)
         prepared = [self._prepare(batch, kv, group) for group in range(len(self._groups))]
         delta: torch.Tensor | None = None
         for i, layer in enumerate(self._layers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import Ops
 from worker.model.linear import Placement, check_shape
 from worker.model.loading.weights import WeightSource
 from worker.quant.raw_weight import RawWeight
@@ -16,18 +17,24 @@ def vocabulary_shard(vocab_size: int, tp_rank: int, tp_size: int) -> tuple[slice
     return slice(start, min(start + padded, vocab_size)), padded
 
 
+def keeps_format(device: torch.device) -> bool:
+    """Whether an embedding stays in the file's format, its rows dequantized as they are looked up: on the CPU.
+
+    A tied head holds its own, packed copy there.
+    """
+    return device.type == "cpu"
+
+
 class VocabularyParallelEmbedding:
     """Looks tokens up; each rank contributes the rows it holds."""
 
-    def __init__(self, weights: WeightSource, vocab_size: int, hidden_size: int, place: Placement) -> None:
+    def __init__(self, weights: WeightSource, vocab_size: int, hidden_size: int, place: Placement, ops: Ops) -> None:
         check_shape(weights, "embed.weight", (vocab_size, hidden_size))
+        self._ops = ops
         self._parallel = place.parallel
-        self._hidden_size = hidden_size
         self._rows, _ = vocabulary_shard(vocab_size, place.parallel.tp_rank, place.parallel.tp_size)
         raw = weights.get("embed.weight", rows=self._rows)
-        # On the CPU rows stay in the file's format and are dequantized as they are looked up: a tied head holds its
-        # own, packed copy.
-        self._raw = raw if place.device.type == "cpu" else None
+        self._raw = raw if keeps_format(place.device) else None
         self._weight = raw.dequantize(place.dtype).to(place.device) if self._raw is None else torch.empty(0)
 
     @property
@@ -35,22 +42,25 @@ class VocabularyParallelEmbedding:
         """[rows of this rank, hidden] as in the file, where it is kept."""
         return self._raw
 
-    def _look_up(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> torch.Tensor:
+        """[T] int32 -> [T, hidden] of `dtype`, times `scale`, the same on every rank."""
+        alone = self._parallel.tp_size == 1
+        local = input_ids if alone else input_ids - self._rows.start
         if self._raw is None:
-            return self._weight.index_select(0, rows).to(dtype)
-        return self._raw.take_rows(rows).dequantize(dtype)
-
-    def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[T] int32 -> [T, hidden] of `dtype`, the same on every rank."""
-        if self._parallel.tp_size == 1:
-            return self._look_up(input_ids, dtype)
-        local = input_ids - self._rows.start
-        mine = (local >= 0) & (local < self._rows.stop - self._rows.start)
-        if self._rows.stop == self._rows.start:
-            out = torch.zeros((input_ids.shape[0], self._hidden_size), dtype=dtype, device=input_ids.device)
-        else:
-            out = self._look_up(torch.where(mine, local, 0), dtype) * mine[:, None]
+            return self._parallel.all_reduce(self._ops.embed(local, self._weight, scale, dtype))
+        out = self._raw.take_rows(local).dequantize(dtype) if alone else _held(self._raw, local, dtype)
+        if scale is not None:
+            out *= scale
         return self._parallel.all_reduce(out)
+
+
+def _held(table: RawWeight, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[T, hidden]; zeros where another rank holds the row."""
+    num_rows, hidden_size = table.shape
+    if num_rows == 0:
+        return torch.zeros((rows.shape[0], hidden_size), dtype=dtype)
+    mine = (rows >= 0) & (rows < num_rows)
+    return table.take_rows(torch.where(mine, rows, 0)).dequantize(dtype) * mine[:, None]
 
 
 class VocabularyParallelHead:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.dispatch import ReferenceOps
 from shared.errors import ConfigurationError
 from tests.fakes.weights import MemoryWeights
 from worker.model.attention import kv_head_range
@@ -99,17 +100,19 @@ def test_row_parallel_partial_sums_add_up_with_one_bias() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_vocabulary_over_ranks(tied: bool, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 5])  # of 5 the last holds no row
+@pytest.mark.parametrize("in_file_format", [True, False])
+def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.model.embedding.keeps_format", lambda _: in_file_format)
     weights = MemoryWeights({"embed.weight": random(11, 6), "head.weight": random(11, 6) + 1})
     ids = torch.tensor([0, 10, 3, 6, 5], dtype=torch.int32)
     x = random(2, 6)
     embedded, logits = torch.zeros(5, 6), []
     for rank in range(size):
-        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size))
-        embedded += embedding(ids, torch.float32)
+        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), ReferenceOps())
+        embedded += embedding(ids, torch.float32, 3.0)
         logits.append(VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding if tied else None)(x))
-    torch.testing.assert_close(embedded, weights.tensors["embed.weight"][ids.long()])
+    torch.testing.assert_close(embedded, weights.tensors["embed.weight"][ids.long()] * 3)
     head = weights.tensors["embed.weight" if tied else "head.weight"]
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, :11], F.linear(x, head))
 
