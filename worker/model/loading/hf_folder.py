@@ -26,6 +26,8 @@ from worker.quant.raw_weight import RawWeight, slice_columns
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _MAX_CONFIG = 1 << 24
+_CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")
+"""What quantized checkpoints propose for the key and value caches, which have their own scales."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -119,6 +121,8 @@ def _weights(
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in modules:
             # GPTQ's first tools gave every layer a bias, of zeros where the model has none.
             return not tensors[name].read().any()
+        if quantization is not None and name.endswith(_CACHE_SCALES):
+            return True
         return _ignored(name, spec.tie_word_embeddings)
 
     names = check_tensors(spec, hf_names(spec.num_layers), shapes, ignored, where)

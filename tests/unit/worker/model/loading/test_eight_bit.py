@@ -135,6 +135,15 @@ def test_layers_that_are_not_quantized_are_read_as_they_are(tmp_path: Path) -> N
     assert weights.get("layers.1.up.weight").format == "fp8"
 
 
+@pytest.mark.parametrize("module", ["model.layers.1.self_attn", "model.layers.1.self_attn.k_proj"])
+def test_scales_of_key_and_value_caches_are_passed_over(tmp_path: Path, module: str) -> None:
+    write(tmp_path / "m", "compressed fp8 static")
+    file = tmp_path / "m" / "model.safetensors"
+    scales = {f"{module}.{name}": torch.ones(1) for name in ("k_scale", "v_scale")}
+    save_file(load_file(file) | scales, file)
+    assert "layers.1.k.weight" in opened(tmp_path / "m").weights
+
+
 @pytest.mark.parametrize(
     ("kind", "leaf", "value", "message"),
     [
