@@ -7,6 +7,8 @@ import torch
 from kernels.dispatch import Ops
 from worker.model.linear import Placement, check_shape
 from worker.model.loading.weights import WeightSource
+from worker.quant.dense import DenseScheme
+from worker.quant.invariant import InvariantScheme
 from worker.quant.raw_weight import RawWeight
 
 
@@ -41,6 +43,11 @@ class VocabularyParallelEmbedding:
     def raw(self) -> RawWeight | None:
         """[rows of this rank, hidden] as in the file, where it is kept."""
         return self._raw
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[rows of this rank, hidden] on the device; no rows where they are kept as in the file."""
+        return self._weight
 
     def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> torch.Tensor:
         """[T] int32 -> [T, hidden] of `dtype`, times `scale`, the same on every rank."""
@@ -84,6 +91,9 @@ class VocabularyParallelHead:
             check_shape(weights, name, (vocab_size, hidden_size))
             raw = weights.get(name, rows=rows)
         self._scheme = place.scheme([raw])
+        if isinstance(self._scheme, DenseScheme | InvariantScheme) and tied is not None and len(tied.values) == padded:
+            self._scheme.weight = tied.values  # memory for one of them
+            return
         self._scheme.create_weights(padded, hidden_size)
         self._scheme.load_rows(0, raw)
         if padded > raw.shape[0]:  # cut off again after the gather

@@ -117,6 +117,22 @@ def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monk
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, :11], F.linear(x, head))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tied_dense_head_takes_no_memory_of_its_own(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. A rank with padding has a copy."""
+    monkeypatch.setattr("worker.model.embedding.keeps_format", lambda _: False)
+    monkeypatch.setattr("worker.quant.select.packed_linears_supported", lambda _: False)
+    table, x, logits = random(11, 6), random(2, 6), []
+    weights = MemoryWeights({"embed.weight": table.clone()})
+    for rank in range(size):
+        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), ReferenceOps())
+        head = VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding)
+        logits.append(head(x))
+        embedding.values.zero_()
+        assert head(x).any() == (rank == 1)
+    torch.testing.assert_close(torch.cat(logits, dim=1)[:, :11], F.linear(x, table))
+
+
 def test_vocabulary_shards_cover_each_token_once() -> None:
     for vocab, size in [(11, 4), (3, 4), (49152, 3)]:
         rows = [i for rank in range(size) for i in range(vocab)[vocabulary_shard(vocab, rank, size)[0]]]
