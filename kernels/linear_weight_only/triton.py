@@ -16,6 +16,9 @@ from kernels.gpu.rounding import rounded
 from kernels.linear_weight_only.layout import PackedWeight, group_constant
 from kernels.weight_values.triton import values_of
 
+_VARYING = ["num_rows", "num_blocks", "split_blocks"]
+"""What differs from batch to batch and from layer to layer without a use to the compiler: one variant serves all."""
+
 
 @triton.jit
 def _store_split(
@@ -38,7 +41,7 @@ def _store_split(
         tl.store(p_counter, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=_VARYING)
 def few_rows_kernel(
     p_x,
     p_words,
@@ -134,7 +137,7 @@ def few_rows_kernel(
         tl.store(p_out + o_out, rounded(total + b_bias, p_out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=_VARYING)
 def many_rows_kernel(
     p_x,
     p_words,
