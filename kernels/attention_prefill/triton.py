@@ -14,10 +14,10 @@ from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.formats import decode_cells, decode_int4_high, decode_int4_low
+from kernels.gpu.kv_cells import cells_of, scale_strides
 from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, TRITON_TYPES, native_fp8, nearest_target, product_type
 from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import LOG2_E, tanh
-from kernels.rope_kv.triton import cells_of, scale_strides
 
 
 @dataclass(frozen=True, slots=True)

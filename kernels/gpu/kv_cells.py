@@ -50,13 +50,28 @@ def compiled_cells(
     return pointers | {"p_key_scales": factors, "p_value_scales": factors}, constants
 
 
+def cells_of(memory: torch.Tensor, kv_format: KVFormat, native: bool) -> torch.Tensor:
+    """Keys or values as kernels read and write them: the bits of e4m3fn where the GPU does not know it."""
+    return memory.view(torch.uint8) if kv_format == "fp8" and not native else memory
+
+
+def scale_strides(pages: KVPages) -> tuple[int, ...]:
+    """Of page, head and slot; the scales of keys and values have the same.
+
+    Raises:
+        ValueError: where they have not.
+    """
+    if pages.key_scales is None or pages.value_scales is None:
+        return 0, 0, 0
+    if pages.key_scales.stride() != pages.value_scales.stride():
+        raise ValueError("the scales of keys and values differ in their strides")
+    return pages.key_scales.stride()
+
+
 def cell_constants(geometry: AttentionGeometry, pages: KVPages) -> dict[str, int | str]:
     """Strides and sizes of cells: constants, so that loads of whole vectors are known to be aligned."""
-    scales = (0, 0, 0) if pages.key_scales is None else pages.key_scales.stride()
-    if pages.value_scales is not None and pages.value_scales.stride() != scales:
-        raise ValueError("scales of keys and of values lie differently in memory")
     names = [f"{kind}_{part}" for kind in "KV" for part in ("PAGE", "HEAD", "SLOT", "DIM")]
-    strides = (*pages.keys.stride(), *pages.values.stride(), *scales)
+    strides = (*pages.keys.stride(), *pages.values.stride(), *scale_strides(pages))
     cell = geometry.head_dim // 2 if pages.format == "int4" else geometry.head_dim
     width = max(16, int(triton.next_power_of_2(cell)))
     return {
@@ -72,10 +87,8 @@ def cell_constants(geometry: AttentionGeometry, pages: KVPages) -> dict[str, int
 
 
 def cell_pointers(pages: KVPages, native: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and scales as kernels take them: e4m3fn as bits where the GPU does not convert it itself."""
-    keys, values = pages.keys, pages.values
-    if pages.format == "fp8" and not native:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    """Keys, values and scales as kernels take them."""
+    keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
     key_scales = keys if pages.key_scales is None else pages.key_scales
     value_scales = values if pages.value_scales is None else pages.value_scales
     return keys, values, key_scales, value_scales

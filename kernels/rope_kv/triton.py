@@ -12,6 +12,7 @@ from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerCo
 from kernels.attention.kv_pages import LARGEST, KVFormat, KVPages
 from kernels.gpu.compilations import Compilation, Target
 from kernels.gpu.formats import encode_fp8, encode_int4, encode_int8
+from kernels.gpu.kv_cells import cells_of, scale_strides
 from kernels.gpu.launch import native_fp8
 from kernels.gpu.rounding import rounded
 
@@ -156,11 +157,6 @@ def rope_kv_kernel(
         write_cell(p_value, p_scale, value_low, value_high, VALUE_STRIDES[3], DIM, HALF, FORMAT, LARGEST_CODE, NATIVE)
 
 
-def cells_of(memory: torch.Tensor, kv_format: KVFormat, native: bool) -> torch.Tensor:
-    """Keys or values as kernels read and write them: the bits of e4m3fn where the GPU does not know it."""
-    return memory.view(torch.uint8) if kv_format == "fp8" and not native else memory
-
-
 def rope_kv(
     qkv: torch.Tensor, pages: KVPages, inputs: AttentionInputs, geometry: AttentionGeometry, layer: LayerConstants
 ) -> torch.Tensor:
@@ -213,19 +209,6 @@ def _shape_constants(geometry: AttentionGeometry) -> dict[str, Any]:
         "ROTARY": geometry.rotary_dim,
         "PAGE_SIZE": geometry.page_size,
     }
-
-
-def scale_strides(pages: KVPages) -> tuple[int, ...]:
-    """Of page, head and slot; the scales of keys and values have the same.
-
-    Raises:
-        ValueError: where they have not.
-    """
-    if pages.key_scales is None or pages.value_scales is None:
-        return 0, 0, 0
-    if pages.key_scales.stride() != pages.value_scales.stride():
-        raise ValueError("the scales of keys and values differ in their strides")
-    return pages.key_scales.stride()
 
 
 _CELLS: dict[KVFormat, str] = {"fp8": "*fp8e4nv", "int8": "*i8", "int4": "*u8"}
