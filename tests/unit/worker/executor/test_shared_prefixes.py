@@ -136,7 +136,7 @@ def test_what_holds_until_the_batch_changes_is_right_in_every_step(depth: int) -
                 seen.append(work)
         return handle
 
-    server.executor.submit = checked
+    server.executor.submit = checked  # type: ignore[method-assign]
     rng = random.Random(1)
     commons = [[3 + (step * each) % 90 for step in range(576)] for each in (7, 11)]
     for number in range(24):
