@@ -321,13 +321,14 @@ def make_prefixes(
 ) -> SharedPrefixes | None:
     """Looks for shared prefixes where a kernel reads them once: on a GPU, and where nothing may depend on the batch
     or on a window, not at all."""
-    window = decoder.spec.kv_groups[0].window
+    layers, window = decoder.spec.kv_groups[0].layers, decoder.spec.kv_groups[0].window
     if decoder.device.type != "cuda" or settings.deterministic or window is not None:
         return None
     from kernels.attention_cascade.triton import members_per_tile  # there is Triton where there is a GPU
 
     geometry = attention_geometry(decoder.spec, settings.block_size, window, parallel)
-    bytes_per_key = page_bytes(settings, decoder, parallel) // settings.block_size
+    bytes_of_all = page_bytes(settings, decoder, parallel) // settings.block_size
+    bytes_per_key = bytes_of_all * len(layers) // decoder.spec.num_layers  # layers with a window save nothing
     return SharedPrefixes(
         max_num_seqs=settings.max_num_seqs,
         max_pages=-(-plan.max_model_len // settings.block_size),

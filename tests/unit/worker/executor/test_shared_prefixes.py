@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.attention_cascade.inputs import CascadeWork
+from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import FakeHandle
+from tests.fakes.tiny_server import tiny_spec
 from tests.unit.worker.executor.fake_decoder import make_runner
 from tests.unit.worker.executor.test_model_runner import new_row
-from worker.executor.shared_prefixes import SharedPrefixes
+from worker.executor.build import make_prefixes
+from worker.executor.memory import KVPlan
+from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
+from worker.model.parallel import ParallelContext
+from worker.model.spec import KVGroupSpec
 from worker.scheduler.plan import BlockTableUpdate, ScheduledTokens, StepPlan
 
 CPU = torch.device("cpu")
@@ -61,6 +69,20 @@ def test_what_was_found_holds_until_the_batch_changes():
     prefixes.update(3, 0, [1, 2, 3, 4, 5, 6])  # another request in the row
     fewer = prefixes.find(decode([0, 2, 3, 5, 7]))
     assert fewer is not None and fewer.shared_lens.tolist() == [640, 640, 0, 640, 640]
+
+
+@pytest.mark.parametrize(("full", "windowed"), [(32, 0), (8, 24)])
+def test_only_layers_without_a_window_save_reads(full: int, windowed: int):
+    layers = range(full + windowed)
+    groups = [KVGroupSpec(layers=tuple(layers[:full])), KVGroupSpec(layers=tuple(layers[full:]), window=512)]
+    spec = dataclasses.replace(
+        tiny_spec(head_dim=64), num_layers=len(layers), kv_groups=tuple(group for group in groups if group.layers)
+    )
+    decoder = SimpleNamespace(spec=spec, device=torch.device("cuda"), dtype=torch.bfloat16)
+    plan = KVPlan(num_pages=100, max_model_len=1024)
+    prefixes = make_prefixes(WorkerSettings(), decoder, plan, ParallelContext())
+    assert prefixes._min_saved_keys == LEAST_SAVED_BYTES // (full * 2 * 2 * 64 * 2)
+    assert make_prefixes(WorkerSettings(deterministic=True), decoder, plan, ParallelContext()) is None
 
 
 def test_a_pass_that_saves_little_is_none():
