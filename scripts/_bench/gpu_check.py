@@ -42,6 +42,7 @@ _PART_SECONDS = {"machine": 60.0, "speed": 180.0, "host": 60.0, "compile": 75.0,
 _TESTS_SECONDS = 120.0
 _SILENCE = {"kernels": 45.0}
 _COMPILERS = 8
+_LOG_CHARACTERS = 1_000_000
 
 
 def run_part(part: str, argument: str) -> Iterator[Row]:
@@ -92,13 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
+    # One cache for all parts: what one has compiled the next finds.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".cache" / "pelton" / "triton"))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(options.out or scratch).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        check = Check(options.seconds, folder, stopped, reserve=bool({"tests", "equality"} & set(parts)))
+        check = Check(options.seconds, Path(scratch), stopped, reserve=bool({"tests", "equality"} & set(parts)))
+        if options.out:
+            check.keep_in(Path(options.out))
         check.run(parts, options.kernel, options.weights)
         lines = gpu_check_report.table(check.found)
-        (folder / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
     print("\n".join(lines))
     print(json.dumps(check.found), flush=True)
     return 1 if gpu_check_report.failures(check.found) else 0
@@ -110,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", action="append", default=[], help="only this folder of kernels/ (repeatable)")
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=["bf16", "fp8", "int4"], help="for speed")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="for all of it (default %(default).0f)")
-    parser.add_argument(
-        "--out", metavar="FOLDER", help="keeps report.txt, report.json as it grows, and every part's log"
-    )
+    parser.add_argument("--out", metavar="FOLDER", help="keeps report.txt, report.json and logs.txt, as they grow")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     return parser
 
@@ -132,7 +132,7 @@ class Check:
 
     Args:
         seconds: for all parts.
-        folder: for logs and the report so far.
+        folder: for the logs of the parts.
         stopped: when set, the parts that are left are not run.
         reserve: whether parts must leave time for tests or equality.
     """
@@ -142,6 +142,7 @@ class Check:
         self._end = time.monotonic() + seconds
         self._folder = folder
         self._stopped = stopped
+        self._out: Path | None = None
         self._reserve = min(_TESTS_SECONDS, seconds / 3) if reserve else 0.0
 
     def run(self, parts: Sequence[str], kernels: Sequence[str], weights: Sequence[str]) -> None:
@@ -159,19 +160,33 @@ class Check:
         # Neither is timed, so they run beside each other.
         _say(f"{self._left():.0f} s are left for comparisons and tests")
         equality = self._start("equality") if "equality" in parts else None
+        self._save()
         if "tests" in parts:
             log = self._folder / "tests.log"
             self.found["tests"] = gpu_check_tests.run(max(1.0, self._left()), log, self._stopped)
             self._judge()
+            self._save()
         if equality is not None:
             self.found["equality"] = equality.rows(max(1.0, self._left()))
         if self._stopped.is_set():
             self.found["stopped"] = "before all had run"
         self._save()
 
+    def keep_in(self, folder: Path) -> None:
+        """Writes there what is known after each part."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._out = folder
+
     def _save(self) -> None:
-        """Writes down what is known."""
-        (self._folder / "report.json").write_text(json.dumps(self.found) + "\n", "utf-8")
+        if self._out is None:
+            return
+        (self._out / "report.json").write_text(json.dumps(self.found) + "\n", "utf-8")
+        (self._out / "report.txt").write_text("\n".join(gpu_check_report.table(self.found)) + "\n", "utf-8")
+        with (self._out / "logs.txt").open("w", encoding="utf-8") as file:
+            for log in sorted(self._folder.glob("*.log")):
+                text = log.read_text("utf-8", "replace")[-_LOG_CHARACTERS:]
+                if text:
+                    file.write(f"==== {log.stem}\n{text}\n")
 
     def _left(self) -> float:
         return self._end - time.monotonic()
@@ -216,7 +231,9 @@ class Check:
             left = left[left.index(at) + 1 :] if died and at is not None else []
 
     def _judge(self) -> None:
-        """A speed counts only where the kernel's tests passed."""
+        """A speed counts only where the kernel's tests passed. Where none could begin, nothing is known."""
+        if not self.found["tests"]["files"]:
+            return
         timed = self.found.get("kernels", {})
         verdicts = gpu_check_tests.verdicts(list(timed), self.found["tests"]["files"])
         for kernel, verdict in verdicts.items():

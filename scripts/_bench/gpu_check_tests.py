@@ -71,7 +71,7 @@ def counts(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
     waiting: set[str] = set()
 
     def file_of(test: str) -> dict[str, Any]:
-        empty = {"passed": 0, "skipped": 0, "failed": 0, "unfinished": 0, "failures": []}
+        empty = {"passed": 0, "skipped": 0, "failed": 0, "unfinished": 0, "imported": True, "failures": []}
         return files.setdefault(Path(test.partition("::")[0]).stem, empty)
 
     for line in map(json.loads, lines):
@@ -82,7 +82,9 @@ def counts(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
         found = file_of(line["id"])
         found[line["outcome"]] += 1
         if line["outcome"] == "failed":
-            name = line["id"].partition("::")[2] or "cannot be imported"
+            name = line["id"].partition("::")[2]
+            found["imported"] &= bool(name)
+            name = name or "cannot be imported"
             found["failures"].append(f"{name}: {line['message']}")
     for test in waiting:
         file_of(test)["unfinished"] += 1
@@ -92,14 +94,14 @@ def counts(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
 def verdicts(
     kernels: Sequence[str], files: Mapping[str, Mapping[str, Any]], tests: Path = TESTS
 ) -> dict[str, bool | None]:
-    """Kernel folder -> whether tests that use it have run and none of them failed; None where some have not run yet."""
+    """Kernel folder -> whether tests that use it have run and none of them failed; None where some have not run."""
     sources = {path.stem: path.read_text("utf-8") for path in tests.glob("test_*.py")}
     found: dict[str, bool | None] = {}
     for kernel in kernels:
         using = [files[name] for name, source in sources.items() if f"kernels.{kernel}" in source and name in files]
-        if any(file["failed"] for file in using):
+        if any(file["failed"] and file["imported"] for file in using):
             found[kernel] = False
-        elif any(file["unfinished"] for file in using):
+        elif any(file["unfinished"] or not file["imported"] for file in using):
             found[kernel] = None
         else:
             found[kernel] = any(file["passed"] for file in using)
