@@ -22,5 +22,5 @@ def _kernel_cache() -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where Triton's kernels run: tensors of the CPU in the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where Triton's kernels run, with the index that a worker gives: tensors of the CPU in the interpreter."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
