@@ -56,7 +56,9 @@ def run_part(part: str, argument: str) -> Iterator[Row]:
     elif part == "compile":
         gpu_check_kernels.compile_all(argument, torch.device("cuda", 0))
     elif part == "kernels":
-        yield from gpu_check_kernels.measure_all(argument.split(), torch.device("cuda", 0), gpu_check_machine.roofline())
+        yield from gpu_check_kernels.measure_all(
+            argument.split(), torch.device("cuda", 0), gpu_check_machine.roofline()
+        )
     elif part == "equality":
         from scripts._bench import gpu_check_equality
 

@@ -117,7 +117,7 @@ def _prefill(built: BuiltExecutor, count: int, length: int, floor_ms: float) -> 
 
 
 def idle_microseconds(run: Callable[[], object], num_steps: int) -> dict[str, float]:
-    """How long the GPU did nothing, a step: between steps, and in all. Nothing where there is no GPU."""
+    """How long the GPU did nothing, a step: between steps, and in all. Nothing where that cannot be seen."""
     if not torch.cuda.is_available():
         return {}
     from torch.profiler import ProfilerActivity, profile
@@ -126,6 +126,8 @@ def idle_microseconds(run: Callable[[], object], num_steps: int) -> dict[str, fl
         run()
         torch.cuda.synchronize()
     events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
+    if not events:  # a profiler that saw nothing would tell of a GPU that is never idle
+        return {}
     return idle_times([(event.time_range.start, event.time_range.end) for event in events], num_steps)
 
 
