@@ -8,7 +8,6 @@ from kernels.dispatch import Ops
 from worker.model.linear import Placement, check_shape
 from worker.model.loading.weights import WeightSource
 from worker.quant.dense import DenseScheme
-from worker.quant.invariant import InvariantScheme
 from worker.quant.raw_weight import RawWeight
 
 
@@ -91,7 +90,7 @@ class VocabularyParallelHead:
             check_shape(weights, name, (vocab_size, hidden_size))
             raw = weights.get(name, rows=rows)
         self._scheme = place.scheme([raw])
-        if isinstance(self._scheme, DenseScheme | InvariantScheme) and tied is not None and len(tied.values) == padded:
+        if isinstance(self._scheme, DenseScheme) and tied is not None and len(tied.values) == padded:
             self._scheme.weight = tied.values  # memory for one of them
             return
         self._scheme.create_weights(padded, hidden_size)

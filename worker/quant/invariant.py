@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels.quantized import ActivationQuantization, Activations, dense
-from worker.quant.raw_weight import RawWeight
+from kernels.quantized import Activations, dense
+from worker.quant.dense import DenseScheme
 
 
-class InvariantScheme:
+class InvariantScheme(DenseScheme):
     """Weights in the model's dtype, multiplied by kernels/linear_dense: one tile and one order whatever the rows."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.input_quantization: ActivationQuantization | None = None
-        self.device = device
-        self.weight = torch.empty(0)
+        super().__init__(dtype, device)
         from kernels.linear_dense.triton import linear_dense  # a CPU serves without triton
 
         self._linear = linear_dense
-
-    def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates [out_features, in_features]."""
-        self.weight = torch.empty((out_features, in_features), dtype=self.dtype, device=self.device)
-
-    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Copies values, converting dtype and device."""
-        values = raw.dequantize(self.dtype)
-        self.weight[start : start + raw.shape[0]].copy_(values if order is None else values[order])
-
-    def after_load(self) -> None:
-        """Nothing to do: the layout is torch's."""
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias."""
