@@ -13,7 +13,7 @@ from kernels.attention_decode.inputs import DecodeScratch
 from kernels.attention_decode.triton import Tile
 from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.kv_cells import PRODUCTS, cell_constants, cell_pointers, compiled_cells
+from kernels.gpu.kv_cells import PRODUCTS, cell_constants, cell_pointers, compiled_cells, weight_type
 from kernels.gpu.launch import native_fp8, product_type
 from kernels.gpu.split_attention import attend_keys, load_queries, store_rows
 
@@ -59,6 +59,7 @@ def attention_cascade_kernel(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     PRODUCT: tl.constexpr,
+    WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -116,6 +117,7 @@ def attention_cascade_kernel(
         FORMAT,
         NATIVE,
         PRODUCT,
+        WEIGHT,
         HAS_SOFTCAP,
         HAS_WINDOW,
     )
@@ -171,7 +173,7 @@ def attention_cascade(
     num_items = cascade.items.shape[0]
     if num_items == 0:
         return
-    native = native_fp8(query.device)
+    native, product = native_fp8(query.device), product_type(query.dtype)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, torch.version.hip is not None)
     attention_cascade_kernel[(num_items, geometry.num_kv_heads)](
         scratch.sums,
@@ -192,7 +194,8 @@ def attention_cascade(
         ROWS=tile_rows(query.dtype, geometry.num_heads // geometry.num_kv_heads),
         KEYS=chosen.keys,
         NATIVE=native,
-        PRODUCT=product_type(query.dtype),
+        PRODUCT=product,
+        WEIGHT=weight_type(product, pages.format),
         HAS_SOFTCAP=geometry.softcap is not None,
         HAS_WINDOW=False,
         num_warps=chosen.num_warps,

@@ -13,7 +13,7 @@ from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_decode.inputs import DecodeScratch
 from kernels.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.kv_cells import POINTERS, PRODUCTS, cell_constants, cell_pointers, compiled_cells
+from kernels.gpu.kv_cells import POINTERS, PRODUCTS, cell_constants, cell_pointers, compiled_cells, weight_type
 from kernels.gpu.launch import native_fp8, num_processors, product_type
 from kernels.gpu.split_attention import attend_keys, load_queries, merge_weights, normalizer, store_rows
 
@@ -64,6 +64,7 @@ def attention_decode_kernel(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     PRODUCT: tl.constexpr,
+    WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -130,6 +131,7 @@ def attention_decode_kernel(
                 FORMAT,
                 NATIVE,
                 PRODUCT,
+                WEIGHT,
                 HAS_SOFTCAP,
                 HAS_WINDOW,
             )
@@ -272,7 +274,7 @@ def attention_decode(
     if work.max_decode_queries == 0:
         return
     rows = tile_rows(work.max_decode_queries, geometry.num_heads // geometry.num_kv_heads)
-    native = native_fp8(query.device)
+    native, product = native_fp8(query.device), product_type(query.dtype)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, rows, torch.version.hip is not None)
     programs = min(num_processors(query.device) * chosen.programs, work.decode_items.shape[0] * geometry.num_kv_heads)
     attention_decode_kernel[(programs,)](
@@ -296,7 +298,8 @@ def attention_decode(
         ROWS=rows,
         KEYS=chosen.keys,
         NATIVE=native,
-        PRODUCT=product_type(query.dtype),
+        PRODUCT=product,
+        WEIGHT=weight_type(product, pages.format),
         HAS_SOFTCAP=geometry.softcap is not None,
         HAS_WINDOW=geometry.window is not None,
         HAS_SINKS=sinks is not None,

@@ -14,8 +14,8 @@ from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.formats import decode_cells, decode_int4_high, decode_int4_low
-from kernels.gpu.kv_cells import cells_of, scale_strides
-from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, TRITON_TYPES, native_fp8, nearest_target, product_type
+from kernels.gpu.kv_cells import cells_of, scale_strides, weight_type
+from kernels.gpu.launch import NAMED_TYPES, TRITON_TYPES, native_fp8, nearest_target, product_type
 from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import LOG2_E, tanh
 
@@ -294,7 +294,6 @@ def attention_prefill(
         raise ValueError("attention takes contiguous queries, output and rows of the block table")
     native = native_fp8(device)
     keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
-    quantized = pages.format != "dense"
     wide = torch.float32 in (queries.dtype, pages.keys.dtype)
     product = TRITON_TYPES[torch.float32] if wide else product_type(queries.dtype)
     attention_prefill_kernel[num_tiles, geometry.num_kv_heads](
@@ -307,14 +306,9 @@ def attention_prefill(
         **_shape_constants(geometry, pages.format, chosen),
         HAS_SINKS=sinks is not None,
         KEY_STRIDES=keys.stride(), VALUE_STRIDES=values.stride(), SCALE_STRIDES=scale_strides(pages),
-        NATIVE=native, PRODUCT=product, WEIGHT=_weight_type(product, quantized),
+        NATIVE=native, PRODUCT=product, WEIGHT=weight_type(product, pages.format),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _weight_type(product: Any, quantized: bool) -> Any:
-    """Of weights times scales: those of quantized values may be too small for float16."""
-    return tl.bfloat16 if quantized and product is tl.float16 and not INTERPRETED else product
 
 
 def _parts(head_dim: int, kv_format: KVFormat) -> tuple[int, int, int, int]:
@@ -394,7 +388,7 @@ def _compilation(
         "SCALE_STRIDES": (0, 0, 0) if kv == "dense" else (heads * size, size, 1),
         "NATIVE": native,
         "PRODUCT": product,
-        "WEIGHT": _weight_type(product, kv != "dense"),
+        "WEIGHT": weight_type(product, kv),
     }
     features = [f"window={geometry.window}"] * bool(geometry.window) + ["softcap"] * bool(geometry.softcap)
     features += ["sinks"] * has_sinks

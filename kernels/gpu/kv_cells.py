@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from kernels.attention.inputs import AttentionGeometry
 from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.gpu.compilations import Product, Target
-from kernels.gpu.launch import TRITON_TYPES
+from kernels.gpu.launch import TRITON_TYPES, product_type
 
 _CELL_TYPES: dict[KVFormat, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
@@ -44,6 +45,7 @@ def compiled_cells(
     constants = cell_constants(geometry, KVPages(cells, cells, scales, scales, kv_format)) | {
         "NATIVE": native,
         "PRODUCT": TRITON_TYPES[dtype],
+        "WEIGHT": weight_type(TRITON_TYPES[dtype], kv_format),
         "HAS_SOFTCAP": geometry.softcap is not None,
         "HAS_WINDOW": geometry.window is not None,
     }
@@ -53,6 +55,14 @@ def compiled_cells(
 def cells_of(memory: torch.Tensor, kv_format: KVFormat, native: bool) -> torch.Tensor:
     """Keys or values as kernels read and write them: the bits of e4m3fn where the GPU does not know it."""
     return memory.view(torch.uint8) if kv_format == "fp8" and not native else memory
+
+
+def weight_type(product: Any, kv_format: KVFormat) -> Any:
+    """In which weights, times the scales of quantized values, are multiplied by values: the constexpr WEIGHT.
+
+    `product` is that of queries and keys. A weight times a scale may be too small for float16.
+    """
+    return product_type(torch.bfloat16) if kv_format != "dense" and product is tl.float16 else product
 
 
 def scale_strides(pages: KVPages) -> tuple[int, ...]:

@@ -69,6 +69,7 @@ def attend_keys(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     PRODUCT: tl.constexpr,
+    WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -80,6 +81,7 @@ def attend_keys(
         p_table: the request's row of the block table.
         p_keys, p_values, p_key_scales, p_value_scales: the KV head's in page 0; scales are not read of dense cells.
         K_PAGE .. S_SLOT: strides in elements.
+        PRODUCT, WEIGHT: types of the two products (kernels/gpu/kv_cells.py).
         HIGH_WIDTH: WIDTH for int4, else whatever a tile may have: it stays as it is.
 
     Returns:
@@ -124,13 +126,13 @@ def attend_keys(
         value = tl.load(p_value, mask=mask, other=0.0)
         if FORMAT != "dense":
             weights *= tl.load(p_value_scales + o_scale, mask=inside, other=0.0)[None, :]
-        weights = weights.to(PRODUCT)
+        weights = weights.to(WEIGHT)
         if FORMAT == "int4":
             acc_high *= kept[:, None]
-            acc = tl.dot(weights, decode_int4_low(value, PRODUCT), acc, input_precision="ieee")
-            acc_high = tl.dot(weights, decode_int4_high(value, PRODUCT), acc_high, input_precision="ieee")
+            acc = tl.dot(weights, decode_int4_low(value, WEIGHT), acc, input_precision="ieee")
+            acc_high = tl.dot(weights, decode_int4_high(value, WEIGHT), acc_high, input_precision="ieee")
         else:
-            acc = tl.dot(weights, decode_cells(value, FORMAT, NATIVE, PRODUCT), acc, input_precision="ieee")
+            acc = tl.dot(weights, decode_cells(value, FORMAT, NATIVE, WEIGHT), acc, input_precision="ieee")
     return m, total, acc, acc_high
 
 

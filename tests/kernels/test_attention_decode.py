@@ -66,6 +66,19 @@ def test_formats_of_other_heads(kv_format: KVFormat, head_dim: int, device: torc
     check(Case("heads", ((1, 40), (2, 300)), head_dim=head_dim, kv_format=kv_format), device)
 
 
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
+def test_small_values_beside_float16(kv_format: KVFormat, device: torch.device) -> None:
+    """A weight times the scale of a value may be too small for float16."""
+    case = Case("small", ((1, 700), (2, 40)), kv_format=kv_format, dtype=torch.float16)
+    tensors = make_tensors(case, device)
+    wanted = run(case, tensors).double()
+    assert tensors.pages.value_scales is not None
+    tensors.pages.value_scales.mul_(2**-9)
+    actual = run(case, tensors).double() * 2**9
+    relative, absolute = TOLERANCES[torch.float16]
+    torch.testing.assert_close(actual, wanted, rtol=relative, atol=absolute)
+
+
 def test_e4m3_by_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs without the format read its bits."""
     monkeypatch.setattr("kernels.attention_decode.triton.native_fp8", lambda device: False)
