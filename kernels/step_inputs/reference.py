@@ -48,8 +48,8 @@ class ReferenceStepOps:
                 continue
             stop = start + end - begin
             input_ids[begin:end] = token_ids[row, start:stop]
-            positions[begin:end] = torch.arange(start, stop)
             position = torch.arange(start, stop, device=state.device)
+            positions[begin:end] = position
             pages = tables[:, row, position // layout.page_size].long()
             slots[:, begin:end] = pages * layout.page_size + position % layout.page_size
             used = -(-stop // layout.page_size)

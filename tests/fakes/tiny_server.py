@@ -95,7 +95,6 @@ class TinyServer(Harness):
         sampling_ops=None,
         step_ops=ReferenceStepOps,
         device: torch.device = CPU,
-        kv_format: str = "dense",
         **options,
     ) -> None:
         spec = spec or tiny_spec()
@@ -116,7 +115,7 @@ class TinyServer(Harness):
             max_num_tokens=config.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
         )
-        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device, kv_format=kv_format)
+        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device)
         rows = RequestRows(
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,

@@ -23,7 +23,7 @@ def on_triton(monkeypatch, device: torch.device, **options) -> TinyServer:
     return TinyServer(
         monkeypatch,
         device=device,
-        ops=TritonOps(device, deterministic=options.pop("deterministic", False)),
+        ops=TritonOps(device),
         sampling_ops=TritonSamplingOps(device),
         step_ops=TritonStepOps,
         **options,
