@@ -15,6 +15,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-5
 """A temperature below this is greedy: the quotient logits / temperature would overflow float32."""
+MIN_REPETITION_PENALTY = 1e-5
+"""Below this the penalty would make infinities of finite logits, also once they are divided by a temperature."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,8 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: keep the k likeliest tokens; 0 keeps all. (-1 from a client means 0.)
         top_p: in (0, 1]; keep the smallest set of tokens whose probability reaches it.
         min_p: in [0, 1]; keep tokens at least this share of the likeliest one's probability.
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt or output
-            (Keskar et al. 2019, CTRL).
+        repetition_penalty: in [1e-5, 100]; divides positive and multiplies negative logits of tokens seen in prompt
+            or output (Keskar et al. 2019, CTRL).
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and once per occurrence, for tokens seen in
             the output.
         logit_bias: token id -> bias in [-100, 100], added to the logits.
@@ -74,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_number("temperature", self.temperature, 0.0, 2.0)
         _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_number("top_k", self.top_k, 0, 2**31 - 1)

@@ -52,6 +52,7 @@ def test_values_in_range_pass(fields):
         ("top_p", 1.0001),
         ("min_p", -0.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-38),
         ("top_k", -1),
         ("top_k", 2**31),
         ("seed", MAX_SEED + 1),
