@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from shared.errors import ModelFileError
 from worker.model.loading.fields import Fields, readable, shown
-from worker.model.loading.quantized_module import QuantizedModule, need
+from worker.model.loading.quantized_module import QuantizedModule, factors_of, need
 from worker.model.loading.safetensors_reader import Stored
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
@@ -130,14 +130,14 @@ def _module(
 
     def read(rows: slice | None, cols: slice | None) -> RawWeight:
         start, stop = bounds(rows, num_outputs)
-        whole = Factors(scale.read().reshape(wanted), *extent)
+        whole = Factors(factors_of(scale).reshape(wanted), *extent)
         factors = whole.part(0, start, stop, num_outputs)
         cut = slice(start, stop)
         if factors is None:  # within blocks: made dense below
             cut, factors = slice(0, num_outputs), whole
         extra = {"scale": factors}
         if fixed is not None:
-            extra["input_scale"] = Factors(fixed.read().reshape(1, 1), 0, 0)
+            extra["input_scale"] = Factors(factors_of(fixed, positive=True).reshape(1, 1), 0, 0)
         codes = weight.read(cut)
         raw = RawWeight(_CODES[weight.dtype], (codes.shape[0], num_inputs), codes, extra)
         if cut != slice(start, stop):

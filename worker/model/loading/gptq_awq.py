@@ -17,7 +17,7 @@ import torch
 
 from shared.errors import ModelFileError
 from worker.model.loading.fields import Fields, readable
-from worker.model.loading.quantized_module import QuantizedModule, need
+from worker.model.loading.quantized_module import QuantizedModule, factors_of, need
 from worker.model.loading.safetensors_reader import Stored
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
@@ -99,7 +99,7 @@ class GPTQ:
             if columns is not None:
                 codes = codes[:, columns]
             zeros = unpack_words(qzeros.read(), self._bits)[:, start:stop].T.to(torch.int32) + self._zero_offset
-            weight = _weight(codes, zeros, scales.read()[:, start:stop].T, self._bits, group, columns)
+            weight = _weight(codes, zeros, factors_of(scales)[:, start:stop].T, self._bits, group, columns)
             return slice_columns(weight, cols)
 
         leaves = frozenset({"qweight", "qzeros", "scales", "g_idx"})
@@ -151,7 +151,7 @@ class AWQ:
             of_groups = slice(inputs.start // group, inputs.stop // group)
             codes = _awq_codes(qweight.read(inputs))
             zeros = _awq_codes(qzeros.read(of_groups))
-            weight = _weight(codes, zeros, scales.read(of_groups).T, 4, group, None)
+            weight = _weight(codes, zeros, factors_of(scales, of_groups).T, 4, group, None)
             weight = slice_rows(weight, rows)
             return weight if inputs == slice(*bounds(cols, num_inputs)) else slice_columns(weight, cols)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from shared.errors import ModelFileError
 from worker.model.loading.eight_bit import FP8, CompressedTensors
-from worker.model.loading.fields import Fields
+from worker.model.loading.fields import Fields, readable
 from worker.model.loading.gptq_awq import AWQ, GPTQ
 from worker.model.loading.quantized_module import QuantizedCheckpoint, QuantizedModule
 from worker.model.loading.safetensors_reader import Stored
@@ -41,6 +42,9 @@ def find_modules(
 
     Returns:
         name of the weight (`<module>.weight`) -> how it is read; and the tensors that are none of theirs.
+
+    Raises:
+        ModelFileError: a module is misshapen, or there twice.
     """
     if quantization is None:
         return {}, dict(tensors)
@@ -52,6 +56,8 @@ def find_modules(
     for prefix, leaves in by_module.items():
         module = quantization.module(prefix, leaves)
         if module is not None:
+            if "weight" in leaves and "weight" not in module.leaves:
+                raise ModelFileError(f"tensor {readable(prefix)}.weight is there both quantized and as it is")
             modules[f"{prefix}.weight"] = module
         for leaf, stored in leaves.items():
             if module is None or leaf not in module.leaves:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from shared.errors import ModelFileError
 from worker.model.loading.fields import readable
 from worker.model.loading.safetensors_reader import Stored
@@ -56,3 +58,16 @@ def need(
     if shape is not None and stored.shape != shape:
         raise ModelFileError(f"{where} has the shape {stored.shape}; {shape} is needed")
     return stored
+
+
+def factors_of(stored: Stored, rows: slice | None = None, *, positive: bool = False) -> torch.Tensor:
+    """Scales, or rows of them. Raises ModelFileError where one is no finite number, or not positive if it must be."""
+    values = stored.read(rows)
+    good = values.isfinite()
+    if positive:
+        good &= values > 0
+    if not good.all():
+        where = f"{stored.file.name}: tensor {readable(stored.tensor.name)}"
+        kind = "positive" if positive else "finite"
+        raise ModelFileError(f"{where} holds {values[~good][0].item()}; {kind} scales are needed")
+    return values

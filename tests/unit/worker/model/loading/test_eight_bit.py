@@ -173,6 +173,28 @@ def test_broken_modules_are_named(
 
 
 @pytest.mark.parametrize(
+    ("kind", "leaf", "value", "message"),
+    [
+        ("fp8 blocks", "weight_scale_inv", float("nan"), "holds nan; finite"),
+        ("compressed int8", "weight_scale", float("inf"), "holds inf; finite"),
+        ("fp8 static", "input_scale", float("nan"), "holds nan; positive"),
+        ("fp8 static", "input_scale", 0.0, "holds 0.0; positive"),
+        ("compressed fp8 static", "input_scale", -1.0, "holds -1.0; positive"),
+    ],
+)
+def test_scales_that_make_no_numbers_are_refused(
+    tmp_path: Path, kind: str, leaf: str, value: float, message: str
+) -> None:
+    def change(module: str, leaves: Leaves) -> None:
+        if module == "model.layers.1.self_attn.o_proj":
+            leaves[leaf].view(-1)[0] = value
+
+    write(tmp_path / "m", kind, change)
+    with pytest.raises(ModelFileError, match=rf"o_proj\.{leaf} {message} scales are needed"):
+        opened(tmp_path / "m").weights.get("layers.1.o.weight")
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({**FP8_STATIC, "fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'; supported is e4m3"),

@@ -220,3 +220,24 @@ def test_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(ModelFileError, match="g_idx does not name groups of 32 inputs each"):
         opened(tmp_path / "m").weights.get("layers.0.q.weight")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, method: str, value: float) -> None:
+    config = {"quant_method": method, "bits": 4, "group_size": 32}
+    write(tmp_path / "m", config, lambda made: made.gptq(4, 1) if method == "gptq" else made.awq())
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.scales"][1, 3] = value
+    save_file(tensors, path)
+    with pytest.raises(ModelFileError, match=rf"q_proj.scales holds {value}; finite scales are needed"):
+        opened(tmp_path / "m").weights.get("layers.0.q.weight")
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
+    path = tmp_path / "m" / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}, path)
+    with pytest.raises(ModelFileError, match=r"q_proj\.weight is there both quantized and as it is"):
+        opened(tmp_path / "m")
