@@ -9,6 +9,7 @@ import torch
 import worker.executor.request_rows
 import worker.model.decoder
 import worker.model.linear
+from kernels.attention.kv_pages import KVFormat
 from kernels.dispatch import ReferenceOps
 from kernels.sampling.dispatch import ReferenceOps as ReferenceSamplingOps
 from kernels.step_inputs.reference import ReferenceStepOps
@@ -95,6 +96,7 @@ class TinyServer(Harness):
         sampling_ops=None,
         step_ops=ReferenceStepOps,
         device: torch.device = CPU,
+        kv_format: KVFormat = "dense",
         **options,
     ) -> None:
         spec = spec or tiny_spec()
@@ -115,7 +117,7 @@ class TinyServer(Harness):
             max_num_tokens=config.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
         )
-        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device)
+        storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device, kv_format=kv_format)
         rows = RequestRows(
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,

@@ -18,12 +18,12 @@ pytestmark = [
 ]
 
 
-def on_triton(monkeypatch, device: torch.device, **options) -> TinyServer:
+def on_triton(monkeypatch, device: torch.device, deterministic: bool = False, **options) -> TinyServer:
     monkeypatch.setattr("worker.model.embedding.keeps_format", lambda _: False)
     return TinyServer(
         monkeypatch,
         device=device,
-        ops=TritonOps(device),
+        ops=TritonOps(device, deterministic),
         sampling_ops=TritonSamplingOps(device),
         step_ops=TritonStepOps,
         **options,
@@ -38,10 +38,13 @@ def tokens_of(server: TinyServer, requests) -> dict:
     return dict(server.tokens)
 
 
-def compare(monkeypatch, device: torch.device, spec, requests, **sizes) -> TinyServer:
+def compare(
+    monkeypatch, device: torch.device, spec, requests, *, deterministic: bool = False, kv_format="dense", **sizes
+) -> TinyServer:
+    sizes["kv_format"] = kv_format
     with monkeypatch.context() as patch:
         expected = tokens_of(TinyServer(patch, late=False, spec=spec, **sizes), requests)
-    server = on_triton(monkeypatch, device, spec=spec, **sizes)
+    server = on_triton(monkeypatch, device, deterministic, spec=spec, **sizes)
     # As before serving: the largest step comes first, and what all steps share has its size then.
     settings = WorkerSettings(max_num_seqs=sizes["max_num_seqs"], block_size=server.kv.page_size)
     for plan in profile_plans(settings, MAX_MODEL_LEN, len(spec.kv_groups), sizes["max_num_batched_tokens"]):
@@ -57,6 +60,24 @@ def test_tokens_are_those_of_the_reference_ops(device: torch.device, monkeypatch
         monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=4, max_num_batched_tokens=32
     )
     assert server.scheduler.counters.prefix_cache_hits_total > 0
+    assert server.num_captured > 0
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "kv_format"),
+    [
+        pytest.param(True, "int8", id="deterministic, int8"),
+        pytest.param(False, "fp8", id="fp8", marks=pytest.mark.slow),
+        pytest.param(False, "int4", id="int4", marks=pytest.mark.slow),
+        pytest.param(True, "dense", id="deterministic, dense", marks=pytest.mark.slow),
+    ],
+)
+def test_other_modes_give_their_tokens_too(deterministic: bool, kv_format, device: torch.device, monkeypatch) -> None:
+    """Cells of the KV cache in every format, and one kernel for all queries; beside plain torch in the same format."""
+    sizes = {"num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+    requests = submits(3, seed=4, max_tokens=5)
+    options = {"deterministic": deterministic, "kv_format": kv_format}
+    server = compare(monkeypatch, device, tiny_spec(), requests, **options, **sizes)
     assert server.num_captured > 0
 
 
