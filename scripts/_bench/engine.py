@@ -98,7 +98,7 @@ def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> 
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/bench_engine", description=__doc__)
     parser.add_argument("--model", default="", help="path of the model; empty: the default model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="float32")

@@ -201,7 +201,7 @@ async def measure_streams(figures: Figures, count: int, tick: float, num_process
             cost, size = await cpu_per_event(pids, streams, seconds)
             for stream in streams:
                 stream.close()
-    figures.cpu_us_per_token[f"{count} streams, {num_processes} processes"] = cost
+    figures.cpu_us_per_token[f"{count} streams, {num_processes} process{'es' * (num_processes > 1)}"] = cost
     return size
 
 
@@ -275,22 +275,26 @@ def report(figures: Figures) -> str:
     ratios = figures.cpu_ratio
     rows = [[name, f"{cost:.1f}", f"{ratios[name]:.2f}x"] for name, cost in figures.cpu_us_per_token.items()]
     rows += [[f"bare aiohttp, {name}", f"{cost:.1f}", "1x"] for name, cost in figures.bare_us_per_write.items()]
-    rows += [["first token through the gateway, p50", f"{figures.ttft_ms_p50 * 1e3:.0f}", ""]]
+    first = f"first token through the gateway: {figures.ttft_ms_p50:.2f} ms (p50)"
     idle = f"{figures.idle_streams} idle streams: {figures.idle_kilobytes:.1f} KB each"
     answers = f"/ready within {figures.ready_ms_worst:.0f} ms, /metrics within {figures.metrics_ms_worst:.0f} ms"
     header = ["CPU per token", "us", "of a bare write"]
-    return f"{table(rows, header)}\n{idle}; meanwhile {answers}"
+    return f"{table(rows, header)}\n{first}\n{idle}; meanwhile {answers}"
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of streaming for each figure")
-    parser.add_argument("--idle", type=int, default=5000, help="idle streams")
+    parser = argparse.ArgumentParser(prog="scripts/bench_gateway", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of streaming for each figure (default 8)")
+    parser.add_argument("--idle", type=int, default=5000, help="idle streams (default 5000)")
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    figures = asyncio.run(measure(arguments.seconds, arguments.idle))
+    try:
+        figures = asyncio.run(measure(arguments.seconds, arguments.idle))
+    except BenchError as error:
+        print(f"bench_gateway: {error}", file=sys.stderr)
+        return 1
     print(report(figures))
     print(json.dumps(asdict(figures)))
     return 0

@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
         print(f"kernels_report: no kernel is called {options.kernel}", file=sys.stderr)
         return 2
     wrong = report(tasks, options.only_problems) + len(broken)
-    print(f"kernels_report: {len(tasks)} configurations, {wrong} not as expected", file=sys.stderr)
+    print(f"kernels_report: configurations: {len(tasks)}, not as expected: {wrong}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -198,6 +198,8 @@ def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
         if settings.deterministic:
             raise ConfigurationError("deterministic is for GPUs; on the CPU, dtype float32 comes close to it")
         return torch.device("cpu")
+    if count == 0:
+        raise ConfigurationError("device is cuda, but torch finds no GPU that it can use")
     if count < settings.tensor_parallel_size:
         raise ConfigurationError(
             f"device is {settings.device}; tensor-parallel-size {settings.tensor_parallel_size} needs as many GPUs, "
