@@ -10,6 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from gateway.peers import Peers
+from shared.log import get_logger
+
+log = get_logger("gateway.exposition")
 
 
 class Exposition:
@@ -43,12 +46,19 @@ class _Labelled(Collector):
 def labelled(texts: Mapping[int, bytes]) -> bytes:
     """The expositions of several processes as one, each sample with its process in the label `gateway`.
 
+    What one says that is no exposition is left out: the others are shown without it.
+
     Sums would not do: when a process dies its counts are gone, and a sum that falls looks like a counter that began
     anew and has all of the others' counts since then.
     """
     families: dict[str, Metric] = {}
     for index, text in sorted(texts.items()):
-        for family in text_string_to_metric_families(text.decode()):
+        try:
+            parsed = list(text_string_to_metric_families(text.decode()))
+        except ValueError as error:
+            log.warning("a gateway's metrics cannot be read", gateway=index, error=type(error).__name__)
+            continue
+        for family in parsed:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {**sample.labels, "gateway": str(index)}, sample.value)

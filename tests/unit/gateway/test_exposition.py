@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,3 +36,12 @@ def test_every_sample_says_whose_it_is_and_nothing_else_changes() -> None:
     assert len(wanted) > 50
     lines = merged.splitlines()
     assert lines.count("# TYPE pelton:http_requests_total counter") == 1
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\xff\xfe", b"no such thing {{{\n", b"xxxxxxxxxx", b'# TYPE a counter\na{x="1" 5\n']
+)
+def test_what_cannot_be_read_of_one_does_not_hide_the_others(rubbish: bytes) -> None:
+    text = labelled({0: b"# TYPE here gauge\nhere 1.0\n", 1: rubbish})
+    assert b'here{gateway="0"} 1.0' in text
+    assert b'gateway="1"' not in text
