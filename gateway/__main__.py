@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
+from prometheus_client import disable_created_metrics
 
 from gateway.service import Service
 from shared import log
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
         settings = load_settings(GatewaySettings, argv, os.environ, prog="pelton gateway")
         writer = log.configure(settings.log_level, settings.log_format, process=f"gateway-{settings.gateway_index}")
         _raise_file_limit()
+        disable_created_metrics()  # a series beside each counter that says when it began
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, writer))
     except ConfigurationError as error:

@@ -101,6 +101,7 @@ async def test_start_serve_and_lose_the_worker(directory):
             async with session.get(url + "/metrics") as response:
                 metrics = await response.text()
             assert 'pelton:worker_ready{model_name="fake",worker="0"} 1.0' in metrics
+            assert "_created" not in metrics
         await ready(session, url, 503)
         async with session.post(url + "/v1/chat/completions", json={"model": "fake", "messages": MESSAGES}) as response:
             assert response.status == 503 and response.headers["Retry-After"]
