@@ -20,6 +20,14 @@ MIN_STRETCH = 2.0
 """Where decoding alone comes near target_step_ms (many rows, a slow or busy machine), prompts still get as much time as
 the decoding rows: with less they would starve, and new requests wait for ever."""
 
+MAX_ALONE_SECONDS = 2.0
+"""What a step of prompts alone may take: between steps the worker answers those who ask whether it lives, and one that
+is silent for some seconds gets no requests, and is given up after some more."""
+
+_FIRST_ALONE = 512
+_BULK = 64
+"""Prompt tokens of a step alone that tell how fast prompts are read, and that such a step takes whatever it costs."""
+
 _WEIGHT = 0.25
 _GROWTH = 2.0
 _FAR_BELOW = 2 / 3
@@ -110,6 +118,7 @@ class StepBudget:
         self._decode = CostTable(lean_low=True)
         self._prompt = CostTable()
         self._prefill_rate = 0.0
+        self._alone_rate = 0.0
         self._probed = 0
         self._num_beside = 0
         self._probe_gap = _FIRST_PROBE
@@ -130,6 +139,8 @@ class StepBudget:
         if num_prompt >= MIN_CHUNK and milliseconds > 0:
             rate = num_prompt * 1000.0 / milliseconds
             self._prefill_rate += (_WEIGHT if self._prefill_rate else 1.0) * (rate - self._prefill_rate)
+            if num_decode == 0 and num_prompt >= _BULK:
+                self._alone_rate += (_WEIGHT if self._alone_rate else 1.0) * (rate - self._alone_rate)
         alone = self._decode.cost(num_decode) if num_decode else None
         if alone is not None:
             self._num_beside += 1
@@ -148,7 +159,10 @@ class StepBudget:
         other, a step goes without prompts, to learn what so many take alone.
         """
         room = self._max_tokens - num_decode
-        if num_decode == 0 or room <= MIN_CHUNK:
+        if num_decode == 0:
+            most = max(_BULK, int(self._alone_rate * MAX_ALONE_SECONDS)) if self._alone_rate else _FIRST_ALONE
+            return min(room, most)
+        if room <= MIN_CHUNK:
             return room
         if num_decode >= _GROWTH * max(self._decode.largest, self._probed):
             self._probed = num_decode

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from worker.scheduler.budget import MAX_STRETCH, MIN_CHUNK, MIN_STRETCH, CostTable, StepBudget
+from worker.scheduler.budget import MAX_ALONE_SECONDS, MAX_STRETCH, MIN_CHUNK, MIN_STRETCH, CostTable, StepBudget
 
 
 def test_an_empty_table_knows_nothing():
@@ -76,7 +76,7 @@ def test_decoding_rows_are_measured_alone_again_while_prompts_follow_each_other(
 
 def test_without_streams_a_step_is_full():
     budget = StepBudget(target_ms=10, max_tokens=2048)
-    budget.observe(0, 2048, 5000.0)
+    budget.observe(0, 512, 200.0)  # fast enough for 2048 in two seconds
     assert budget.prompt_tokens(0) == 2048
 
 
@@ -173,3 +173,14 @@ def test_the_speed_of_reading_prompts_is_learned():
     for _ in range(30):
         budget.observe(0, 100, 200.0)
     assert budget.prefill_tokens_per_second == pytest.approx(500.0)
+
+
+@pytest.mark.parametrize("tokens_per_second", [20.0, 160.0, 600.0, 20_000.0])
+def test_steps_of_prompts_alone_end_before_the_worker_counts_as_silent(tokens_per_second):
+    budget = StepBudget(target_ms=100.0, max_tokens=2048)
+    taken = []
+    for _ in range(12):
+        taken.append(budget.prompt_tokens(0))
+        budget.observe(0, taken[-1], taken[-1] * 1000 / tokens_per_second)
+    assert taken[0] == 512
+    assert taken[-1] == min(2048, max(64, int(tokens_per_second * MAX_ALONE_SECONDS)))
