@@ -50,14 +50,14 @@ def test_one_scrape_shows_what_all_of_them_count(pair: Server) -> None:
         return len(_responses(pair, "/health")) == 2
 
     # The kernel spreads connections by their addresses.
-    wait_until(both_answered, 20, "both processes get connections")
+    wait_until(both_answered, 60, "both processes get connections")
     assert sum(_responses(pair, "/health").values()) == num_before + num_sent
     text = pair.request("GET", "/metrics", api_key="none")[1]
     assert text.count("\npelton:kv_cache_num_pages{") == 1
 
 
 def _ask(server: Server, body: dict[str, Any]) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=0.5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=2)
     headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
     connection.request("POST", "/v1/completions", json.dumps(BODY | body), headers)
     return connection
@@ -76,17 +76,17 @@ def _refused(server: Server) -> bool:
 
 def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
     streams = [_ask(pair, {"max_tokens": 4000, "stream": True}) for _ in range(4)]
-    wait_until(lambda: pair.metric("num_requests_waiting") == 2, 20, "two wait")
+    wait_until(lambda: pair.metric("num_requests_waiting") == 2, 60, "two wait")
     # Whichever of the two it comes to, once both have the worker's next report.
-    wait_until(lambda: all(_refused(pair) for _ in range(8)), 20, "every further request is refused")
+    wait_until(lambda: all(_refused(pair) for _ in range(8)), 90, "every further request is refused")
     for stream in streams:
         stream.close()
-    wait_until(pair.idle, 10, "idle")
+    wait_until(pair.idle, 30, "idle")
     # The other process learns of it from the worker's next report, for which a refusal asks.
     body = BODY | {"max_tokens": 2}
     wait_until(
         lambda: all(pair.request("POST", "/v1/completions", body, api_key="none")[0] == 200 for _ in range(6)),
-        5,
+        30,
         "requests are taken again",
     )
 
@@ -94,8 +94,8 @@ def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
 def test_one_that_dies_takes_only_its_own_with_it(pair: Server) -> None:
     first, second = pair.gateway_pids()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: set(pair.gateway_pids()) - {first, second}, 20, "another is started")
+    wait_until(lambda: set(pair.gateway_pids()) - {first, second}, 60, "another is started")
     assert second in pair.gateway_pids()
-    wait_until(lambda: len(_responses(pair, "/metrics")) == 2, 20, "both count again")
+    wait_until(lambda: len(_responses(pair, "/metrics")) == 2, 60, "both count again")
     assert pair.request("POST", "/v1/completions", BODY | {"max_tokens": 2}, api_key="none")[0] == 200
     assert "Traceback" not in pair.log()
