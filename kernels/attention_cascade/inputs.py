@@ -27,6 +27,11 @@ class SharedPrefix:
     requests: tuple[int, ...]
     num_keys: int
 
+    @property
+    def num_saved_keys(self) -> int:
+        """Keys that are read once instead of once a request."""
+        return (len(self.requests) - 1) * self.num_keys
+
 
 @dataclass(frozen=True, slots=True)
 class CascadeWork:

@@ -12,9 +12,9 @@ import triton.language as tl
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_work.inputs import AttentionWork
-from kernels.gpu.compilations import Compilation, Product, Target
+from kernels.gpu.compilations import NATIVE_FP8, Compilation, Product, Target
 from kernels.gpu.formats import decode_cells, decode_int4_high, decode_int4_low
-from kernels.gpu.kv_cells import cells_of, scale_strides, weight_type
+from kernels.gpu.kv_cells import cell_pointer, cells_of, scale_strides, weight_type
 from kernels.gpu.launch import NAMED_TYPES, TRITON_TYPES, native_fp8, nearest_target, product_type
 from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import LOG2_E, tanh
@@ -346,7 +346,6 @@ _NAMES = (
     "p_queries", "p_keys", "p_values", "p_key_scales", "p_value_scales", "p_sinks", "p_out",
     "p_tiles", "p_counts", "p_bounds", "p_lengths", "p_tables", "stride_table", "scale", "softcap",
 )  # fmt: skip
-_CELLS: dict[KVFormat, str] = {"fp8": "*fp8e4nv", "int8": "*i8", "int4": "*u8"}
 _FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
 
 
@@ -371,11 +370,10 @@ def compilations(target: Target) -> list[Compilation]:
 def _compilation(
     target: Target, dtype: Product, kv: KVFormat, geometry: AttentionGeometry, *, has_sinks: bool = False
 ) -> Compilation:
-    native = target in ("sm_90", "sm_100")
     heads, size, dim = geometry.num_kv_heads, geometry.page_size, geometry.head_dim
     chosen = tile(target, dim, kv, wide=dtype == "fp32")
     width = dim // 2 if kv == "int4" else dim
-    cells = f"*{dtype}" if kv == "dense" else "*u8" if kv == "fp8" and not native else _CELLS[kv]
+    cells = cell_pointer(target, f"*{dtype}", kv)
     strides = (heads * size * width, size * width, width, 1)
     scales = f"*{dtype}" if kv == "dense" else "*fp32"
     sinks = "*fp32" if has_sinks else f"*{dtype}"
@@ -386,7 +384,7 @@ def _compilation(
         "KEY_STRIDES": strides,
         "VALUE_STRIDES": strides,
         "SCALE_STRIDES": (0, 0, 0) if kv == "dense" else (heads * size, size, 1),
-        "NATIVE": native,
+        "NATIVE": target in NATIVE_FP8,
         "PRODUCT": product,
         "WEIGHT": weight_type(product, kv),
     }

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.compilations import Target
+from kernels.gpu.compilations import NATIVE_FP8, Target
 from kernels.gpu.formats import encode_fp8, encode_int8
 from kernels.gpu.launch import INTERPRETED, native_fp8
 from kernels.gpu.rounding import rounded
@@ -166,7 +166,7 @@ def outputs(
 
 def signature_of(format: str, target: Target, dtype: str) -> tuple[str, str, dict[str, Any]]:
     """Types of p_out and p_scales and the constants of `store_tile`, for `compilations`. dtype: "bf16", ..."""
-    native = target in ("sm_90", "sm_100")
+    native = target in NATIVE_FP8
     if format == "dense":
         return f"*{dtype}", f"*{dtype}", {"FORMAT": format, "LARGEST_CODE": 1.0, "NATIVE": True}
     codes = "*i8" if format == "int8_token" else "*fp8e4nv" if native else "*u8"

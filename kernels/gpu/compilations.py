@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 Target = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 TARGETS: tuple[Target, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
+NATIVE_FP8: tuple[Target, ...] = ("sm_90", "sm_100")
+"""Targets that know e4m3fn; on others kernels read and write its bits."""
 
 Product = Literal["bf16", "fp16", "fp8", "int8", "fp32"]
 

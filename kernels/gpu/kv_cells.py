@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.attention.inputs import AttentionGeometry
 from kernels.attention.kv_pages import KVFormat, KVPages
-from kernels.gpu.compilations import Product, Target
+from kernels.gpu.compilations import NATIVE_FP8, Product, Target
 from kernels.gpu.launch import TRITON_TYPES, product_type
 
 _CELL_TYPES: dict[KVFormat, torch.dtype] = {
@@ -29,21 +29,27 @@ POINTERS = {
 PRODUCTS: dict[torch.dtype, Product] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+def cell_pointer(target: Target, dense: str, kv_format: KVFormat) -> str:
+    """Type of the pointers to cells of a compilation for `target`; `dense`: that of dense cells."""
+    if kv_format == "fp8" and target not in NATIVE_FP8:
+        return POINTERS[torch.uint8]
+    return POINTERS[_CELL_TYPES[kv_format]] if kv_format in _CELL_TYPES else dense
+
+
 def compiled_cells(
     target: Target, dtype: torch.dtype, kv_format: KVFormat, geometry: AttentionGeometry
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the pointers to queries and cells, and the constants, of a compilation for `target`."""
     cell_type = _CELL_TYPES.get(kv_format, dtype)
+    stored = cell_pointer(target, POINTERS[dtype], kv_format)
     cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
     shape = (1, geometry.num_kv_heads, geometry.page_size, cell)
     scales = None if kv_format == "dense" else torch.empty(shape[:3], device="meta")
     cells = torch.empty(shape, dtype=cell_type, device="meta")
-    native = target in ("sm_90", "sm_100")
-    stored = torch.uint8 if kv_format == "fp8" and not native else cell_type
-    pointers = {"p_query": POINTERS[dtype], "p_keys": POINTERS[stored], "p_values": POINTERS[stored]}
-    factors = POINTERS[stored] if scales is None else "*fp32"
+    pointers = {"p_query": POINTERS[dtype], "p_keys": stored, "p_values": stored}
+    factors = stored if scales is None else "*fp32"
     constants = cell_constants(geometry, KVPages(cells, cells, scales, scales, kv_format)) | {
-        "NATIVE": native,
+        "NATIVE": target in NATIVE_FP8,
         "PRODUCT": TRITON_TYPES[dtype],
         "WEIGHT": weight_type(TRITON_TYPES[dtype], kv_format),
         "HAS_SOFTCAP": geometry.softcap is not None,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.launch import NAMED_TYPES, product_type
-from kernels.gpu.rounding import rounded
-from kernels.gpu.tiles import tile_of_program
+from kernels.gpu.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.grouped_linear.inputs import ExpertOrder
 
 MAX_EXPERTS = 1024
@@ -21,17 +18,6 @@ _FP_FUSION = True
 _SLOTS_PER_PROGRAM = 512
 _SORT_TILE = 8192  # slots times experts that a program compares at a time
 _SORT_WARPS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows, output features and inputs of a tile, and how it is launched."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
 
 
 # The first fitting entry: (most slots an expert on average, tile). The last but one is the invariant one.
@@ -175,13 +161,8 @@ def grouped_linear_kernel(
     p_weight_tile = p_weight + o_feature[None, :] * in_features + o_k[:, None]
     b_out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for i_k in range(tl.cdiv(in_features, BLOCK_K)):
-        if EVEN_K:
-            b_x = tl.load(p_x_tile, mask=row[:, None], other=0.0)
-            b_weight = tl.load(p_weight_tile, mask=column[None, :], other=0.0)
-        else:
-            inside = i_k * BLOCK_K + o_k < in_features
-            b_x = tl.load(p_x_tile, mask=row[:, None] & inside[None, :], other=0.0)
-            b_weight = tl.load(p_weight_tile, mask=column[None, :] & inside[:, None], other=0.0)
+        o_input = i_k * BLOCK_K + o_k
+        b_x, b_weight = load_operands(p_x_tile, p_weight_tile, row, column, o_input, in_features, EVEN_K)
         b_out = tl.dot(b_x.to(PRODUCT), b_weight.to(PRODUCT), b_out, input_precision="ieee", out_dtype=tl.float32)
         p_x_tile += BLOCK_K
         p_weight_tile += BLOCK_K
@@ -189,8 +170,7 @@ def grouped_linear_kernel(
         b_out += tl.load(p_bias + o_feature, mask=column, other=0.0).to(tl.float32)[None, :]
     if HAS_SLOT_WEIGHTS:
         b_out *= tl.load(p_slot_weights + b_slot, mask=row, other=0.0)[:, None]
-    p_out_tile = p_out + b_slot[:, None] * out_features + o_n[None, :]
-    tl.store(p_out_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
+    store_result(p_out, b_out, b_slot, o_n, out_features, row, column)
 
 
 def order_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertOrder:

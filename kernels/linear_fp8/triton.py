@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.compilations import NATIVE_FP8, Compilation, Target
 from kernels.gpu.formats import decode_fp8
 from kernels.gpu.launch import INTERPRETED, native_fp8
-from kernels.gpu.rounding import rounded
-from kernels.gpu.tiles import tile_of_program
+from kernels.gpu.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.linear_fp8.inputs import Fp8Weight
 from kernels.quantized import BLOCK, QuantizedActivation
 
 _GROUP = 8
 _FP_FUSION = True
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows, output features and inputs of a tile, and how it is launched."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
 
 
 # Few rows: narrow tiles, so that a weight of 4096 features keeps 128 multiprocessors busy, and stages enough to hide
@@ -114,13 +100,8 @@ def linear_fp8_kernel(
         p_weight_scale_rows = p_weight_scale + o_scale.to(tl.int64) * num_steps
     b_out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for i_k in range(num_steps):
-        if EVEN_K:
-            b_x = tl.load(p_x_tile, mask=row[:, None], other=0.0)
-            b_weight = tl.load(p_weight_tile, mask=column[None, :], other=0.0)
-        else:
-            inside = i_k * BLOCK_K + o_k < in_features
-            b_x = tl.load(p_x_tile, mask=row[:, None] & inside[None, :], other=0.0)
-            b_weight = tl.load(p_weight_tile, mask=column[None, :] & inside[:, None], other=0.0)
+        o_input = i_k * BLOCK_K + o_k
+        b_x, b_weight = load_operands(p_x_tile, p_weight_tile, row, column, o_input, in_features, EVEN_K)
         if CONVERTED:
             b_x = decode_fp8(b_x, NATIVE, PRODUCT)
             b_weight = decode_fp8(b_weight, NATIVE, PRODUCT)
@@ -147,8 +128,7 @@ def linear_fp8_kernel(
         b_out = b_out * b_x_scale[:, None] * b_weight_scale[None, :]
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_n, mask=column, other=0.0).to(tl.float32)[None, :]
-    p_out_tile = p_out + o_m[:, None].to(tl.int64) * out_features + o_n[None, :]
-    tl.store(p_out_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
+    store_result(p_out, b_out, o_m, o_n, out_features, row, column)
 
 
 def _product(native: bool) -> tl.dtype:
@@ -230,7 +210,7 @@ def linear_fp8(
 
 def compilations(target: Target) -> list[Compilation]:
     """Every tile with every kind of scale, without and, for the kinds that are not rare, with what is."""
-    native = target in ("sm_90", "sm_100")
+    native = target in NATIVE_FP8
     found = []
     for name, rows_per_scale in (("channel", 0), ("block", BLOCK), ("block per feature", 1)):
         for _, tile in _table(native, rows_per_scale > 0):

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.rounding import rounded
-from kernels.gpu.tiles import tile_of_program
+from kernels.gpu.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.quantized import QuantizedActivation
 
 _GROUP = 8
 _FP_FUSION = True
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows, output features and inputs of a tile, and how it is launched."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
 
 
 # The first fitting entry: (most rows, tile). Sums are exact, so that a row is the same in every tile.
@@ -79,13 +65,8 @@ def linear_int8_kernel(
     p_weight_tile = p_weight + o_n[None, :].to(tl.int64) * in_features + o_k[:, None]
     b_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for i_k in range(tl.cdiv(in_features, BLOCK_K)):
-        if EVEN_K:
-            b_x = tl.load(p_x_tile, mask=row[:, None], other=0)
-            b_weight = tl.load(p_weight_tile, mask=column[None, :], other=0)
-        else:
-            inside = i_k * BLOCK_K + o_k < in_features
-            b_x = tl.load(p_x_tile, mask=row[:, None] & inside[None, :], other=0)
-            b_weight = tl.load(p_weight_tile, mask=column[None, :] & inside[:, None], other=0)
+        o_input = i_k * BLOCK_K + o_k
+        b_x, b_weight = load_operands(p_x_tile, p_weight_tile, row, column, o_input, in_features, EVEN_K)
         b_sum = tl.dot(b_x, b_weight, b_sum, out_dtype=tl.int32)
         p_x_tile += BLOCK_K
         p_weight_tile += BLOCK_K
@@ -94,8 +75,7 @@ def linear_int8_kernel(
     b_out = b_sum.to(tl.float32) * b_x_scale[:, None] * b_weight_scale[None, :]
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_n, mask=column, other=0.0).to(tl.float32)[None, :]
-    p_out_tile = p_out + o_m[:, None].to(tl.int64) * out_features + o_n[None, :]
-    tl.store(p_out_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])
+    store_result(p_out, b_out, o_m, o_n, out_features, row, column)
 
 
 def linear_int8(

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.attention.kv_pages import LARGEST, KVFormat, KVPages
-from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.compilations import NATIVE_FP8, Compilation, Target
 from kernels.gpu.formats import encode_fp8, encode_int4, encode_int8
-from kernels.gpu.kv_cells import cells_of, scale_strides
+from kernels.gpu.kv_cells import cell_pointer, cells_of, scale_strides
 from kernels.gpu.launch import native_fp8
 from kernels.gpu.rounding import rounded
 
@@ -211,9 +211,6 @@ def _shape_constants(geometry: AttentionGeometry) -> dict[str, Any]:
     }
 
 
-_CELLS: dict[KVFormat, str] = {"fp8": "*fp8e4nv", "int8": "*i8", "int4": "*u8"}
-
-
 def compilations(target: Target) -> list[Compilation]:
     """Each dtype and cell format at Llama 3.1 8B's shape, then norms, partial rotation, odd heads."""
     llama = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
@@ -231,10 +228,9 @@ def compilations(target: Target) -> list[Compilation]:
 
 
 def _compilation(target: Target, dtype: str, kv: KVFormat, geometry: AttentionGeometry, has_norm: bool) -> Compilation:
-    native = target in ("sm_90", "sm_100")
     heads, size, dim = geometry.num_kv_heads, geometry.page_size, geometry.head_dim
     width = dim // 2 if kv == "int4" else dim
-    cells = f"*{dtype}" if kv == "dense" else "*u8" if kv == "fp8" and not native else _CELLS[kv]
+    cells = cell_pointer(target, f"*{dtype}", kv)
     strides = (heads * size * width, size * width, width, 1)
     of_scales = (0, 0, 0) if kv == "dense" else (heads * size, size, 1)
     scales = f"*{dtype}" if kv == "dense" else "*fp32"
@@ -251,7 +247,7 @@ def _compilation(target: Target, dtype: str, kv: KVFormat, geometry: AttentionGe
         "HAS_NORM": has_norm,
         "FORMAT": kv,
         "LARGEST_CODE": LARGEST.get(kv, 0.0),
-        "NATIVE": native,
+        "NATIVE": target in NATIVE_FP8,
     }
     name = f"{dtype} kv={kv} d={dim} rotary={geometry.rotary_dim} g={geometry.num_heads // heads}"
     return Compilation(

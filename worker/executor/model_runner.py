@@ -85,7 +85,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueues one step. Plans may follow each other before their results are read."""
-        decodes = _samples_equally_many(plan)
+        # Nobody asks where there are neither graphs nor shared prefixes, as on the CPU.
+        decodes = (self._graphs is not None or self._prefixes is not None) and _samples_equally_many(plan)
         cascade = self._find_shared(plan, decodes)
         size = self._choose_graph(plan) if decodes and cascade is None else None
         staged = self._rows.stage(plan, size)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.attention_cascade.inputs import CascadeWork, SharedPrefix, cascade_work, shared_prefixes
+from kernels.attention_cascade.inputs import CascadeWork, cascade_work, shared_prefixes
 from worker.scheduler.plan import ScheduledTokens
 
 Integers = npt.NDArray[np.int64]
@@ -64,11 +64,6 @@ class SharedPrefixes:
 
     def _plan(self, rows: Integers, starts: Integers) -> CascadeWork | None:
         groups = shared_prefixes(self._tables[rows], starts // self._page_size, self._page_size)
-        if not groups or saved_keys(groups) < self._min_saved_keys:
+        if not groups or sum(group.num_saved_keys for group in groups) < self._min_saved_keys:
             return None
         return cascade_work(groups, [1] * len(rows), self._members_per_tile, self._device)
-
-
-def saved_keys(groups: Sequence[SharedPrefix]) -> int:
-    """Keys that each group reads once instead of once a request; 0 where there is none."""
-    return sum((len(group.requests) - 1) * group.num_keys for group in groups)

@@ -58,11 +58,7 @@ class Fp8Scheme:
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
         """Copies codes, and scales spread over the features that share one."""
         count = raw.shape[0]
-        scale = raw.extra["scale"]
-        scales = scale.values.float()
-        if scale.rows:
-            scales = scales[torch.arange(count) // scale.rows]
-        scales = scales.expand(count, -1)
+        scales = raw.extra["scale"].by_row(slice(0, count)).expand(count, -1)
         # Indexing is not there for FP8 everywhere.
         codes = raw.data.view(torch.uint8)
         if order is not None:

@@ -50,9 +50,7 @@ class Int8Scheme:
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
         """Copies codes, and scales spread over the features that share one."""
         count = raw.shape[0]
-        scale = raw.extra["scale"]
-        scales = scale.values.float()[:, 0]
-        scales = scales[torch.arange(count) // scale.rows] if scale.rows else scales.expand(count)
+        scales = raw.extra["scale"].by_row(slice(0, count))[:, 0].expand(count)
         codes = raw.data
         if order is not None:
             codes, scales = codes[order], scales[order]

@@ -39,14 +39,15 @@ class Factors:
     rows: int
     cols: int
 
+    def by_row(self, rows: slice) -> torch.Tensor:
+        """float32, a row of values for each of these output features, or a single row where it holds for all."""
+        values = self.values.float()
+        return values[torch.arange(rows.start, rows.stop) // self.rows] if self.rows else values
+
     def spread(self, rows: slice, num_cols: int) -> torch.Tensor:
         """float32, one value for each of these output features or a single row, and each input feature or a column."""
-        values = self.values
-        if self.rows:
-            values = values[torch.arange(rows.start, rows.stop) // self.rows]
-        if self.cols:
-            values = values.repeat_interleave(self.cols, dim=1)[:, :num_cols]
-        return values.float()
+        values = self.by_row(rows)
+        return values.repeat_interleave(self.cols, dim=1)[:, :num_cols] if self.cols else values
 
     def part(self, axis: int, start: int, stop: int, size: int) -> Factors | None:
         """Those of a slice along an axis of `size`; None where it begins or ends within a rectangle."""
