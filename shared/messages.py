@@ -19,6 +19,8 @@ from shared.sampling_params import SamplingParams
 PROTOCOL_VERSION = 1
 MAX_TOKENS_PER_MESSAGE = 4_194_304
 MAX_CHOICES = 128
+MAX_GRAMMAR = 1_048_576
+"""Characters of a grammar."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -28,10 +30,11 @@ ShortText = Annotated[str, Meta(max_length=1024)]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a choice ended. STOP and LENGTH are successes; the gateway refines STOP by stop strings."""
+    """Why a choice ended. STOP, LENGTH and REPETITION are successes; the gateway refines STOP by stop strings."""
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
 
@@ -53,6 +56,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
         token_ids: prompt, followed after a resume by the tokens already emitted.
         num_prompt_tokens: where the prompt ends in token_ids; penalties, min_tokens and max_tokens count from there.
         choice, num_choices: choices choice .. choice + num_choices - 1 are generated from the same prompt.
+        grammar: what the generated tokens must spell, as llguidance reads it (Lark, or JSON with several grammars);
+            empty: anything.
         salt: mixed into the page hashes; tenants with different salts never share cached pages.
         tenant: opaque name of who asks, for fairness.
         priority: lower runs first.
@@ -66,6 +71,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     sampling: SamplingParams
     choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] = 0
     num_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
     salt: Annotated[bytes, Meta(max_length=64)] = b""
     tenant: ShortText = ""
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
@@ -109,6 +115,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         model_hash: configuration, tensor table, sizes and sampled blocks; equal for equal weights.
         bundle_hash: SHA-256 (hex) of the text bundle.
         created: Unix time of the model file, for /v1/models.
+        tool_call_parser, reasoning_parser: format of the model's tool calls and of its reasoning; `auto`: what its
+            chat template says, `none`: plain text.
     """
 
     model_names: list[ShortText]
@@ -124,6 +132,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: ShortText = "cpu"
     dtype: ShortText = "float32"
     created: Count = 0
+    tool_call_parser: ShortText = "auto"
+    reasoning_parser: ShortText = "auto"
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

@@ -19,6 +19,36 @@ MIN_REPETITION_PENALTY = 1e-5
 """Below this the penalty would make infinities of finite logits, also once they are divided by a temperature."""
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ends a choice whose last tokens are one pattern over and over (vLLM's `repetition_detection`).
+
+    Attributes:
+        max_pattern_size: longest pattern that is looked for, in tokens, in [1, 1024].
+        min_pattern_size: shortest one, in [1, max_pattern_size].
+        min_count: so many times in a row end the choice, in [2, 1024].
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 4
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds the tokens between the marks of a model's reasoning.
+
+    Attributes:
+        max_tokens: once so many are generated inside, end_ids are forced, one after the other; >= 0.
+        start_ids: what opens the reasoning, as token ids; empty where it only ever begins open.
+        end_ids: what closes it, at least one id.
+        open: whether the prompt ends inside the reasoning.
+    """
+
+    max_tokens: int
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    open: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen, for one request.
 
@@ -39,6 +69,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: further ids that end the request.
         logprobs: how many alternatives to report per generated token (0: only the chosen one); None: no report.
         prompt_logprobs: the same for each prompt token.
+        typical_p: in (0, 1]; locally typical sampling (Meister et al. 2023); 1 keeps all.
+        top_n_sigma: in [0, 100]; keep logits within so many standard deviations of the largest (Tang et al. 2024);
+            0 keeps all.
+        xtc_probability, xtc_threshold: in [0, 1] both; with this probability all tokens above the threshold but the
+            least likely of them are dropped; probability 0 is off.
+        dynatemp_range: in [0, 2]; the temperature is between temperature - range and temperature + range by the
+            entropy of the distribution; 0 is off. dynatemp_exponent: in [0.01, 10], the shape of that curve.
+        mirostat: 0 off, 1 or 2 the version (Basu et al. 2021). mirostat_tau in (0, 20] the aimed surprise in bits,
+            mirostat_eta in (0, 1] the learning rate. In place of top_k, top_p, min_p and typical_p.
+        dry_multiplier: in [0, 100]; what would continue a repetition of n >= dry_allowed_length tokens loses
+            dry_multiplier * dry_base ** (n - dry_allowed_length); 0 is off. dry_base in [1, 10],
+            dry_allowed_length in [1, 1024].
+        dry_penalty_last_n: so many last tokens are looked at; -1 all, 0 none.
+        dry_breakers: token ids that no repetition goes across.
+        bad_words: sequences of token ids whose last one is never sampled after the others.
+        allowed_token_ids: where not empty, nothing but these, and the ids that end the text, is ever sampled.
+        repetition_detection, thinking: see there; None is off.
     """
 
     temperature: float = 1.0
@@ -56,6 +103,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_breakers: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    repetition_detection: RepetitionDetection | None = None
+    thinking: ThinkingBudget | None = None
 
     @property
     def greedy(self) -> bool:

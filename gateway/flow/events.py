@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.text.message_parser import MessageFormat, ToolCallDelta
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 
@@ -24,6 +25,9 @@ class GenerationRequest:
         priority: lower runs first.
         deadline: Unix time in seconds after which a request still waiting for its first token fails.
         arrival: when it arrived, by time.monotonic; latencies are measured from there.
+        grammar: what the output must spell, as llguidance reads it; empty: anything.
+        stop_regex: regular expressions that end a choice as stop strings do.
+        format: how the model's text is taken apart into reasoning, content and tool calls; None: it is all content.
     """
 
     request_id: str
@@ -39,18 +43,25 @@ class GenerationRequest:
     priority: int = 0
     deadline: float | None = None
     arrival: float = field(default_factory=time.monotonic, compare=False)
+    grammar: str = ""
+    stop_regex: tuple[str, ...] = ()
+    format: MessageFormat | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """News of one choice. Concatenated over a choice, `text` is the whole completion.
+    """News of one choice. Concatenated over a choice, `text` is the whole completion, or, where the request has a
+    format, its visible content.
 
     Attributes:
         text: may be empty while bytes or a possible stop string are held back.
         token_ids: generated since the last delta of this choice.
         logprobs: one entry per token id, where asked for.
-        finish_reason: "stop" or "length" on the last delta of a choice, None before.
+        finish_reason: "stop", "length", "tool_calls" or "repetition" on the last delta of a choice, None before.
         num_cached_tokens: prompt tokens found in the prefix cache; on the first delta of a choice.
         prompt_logprobs: one entry per prompt token; on the first delta of choice 0, where asked for.
+        reasoning: of the model's reasoning; concatenated over a choice, all of it.
+        tool_calls: news of its tool calls, in order.
+        num_reasoning_tokens: how many of the token ids are reasoning.
     """
 
     choice: int
@@ -60,3 +71,6 @@ class TextDelta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
+    num_reasoning_tokens: int = 0

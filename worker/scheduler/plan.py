@@ -55,6 +55,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
             start + count.
         prompt_logprobs: how many alternatives to report for each prompt token that this chunk's logits predict
             (positions start + 1 .. start + count within the prompt); None: no report.
+        mask: index in the plan's masks of the tokens that may be sampled; -1: all may.
     """
 
     row: int
@@ -62,12 +63,17 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     count: int
     sample: bool
     prompt_logprobs: int | None = None
+    mask: int = -1
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Order of execution: new_rows, block_tables, page_copies, then all scheduled tokens in one pass.
 
     Scheduled rows that were sampled in a step still in flight read their input id from the device's row.
+
+    Attributes:
+        masks: bits of the tokens that may be sampled, ceil(vocab / 32) little-endian words of 32 bits each; bit
+            `id % 32` of word `id // 32`, from the lowest.
     """
 
     step: int
@@ -75,6 +81,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     new_rows: list[NewRow] = []
     block_tables: list[BlockTableUpdate] = []
     page_copies: list[PageCopy] = []
+    masks: list[bytes] = []
 
     @property
     def num_tokens(self) -> int:
