@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,9 @@ class SampledRows:
         reporting_rows, num_top: [L] on the host, the rows of these, and how many alternatives each reports.
         penalized: [P] int64 on the device, which of the S have penalties; None: none has.
         slots: [P] int64 on the device, their rows in the tables of counts.
+        mask: [M, ceil(vocab / 32)] int32 on the device, what grammars allow; see SamplingInputs. None: everything.
+        mask_rows: [S] on the device, the row of `mask` of each, below 0 where all tokens are allowed; None: its own
+            index.
     """
 
     rows: Integers
@@ -75,6 +78,8 @@ class SampledRows:
     num_top: Integers | None = None
     penalized: torch.Tensor | None = None
     slots: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    mask_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +189,13 @@ class SamplingParameters:
         """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere."""
         random, filtered = bool(sampled.needs & Needs.NOISE), bool(sampled.needs & Needs.FILTER)
         if self._host_words is not None:
-            if not random:
-                return self._greedy(len(sampled.rows))
-            return _gathered(self._host_words[sampled.rows], sampled.positions, random, filtered)
+            if random:
+                inputs = _gathered(self._host_words[sampled.rows], sampled.positions, random, filtered)
+            else:
+                inputs = self._greedy(len(sampled.rows))
+            if sampled.mask is not None:
+                inputs = replace(inputs, mask=sampled.mask, mask_rows=sampled.mask_rows)
+            return inputs
         words, floats = self._words, self._floats
         return SamplingInputs(
             temperature=floats[:, TEMPERATURE],
@@ -199,6 +208,8 @@ class SamplingParameters:
             any_random=random,
             any_filter=filtered,
             rows=sampled.device_rows,
+            mask=sampled.mask,
+            mask_rows=sampled.mask_rows,
         )
 
     def _greedy(self, num_sampled: int) -> SamplingInputs:

@@ -1,6 +1,7 @@
 """What a request asks for, row by row."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from kernels.sampling.dispatch import ReferenceOps
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
+from worker.scheduler.plan import ScheduledTokens, StepPlan
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
@@ -174,6 +176,25 @@ def test_a_row_whose_every_token_is_masked_fails(ops):
     small = SmallSampler(vocab_size=2, ops=ops)
     small.add(0, token_ids=[0], eos=[0, 1], temperature=0.0, ignore_eos=True)
     assert small.ids(torch.zeros(1, 2), [0], [1]) == [-1]
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_a_grammar_allows_what_its_mask_says(ops, by_index):
+    small = SmallSampler(ops=ops)
+    small.add(0, temperature=0.0)
+    small.add(1, temperature=1.0, seed=3)
+    logits = torch.zeros(2, 40)
+    logits[:, 5] = 30.0
+    items = [ScheduledTokens(row, 2, 1, True) for row in (0, 1)]
+    sampled = small.rows.stage(StepPlan(step=1, scheduled=items)).sampled
+    mask = torch.zeros(2, 2, dtype=torch.int32)
+    mask[0, 1] = 1 << 6
+    mask[1] = -1
+    if by_index:
+        sampled = replace(sampled, mask=mask[:1], mask_rows=torch.tensor([0, -1]))
+    else:
+        sampled = replace(sampled, mask=mask)
+    assert small.sampler.sample(logits, sampled)[0].tolist() == [38, 5]
 
 
 def test_an_empty_batch(ops):
