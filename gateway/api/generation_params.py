@@ -21,7 +21,12 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What is the same for each prompt of a request."""
+    """What is the same for each prompt of a request.
+
+    Attributes:
+        grammar: what every choice must spell; gateway.api.output_grammar makes it when the model is known, and the
+            route puts it here with dataclasses.replace.
+    """
 
     fields: SamplingFields
     identity: Identity
@@ -34,6 +39,7 @@ class Common:
     prompt_logprobs: int | None
     include_usage: bool
     seed: int
+    grammar: str = ""
 
     def generation_request(
         self, request_id: str, prompt_token_ids: list[int], max_tokens: int, vocab_size: int
@@ -52,6 +58,7 @@ class Common:
             salt=self.salt,
             tenant=self.identity.tenant,
             priority=fields.priority or 0,
+            grammar=self.grammar,
         )
 
     def _sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:

@@ -19,10 +19,12 @@ class Fragment:
     Attributes:
         expression: what stands on the right of a rule; several alternatives are in parentheses.
         rules: whole lines `name: ...`. Names begin with the part's own prefix, so that parts do not collide.
+        param: the request field that it was made of, which an error names.
     """
 
     expression: str
     rules: tuple[str, ...] = ()
+    param: str | None = None
 
 
 def literal(text: str, special_ids: Mapping[str, int]) -> str:
