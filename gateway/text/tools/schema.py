@@ -1,0 +1,166 @@
+"""JSON schemas of tools' arguments: whether they are schemas, and the expression of a grammar that follows one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shared.errors import InvalidRequestError
+
+MAX_DEPTH = 64
+MAX_NODES = 20_000
+MAX_PATTERN = 8192
+
+_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""White space is bounded: a weak model would fill max_tokens with it."""
+
+
+def check_parameters(schema: Mapping[str, Any], place: str) -> None:
+    """Checks that a value is a JSON schema, as far as its form goes: types that exist, patterns that parse.
+
+    Raises InvalidRequestError with `place` as its parameter.
+    """
+    num_nodes = 0
+    nodes: list[tuple[Any, str, int]] = [(schema, "", 0)]
+    while nodes:
+        node, path, depth = nodes.pop()
+        num_nodes += 1
+        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
+            message = f"{place} is too large: at most {MAX_NODES} schemas, nested {MAX_DEPTH} deep, are possible."
+            raise InvalidRequestError(message, param=place)
+        if isinstance(node, bool):
+            continue
+        problem = _problem(node)
+        if problem:
+            raise InvalidRequestError(f"{place}{path} is no JSON schema: {problem}.", param=place)
+        nodes.extend((child, path + step, depth + 1) for child, step in _children(node))
+    kind = schema.get("type", "object")
+    if kind != "object" and kind != ["object"]:
+        raise InvalidRequestError(f'{place}.type must be "object".', param=place)
+
+
+def _problem(node: object) -> str | None:
+    """What is wrong with one schema itself, its parts left out."""
+    if not isinstance(node, dict):
+        return "it must be an object or a boolean"
+    kinds = node.get("type", "object")
+    for kind in kinds if isinstance(kinds, list) and kinds else [kinds]:
+        if not isinstance(kind, str) or kind not in _TYPES:
+            return f"{json.dumps(kind)[:64]} is no type"
+    for name in _MAPS:
+        if not isinstance(node.get(name, {}), dict):
+            return f"{name} must be an object"
+    for name in _LISTS:
+        if name in node and (not isinstance(node[name], list) or not node[name]):
+            return f"{name} must be a non-empty list"
+    if "enum" in node and (not isinstance(node["enum"], list) or not node["enum"]):
+        return "enum must be a non-empty list"
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        return "required must be a list of strings"
+    if not isinstance(node.get("$ref", ""), str):
+        return "$ref must be a string"
+    patterns = list(node.get("patternProperties", {}))
+    if "pattern" in node:
+        patterns.append(node["pattern"])
+    for pattern in patterns:
+        if reason := _pattern_problem(pattern):
+            return f"pattern {json.dumps(pattern)[:64]}: {reason}"
+    return None
+
+
+def _children(node: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    for name in _MAPS:
+        for key, child in node.get(name, {}).items():
+            yield child, f".{name}.{key[:64]}"
+    for name in _LISTS:
+        for index, child in enumerate(node.get(name, ())):
+            yield child, f".{name}[{index}]"
+    for name in _SCHEMAS:
+        child = node.get(name)
+        if name in ("items", "additionalItems") and isinstance(child, list):
+            for index, item in enumerate(child):
+                yield item, f".{name}[{index}]"
+        elif name in node:
+            yield child, f".{name}"
+
+
+def _pattern_problem(pattern: object) -> str | None:
+    """Why a text is no regular expression of ECMA 262; the check is by Python's syntax, which is close."""
+    if not isinstance(pattern, str):
+        return "it must be a string"
+    if len(pattern) > MAX_PATTERN:
+        return f"it has more than {MAX_PATTERN} characters"
+    # What the other dialect writes differently.
+    text = re.sub(r"\\[pP]\{[^}]*\}|\\u\{[0-9a-fA-F]+\}|\\c[A-Za-z]", r"\\w", pattern)
+    text = re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\k<(\w+)>", r"(?P=\1)", text))
+    try:
+        re.compile(text)
+    except Warning:
+        return None
+    except re.error as error:
+        return None if "fixed-width" in error.msg else error.msg
+    except (RecursionError, OverflowError):
+        return "it is too large"
+    return None
+
+
+def arguments_expression(parameters: Mapping[str, Any], *, strict: bool) -> str:
+    """The JSON objects that follow a schema, as an expression of a grammar.
+
+    Args:
+        parameters: a tool's schema; see Tool.
+        strict: everything that the schema says has to be enforced; otherwise what cannot be is left out.
+    """
+    return json_expression(arguments_schema(parameters, strict=strict), strict=strict)
+
+
+def arguments_schema(parameters: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A schema of objects. Where it lists properties, others are not invented, unless it says that they may be."""
+    schema = dict(parameters) if strict else _without_lookaround(dict(parameters))
+    schema["type"] = "object"
+    open_ended = (*_LISTS, "additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "if")
+    if not parameters or ("properties" in schema and not any(name in schema for name in open_ended)):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def json_expression(schema: Mapping[str, Any], *, strict: bool = True) -> str:
+    """The JSON values that follow a schema, on one line and with bounded white space."""
+    options = _SEPARATORS if strict else {**_SEPARATORS, "lenient": True}
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+ANY_OBJECT = json_expression({"type": "object"})
+
+
+def _without_lookaround(node: Any) -> Any:
+    """The schema less the patterns that no automaton can follow."""
+    if isinstance(node, list):
+        return [_without_lookaround(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _without_lookaround(value)
+        for key, value in node.items()
+        if not (key == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
+    }
