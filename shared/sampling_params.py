@@ -13,6 +13,15 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_BAD_WORDS = 1024
+"""Sequences of bad_words; of all together at most MAX_BAD_WORD_TOKENS tokens."""
+MAX_BAD_WORD_TOKENS = 2048
+MAX_DRY_BREAKERS = 16384
+MAX_DRY_LENGTH = 1024
+MAX_REPETITION = 1024
+"""Tokens of a pattern that repetition_detection looks for, and how often it may have to come."""
+MAX_MARK_TOKENS = 64
+"""Tokens that open or close a model's reasoning."""
 MIN_TEMPERATURE = 1e-5
 """A temperature below this is greedy: the quotient logits / temperature would overflow float32."""
 MIN_REPETITION_PENALTY = 1e-5
@@ -128,6 +137,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < MIN_TEMPERATURE
 
     @property
+    def extended(self) -> bool:
+        """Whether one of the rarer filters, or a temperature that depends on the distribution, has an effect."""
+        wanted = self.typical_p < 1.0 or self.top_n_sigma > 0.0 or self.xtc_probability > 0.0
+        return not self.greedy and (wanted or self.dynatemp_range > 0.0 or self.mirostat > 0)
+
+    @property
+    def uses_dry(self) -> bool:
+        """Whether repetitions are looked for."""
+        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
+
+    @property
     def uses_penalties(self) -> bool:
         """Whether token counts of prompt and output are needed."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -136,17 +156,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Raises InvalidRequestError naming the first parameter that is out of its range.
 
         Args:
-            vocab_size: ids in logit_bias and stop_token_ids must be below it.
+            vocab_size: all token ids must be below it.
         """
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("top_k", self.top_k, 0, 2**31 - 1)
-        _check_number("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        _check_number("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        for name, low, high in _RANGES:
+            _check_number(name, getattr(self, name), low, high)
+        for name, high in _OPEN_RANGES:
+            _check_number(name, getattr(self, name), 0.0, high, open_low=True)
         _check_number("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -156,19 +171,82 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_ids("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for bias in self.logit_bias.values():
             _check_number("logit_bias", bias, -100.0, 100.0)
+        _check_ids("dry_breakers", self.dry_breakers, MAX_DRY_BREAKERS, vocab_size)
+        _check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size, vocab_size)
+        self._check_bad_words(vocab_size)
+        self._check_repetition_detection()
+        self._check_thinking(vocab_size)
+
+    def _check_bad_words(self, vocab_size: int) -> None:
+        words = self.bad_words
+        if len(words) > MAX_BAD_WORDS:
+            raise _invalid("bad_words", f"has {len(words)} entries; at most {MAX_BAD_WORDS} are allowed")
+        if not all(words):
+            raise _invalid("bad_words", "has an entry without tokens")
+        tokens = tuple(token_id for word in words for token_id in word)
+        if len(tokens) > MAX_BAD_WORD_TOKENS:
+            raise _invalid("bad_words", f"has {len(tokens)} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed")
+        _check_ids("bad_words", tokens, MAX_BAD_WORD_TOKENS, vocab_size)
+
+    def _check_repetition_detection(self) -> None:
+        wanted = self.repetition_detection
+        if wanted is not None:
+            name = "repetition_detection"
+            _check_number(name, wanted.max_pattern_size, 1, MAX_REPETITION, field="max_pattern_size")
+            _check_number(name, wanted.min_pattern_size, 1, wanted.max_pattern_size, field="min_pattern_size")
+            _check_number(name, wanted.min_count, 2, MAX_REPETITION, field="min_count")
+
+    def _check_thinking(self, vocab_size: int) -> None:
+        budget, name = self.thinking, "thinking_token_budget"
+        if budget is not None:
+            _check_number(name, budget.max_tokens, 0, 2**31 - 1)
+            _check_ids(name, budget.start_ids, MAX_MARK_TOKENS, vocab_size)
+            _check_ids(name, budget.end_ids, MAX_MARK_TOKENS, vocab_size)
+            if not budget.end_ids:
+                raise _invalid(name, "needs tokens that end the reasoning")
 
 
-def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 2.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("top_k", 0, 2**31 - 1),
+    ("seed", -MAX_SEED - 1, MAX_SEED),
+    ("max_tokens", 1, 2**31 - 1),
+    ("top_n_sigma", 0.0, 100.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("dynatemp_range", 0.0, 2.0),
+    ("dynatemp_exponent", 0.01, 10.0),
+    ("mirostat", 0, 2),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 10.0),
+    ("dry_allowed_length", 1, MAX_DRY_LENGTH),
+    ("dry_penalty_last_n", -1, 2**31 - 1),
+)
+"""Name, smallest and largest value."""
+_OPEN_RANGES = (("top_p", 1.0), ("typical_p", 1.0), ("mirostat_tau", 20.0), ("mirostat_eta", 1.0))
+"""Name and largest value; all must be above 0."""
+
+
+def _invalid(name: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} {problem}", param=name)
+
+
+def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False, field: str = "") -> None:
     """Refuses NaN and infinities too, which every comparison lets through (CVE-2026-54235)."""
     above = value > low if open_low else value >= low
     if (isinstance(value, float) and not math.isfinite(value)) or not (above and value <= high):
         bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+        of = f".{field}" if field else ""
+        raise InvalidRequestError(f"{name}{of} must be in {bracket}{low}, {high}], got {value}", param=name)
 
 
 def _check_ids(name: str, ids: tuple[int, ...], most: int, vocab_size: int) -> None:
     if len(ids) > most:
-        raise InvalidRequestError(f"{name} has {len(ids)} entries; at most {most} are allowed", param=name)
+        raise _invalid(name, f"has {len(ids)} entries; at most {most} are allowed")
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(f"{name} has token id {token_id}; the vocabulary has {vocab_size}", param=name)
+            raise _invalid(name, f"has token id {token_id}; the vocabulary has {vocab_size}")

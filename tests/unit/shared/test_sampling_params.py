@@ -10,9 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequestError
-from shared.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from shared.sampling_params import MAX_LOGPROBS, MAX_SEED, RepetitionDetection, SamplingParams, ThinkingBudget
 
 VOCAB = 100
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "mirostat_tau",
+    "mirostat_eta",
+    "dry_multiplier",
+    "dry_base",
+)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +50,13 @@ VOCAB = 100
         {"stop_token_ids": (0, 99)},
         {"min_tokens": 16, "max_tokens": 16},
         {"logprobs": MAX_LOGPROBS, "prompt_logprobs": 0},
+        {"typical_p": 1e-9, "top_n_sigma": 100.0, "xtc_probability": 1.0, "xtc_threshold": 0.0},
+        {"dynatemp_range": 2.0, "dynatemp_exponent": 0.01, "mirostat": 2, "mirostat_tau": 20.0, "mirostat_eta": 1.0},
+        {"dry_multiplier": 100.0, "dry_base": 1.0, "dry_allowed_length": 1024, "dry_penalty_last_n": 0},
+        {"dry_breakers": (0, 99), "allowed_token_ids": tuple(range(100)), "bad_words": ((1,), (1, 2, 99))},
+        {"bad_words": ((5,) * 2048,)},
+        {"repetition_detection": RepetitionDetection(max_pattern_size=1024, min_pattern_size=1024, min_count=2)},
+        {"thinking": ThinkingBudget(max_tokens=0, start_ids=(), end_ids=(99,))},
     ],
 )
 def test_values_in_range_pass(fields):
@@ -41,11 +66,7 @@ def test_values_in_range_pass(fields):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            (name, value)
-            for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-            for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, -2.0000001, 101)
-        ),
+        *((name, value) for name in NUMBERS for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, -2.0000001, 101)),
         ("temperature", 2.1),
         ("temperature", -0.1),
         ("top_p", 0.0),
@@ -73,6 +94,38 @@ def test_values_in_range_pass(fields):
         ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: 100.1}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("typical_p", 0.0),
+        ("typical_p", 1.0001),
+        ("top_n_sigma", -1.0),
+        ("xtc_probability", 1.1),
+        ("xtc_threshold", -0.1),
+        ("dynatemp_range", 2.1),
+        ("dynatemp_exponent", 0.0),
+        ("mirostat", 3),
+        ("mirostat", -1),
+        ("mirostat_tau", 0.0),
+        ("mirostat_eta", 0.0),
+        ("dry_base", 0.99),
+        ("dry_base", 10.1),
+        ("dry_allowed_length", 0),
+        ("dry_allowed_length", 1025),
+        ("dry_penalty_last_n", -2),
+        ("dry_breakers", (VOCAB,)),
+        ("dry_breakers", (1,) * 16385),
+        ("allowed_token_ids", (VOCAB,)),
+        ("allowed_token_ids", (-1,)),
+        ("allowed_token_ids", (1,) * (VOCAB + 1)),
+        ("bad_words", ((),)),
+        ("bad_words", ((1, VOCAB),)),
+        ("bad_words", ((-1,),)),
+        ("bad_words", ((1,),) * 1025),
+        ("bad_words", ((1,) * 2049,)),
+        ("repetition_detection", RepetitionDetection(max_pattern_size=0)),
+        ("repetition_detection", RepetitionDetection(max_pattern_size=1025)),
+        ("repetition_detection", RepetitionDetection(max_pattern_size=4, min_pattern_size=5)),
+        ("repetition_detection", RepetitionDetection(max_pattern_size=4, min_pattern_size=0)),
+        ("repetition_detection", RepetitionDetection(max_pattern_size=4, min_count=1)),
+        ("repetition_detection", RepetitionDetection(max_pattern_size=4, min_count=1025)),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(name, value):
@@ -84,7 +137,7 @@ def test_values_out_of_range_are_refused_by_name(name, value):
 
 
 @given(
-    st.sampled_from(["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]),
+    st.sampled_from(NUMBERS),
     st.floats(),
 )
 def test_whatever_passes_is_finite(name, value):
@@ -96,6 +149,38 @@ def test_whatever_passes_is_finite(name, value):
     else:
         assert math.isfinite(value)
         assert abs(value) <= 100
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ThinkingBudget(max_tokens=-1, start_ids=(), end_ids=(1,)),
+        ThinkingBudget(max_tokens=1, start_ids=(), end_ids=()),
+        ThinkingBudget(max_tokens=1, start_ids=(VOCAB,), end_ids=(1,)),
+        ThinkingBudget(max_tokens=1, start_ids=(), end_ids=(1,) * 65),
+    ],
+)
+def test_a_thinking_budget_is_named_as_the_client_knows_it(budget):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(thinking=budget).validate(VOCAB)
+    assert caught.value.param == "thinking_token_budget"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"typical_p": 0.9}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.5}, {"dynatemp_range": 0.5}, {"mirostat": 1}],
+    ids=str,
+)
+def test_the_rarer_filters_count_only_beside_noise(fields):
+    assert SamplingParams(**fields).extended
+    assert not SamplingParams(temperature=0.0, **fields).extended
+    assert not SamplingParams(**fields).uses_dry
+
+
+def test_dry_counts_where_it_looks_at_tokens():
+    assert SamplingParams(temperature=0.0, dry_multiplier=0.8).uses_dry
+    assert not SamplingParams(dry_multiplier=0.8, dry_penalty_last_n=0).uses_dry
+    assert not SamplingParams().uses_dry and not SamplingParams().extended
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (1e-5, False), (1.0, False)])
