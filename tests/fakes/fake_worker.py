@@ -84,6 +84,7 @@ class FakeWorker:
 
     Attributes:
         script: the ids with which a prompt is answered; ends early at id 2 (STOP) or at max_tokens (LENGTH).
+        failure: called for each prompt; what it returns ends each of its choices when the script is over.
         delay: seconds between tokens of a request.
         received: every message, in order.
     """
@@ -92,6 +93,7 @@ class FakeWorker:
     index: int = 0
     epoch: str = "00000001"
     script: Callable[[Submit], list[int]] = echo
+    failure: Callable[[Submit], Finish | None] = lambda _: None
     delay: float = 0.0
     bundle: Bundle = field(default_factory=make_bundle)
     model_names: Sequence[str] = ("fake",)
@@ -226,19 +228,23 @@ class FakeWorker:
     def _next_output(self, one: _Running) -> Output:
         sampling = one.submit.sampling
         ended = one.position >= len(one.script)
+        failure = self.failure(one.submit)
+        if ended and failure is not None:
+            return Output(one.submit.request_id, one.choice, [], failure)
         token_id = one.script[-1] if ended else one.script[one.position]
         one.position += 1
         finish = None
         if not self.faults.no_finish:
             if token_id == 2 and not sampling.ignore_eos:
                 finish = Finish(FinishReason.STOP, stop_token_id=2)
-            elif one.position >= min(sampling.max_tokens, len(one.script)):
+            elif one.position >= sampling.max_tokens or (one.position >= len(one.script) and failure is None):
                 finish = Finish(FinishReason.LENGTH)
         if self.faults.bad_token_id is not None:
             token_id = self.faults.bad_token_id
         logprobs = None
         if sampling.logprobs is not None:
-            logprobs = [TokenLogprobs(token_id, -0.5, 1, [token_id], [-0.5])]
+            top = [token_id][: sampling.logprobs]
+            logprobs = [TokenLogprobs(token_id, -0.5, 1, top, [-0.5] * len(top))]
         cached = 0 if one.position == 1 else None
         return Output(one.submit.request_id, one.choice, [token_id], finish, logprobs, cached)
 

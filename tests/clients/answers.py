@@ -1,0 +1,46 @@
+"""What the prepared model says to each question that the clients' tests ask."""
+
+from __future__ import annotations
+
+import json
+
+from shared.messages import Finish, FinishReason
+from tests.fakes.hermes import Answer, call_text
+
+KEY = "sk-client-0123456789-and-more"
+HELLO = 'Hello \U0001f44b "you",\n\u2028 na\u00efve caf\u00e9!'
+PERSON = {"name": "Ada", "age": 36, "languages": ["en", "fr"]}
+WEATHER = {"city": "Z\u00fcrich", "days": 2, "detail": {"units": ["C", "}"]}}
+"""Nested, not ASCII, and with a bracket inside a string, which partial JSON is often closed at."""
+
+
+def _weather(results: list[str]) -> str:
+    if results:
+        return f"It is {json.loads(results[0])['sky']} there."
+    return "Let me look.\n" + call_text("get_weather", WEATHER)
+
+
+def _two_cities(results: list[str]) -> str:
+    if results:
+        return " and ".join(results)
+    return "\n".join(call_text("get_weather", {"city": city}) for city in ("Bern", "Rome"))
+
+
+def _think_and_call(results: list[str]) -> str:
+    if results:
+        return "<think>\nIt came back.\n</think>\n\nDone."
+    return "<think>\nI should look.\n</think>\n\n" + call_text("get_weather", {"city": "Bern"})
+
+
+ANSWERS: dict[str, Answer] = {
+    "hello": HELLO,
+    "weather?": _weather,
+    "two cities?": _two_cities,
+    "only a call": lambda results: "Well done." if results else call_text("get_weather", {"city": "Bern"}),
+    "person?": json.dumps(PERSON),
+    "half a person?": json.dumps(PERSON)[:17],
+    "think": "<think>\nTwo and two.\n</think>\n\nFour.",
+    "think and call": _think_and_call,
+    "endless": [72] * 100_000,
+    "break": Finish(FinishReason.ERROR, message="The engine ran out of luck.", code="server_error"),
+}

@@ -1,0 +1,126 @@
+"""A model in ChatML with Hermes' tool calls and `<think>`, as text: its bundle, and what a worker says to a prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from shared.messages import Bundle, Finish, FinishReason, Submit
+from tests.fakes.tokenizers import byte_level_json, make_bundle
+
+END = 2
+"""<|im_end|>."""
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+TEMPLATE = """\
+{%- macro turn(role, content) %}{{ '<|im_start|>' ~ role ~ '\\n' ~ content ~ '<|im_end|>\\n' }}{% endmacro %}
+{%- set ns = namespace(system='') %}
+{%- if messages[0].role == 'system' %}{% set ns.system = messages[0].content %}{% endif %}
+{%- if tools %}
+    {%- set ns.system = ns.system ~ '\\n# Functions\\nYou may call these functions:\\n<tools>' %}
+    {%- for tool in tools %}{% set ns.system = ns.system ~ '\\n' ~ (tool | tojson) %}{% endfor %}
+    {%- set ns.system = ns.system ~ '\\n</tools>\\nA call is an object with a name and arguments between marks:\\n'
+        ~ '<tool_call>\\n{"name": <name>, "arguments": <arguments>}\\n</tool_call>' %}
+{%- endif %}
+{%- if ns.system %}{{ turn('system', ns.system) }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- turn('user', '<tool_response>\\n' ~ message.content ~ '\\n</tool_response>') }}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {%- set ns.said = message.content or '' %}
+        {%- for call in message.tool_calls %}
+            {%- set ns.said = ns.said ~ '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": '
+                ~ (call.function.arguments | tojson) ~ '}\\n</tool_call>' %}
+        {%- endfor %}
+        {{- turn('assistant', ns.said) }}
+    {%- elif message.role != 'system' or not loop.first %}
+        {{- turn(message.role, message.content) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+
+@cache
+def _tokenizer_json() -> bytes:
+    tokenizer = Tokenizer.from_str(byte_level_json().decode())
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
+    return tokenizer.to_str().encode()
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte-level, about 350 tokens; the marks are one token each, and like the words not special."""
+    return Tokenizer.from_str(_tokenizer_json().decode())
+
+
+def hermes_bundle() -> Bundle:
+    """The text bundle of the model."""
+    return make_bundle(_tokenizer_json(), TEMPLATE)
+
+
+def ids_of(text: str) -> list[int]:
+    """What a model samples that says `text` and ends."""
+    return [*tokenizer().encode(text, add_special_tokens=False).ids, END]
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """A tool call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def conversation(token_ids: Sequence[int]) -> list[tuple[str, str]]:
+    """(role, content) of each turn that a prompt has; results of tools have the role `tool`."""
+    text = tokenizer().decode(list(token_ids), skip_special_tokens=False)
+    turns: list[tuple[str, str]] = []
+    for role, content in _TURN.findall(text):
+        if content.startswith("<tool_response>"):
+            role, content = "tool", content.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
+        turns.append((role, content))
+    return turns
+
+
+Answer = str | Sequence[int] | Callable[[list[str]], str] | Finish
+"""Text, token ids, a function of the tool results that follow the question, or an error after the text "Well"."""
+
+
+class Answers:
+    """What each question is answered with; a plain prompt is its own question. Not prepared: an error that says so."""
+
+    def __init__(self, answers: Mapping[str, Answer]) -> None:
+        self._answers = answers
+
+    def script(self, submit: Submit) -> list[int]:
+        """For FakeWorker."""
+        answer, results = self._find(submit)
+        if callable(answer):
+            answer = answer(results)
+        if isinstance(answer, Finish):
+            return ids_of("Well")[:-1]
+        return ids_of(answer) if isinstance(answer, str) else list(answer)
+
+    def failure(self, submit: Submit) -> Finish | None:
+        """For FakeWorker."""
+        answer, _ = self._find(submit)
+        return answer if isinstance(answer, Finish) else None
+
+    def _find(self, submit: Submit) -> tuple[Answer, list[str]]:
+        turns = conversation(submit.token_ids)
+        if not turns:
+            turns = [("user", tokenizer().decode(submit.token_ids, skip_special_tokens=False))]
+        place = max(index for index, (role, _) in enumerate(turns) if role == "user")
+        question = turns[place][1]
+        answer = self._answers.get(question)
+        if answer is None:
+            answer = Finish(FinishReason.ERROR, message=f"nothing is prepared for {question!r}")
+        return answer, [content for role, content in turns[place:] if role == "tool"]

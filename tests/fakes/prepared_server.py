@@ -1,0 +1,85 @@
+"""A real gateway process over a fake worker that gives prepared answers: what clients' programs are tested with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.server import wait_until
+from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.hermes import Answer, Answers, hermes_bundle
+
+MODEL = "prepared"
+
+
+class PreparedServer:
+    """A context manager.
+
+    Args:
+        answers: what each question is answered with, see tests.fakes.hermes.
+        flags: of the gateway.
+        options: of the FakeWorker.
+
+    Attributes:
+        url: of the gateway, without /v1.
+        worker: remembers what it received.
+    """
+
+    def __init__(self, answers: Mapping[str, Answer], *, flags: Sequence[str] = (), **options: Any) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="pelton-prepared-")
+        self._runtime = Path(self._directory.name) / "r"
+        self._runtime.mkdir(mode=0o700)
+        self._log = Path(self._directory.name) / "log"
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+        prepared = Answers(answers)
+        fields: dict[str, Any] = {"model_names": (MODEL,), "bundle": hermes_bundle(), "delay": 0.001, **options}
+        self.worker = FakeWorker(self._runtime, script=prepared.script, failure=prepared.failure, **fields)
+        self.url = ""
+
+    def __enter__(self) -> PreparedServer:
+        command = [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(self._runtime), *self._flags]
+        self.worker.__enter__()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            wait_until(self._is_ready, 60, "the gateway is ready")
+        except BaseException:
+            print(self.log())
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.worker.stop()
+        self._directory.cleanup()
+
+    def log(self) -> str:
+        """What the gateway wrote."""
+        return self._log.read_text(errors="replace")
+
+    def _is_ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log()
+        if found := re.search(r'"url":"([^"]+)"', self.log()):
+            self.url = found[1]
+            try:
+                with urllib.request.urlopen(self.url + "/ready", timeout=10) as response:
+                    return bool(response.status == 200)
+            except urllib.error.HTTPError as error:
+                error.close()
+        return False
