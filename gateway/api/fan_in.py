@@ -17,7 +17,7 @@ from shared.errors import InternalError
 from shared.messages import TokenLogprobs
 
 _QUEUE_SIZE = 64
-_SUCCESSES = ("stop", "length")
+_SUCCESSES = ("stop", "length", "tool_calls", "repetition")
 
 
 @dataclass(slots=True)
@@ -27,15 +27,19 @@ class Tally:
     num_prompt_tokens: int
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int | None = None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
+        """OpenAI's usage object. Reasoning is counted only where it is told from the rest."""
+        usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
 
 
 class FanIn:
@@ -60,7 +64,10 @@ class FanIn:
         self._stop_token_ids = frozenset(eos_token_ids).union(requests[0].sampling.stop_token_ids)
         self._cached_known: set[int] = set()
         self._num_open = len(requests)
-        self.tally = Tally(sum(len(request.prompt_token_ids) for request in requests))
+        splits = any(request.format is not None and request.format.new_splitter is not None for request in requests)
+        self.tally = Tally(
+            sum(len(request.prompt_token_ids) for request in requests), num_reasoning_tokens=0 if splits else None
+        )
 
     async def __aenter__(self) -> Self:
         try:
@@ -93,7 +100,7 @@ class FanIn:
     async def __anext__(self) -> tuple[int, int, TextDelta]:
         prompt_index, delta = await self._next()
         self._count(prompt_index, delta)
-        if delta.finish_reason == "stop" and delta.logprobs:
+        if delta.logprobs and delta.finish_reason in ("stop", "tool_calls"):
             shown = self._without_stop_token(delta.logprobs, self._requests[prompt_index])
             delta = msgspec.structs.replace(delta, logprobs=shown)
         return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
@@ -131,6 +138,8 @@ class FanIn:
 
     def _count(self, prompt_index: int, delta: TextDelta) -> None:
         self.tally.num_completion_tokens += len(delta.token_ids)
+        if delta.num_reasoning_tokens:
+            self.tally.num_reasoning_tokens = (self.tally.num_reasoning_tokens or 0) + delta.num_reasoning_tokens
         if delta.num_cached_tokens is not None and prompt_index not in self._cached_known:
             self._cached_known.add(prompt_index)
             self.tally.num_cached_tokens += delta.num_cached_tokens

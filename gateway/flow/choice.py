@@ -1,16 +1,54 @@
-"""One choice of a request: its ids, its text so far, whether it has ended."""
+"""One choice of a request: its ids, its text so far, whether it has ended.
+
+Tokens become text, text is split into reasoning and what is said aloud, that is cut at a stop string, and what is
+left of it is taken apart into content and tool calls. A request without a format has no need of the second and the
+last, and does not pay for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.detokenizer import Detokenizer
+from gateway.text.message_parser import MessageFormat, ToolCallDelta
 from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError
-from shared.messages import FinishReason, Output, TokenLogprobs
+from shared.messages import Output, TokenLogprobs
+
+
+class Scanner(Protocol):
+    """Looks for what ends a choice. `found` is not None once it has been seen."""
+
+    @property
+    def found(self) -> str | None: ...
+
+    def push(self, text: str) -> str:
+        """What of this and earlier pieces is safe to show."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back when the text ended."""
+        ...
+
+
+def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
+    """What looks for the request's stop strings, a new one for each choice; None where it has none."""
+    if not request.stop:
+        return None
+    stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
+    return lambda: StopScanner(stops)
 
 
 class Choice:
-    """Turns a worker's outputs into deltas; the concatenated texts are the completion, cut at a stop string."""
+    """Turns a worker's outputs into deltas; the concatenated texts are the completion, cut at a stop string.
+
+    Args:
+        scanner: of the request's stop strings, for this choice.
+    """
 
     __slots__ = (
         "_detokenizer",
@@ -25,13 +63,13 @@ class Choice:
     )
 
     def __init__(
-        self, index: int, request: GenerationRequest, stops: StopStrings | None, detokenizer: Detokenizer
+        self, index: int, request: GenerationRequest, scanner: Scanner | None, detokenizer: Detokenizer
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finished = False
         self._detokenizer = detokenizer
-        self._scanner = None if stops is None else StopScanner(stops)
+        self._scanner = scanner
         self._include_stop = request.include_stop_str_in_output
         self._max_tokens = request.sampling.max_tokens
         self._min_tokens = request.sampling.min_tokens
@@ -47,7 +85,7 @@ class Choice:
         finish = output.finish
         shown = token_ids
         # The text of a token that ends the choice is shown only where that was asked for.
-        if finish is not None and finish.stop_token_id is not None and not self._include_stop:
+        if finish is not None and finish.stop_token_id is not None and not self._shows(finish.stop_token_id):
             shown = token_ids[:-1] if token_ids[-1:] == [finish.stop_token_id] else token_ids
         text, num_used = self._text_of(shown)
         found = num_used is not None
@@ -62,7 +100,7 @@ class Choice:
         if found:
             reason = "stop"
         elif finish is not None:
-            reason = "stop" if finish.reason is FinishReason.STOP else "length"
+            reason = finish.reason.value
         self.finished = reason is not None
         return TextDelta(
             choice=self.index,
@@ -73,6 +111,10 @@ class Choice:
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
         )
+
+    def _shows(self, stop_token_id: int) -> bool:
+        """Whether the text of a token that ends the choice is read."""
+        return self._include_stop
 
     def _check(self, output: Output, vocab_size: int) -> None:
         token_ids = output.token_ids
@@ -107,6 +149,116 @@ class Choice:
             return tail, False
         text = self._scanner.push(tail) if tail else ""
         return text + self._scanner.finish(), self._scanner.found is not None
+
+
+class FormattedChoice(Choice):
+    """A choice whose text is taken apart: the text of its deltas is content.
+
+    Stop strings are looked for in what is said aloud alone, tool calls included. What is found in a token, from
+    reasoning to calls, goes out with it.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_named_tool",
+        "_num_calls",
+        "_num_reasoning_tokens",
+        "_parser",
+        "_reasoning",
+        "_shown_ids",
+        "_splitter",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerationRequest,
+        scanner: Scanner | None,
+        detokenizer: Detokenizer,
+        message_format: MessageFormat,
+    ) -> None:
+        super().__init__(index, request, scanner, detokenizer)
+        self._splitter = None if message_format.new_splitter is None else message_format.new_splitter()
+        self._parser = None if message_format.new_tool_parser is None else message_format.new_tool_parser()
+        self._shown_ids = message_format.shown_ids
+        self._named_tool = message_format.named_tool
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._num_reasoning_tokens = 0
+        self._num_calls = 0
+
+    def advance(self, output: Output, vocab_size: int) -> TextDelta:
+        """See Choice."""
+        delta = super().advance(output, vocab_size)
+        calls, self._calls = self._calls, []
+        reasoning, self._reasoning = "".join(self._reasoning), []
+        num_reasoning_tokens, self._num_reasoning_tokens = self._num_reasoning_tokens, 0
+        self._num_calls += sum(call.name is not None for call in calls)
+        reason = delta.finish_reason
+        if reason == "stop" and not self._named_tool and self._calls_are_complete():
+            reason = "tool_calls"
+        return msgspec.structs.replace(
+            delta,
+            finish_reason=reason,
+            reasoning=reasoning,
+            tool_calls=calls,
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
+
+    def _calls_are_complete(self) -> bool:
+        """Whether there are calls to act upon; one that a stop string has cut off is none."""
+        return self._parser is not None and 0 < self._num_calls == self._parser.num_complete
+
+    def _shows(self, stop_token_id: int) -> bool:
+        return self._include_stop or stop_token_id in self._shown_ids
+
+    def _text_of(self, token_ids: list[int]) -> tuple[str, int | None]:
+        push, splitter, scanner = self._detokenizer.push, self._splitter, self._scanner
+        contents = []
+        for index, token_id in enumerate(token_ids):
+            piece = push(token_id)
+            if splitter is not None:
+                was_reasoning = splitter.in_reasoning
+                reasoning, piece = splitter.push(piece)
+                self._num_reasoning_tokens += was_reasoning or splitter.in_reasoning
+                if reasoning:
+                    self._reasoning.append(reasoning)
+            if scanner is not None and len(self.token_ids) + index + 1 > self._min_tokens:
+                piece = scanner.push(piece)
+            contents.append(self._content(piece))
+            if scanner is not None and scanner.found is not None:
+                contents.append(self._end())
+                return "".join(contents), index + 1
+        return "".join(contents), None
+
+    def _tail(self) -> tuple[str, bool]:
+        tail = self._detokenizer.finish()
+        if self._splitter is not None:
+            reasoning, aloud = self._splitter.push(tail)
+            more, rest = self._splitter.finish()
+            self._reasoning += [reasoning, more]
+            tail = aloud + rest
+        found = False
+        if self._scanner is not None:
+            tail = (self._scanner.push(tail) if tail else "") + self._scanner.finish()
+            found = self._scanner.found is not None
+        return self._content(tail) + self._end(), found
+
+    def _content(self, aloud: str) -> str:
+        """The content in what is said aloud; calls are put aside."""
+        if self._parser is None or not aloud:
+            return aloud
+        content, calls = self._parser.push(aloud)
+        self._calls += calls
+        return content
+
+    def _end(self) -> str:
+        """The content that the parser held back; nothing follows."""
+        if self._parser is None:
+            return ""
+        content, calls = self._parser.finish()
+        self._calls += calls
+        return content
 
 
 def _length(logprobs: list[TokenLogprobs] | None) -> int:

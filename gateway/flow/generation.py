@@ -18,13 +18,12 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from gateway.flow.admission import Admission, Permit
-from gateway.flow.choice import Choice
+from gateway.flow.choice import Choice, FormattedChoice, scanners_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import Outbox
 from gateway.flow.routing import Router
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop_strings import StopStrings
 from gateway.workers.client import Stream, WorkerLink
 from shared.errors import (
     ContextLengthError,
@@ -41,12 +40,13 @@ from shared.messages import MAX_CHOICES, Finish, FinishReason, Output, Submit, W
 from shared.metrics import GatewayMetrics
 
 _MAX_ID_PREFIX = 80
+_SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 log = get_logger("gateway.flow")
 
 
 class _Pipeline(Protocol):
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer: ...
 
 
 class _Entry(Protocol):
@@ -180,13 +180,7 @@ class Generation:
         self._entry = entry
         self._vocab_size = entry.facts.vocab_size
         self._permit = permit
-        stops = (
-            StopStrings(request.stop, include_in_output=request.include_stop_str_in_output) if request.stop else None
-        )
-        self._choices = [
-            Choice(index, request, stops, entry.pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens))
-            for index in range(request.n)
-        ]
+        self._choices = _choices(request, entry.pipeline)
         self._num_unfinished = request.n
         self._measure = generator.measure(request, entry)
         self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer)
@@ -289,7 +283,7 @@ class Generation:
         if not self._started:
             self._started = True
             self._permit.first_token()
-        if output.finish is not None and output.finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if output.finish is not None and output.finish.reason not in _SUCCESSES:
             raise _failure(output.finish)
         delta = choice.advance(output, self._vocab_size)
         self._measure.output(output.choice, len(delta.token_ids), delta.finish_reason)
@@ -352,6 +346,23 @@ def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:
             )
 
 
+def _choices(request: GenerationRequest, pipeline: _Pipeline) -> list[Choice]:
+    new_scanner = scanners_of(request)
+    message_format = request.format
+    if message_format is not None and not message_format.parses:
+        message_format = None
+    shown_ids = frozenset() if message_format is None else message_format.shown_ids
+    choices: list[Choice] = []
+    for index in range(request.n):
+        scanner = None if new_scanner is None else new_scanner()
+        detokenizer = pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
+        if message_format is None:
+            choices.append(Choice(index, request, scanner, detokenizer))
+        else:
+            choices.append(FormattedChoice(index, request, scanner, detokenizer, message_format))
+    return choices
+
+
 def _submit_message(request: GenerationRequest, request_id: str, model: str, timeout: float) -> Submit:
     return Submit(
         request_id=request_id,
@@ -360,6 +371,7 @@ def _submit_message(request: GenerationRequest, request_id: str, model: str, tim
         num_prompt_tokens=len(request.prompt_token_ids),
         sampling=request.sampling,
         num_choices=request.n,
+        grammar=request.grammar,
         salt=request.salt,
         tenant=request.tenant,
         priority=request.priority,

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from gateway.flow.events import TextDelta
+from gateway.text.message_parser import ToolCallDelta
 
 T = TypeVar("T")
 
@@ -31,7 +34,27 @@ def merged(deltas: Sequence[TextDelta]) -> TextDelta:
         deltas[-1].finish_reason,
         _last_known([delta.num_cached_tokens for delta in deltas]),
         _last_known([delta.prompt_logprobs for delta in deltas]),
+        "".join([delta.reasoning for delta in deltas]),
+        _merged_calls([call for delta in deltas for call in delta.tool_calls]),
+        sum([delta.num_reasoning_tokens for delta in deltas]),
     )
+
+
+def _merged_calls(news: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """News of calls, in order, one for each call that they are about, or one more where it had begun before."""
+    result: list[ToolCallDelta] = []
+    pieces: list[str] = []
+    for call in news:
+        if result and result[-1].index == call.index and call.name is None:
+            pieces.append(call.arguments)
+            continue
+        if len(pieces) > 1:
+            result[-1] = msgspec.structs.replace(result[-1], arguments="".join(pieces))
+        result.append(call)
+        pieces = [call.arguments]
+    if len(pieces) > 1:
+        result[-1] = msgspec.structs.replace(result[-1], arguments="".join(pieces))
+    return result
 
 
 def _last_known(values: Sequence[T | None]) -> T | None:
@@ -67,7 +90,14 @@ class Outbox:
                 pending[:] = [merged(pending)]
         self._num_tokens += len(delta.token_ids)
         # Ids without text wait for the text that they become part of; the first of a choice do not.
-        if delta.text or delta.finish_reason or delta.logprobs or delta.num_cached_tokens is not None:
+        if (
+            delta.text
+            or delta.finish_reason
+            or delta.reasoning
+            or delta.tool_calls
+            or delta.logprobs
+            or delta.num_cached_tokens is not None
+        ):
             self._urgent[choice] = None
         if choice in self._urgent:
             self.wake()

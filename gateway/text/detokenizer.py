@@ -43,13 +43,19 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """Text of one growing sequence that continues a prompt. Holds back an unfinished code point, nothing else."""
+    """Text of one growing sequence that continues a prompt. Holds back an unfinished code point, nothing else.
+
+    Args:
+        shown_ids: have text although they are special.
+    """
 
     __slots__ = ("_decode", "_skipped", "_table")
 
-    def __init__(self, token_bytes: TokenBytes, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._table = token_bytes.table
-        self._skipped = token_bytes.special_ids if skip_special_tokens else frozenset()
+        self._skipped = token_bytes.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:

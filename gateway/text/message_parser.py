@@ -70,7 +70,8 @@ class MessageFormat:
     Attributes:
         new_splitter: None: the model's text has no reasoning apart.
         new_tool_parser: None: the request has no tools, and calls are content.
-        shown_ids: special tokens whose text the parsers must see although skip_special_tokens hides others.
+        shown_ids: special tokens whose text the parsers must see although skip_special_tokens hides others; also
+            where such a token ends the choice.
         named_tool: tool_choice names a function, so that the finish reason is `stop`, as OpenAI documents.
     """
 
@@ -78,3 +79,8 @@ class MessageFormat:
     new_tool_parser: Callable[[], ToolParser] | None = None
     shown_ids: frozenset[int] = frozenset()
     named_tool: bool = False
+
+    @property
+    def parses(self) -> bool:
+        """Whether anything is looked for at all."""
+        return self.new_splitter is not None or self.new_tool_parser is not None

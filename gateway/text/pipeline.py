@@ -107,9 +107,9 @@ class TextPipeline:
         """The exact bytes of one token, as it continues a text."""
         return self._token_bytes[token_id]
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A new one for one choice; it continues a prompt, so it strips no leading space."""
-        return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new one for one choice; it continues a prompt, so it strips no leading space. See Detokenizer."""
+        return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
 
     def _usable_template(self, template_kwargs: Mapping[str, Any] | None) -> ChatTemplate:
         if self._template is None:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.flow.choice import Choice
+from gateway.flow.choice import Choice, scanners_of
 from gateway.flow.events import TextDelta
 from gateway.text.detokenizer import Detokenizer, build_token_bytes
-from gateway.text.stop_strings import StopStrings
 from shared.errors import InternalError
 from shared.messages import Finish, FinishReason, Output, TokenLogprobs
 from shared.sampling_params import SamplingParams
@@ -33,8 +32,9 @@ def ids_of(text: str) -> list[int]:
 
 def make(*stop: str, **changes: Any) -> Choice:
     request = make_request([1], stop=stop, **changes)
-    stops = StopStrings(stop, include_in_output=request.include_stop_str_in_output) if stop else None
-    return Choice(0, request, stops, Detokenizer(TABLE, skip_special_tokens=request.skip_special_tokens))
+    new_scanner = scanners_of(request)
+    scanner = None if new_scanner is None else new_scanner()
+    return Choice(0, request, scanner, Detokenizer(TABLE, skip_special_tokens=request.skip_special_tokens))
 
 
 def feed(choice: Choice, token_ids: list[int], finish: Finish | None = None, **fields: Any) -> TextDelta:

@@ -85,9 +85,7 @@ class World:
     def __init__(self, num_links: int = 1, **options: Any) -> None:
         table = build_token_bytes(json.loads(byte_level_json()), Tokenizer.from_buffer(byte_level_json()).get_vocab())
         self.links = [Link() for _ in range(num_links)]
-        pipeline = SimpleNamespace(
-            detokenizer=lambda skip_special_tokens: Detokenizer(table, skip_special_tokens=skip_special_tokens)
-        )
+        pipeline = SimpleNamespace(detokenizer=lambda **options: Detokenizer(table, **options))
         entry: Any = SimpleNamespace(facts=FACTS, pipeline=pipeline, ready_workers=lambda: list(self.links))
         models: Any = SimpleNamespace(model=lambda name: entry, models=lambda: [entry])
         self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999)

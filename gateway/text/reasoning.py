@@ -1,0 +1,222 @@
+"""The marks around a model's reasoning, by format: what splits it from what is said aloud, what a grammar allows of
+it, and which tokens open and close it.
+
+Reasoning comes first or not at all: a mark that turns up later is content. White space around it belongs to neither
+part. Where a text ends inside reasoning, all of it is reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gateway.text.grammar import Fragment, any_of, literal
+from gateway.text.message_parser import ReasoningSplitter
+
+_BEFORE, _INSIDE, _AFTER, _ALOUD = range(4)
+
+ANY_TEXT = r"/(?s:.*)/"
+SOME_SPACE = r"/[ \t\r\n]{0,3}/"
+"""What may stand between reasoning and answer: not more, or a weak model would write nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family of models marks its reasoning.
+
+    Attributes:
+        name: as `--reasoning-parser` takes it.
+        starts, ends: texts that open and close it; the first of each is what the model is made to write.
+        splitter: makes the splitter of a choice, told whether the prompt ends inside reasoning; None: marks tell.
+    """
+
+    name: str
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    splitter: Callable[[bool], ReasoningSplitter] | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that a splitter must see."""
+        return (*self.starts, *self.ends)
+
+    def new_splitter(self, opened: bool) -> ReasoningSplitter:
+        """A splitter for one choice; `opened`: the prompt ends inside reasoning."""
+        return MarkSplitter(self, opened) if self.splitter is None else self.splitter(opened)
+
+    def is_open(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends with this text leaves the model inside reasoning."""
+        text = prompt_end.rstrip()
+        return any(text.endswith(start.rstrip()) for start in self.starts)
+
+
+class MarkSplitter:
+    """The splitter for formats with a mark before and one behind the reasoning.
+
+    It holds back what may become a mark and white space that may turn out to be the last of the reasoning, each once:
+    linear time, whatever the text.
+    """
+
+    __slots__ = ("_begun", "_ends", "_held", "_opened", "_space", "_starts", "_state")
+
+    def __init__(self, marks: ReasoningFormat, opened: bool) -> None:
+        self._starts = marks.starts
+        self._ends = marks.ends
+        self._opened = opened
+        self._state = _BEFORE
+        self._held = ""
+        self._space: list[str] = []
+        self._begun = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        """See ReasoningSplitter."""
+        return self._state == _INSIDE or (self._state == _BEFORE and self._opened)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """See ReasoningSplitter."""
+        if self._state == _ALOUD:
+            return "", text
+        reasoning = aloud = ""
+        if self._state == _BEFORE:
+            text, aloud = self._push_before(text)
+        if self._state == _INSIDE and text:
+            reasoning, text = self._push_inside(text)
+        if self._state == _AFTER:
+            aloud = text.lstrip()
+            if aloud:
+                self._state = _ALOUD
+        return reasoning, aloud
+
+    def finish(self) -> tuple[str, str]:
+        """See ReasoningSplitter."""
+        held, self._held = self._held, ""
+        if self._state == _INSIDE or (self._state == _BEFORE and self._opened):
+            return self._trimmed(held), ""
+        if self._state == _BEFORE:
+            return "", "".join(self._space) + held
+        return "", ""
+
+    def _push_before(self, text: str) -> tuple[str, str]:
+        """What is left for the state that follows, and what is said aloud."""
+        if not self._held:
+            rest = text.lstrip()
+            if space := text[: len(text) - len(rest)]:
+                self._space.append(space)
+            text = rest
+        text = self._held + text
+        self._held = ""
+        for start in self._starts:
+            if text.startswith(start):
+                self._space.clear()
+                self._state = _INSIDE
+                return text[len(start) :], ""
+        if any(start.startswith(text) for start in self._starts):
+            self._held = text
+            return "", ""
+        if self._opened:
+            self._space.clear()
+            self._state = _INSIDE
+            return text, ""
+        aloud = "".join(self._space) + text
+        self._space.clear()
+        self._state = _ALOUD
+        return "", aloud
+
+    def _push_inside(self, text: str) -> tuple[str, str]:
+        """Reasoning, and what follows its end."""
+        text = self._held + text
+        self._held = ""
+        found = [(at, len(end)) for end in self._ends if (at := text.find(end)) >= 0]
+        if found:
+            at, length = min(found)
+            self._state = _AFTER
+            return self._trimmed(text[:at]), text[at + length :]
+        keep = max(_overlap(text, end) for end in self._ends)
+        if keep:
+            self._held = text[-keep:]
+            text = text[:-keep]
+        return self._trimmed(text), ""
+
+    def _trimmed(self, text: str) -> str:
+        """The next piece of reasoning, white space at its end held back."""
+        said = text.rstrip()
+        space = text[len(said) :]
+        if said:
+            said = "".join(self._space) + said if self._begun else said.lstrip()
+            self._space.clear()
+            self._begun = True
+        if space and self._begun:
+            self._space.append(space)
+        return said
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of the text with which the mark, longer than it, may begin."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
+
+
+def reasoning_fragment(marks: ReasoningFormat, opened: bool, special_ids: Mapping[str, int]) -> Fragment:
+    """The reasoning that may come before an answer, the mark behind it included.
+
+    Args:
+        opened: the prompt ends inside reasoning, so that it has to be closed; else there may be none.
+        special_ids: text of each added token -> its id.
+    """
+    ends = [literal(end, special_ids) for end in marks.ends]
+    rules: tuple[str, ...] = ()
+    if all(end.startswith("<[") for end in ends):
+        body = f"{ANY_TEXT} {any_of(ends)}"
+    else:
+        pattern = "|".join(re.escape(end).replace("/", r"\/") for end in marks.ends)
+        body, rules = "r_body", (f"r_body[lazy]: /(?s:.*)({pattern})/",)
+    body = f"{body} {SOME_SPACE}"
+    if opened:
+        return Fragment(f"({body})", rules)
+    return Fragment(f"({any_of(literal(start, special_ids) for start in marks.starts)} {body})?", rules)
+
+
+def _format(name: str, start: str, end: str) -> ReasoningFormat:
+    return ReasoningFormat(name=name, starts=(start,), ends=(end,))
+
+
+_THINK = _format("think", "<think>", "</think>")
+_GRANITE = ReasoningFormat(
+    name="granite",
+    starts=("Here is my thought process:", "Here's my thought process:"),
+    ends=("Here is my response:", "Here's my response:"),
+)
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "think": _THINK,
+    "deepseek_r1": _THINK,
+    "qwen3": _THINK,
+    "glm45": _THINK,
+    "olmo3": _THINK,
+    "mistral": _format("mistral", "[THINK]", "[/THINK]"),
+    "seed_oss": _format("seed_oss", "<seed:think>", "</seed:think>"),
+    "kimi": _format("kimi", "\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    "gemma4": _format("gemma4", "<|channel>thought\n", "<channel|>"),
+    "reasoning": _format("reasoning", "<reasoning>", "</reasoning>"),
+    "granite": _GRANITE,
+}
+"""By the names that `--reasoning-parser` takes."""
+
+
+def detect_reasoning(template: str, added_tokens: Mapping[str, int]) -> ReasoningFormat | None:
+    """The format of a model, by what its chat template speaks of or its vocabulary has tokens for; None: none.
+
+    Args:
+        added_tokens: text -> id.
+    """
+    for known in dict.fromkeys(REASONING_FORMATS.values()):
+        marks = (*known.starts, *known.ends)
+        if any(end in template for end in known.ends):
+            return known
+        if all(mark.rstrip() in added_tokens for mark in marks):
+            return known
+    return None
