@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.text.formats import ModelFormats
 from shared.messages import WorkerFacts
 
 
@@ -19,6 +20,16 @@ class TextPipelineLike(Protocol):
     @property
     def template_variables(self) -> frozenset[str]:
         """Names that `template_kwargs` may have: what the chat template reads and the renderer does not fill in."""
+        ...
+
+    @property
+    def template(self) -> str | None:
+        """The source of the chat template; None where there is none that can be used."""
+        ...
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the chat template reads `documents`."""
         ...
 
     async def encode(
@@ -39,9 +50,15 @@ class TextPipelineLike(Protocol):
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Ids of a conversation by the model's chat template; special-token text in messages is ordinary text.
+
+        Args:
+            documents: for templates that take them.
+            continue_final: the prompt ends inside the last message, whose content is a string, not behind it.
 
         Raises InvalidRequestError with the template's own message where it refuses.
         """
@@ -63,6 +80,8 @@ class ModelEntryLike(Protocol):
     def facts(self) -> WorkerFacts: ...
     @property
     def pipeline(self) -> TextPipelineLike: ...
+    @property
+    def formats(self) -> ModelFormats: ...
 
 
 class ModelsLike(Protocol):

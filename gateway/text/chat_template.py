@@ -60,7 +60,9 @@ class ChatTemplate:
         special_tokens: variables such as `bos_token`.
 
     Attributes:
-        variables: names that the template reads from outside, those that `render` fills in left out.
+        source: as given.
+        reads: names that the template reads from outside.
+        variables: those of them that `render` does not fill in.
 
     Raises InvalidRequestError where the source is no template that can be used.
     """
@@ -70,6 +72,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"the model's chat template has {len(source)} characters; {MAX_SOURCE} are read")
         self._environment = _Environment(max_seconds)
         self._special_tokens = dict(special_tokens)
+        self.source = source
         # Compiling evaluates constant expressions.
         self._environment.start_clock()
         try:
@@ -78,6 +81,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise _unusable(error) from error
         known = FILLED_IN | self._special_tokens.keys() | self._environment.globals.keys()
+        self.reads = frozenset(undeclared)
         self.variables = frozenset(undeclared - known)
 
     def render(
@@ -86,6 +90,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as text. Takes at most about `max_seconds`; may be called from several threads.
 
@@ -96,7 +101,7 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
             "tools": tools,
-            "documents": None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         self._environment.start_clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -70,6 +71,26 @@ class TextPipeline:
         """Names of what a request may set for the chat template: what it reads and nobody else fills in."""
         return frozenset() if self._template is None else self._template.variables
 
+    @property
+    def template(self) -> str | None:
+        """The source of the chat template; None where there is none that can be used."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the chat template reads `documents`."""
+        return self._template is not None and "documents" in self._template.reads
+
+    @property
+    def added_ids(self) -> Mapping[str, int]:
+        """Text of each added token -> its id."""
+        return self._tokenizer.added_ids
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """What `skip_special_tokens` hides."""
+        return self._token_bytes.special_ids
+
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
@@ -86,6 +107,8 @@ class TextPipeline:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Ids of a conversation; special-token text in messages is ordinary text. See TextPipelineLike."""
@@ -93,11 +116,19 @@ class TextPipeline:
 
         def work() -> list[int]:
             guard = self._tokenizer.guard
-            text = template.render(guard(messages), guard(tools), add_generation_prompt, guard(template_kwargs or {}))
+            said, tag = guard(messages), ""
+            if continue_final:
+                tag = f"continue-{secrets.token_hex(16)}"
+                said[-1]["content"] += tag
+            text = template.render(
+                said, guard(tools), add_generation_prompt, guard(template_kwargs or {}), guard(documents)
+            )
+            if continue_final:
+                text = _cut_at(text, tag)
             self._check_size(text, max_tokens, "messages")
             return self._tokenizer.encode_guarded(text)
 
-        return await self._threads.run(text_size(messages) + text_size(tools), work)
+        return await self._threads.run(text_size(messages) + text_size(tools) + text_size(documents), work)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Ill-formed bytes become U+FFFD; ids outside the vocabulary have no text."""
@@ -132,6 +163,15 @@ class TextPipeline:
             raise PayloadTooLargeError(
                 f"the text has {size} bytes; at most {MAX_TEXT_BYTES} are tokenized", param=param
             )
+
+
+def _cut_at(text: str, tag: str) -> str:
+    """What stands before the tag behind the message that is to be continued."""
+    before, found, _ = text.rpartition(tag)
+    if not found:
+        message = "the model's chat template does not end with the last message, so that it cannot be continued"
+        raise InvalidRequestError(message, param="continue_final_message")
+    return before
 
 
 def text_size(value: Any) -> int:

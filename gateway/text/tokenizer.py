@@ -26,6 +26,9 @@ class TextTokenizer:
     tokenizer, so that it splits the text there, and its id is dropped from the result. Text without special tokens
     passes unchanged and so gets the ids that it always had.
 
+    Attributes:
+        added_ids: text of each added token -> its id.
+
     Raises ConfigurationError where tokenizer.json is malformed or of a kind that is not supported.
     """
 
@@ -39,10 +42,12 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.token_bytes: TokenBytes = build_token_bytes(config, vocab)
+        added = config.get("added_tokens") or []
+        self.added_ids: dict[str, int] = {entry["content"]: entry["id"] for entry in added}
         self.max_bytes_per_token = _max_bytes_per_token(config, self.token_bytes)
         self._bos_id = vocab.get(bundle.special_tokens.get("bos_token", ""))
         self._add_bos_token = bundle.add_bos_token
-        special_texts = {entry["content"] for entry in config.get("added_tokens") or [] if entry.get("special")}
+        special_texts = {entry["content"] for entry in added if entry.get("special")}
         special_texts |= set(bundle.special_tokens.values()) & vocab.keys()
         self._special = _trie_pattern(text for text in special_texts if len(text) > 1 and not text.isspace())
         self._max_special_length = max(map(len, special_texts), default=0)

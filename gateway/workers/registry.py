@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from gateway.text.formats import resolve_formats
 from gateway.text.pipeline import TextPipeline, TextThreads
 from gateway.workers.client import Liveness, WorkerLink
 from gateway.workers.stats import LinkCounters
@@ -32,10 +33,20 @@ log = get_logger("gateway.workers")
 
 
 class ModelEntry:
-    """One served model: its names, its facts (the smallest limits of its workers), its pipeline, its workers."""
+    """One served model: its names, its facts (the smallest limits of its workers), its pipeline, its workers.
+
+    Raises ConfigurationError where its worker asks for a format that is not known.
+    """
 
     def __init__(self, facts: WorkerFacts, pipeline: TextPipeline) -> None:
         self.pipeline = pipeline
+        self.formats = resolve_formats(
+            pipeline.template,
+            pipeline.added_ids,
+            pipeline.special_ids,
+            tool_call_parser=facts.tool_call_parser,
+            reasoning_parser=facts.reasoning_parser,
+        )
         self.workers: list[WorkerLink] = []
         self._first_facts = facts
 
@@ -64,11 +75,17 @@ class ModelEntry:
     def matches(self, facts: WorkerFacts) -> bool:
         """Whether a worker with these facts serves the same model."""
         mine = self._first_facts
-        return (mine.model_hash, mine.bundle_hash, mine.model_names) == (
-            facts.model_hash,
-            facts.bundle_hash,
-            facts.model_names,
-        )
+        return _identity(mine) == _identity(facts)
+
+
+def _identity(facts: WorkerFacts) -> tuple[object, ...]:
+    return (
+        facts.model_hash,
+        facts.bundle_hash,
+        facts.model_names,
+        facts.tool_call_parser,
+        facts.reasoning_parser,
+    )
 
 
 class Registry:
@@ -107,6 +124,8 @@ class Registry:
         self._parsing: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, tuple[WorkerLink, float]] = {}
         self._unusable: dict[str, str] = {}
+        # Endpoints of workers with flags that mean nothing here -> why. A restarted worker has another endpoint.
+        self._refused: dict[str, str] = {}
         self._conflicts: set[str] = set()
         self._lost_counters = LinkCounters()
         self._wire_errors_shown = 0
@@ -158,6 +177,8 @@ class Registry:
             return False, "no worker answers"
         if self._unusable:
             return False, "the tokenizer of a worker cannot be used"
+        if self._refused:
+            return False, next(iter(self._refused.values()))
         return False, "no worker has joined" if not self._known_names else "all workers are gone"
 
     def snapshots(self) -> Iterator[WorkerSnapshot]:
@@ -219,6 +240,7 @@ class Registry:
 
     def _on_lost(self, link: WorkerLink) -> None:
         self._links.pop(link.endpoint, None)
+        self._refused.pop(link.endpoint, None)
         self._lost_counters.add(link.counters)
         if link.facts is not None and link.lost_reason != "closed":
             log.warning("worker_lost", worker=link.name, epoch=link.epoch, reason=link.lost_reason)
@@ -238,7 +260,7 @@ class Registry:
     def _try_to_join(self, link: WorkerLink) -> None:
         """Lets a worker in if its pipeline is there and its names are free; the next scan tries again if not."""
         facts = link.facts
-        if facts is None or link.lost or facts.bundle_hash in self._unusable:
+        if facts is None or link.lost or facts.bundle_hash in self._unusable or link.endpoint in self._refused:
             return
         if not facts.model_names or facts.page_size < 1 or facts.vocab_size < 1:
             self._unusable[facts.bundle_hash] = "its facts make no sense"
@@ -258,7 +280,12 @@ class Registry:
                     log.error("worker_kept_out", worker=link.name, reason="its model's name is taken by another")
                 return
         else:
-            entry = ModelEntry(facts, pipeline)
+            try:
+                entry = ModelEntry(facts, pipeline)
+            except ConfigurationError as error:
+                self._refused[link.endpoint] = str(error)
+                log.error("worker_not_usable", worker=link.name, reason=str(error))
+                return
             self._entries.append(entry)
         entry.workers.append(link)
         self._conflicts.discard(link.endpoint)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.text.formats import ModelFormats
 from shared.errors import ContextLengthError, ModelNotFoundError
 from shared.messages import TokenLogprobs, WorkerFacts
 
@@ -39,7 +40,9 @@ def facts(**changes: Any) -> WorkerFacts:
 class BytePipeline:
     """Token id = byte; 256 and 257 are special."""
 
+    template: str | None = None
     template_variables = frozenset(["enable_thinking"])
+    takes_documents = False
 
     def __init__(self) -> None:
         self.template_kwargs: list[dict[str, Any]] = []
@@ -59,6 +62,8 @@ class BytePipeline:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
         self.template_kwargs.append(dict(template_kwargs or {}))
@@ -82,6 +87,7 @@ class FakeEntry:
 
     facts: WorkerFacts = field(default_factory=facts)
     pipeline: BytePipeline = field(default_factory=BytePipeline)
+    formats: ModelFormats = field(default_factory=ModelFormats)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,112 @@
+"""What a model's text is made of beside content: how it marks its reasoning, how it writes tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from gateway.text.message_parser import MessageFormat, ReasoningSplitter, ToolParser
+from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
+from gateway.text.tools.format import ToolFormat, ToolRequest
+from shared.errors import ConfigurationError
+
+AUTO = "auto"
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFormats:
+    """The formats of one model.
+
+    Attributes:
+        reasoning: None: its text has no reasoning apart.
+        tools: None: it calls no tools.
+        added_ids: text of each added token -> its id. A grammar names these tokens by their ids.
+        reasoning_ids, tool_ids: special tokens in the marks of either.
+    """
+
+    reasoning: ReasoningFormat | None = None
+    tools: ToolFormat | None = None
+    added_ids: Mapping[str, int] = field(default_factory=dict)
+    reasoning_ids: frozenset[int] = frozenset()
+    tool_ids: frozenset[int] = frozenset()
+
+    def message_format(self, request: ToolRequest | None, *, opened: bool) -> MessageFormat | None:
+        """How the text of a request's choices is taken apart; None where it is all content.
+
+        Args:
+            request: its tools; None: it has none.
+            opened: the prompt ends inside reasoning.
+        """
+        shown_ids: frozenset[int] = frozenset()
+        new_splitter: Callable[[], ReasoningSplitter] | None = None
+        new_tool_parser: Callable[[], ToolParser] | None = None
+        if self.reasoning is not None:
+            new_splitter = partial(self.reasoning.new_splitter, opened)
+            shown_ids |= self.reasoning_ids
+        if self.tools is not None and request is not None and request.choice != "none":
+            new_tool_parser = partial(self.tools.new_parser, request.callable)
+            shown_ids |= self.tool_ids
+        if new_splitter is None and new_tool_parser is None:
+            return None
+        return MessageFormat(
+            new_splitter=new_splitter,
+            new_tool_parser=new_tool_parser,
+            shown_ids=shown_ids,
+            named_tool=request is not None and request.choice == "named",
+        )
+
+
+def model_formats(
+    reasoning: ReasoningFormat | None,
+    tools: ToolFormat | None,
+    added_ids: Mapping[str, int],
+    special_ids: frozenset[int],
+) -> ModelFormats:
+    """The formats of a model whose tokens special_ids are hidden by skip_special_tokens."""
+
+    def shown(marks: Iterable[str]) -> frozenset[int]:
+        texts = tuple(marks)
+        return frozenset(
+            token_id
+            for token, token_id in added_ids.items()
+            if token_id in special_ids and token and any(token in text for text in texts)
+        )
+
+    return ModelFormats(
+        reasoning=reasoning,
+        tools=tools,
+        added_ids=added_ids,
+        reasoning_ids=shown(() if reasoning is None else reasoning.marks),
+        tool_ids=shown(() if tools is None else tools.marks),
+    )
+
+
+def reasoning_format(name: str, template: str, added_ids: Mapping[str, int]) -> ReasoningFormat | None:
+    """The format that a `--reasoning-parser` asks for. Raises ConfigurationError for an unknown name."""
+    if name == AUTO:
+        return detect_reasoning(template, added_ids)
+    if name == NONE:
+        return None
+    found = REASONING_FORMATS.get(name.replace("-", "_").lower())
+    if found is None:
+        known = ", ".join((AUTO, NONE, *sorted(REASONING_FORMATS)))
+        raise ConfigurationError(f"--reasoning-parser is {name[:64]!r}; known are {known}")
+    return found
+
+
+def resolve_formats(
+    template: str | None,
+    added_ids: Mapping[str, int],
+    special_ids: frozenset[int],
+    *,
+    tool_call_parser: str,
+    reasoning_parser: str,
+) -> ModelFormats:
+    """The formats of a model by its worker's flags, or by its chat template and vocabulary.
+
+    Raises ConfigurationError for a flag with an unknown name.
+    """
+    reasoning = reasoning_format(reasoning_parser, template or "", added_ids)
+    return model_formats(reasoning, None, added_ids, special_ids)
