@@ -42,6 +42,21 @@ class Permit:
         self._admission.on_release(self._num_sequences)
 
 
+class PartPermit(Permit):
+    """Of a part of a request whose own permit somebody else holds."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def first_token(self) -> None:
+        """Counts nothing."""
+
+    def release(self) -> None:
+        """Counts nothing."""
+
+
 class Admission:
     """The counts of one gateway process, and the limits.
 

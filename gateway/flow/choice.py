@@ -15,6 +15,7 @@ import msgspec
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.message_parser import MessageFormat, ToolCallDelta
+from gateway.text.stop_regex import RegexScanner, StopRegexes
 from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError
 from shared.messages import Output, TokenLogprobs
@@ -37,6 +38,9 @@ class Scanner(Protocol):
 
 def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
     """What looks for the request's stop strings, a new one for each choice; None where it has none."""
+    if request.stop_regex:
+        regexes = StopRegexes(request.stop_regex, request.stop, include_in_output=request.include_stop_str_in_output)
+        return lambda: RegexScanner(regexes)
     if not request.stop:
         return None
     stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)

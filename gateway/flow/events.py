@@ -27,6 +27,7 @@ class GenerationRequest:
         arrival: when it arrived, by time.monotonic; latencies are measured from there.
         grammar: what the output must spell, as llguidance reads it; empty: anything.
         stop_regex: regular expressions that end a choice as stop strings do.
+        affinity: requests with the same one rather go to the same worker; empty: no preference.
         format: how the model's text is taken apart into reasoning, content and tool calls; None: it is all content.
     """
 
@@ -46,6 +47,7 @@ class GenerationRequest:
     grammar: str = ""
     stop_regex: tuple[str, ...] = ()
     format: MessageFormat | None = None
+    affinity: str = ""
 
 
 class TextDelta(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.flow.admission import Admission, Permit
+from gateway.flow.admission import Admission, PartPermit, Permit
 from gateway.flow.choice import Choice, FormattedChoice, scanners_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
@@ -91,6 +91,7 @@ class Generator:
         self.write_timeout = write_timeout
         self._metrics = metrics or GatewayMetrics(CollectorRegistry())
         self._measures: dict[str, ModelMeasures] = {}
+        self._nobody = GatewayMetrics(CollectorRegistry())
         self._numbers = itertools.count(1)
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -101,22 +102,33 @@ class Generator:
             self._metrics.requests_rejected.labels(error.code or error.type).inc()
             raise
 
-    def _submit(self, request: GenerationRequest) -> Generation:
-        entry = self._models.model(request.model)
-        if not 1 <= request.n <= MAX_CHOICES:
-            raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
-        check_context(request, entry.facts)
-        workers = entry.ready_workers()
-        if not workers:
-            raise UnavailableError("No worker of the model answers at the moment.")
-        permit = self._admit(request)
+    def reserve(self, request: GenerationRequest) -> Reservation:
+        """Admits a request that its caller runs in parts. See flow.requests.GeneratorLike."""
         try:
-            generation = Generation(self, request, entry, permit)
+            entry, permit = self._enter(request)
+        except PeltonError as error:
+            self._metrics.requests_rejected.labels(error.code or error.type).inc()
+            raise
+        return Reservation(self, entry, permit, self.measure(request, entry))
+
+    def _submit(self, request: GenerationRequest) -> Generation:
+        entry, permit = self._enter(request)
+        try:
+            generation = Generation(self, request, entry, permit, self.measure(request, entry))
             generation.send()
         except BaseException:
             permit.release()
             raise
         return generation
+
+    def _enter(self, request: GenerationRequest) -> tuple[_Entry, Permit]:
+        entry = self._models.model(request.model)
+        if not 1 <= request.n <= MAX_CHOICES:
+            raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
+        check_context(request, entry.facts)
+        if not entry.ready_workers():
+            raise UnavailableError("No worker of the model answers at the moment.")
+        return entry, self._admit(request)
 
     def _admit(self, request: GenerationRequest) -> Permit:
         """The limits are over all models."""
@@ -143,6 +155,11 @@ class Generator:
             self._measures[name] = ModelMeasures(self._metrics, name)
         return Measure(self._measures[name], request.arrival, request.n)
 
+    def unmeasured(self, request: GenerationRequest, entry: _Entry) -> Measure:
+        """Counts for nobody: the parts of a request that is measured as one."""
+        measures = ModelMeasures(self._nobody, entry.facts.model_names[0])
+        return Measure(measures, request.arrival, request.n)
+
     def dispatch(self, request: GenerationRequest, entry: _Entry, stream: Stream) -> tuple[WorkerLink, str]:
         """Sends the request to the best worker that takes it; returns that and the id it has there.
 
@@ -154,7 +171,7 @@ class Generator:
         message = _submit_message(request, request_id, entry.facts.model_names[0], self.request_timeout)
         error = UnavailableError("No worker of the model answers at the moment.")
         while workers:
-            worker = self._router.choose(workers, request.prompt_token_ids, request.salt)
+            worker = self._router.choose(workers, request.prompt_token_ids, request.salt, request.affinity)
             try:
                 worker.submit(message, stream)
             except UnavailableError as refusal:
@@ -172,7 +189,9 @@ class Generation:
     before a failure is still delivered.
     """
 
-    def __init__(self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit) -> None:
+    def __init__(
+        self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit, measure: Measure
+    ) -> None:
         self.request = request
         # The worker's news is handled outside of the route's task, which has the request's id on its lines by itself.
         self._log_fields = {**structlog.contextvars.get_contextvars(), "generation": request.request_id}
@@ -182,7 +201,7 @@ class Generation:
         self._permit = permit
         self._choices = _choices(request, entry.pipeline)
         self._num_unfinished = request.n
-        self._measure = generator.measure(request, entry)
+        self._measure = measure
         self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer)
         self._error: PeltonError | None = None
         self._worker: WorkerLink | None = None
@@ -326,6 +345,46 @@ class Generation:
             return
         what = "next" if self._started else "first"
         self._fail(UnavailableError(f"The request waited too long for its {what} token.", code="request_timeout"))
+
+
+class Reservation:
+    """Room for a request that its caller runs in parts. See flow.requests.ReservationLike."""
+
+    def __init__(self, generator: Generator, entry: _Entry, permit: Permit, measure: Measure) -> None:
+        self._generator = generator
+        self._entry = entry
+        self._permit = permit
+        self._measure = measure
+        self._sent = False
+
+    def submit(self, part: GenerationRequest) -> Generation:
+        """Sends a part."""
+        generator, entry = self._generator, self._entry
+        generation = Generation(generator, part, entry, PartPermit(), generator.unmeasured(part, entry))
+        generation.send()
+        if not self._sent:
+            self._sent = True
+            self._measure.sent()
+        return generation
+
+    def first_token(self) -> None:
+        """The prompt is computed."""
+        self._permit.first_token()
+
+    def complete(self, deltas: Sequence[TextDelta]) -> None:
+        """The request ended well."""
+        for delta in deltas:
+            self._measure.output(delta.choice, len(delta.token_ids), delta.finish_reason)
+        self._measure.end(None, complete=True)
+
+    def fail(self, error: PeltonError) -> None:
+        """The request failed."""
+        self._measure.end(error, complete=False)
+
+    def close(self) -> None:
+        """Gives the room back. Idempotent."""
+        self._measure.end(None, complete=False)
+        self._permit.release()
 
 
 def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:

@@ -10,7 +10,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.text.detokenizer import Detokenizer
 from gateway.text.formats import ModelFormats
+from shared.errors import PeltonError
 from shared.messages import WorkerFacts
 
 
@@ -68,6 +70,18 @@ class TextPipelineLike(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so in the vocabulary."""
+        ...
+
+    async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        """Ids of all tokens whose bytes contain one of the texts, in order."""
+        ...
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A new one for one choice."""
+        ...
+
 
 class ModelEntryLike(Protocol):
     """One served model. `name` is canonical, `names` are all that clients may use."""
@@ -112,8 +126,36 @@ class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):
         ...
 
 
+class ReservationLike(Protocol):
+    """Room for a request that its caller runs in parts (beam search): admitted and measured as one."""
+
+    def submit(self, part: GenerationRequest) -> GenerationLike:
+        """Sends a part; enter the result at once. The errors are those of GeneratorLike, but for the limits."""
+        ...
+
+    def first_token(self) -> None:
+        """The prompt is computed."""
+        ...
+
+    def complete(self, deltas: Sequence[TextDelta]) -> None:
+        """The request ended well, with these as the last of its choices."""
+        ...
+
+    def fail(self, error: PeltonError) -> None:
+        """The request failed."""
+        ...
+
+    def close(self) -> None:
+        """Gives the room back; idempotent. A request that is not complete by then was left by its client."""
+        ...
+
+
 class GeneratorLike(Protocol):
     """Takes requests in."""
+
+    def reserve(self, request: GenerationRequest) -> ReservationLike:
+        """Admits a request that its caller runs in parts, as request.n sequences. The errors are those of submit."""
+        ...
 
     def submit(self, request: GenerationRequest) -> GenerationLike:
         """Admits, routes and sends; enter the result at once: `async with generator.submit(request) as generation`.

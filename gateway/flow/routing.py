@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -28,6 +29,10 @@ class Load(Protocol):
 
     @property
     def num_sequences(self) -> int: ...
+    @property
+    def name(self) -> str:
+        """The same for a worker's whole life, and after a restart."""
+        ...
 
 
 _W = TypeVar("_W", bound=Load)
@@ -40,14 +45,22 @@ class Router:
     def __init__(self) -> None:
         self._pages: WeakKeyDictionary[Load, OrderedDict[bytes, None]] = WeakKeyDictionary()
 
-    def choose(self, workers: Sequence[_W], token_ids: Sequence[int], salt: bytes) -> _W:
-        """The cheapest of the workers, of which there is at least one; the prompt counts as sent there."""
+    def choose(self, workers: Sequence[_W], token_ids: Sequence[int], salt: bytes, affinity: str = "") -> _W:
+        """The cheapest of the workers, of which there is at least one; the prompt counts as sent there.
+
+        Among equally cheap ones, requests with the same salt and affinity have the same one, whichever gateway asks.
+        """
         if len(workers) == 1:
             return workers[0]
         hashes: dict[int, list[bytes]] = {}
         for page_size in {worker.page_size for worker in workers}:
             hashes[page_size] = page_hashes(token_ids[: MAX_PAGES_PER_PROMPT * page_size], page_size, salt)
-        best = min(workers, key=lambda worker: self._cost(worker, len(token_ids), hashes[worker.page_size]))
+
+        def cost(worker: _W) -> tuple[int, int, bytes]:
+            wish = _rank(worker.name, salt, affinity) if affinity else b""
+            return *self._cost(worker, len(token_ids), hashes[worker.page_size]), wish
+
+        best = min(workers, key=cost)
         self._remember(best, hashes[best.page_size])
         return best
 
@@ -69,3 +82,9 @@ class Router:
             known.move_to_end(page)
         while len(known) > MAX_PAGES_PER_WORKER:
             known.popitem(last=False)
+
+
+def _rank(name: str, salt: bytes, affinity: str) -> bytes:
+    """Rendezvous hashing (Thaler and Ravishankar 1998): the lowest rank wins, and a worker more or less moves only the
+    requests that go to it."""
+    return hashlib.sha256(b"\0".join((name.encode(), salt, affinity.encode("utf-8", "replace")))).digest()

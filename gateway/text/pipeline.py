@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,6 +20,8 @@ from shared.messages import Bundle
 MAX_TEXT_BYTES = 16_777_216
 LARGE_TEXT = 262_144
 """Texts of more characters have a thread of their own, so that they delay only each other."""
+
+_MAX_CONTAINING = 16
 
 _T = TypeVar("_T")
 
@@ -58,6 +62,7 @@ class TextPipeline:
         self._threads = threads
         self._tokenizer = TextTokenizer(bundle)
         self._token_bytes: TokenBytes = self._tokenizer.token_bytes
+        self._containing: OrderedDict[tuple[str, ...], tuple[int, ...]] = OrderedDict()
         self._template: ChatTemplate | None = None
         self._template_error = "the model has no chat template; use /v1/completions"
         if bundle.chat_template is not None:
@@ -138,6 +143,22 @@ class TextPipeline:
         """The exact bytes of one token, as it continues a text."""
         return self._token_bytes[token_id]
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so in the vocabulary; see TextPipelineLike."""
+        return self._tokenizer.token_id(text)
+
+    async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        """Ids of all tokens whose bytes contain one of the texts; what was asked for lately is remembered."""
+        known = self._containing.get(texts)
+        if known is None:
+            known = await self._threads.run(0, lambda: _ids_containing(self._token_bytes.table, texts))
+            self._containing[texts] = known
+            while len(self._containing) > _MAX_CONTAINING:
+                self._containing.popitem(last=False)
+        else:
+            self._containing.move_to_end(texts)
+        return known
+
     def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """A new one for one choice; it continues a prompt, so it strips no leading space. See Detokenizer."""
         return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
@@ -172,6 +193,11 @@ def _cut_at(text: str, tag: str) -> str:
         message = "the model's chat template does not end with the last message, so that it cannot be continued"
         raise InvalidRequestError(message, param="continue_final_message")
     return before
+
+
+def _ids_containing(table: Sequence[bytes], texts: Sequence[str]) -> tuple[int, ...]:
+    pattern = re.compile(b"|".join([re.escape(text.encode("utf-8", "replace")) for text in texts]))
+    return tuple(token_id for token_id, data in enumerate(table) if texts and pattern.search(data))
 
 
 def text_size(value: Any) -> int:

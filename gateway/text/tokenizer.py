@@ -78,6 +78,11 @@ class TextTokenizer:
         mark_id = self._mark_id
         return [token_id for token_id in ids if token_id != mark_id]
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so in the vocabulary, or None."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return None if found == self._mark_id else found
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Lone surrogates, which JSON can express, have no UTF-8; the library would refuse the text.
         if not text.isascii():

@@ -1,0 +1,131 @@
+"""Stop expressions: against Python's own engine, for every cutting of the text, and in linear time."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text.stop_regex import MAX_STATES, RegexScanner, StopRegexes, check_stop_regexes
+from shared.errors import InvalidRequestError
+
+
+def scan(expressions, pieces, strings=(), *, include=False):
+    scanner = RegexScanner(StopRegexes(expressions, strings, include_in_output=include))
+    shown = "".join([scanner.push(piece) for piece in pieces])
+    return shown + scanner.finish(), scanner.found
+
+
+def first_match(expressions, text):
+    """By trying every place: the match that ends first, of those the one that starts first."""
+    compiled = [re.compile(expression) for expression in expressions]
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            if any(one.fullmatch(text, start, end) for one in compiled):
+                return start, end
+    return None
+
+
+EXPRESSIONS = [
+    "ab", "a+b", "a*b", "(a|b)c", "a{2,3}b", "[ab]{2}c?c", "(?:ab)+c", "a.c", "(?s:a.c)", "[^a]b", r"\n\n", r"\d+",
+    "^ab", r"\Ab", "(?i)AB", "(?i:a)B", "a(b|)c", "(a*)*b", "(a|ab)(c|bcd)", "a??b", "x|y|ab", r"\w\W", "(ab|a)(bc|c)",
+]  # fmt: skip
+TEXT = st.text("abcAB\n1 d", max_size=14)
+
+
+@given(
+    st.lists(st.sampled_from(EXPRESSIONS), min_size=1, max_size=3),
+    TEXT,
+    st.lists(st.integers(0, 14), max_size=4),
+    st.booleans(),
+)
+def test_any_cutting_gives_the_first_match_and_nothing_of_it_is_shown(expressions, text, cuts, include):
+    places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    pieces = [text[start:end] for start, end in zip(places, places[1:])]
+    expected = first_match(expressions, text)
+    shown, found = scan(expressions, pieces, include=include)
+    if expected is None:
+        assert (shown, found) == (text, None)
+    else:
+        start, end = expected
+        assert (shown, found) == (text[: end if include else start], text[start:end])
+
+
+@given(st.sampled_from(EXPRESSIONS), TEXT)
+def test_what_is_shown_is_never_taken_back(expression, text):
+    scanner = RegexScanner(StopRegexes([expression]))
+    shown = ""
+    for char in text:
+        shown += scanner.push(char)
+        assert text.startswith(shown)
+        if scanner.found is not None:
+            break
+        expected = first_match([expression], text)
+        assert expected is None or len(shown) <= expected[0]
+
+
+def test_the_end_of_the_text():
+    for expression in ("b$", r"b\Z", "(a|b$)c|b$"):
+        assert scan([expression], "ab") == ("a", "b")
+        assert scan([expression], "aba") == ("aba", None)
+        assert scan([expression], ["a", "b", ""], include=True) == ("ab", "b")
+    assert scan([r"\s+$"], ["x ", " ", "\n"]) == ("x", "  \n")
+    assert scan(["^a$"], "a") == ("", "a") and scan(["^a$"], "aa") == ("aa", None)
+
+
+def test_text_that_may_become_a_match_is_held_back_and_then_let_go():
+    scanner = RegexScanner(StopRegexes([r"<end\d>"]))
+    assert [scanner.push(piece) for piece in ("a<", "en", "d", "x<", "b<end")] == ["a", "", "", "<endx", "<b"]
+    assert scanner.push("7>c") == "" and scanner.found == "<end7>" and scanner.push("d") == "" == scanner.finish()
+
+
+def test_strings_are_searched_by_the_same_rule():
+    assert scan([r"\d\d"], "a.12", ["."]) == ("a", ".")
+    assert scan([r"x\d"], "ax1", ["1"]) == ("a", "x1")
+    assert scan(["b"], "a[b]*", ["[b]*"]) == ("a[", "b")
+
+
+@pytest.mark.parametrize("expression", ["(a+)+$", "(a|aa)+$", "(a|a)*b", "(x+x+)+y|a{1,200}b", ".*.*.*=.*b"])
+def test_the_time_is_linear(expression):
+    # CVE-2025-48887, CVE-2026-55574
+    def seconds(length):
+        start = time.process_time()
+        scan([expression], ["a" * 100] * (length // 100))
+        return time.process_time() - start
+
+    seconds(1000)
+    once = min(seconds(4000) for _ in range(3))
+    assert min(seconds(8000) for _ in range(3)) < 3 * once + 0.05
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("(unclosed", "unterminated"), ("[", "unterminated"), ("*a", "nothing to repeat"), ("\\", "escape"),
+        ("(?<=x)a", "lookaround"), ("(?=a)b", "lookaround"), ("(?!a)b", "lookaround"), ("(?<=x)*", "lookaround"),
+        (r"(a)\1", "backreference"), ("(?P<a>x)(?P=a)", "backreference"), ("(a)?(?(1)b|c)", "conditional"),
+        ("(?>a)", "atomic"), ("a++", "possessive"), (r"\ba", r"\\b"), ("(?m)^a", "flags"), ("(?m:^a)", "flags"),
+        ("(x{1,1000}){1,1000}", str(MAX_STATES)), (".{0,100000}", str(MAX_STATES)), ("(?:){1000}", str(MAX_STATES)),
+        ("a{1,99999999999}", "too large"), ("(" * 500 + "a" + ")" * 500, "nested"),
+        ("a*", "empty"), ("$", "empty"), ("^", "empty"), ("a|", "empty"), ("(a?){3}", "empty"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_searched_is_refused_by_name_and_at_once(expression, why):
+    # CVE-2025-48943, CVE-2026-55574, CVE-2026-73556
+    start = time.process_time()
+    with pytest.raises(InvalidRequestError, match=why) as refused:
+        check_stop_regexes(expression, ())
+    assert refused.value.param == "stop_regex" and time.process_time() - start < 0.5
+
+
+def test_numbers_and_lengths_are_bounded():
+    for given_ in (["a"] * 17, "a" * 1025, [""], ["a", ""]):
+        with pytest.raises(InvalidRequestError) as refused:
+            check_stop_regexes(given_, ())
+        assert refused.value.param == "stop_regex"
+    with pytest.raises(InvalidRequestError, match=str(MAX_STATES)):
+        check_stop_regexes("a", ["b" * 600])
+    assert check_stop_regexes(None, ("x",)) == () and check_stop_regexes("a", ()) == ("a",)
