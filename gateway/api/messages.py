@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, NoReturn
 
 from shared.errors import InvalidRequestError
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_STRINGS = ("name", "tool_call_id", "reasoning_content")
-_NULL_ONLY = ("audio", "function_call", "tool_calls", "refusal", "annotations")
+MAX_CALLS = 128
+MAX_NAME = 256
+MAX_ARGUMENT_MARKS = 300_000
+
+_ASSISTANT = ("assistant",)
+_REASONING = ("reasoning_content", "reasoning")
+_EMPTY_ONLY = ("audio", "function_call", "annotations")
 """Fields of an answer of OpenAI's that clients send back; taken when they hold nothing."""
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "name": ROLES,
+    "tool_call_id": ("tool",),
+    "tool_calls": _ASSISTANT,
+    "refusal": _ASSISTANT,
+    **dict.fromkeys(_REASONING, _ASSISTANT),
+    **dict.fromkeys(_EMPTY_ONLY, _ASSISTANT),
+}
+"""Field -> the roles whose messages may have it. null counts as absent."""
 
 RESERVED_TEMPLATE_VARIABLES = frozenset(
     {
@@ -49,10 +64,12 @@ RESERVED_TEMPLATE_VARIABLES = frozenset(
 """What the renderer itself fills in; a client must not (CVE-2025-62426)."""
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Messages with plain string contents; empty system messages are dropped, `developer` becomes `system`.
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them: contents are strings, arguments of calls are objects.
 
-    Text parts are joined by line ends. Raises InvalidRequestError naming the place.
+    Text parts are joined by line ends; empty system messages are dropped, `developer` becomes `system`. A template
+    shows what it knows of: the optional `name`, the id of an answered call (which is checked here) and former
+    reasoning are left out by many. Raises InvalidRequestError naming the place.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
@@ -60,54 +77,172 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
         raise InvalidRequestError(
             f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
         )
-    checked = [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _check_structure(messages)
+    checked = []
+    call_ids: set[str] = set()
+    for index, message in enumerate(messages):
+        one = _check_message(message, f"messages[{index}]")
+        if one["role"] == "tool":
+            _check_answers_a_call(message, call_ids, f"messages[{index}]")
+        call_ids.update(call["id"] for call in one.get("tool_calls", ()))
+        checked.append(one)
     kept = [message for message in checked if message["role"] != "system" or message["content"]]
     if not kept:
         raise InvalidRequestError("messages has nothing but empty system messages.", param="messages")
     return kept
 
 
-def _check_message(message: dict[str, Any], place: str) -> dict[str, str]:
+def _check_structure(messages: list[dict[str, Any]]) -> None:
+    """Bounds the time and memory that parsing the arguments of all calls takes."""
+    num_marks = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str):
+                num_marks += sum(text.count(mark) for mark in "[{:,")
+    if num_marks > MAX_ARGUMENT_MARKS:
+        what = f"The arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, colons and commas."
+        raise InvalidRequestError(what, param="messages", code="too_many_values")
+
+
+def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(f"{place}.role must be one of {', '.join(ROLES)}.", param=f"{place}.role")
-    result = {"role": "system" if role == "developer" else role}
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     for name, value in message.items():
-        if name in ("role", "content"):
+        if name in ("role", "content") or (value is None and name in _FIELDS):
             continue
-        if name in _STRINGS and (value is None or isinstance(value, str)):
-            if value is not None:
-                result[name] = value
-        elif name in _NULL_ONLY:
-            if value not in (None, []):
-                raise InvalidRequestError(f"{place}.{name} is not supported yet.", param=f"{place}.{name}")
-        else:
-            shown = f"{place}.{name[:64]}"
+        wanted = _FIELDS.get(name)
+        shown = f"{place}.{name[:64]}"
+        if wanted is None or role not in wanted:
             raise InvalidRequestError(f"Unknown or invalid parameter: {shown}.", param=shown, code="unknown_parameter")
-    result["content"] = _content(message.get("content"), f"{place}.content")
+        if name in _EMPTY_ONLY:
+            if value != []:
+                raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+        elif name == "tool_calls":
+            if calls := _tool_calls(value, shown):
+                result["tool_calls"] = calls
+        elif not isinstance(value, str):
+            raise InvalidRequestError(f"{shown} must be a string.", param=shown, code="invalid_type")
+        else:
+            result[name] = value
+    _settle_reasoning(result, place)
+    refusal = result.pop("refusal", None)
+    content = message.get("content")
+    if content is not None:
+        result["content"] = _content(content, f"{place}.content", assistant=role == "assistant")
+    elif role == "assistant" and (refusal is not None or "tool_calls" in result or "reasoning_content" in result):
+        result["content"] = ""
+    else:
+        result["content"] = _content(content, f"{place}.content")
+    if refusal:
+        result["content"] += ("\n" if result["content"] else "") + refusal
     return result
 
 
-def _content(content: object, place: str) -> str:
+def _settle_reasoning(message: dict[str, Any], place: str) -> None:
+    """Templates know former reasoning by one name or another: it gets all of them."""
+    given = {message[name] for name in _REASONING if name in message}
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{place}.reasoning and {place}.reasoning_content are one field, and differ.", param=f"{place}.reasoning"
+        )
+    for text in given:
+        message.update(dict.fromkeys((*_REASONING, "thinking"), text))
+
+
+def _tool_calls(value: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{place} must be a list.", param=place, code="invalid_type")
+    if len(value) > MAX_CALLS:
+        raise InvalidRequestError(f"{place} has {len(value)} entries; at most {MAX_CALLS} are allowed.", param=place)
+    return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(value)]
+
+
+def _tool_call(call: object, place: str) -> dict[str, Any]:
+    call = _object(call, place, ("id", "type", "function", "index"))
+    if call.get("type", "function") != "function":
+        raise InvalidRequestError(f'{place}.type must be "function".', param=f"{place}.type")
+    function = _object(call.get("function"), f"{place}.function", ("name", "arguments"))
+    return {
+        "id": _text(call.get("id"), f"{place}.id"),
+        "type": "function",
+        "function": {
+            "name": _text(function.get("name"), f"{place}.function.name"),
+            "arguments": _arguments(function.get("arguments"), f"{place}.function.arguments"),
+        },
+    }
+
+
+def _arguments(value: object, place: str) -> dict[str, Any]:
+    """The arguments of a call, which a client sends as they came: as JSON text. Of a call without any, as none."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{place} must be a string of JSON.", param=place, code="invalid_type")
+    try:
+        arguments = json.loads(value or "{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(f"{place} must be a string of JSON, and is none.", param=place) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(f"{place} must be the JSON text of an object.", param=place)
+    return arguments
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _object(value: object, place: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+    for name in value:
+        if name not in known:
+            shown = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+    return value
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME:
+        raise InvalidRequestError(f"{place} must be a string of 1 to {MAX_NAME} characters.", param=place)
+    return value
+
+
+def _check_answers_a_call(message: dict[str, Any], call_ids: set[str], place: str) -> None:
+    place = f"{place}.tool_call_id"
+    call_id = message.get("tool_call_id")
+    if call_id is None:
+        raise InvalidRequestError(
+            f"Missing required parameter: {place}.", param=place, code="missing_required_parameter"
+        )
+    if call_id not in call_ids:
+        raise InvalidRequestError(
+            f"{place} {call_id[:64]!r} is not the id of a call in an earlier assistant message.", param=place
+        )
+
+
+def _content(content: object, place: str, *, assistant: bool = False) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequestError(f"{place} must be a string or a non-empty list of text parts.", param=place)
-    return "\n".join(_part_text(part, f"{place}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part_text(part, f"{place}[{index}]", assistant) for index, part in enumerate(content))
 
 
-def _part_text(part: object, place: str) -> str:
+def _part_text(part: object, place: str, assistant: bool) -> str:
     if not isinstance(part, dict):
         raise InvalidRequestError(f"{place} must be an object.", param=place)
-    if part.get("type") != "text":
-        raise InvalidRequestError(f'{place}.type must be "text"; other parts are not supported.', param=f"{place}.type")
-    text = part.get("text")
+    kind = part.get("type")
+    kinds = ("text", "refusal") if assistant else ("text",)
+    if kind not in kinds:
+        what = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{place}.text must be a string.", param=f"{place}.text")
-    for name in part:
-        if name not in ("type", "text"):
-            shown = f"{place}.{name[:64]}"
-            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+        raise InvalidRequestError(f"{place}.{kind} must be a string.", param=f"{place}.{kind}")
+    _object(part, place, ("type", str(kind)))
     return text
 
 
