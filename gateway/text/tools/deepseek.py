@@ -1,0 +1,131 @@
+"""DeepSeek's calls. V3 and R1 write the kind `function`, a separator, the name and the arguments in a code fence;
+since V3.1 it is the name, the separator and the arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.text.grammar import Fragment, literal
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.calls_grammar import (
+    Arguments,
+    call_rules,
+    enforced_arguments,
+    free_arguments,
+    repeated,
+    triggered,
+)
+from gateway.text.tools.format import Tool, openai_call_id
+from gateway.text.tools.json_calls import JsonCallParser, read_arguments
+from gateway.text.tools.reader import Steps
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_MAX_NAME = 256
+
+
+class DeepSeekFormat:
+    """See ToolFormat.
+
+    Args:
+        fenced: the form of V3 and R1, else that of V3.1.
+    """
+
+    marks = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+    def __init__(self, *, fenced: bool) -> None:
+        self.name = "deepseek_v3" if fenced else "deepseek_v31"
+        self._fenced = fenced
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat. Either form is read."""
+        return DeepSeekParser(self.new_call_id)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        rules = self._rules(tools, special_ids, enforced_arguments, parallel=parallel)
+        return Fragment(f"{literal(CALLS_BEGIN, special_ids)} t_body", rules)
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        rules = self._rules(tools, special_ids, free_arguments, parallel=parallel)
+        return triggered(CALLS_BEGIN, special_ids, "t_body", rules, parallel=parallel)
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """See ToolFormat."""
+        texts = [self._head(name) + json.dumps(values, ensure_ascii=False) + self._tail for name, values in calls]
+        return CALLS_BEGIN + self._between.join(texts) + CALLS_END
+
+    @property
+    def _between(self) -> str:
+        return "\n" if self._fenced else ""
+
+    def _head(self, name: str) -> str:
+        return CALL_BEGIN + (f"function{SEPARATOR}{name}\n```json\n" if self._fenced else f"{name}{SEPARATOR}")
+
+    @property
+    def _tail(self) -> str:
+        return ("\n```" if self._fenced else "") + CALL_END
+
+    def _rules(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments, *, parallel: bool
+    ) -> tuple[str, ...]:
+        tail = literal(self._tail, special_ids)
+        calls = call_rules(
+            tools, lambda tool: f"{literal(self._head(tool.name), special_ids)} {arguments(tool)} {tail}"
+        )
+        following = f"{json.dumps(self._between)} t_call" if self._between else "t_call"
+        several = repeated("t_call", following, parallel=parallel)
+        return (f"t_body: {several} {literal(CALLS_END, special_ids)}", *calls)
+
+
+class DeepSeekParser(JsonCallParser):
+    """Finds calls between their marks. A mark that begins no call is content."""
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        while mark := (yield from source.text_until((CALLS_BEGIN, CALL_BEGIN), self.message.content)):
+            source.begin_trial(mark)
+            if mark == CALLS_BEGIN:
+                yield from source.space()
+                if not (yield from source.accept(CALL_BEGIN)):
+                    self._reject()
+                    continue
+            while (yield from self._read_one()):
+                source.begin_trial()
+                yield from source.space()
+                if not (yield from source.accept(CALL_BEGIN)):
+                    break
+            self._reject()
+            yield from source.accept(CALLS_END)
+
+    def _read_one(self) -> Steps[bool]:
+        """A call behind the mark of its beginning, with the mark of its end."""
+        source = self.source
+        name = yield from source.line_to(SEPARATOR, _MAX_NAME)
+        if name is None:
+            return False
+        fenced = name == "function" and (yield from source.peek()) != "{"
+        if fenced:
+            name = yield from source.line_to("\n", _MAX_NAME)
+        if not name or not name.strip():
+            return False
+        source.end_trial()
+        self.message.begin_call(name.strip())
+        yield from source.space()
+        if fenced and (yield from source.accept_any(("```json", "```"))):
+            yield from source.space()
+        if not (yield from read_arguments(source, self.message.arguments)):
+            return False
+        self.message.complete_call()
+        yield from source.space()
+        if fenced and (yield from source.accept("```")):
+            yield from source.space()
+        yield from source.accept(CALL_END)
+        return True

@@ -1,0 +1,74 @@
+"""The formats of tool calls by name, and which of them a model has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gateway.text.tools.deepseek import DeepSeekFormat
+from gateway.text.tools.format import ToolFormat
+from gateway.text.tools.hermes import HermesFormat
+from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.plain_json import LlamaJsonFormat, PlainJsonFormat
+from shared.errors import ConfigurationError
+
+AUTO = "auto"
+NONE = "none"
+
+_FORMATS: tuple[ToolFormat, ...] = (
+    HermesFormat(),
+    LlamaJsonFormat(),
+    MistralFormat(named=False),
+    MistralFormat(named=True),
+    DeepSeekFormat(fenced=True),
+    DeepSeekFormat(fenced=False),
+    PlainJsonFormat(),
+)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
+"""By the names that `--tool-call-parser` takes, beside `auto` and `none`."""
+
+FALLBACK = TOOL_FORMATS["json"]
+"""Of models whose template says nothing: they are told what to write, see prompting."""
+
+_SIGNS: tuple[tuple[str, str], ...] = (
+    (r"\[TOOL_CALLS\][\s\S]*\[ARGS\]", "mistral_named"),
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"tool▁calls▁begin[\s\S]*```json", "deepseek_v3"),
+    (r"tool▁calls▁begin", "deepseek_v31"),
+    (r"<tool_call>", "hermes"),
+    (r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*\"parameters\"", "llama3_json"),
+)
+"""Regular expressions for what templates say, the first that is found decides."""
+
+
+def detect(template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
+    """The format that a chat template speaks of; None where it speaks of none that is known.
+
+    Args:
+        added_ids: text of each added token of the vocabulary -> its id.
+    """
+    for sign, name in _SIGNS:
+        if template is not None and re.search(sign, template):
+            form = TOOL_FORMATS[name]
+            # Templates of the first kind were shipped with tokenizers that had no token for the second.
+            if name == "mistral_named" and added_ids and "[ARGS]" not in added_ids:
+                return TOOL_FORMATS["mistral"]
+            return form
+    return None
+
+
+def tool_format(name: str, template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
+    """The format that a `--tool-call-parser` asks for: by name, `auto` by the template, or `none`.
+
+    Raises ConfigurationError for an unknown name.
+    """
+    if name == NONE:
+        return None
+    if name == AUTO:
+        return detect(template, added_ids) or FALLBACK
+    form = TOOL_FORMATS.get(name.replace("-", "_").lower())
+    if form is None:
+        known = ", ".join((AUTO, NONE, *sorted(TOOL_FORMATS)))
+        raise ConfigurationError(f"--tool-call-parser is {name[:64]!r}; known are {known}")
+    return form

@@ -1,0 +1,195 @@
+"""Reading JSON as it comes: values, and calls that are objects with a name and arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from gateway.text.tools.format import NewId
+from gateway.text.tools.reader import CallParser, Sink, Source, Steps
+
+_IN_STRING = re.compile(r'[^"\\]+')
+_SCALAR = re.compile(r"[\w.+-]+", re.ASCII)
+_BETWEEN = re.compile(r"[\w.+\-,:\s]+", re.ASCII)
+"""What may stand between strings and brackets. Anything else is not JSON, so that an object that is never closed
+does not swallow what follows it."""
+_CLOSERS = {"{": "}", "[": "]"}
+_KEYS_BEFORE_NAME = frozenset({"type", "id", "index"})
+MAX_KEY = 256
+
+
+def read_value(source: Source, sink: Sink) -> Steps[bool]:
+    """Takes one JSON value and hands on its text as it is; false where it ends too early or is malformed.
+
+    Brackets and strings decide where it ends; what stands between them is not looked at closely.
+    """
+    first = yield from source.peek()
+    if first == '"':
+        return (yield from _read_string(source, sink))
+    if first not in ("{", "["):
+        pieces: list[str] = []
+        yield from source.run(_SCALAR, pieces.append)
+        sink("".join(pieces))
+        return bool(pieces)
+    open_brackets: list[str] = []
+    while True:
+        yield from source.run(_BETWEEN, sink)
+        char = yield from source.peek()
+        if char == '"':
+            if not (yield from _read_string(source, sink)):
+                return False
+        elif char in _CLOSERS:
+            open_brackets.append(_CLOSERS[char])
+            sink((yield from source.next_char()))
+        elif char and char == open_brackets[-1]:
+            open_brackets.pop()
+            sink((yield from source.next_char()))
+            if not open_brackets:
+                return True
+        else:
+            return False
+
+
+def _read_string(source: Source, sink: Sink) -> Steps[bool]:
+    """A string with its quotes; false where the text ends in it."""
+    sink((yield from source.next_char()))
+    while True:
+        yield from source.run(_IN_STRING, sink)
+        char = yield from source.next_char()
+        sink(char)
+        if char == '"':
+            return True
+        if not char:
+            return False
+        sink((yield from source.next_char()))
+
+
+def read_string(source: Source) -> Steps[str | None]:
+    """Takes a string and returns its value; None where there is none."""
+    if (yield from source.peek()) != '"':
+        return None
+    pieces: list[str] = []
+    whole = yield from _read_string(source, pieces.append)
+    return _decoded("".join(pieces)) if whole else None
+
+
+def _decoded(text: str) -> str | None:
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+class JsonCallParser(CallParser):
+    """Base for formats whose calls are objects `{"name": ..., "arguments": {...}}` in whatever syntax around them."""
+
+    argument_keys: Collection[str] = ("arguments", "parameters")
+
+    def __init__(self, new_id: NewId, known: Collection[str] | None = None) -> None:
+        self._known = known
+        super().__init__(new_id)
+
+    def read_call(self) -> Steps[bool]:
+        """Takes an object. If it is a call, it is shown as soon as its name is known, and what was tried as one ends;
+        else a trial that is on goes on. Returns whether it was a whole call.
+
+        The order of the keys does not matter: arguments in front of the name are held back. A call without arguments
+        has none: `{}`. Keys that mean nothing for a call are left out.
+        """
+        call = _Call()
+        if not self.source.trying:
+            self.source.begin_trial()
+        if not (yield from self.source.accept("{")):
+            return False
+        while True:
+            yield from self.source.space()
+            if (yield from self.source.accept("}")):
+                break
+            if not (yield from self._read_member(call)):
+                return False
+            yield from self.source.space()
+            if not (yield from self.source.accept(",")):
+                if (yield from self.source.accept("}")):
+                    break
+                return False
+        if call.name is None:
+            return False
+        if not call.has_arguments:
+            self.message.arguments("{}")
+        self.message.complete_call()
+        return True
+
+    def read_list(self) -> Steps[bool]:
+        """Takes a list of calls; false where it is malformed, or not begun with a call."""
+        if not (yield from self.source.accept("[")):
+            return False
+        num_calls = 0
+        while True:
+            yield from self.source.space()
+            if num_calls:
+                if (yield from self.source.accept("]")):
+                    return True
+                self.source.begin_trial()
+                yield from self.source.accept(",")
+                yield from self.source.space()
+            if not (yield from self.read_call()):
+                return False
+            num_calls += 1
+
+    def _read_member(self, call: _Call) -> Steps[bool]:
+        source = self.source
+        key = yield from read_string(source)
+        if key is None:
+            return False
+        yield from source.space()
+        if not (yield from source.accept(":")):
+            return False
+        yield from source.space()
+        if key == "name" and call.name is None:
+            name = yield from read_string(source)
+            if not name or (self._known is not None and name not in self._known):
+                return False
+            call.name = name
+            source.end_trial()
+            self.message.begin_call(name)
+            for piece in call.early_arguments:
+                self.message.arguments(piece)
+            return True
+        if key in self.argument_keys and not call.has_arguments:
+            call.has_arguments = True
+            sink = call.early_arguments.append if call.name is None else self.message.arguments
+            return (yield from read_arguments(source, sink))
+        if call.name is None and self._known is not None and key not in _KEYS_BEFORE_NAME:
+            return False
+        return (yield from read_value(source, _nowhere))
+
+
+class _Call:
+    """What is known of a call that is being read."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.has_arguments = False
+        self.early_arguments: list[str] = []
+
+
+def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
+    """Takes the value of a call's arguments. Some models write them as a string that holds JSON: that is unpacked.
+    null means none."""
+    first = yield from source.peek()
+    if first in ("{", "["):
+        return (yield from read_value(source, sink))
+    pieces: list[str] = []
+    whole = yield from read_value(source, pieces.append)
+    text = "".join(pieces)
+    inner = _decoded(text) if whole and first == '"' else None
+    if inner is not None and inner.lstrip().startswith("{"):
+        text = inner
+    sink("{}" if text == "null" else text)
+    return whole
+
+
+def _nowhere(_: str) -> None:
+    pass

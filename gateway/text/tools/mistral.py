@@ -1,0 +1,114 @@
+"""Mistral's calls: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since tokenizer v11
+`[TOOL_CALLS]name[ARGS]{...}` for each call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.text.grammar import Fragment, literal
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.calls_grammar import (
+    Arguments,
+    call_rules,
+    enforced_arguments,
+    free_arguments,
+    object_call,
+    repeated,
+    triggered,
+)
+from gateway.text.tools.format import Tool, random_id
+from gateway.text.tools.json_calls import JsonCallParser, read_arguments
+from gateway.text.tools.reader import Steps
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_MAX_NAME = 256
+
+
+class MistralFormat:
+    """See ToolFormat. Ids of calls have nine characters: the templates refuse others.
+
+    Args:
+        named: each call has its name in front of its arguments (tokenizers from v11), else all are one list.
+    """
+
+    marks = (CALLS, ARGS, CALL_ID)
+
+    def __init__(self, *, named: bool) -> None:
+        self.name = "mistral_named" if named else "mistral"
+        self._named = named
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat. Either form is read."""
+        return MistralParser(self.new_call_id)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        mark = literal(CALLS, special_ids)
+        rules = self._rules(tools, special_ids, enforced_arguments, parallel=parallel)
+        if self._named:
+            return Fragment(repeated(f"{mark} t_call", f"{mark} t_call", parallel=parallel), rules)
+        return Fragment(f"{mark} t_list", rules)
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        rules = self._rules(tools, special_ids, free_arguments, parallel=parallel)
+        rest = "t_call" if self._named else "t_list"
+        return triggered(CALLS, special_ids, rest, rules, parallel=parallel and self._named)
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return random_id(9)
+
+    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """See ToolFormat."""
+        if self._named:
+            return "".join(f"{CALLS}{name}{ARGS}{json.dumps(values, ensure_ascii=False)}" for name, values in calls)
+        objects = [{"name": name, "arguments": values} for name, values in calls]
+        return CALLS + json.dumps(objects, ensure_ascii=False)
+
+    def _rules(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments, *, parallel: bool
+    ) -> tuple[str, ...]:
+        if self._named:
+            return call_rules(tools, lambda tool: f"{literal(tool.name + ARGS, special_ids)} {arguments(tool)}")
+        calls = call_rules(tools, lambda tool: object_call(tool, arguments(tool)))
+        several = repeated("t_call", '", " t_call', parallel=parallel)
+        return (f't_list: "[" {several} "]"', *calls)
+
+
+class MistralParser(JsonCallParser):
+    """Finds calls behind `[TOOL_CALLS]`."""
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        while (yield from source.text_until((CALLS,), self.message.content)):
+            source.begin_trial(CALLS)
+            yield from source.space()
+            first = yield from source.peek()
+            if first == "[":
+                yield from self.read_list()
+            elif first == "{":
+                yield from self.read_call()
+            else:
+                yield from self._read_named()
+            self._reject()
+
+    def _read_named(self) -> Steps[None]:
+        """`name[ARGS]{...}`, with the model's own id of the call between them or not, with the mark or not."""
+        source = self.source
+        name = yield from source.word(_NAME, _MAX_NAME)
+        if not name:
+            return
+        if (yield from source.accept(CALL_ID)):
+            yield from source.word(_NAME, _MAX_NAME)
+        if not (yield from source.accept(ARGS)) and (yield from source.peek()) != "{":
+            return
+        source.end_trial()
+        self.message.begin_call(name)
+        yield from source.space()
+        if (yield from read_arguments(source, self.message.arguments)):
+            self.message.complete_call()

@@ -1,0 +1,152 @@
+"""Calls that are a whole answer of JSON: Llama 3's `{"name": ..., "parameters": {...}}`, and the form that models are
+asked for whose template knows no tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.text.grammar import Fragment, any_of, literal
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.calls_grammar import (
+    Arguments,
+    call_rules,
+    enforced_arguments,
+    free_arguments,
+    object_call,
+    repeated,
+    text_unless,
+)
+from gateway.text.tools.format import NewId, Tool, openai_call_id
+from gateway.text.tools.json_calls import JsonCallParser
+from gateway.text.tools.reader import Steps
+
+PYTHON_TAG = "<|python_tag|>"
+_FENCES = ("```json", "```")
+_CALL_BEGINS = (
+    r'[ \t\r\n]*(```(json)?[ \t\r\n]*)?(\[[ \t\r\n]*)?\{[ \t\r\n]*"(name|type|id|index|arguments|parameters)"'
+)
+
+
+class PlainJsonFormat:
+    """A call, or a list of calls, in the OpenAI API's words. See ToolFormat."""
+
+    name = "json"
+    marks: tuple[str, ...] = ()
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat."""
+        return PlainJsonParser(self.new_call_id, tools)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return self._calls(tools, enforced_arguments, parallel=parallel)
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return text_unless(_CALL_BEGINS, self._calls(tools, free_arguments, parallel=parallel))
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """See ToolFormat."""
+        objects = [{"name": name, "arguments": values} for name, values in calls]
+        return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=False)
+
+    def _calls(self, tools: Sequence[Tool], arguments: Arguments, *, parallel: bool) -> Fragment:
+        rules = call_rules(tools, lambda tool: object_call(tool, arguments(tool)))
+        if not parallel:
+            return Fragment("t_call", rules)
+        several = repeated("t_call", '", " t_call', parallel=True)
+        return Fragment(any_of(["t_call", f'"[" {several} "]"']), rules)
+
+
+class LlamaJsonFormat:
+    """Llama 3.1 and later: objects with `parameters`, several parted by semicolons; behind `<|python_tag|>` or not.
+    See ToolFormat."""
+
+    name = "llama3_json"
+    marks = (PYTHON_TAG,)
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat."""
+        return PlainJsonParser(self.new_call_id, tools, mark=PYTHON_TAG)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return self._calls(tools, enforced_arguments, parallel=parallel)
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        calls = self._calls(tools, free_arguments, parallel=parallel)
+        tagged = f"T_TEXT {literal(PYTHON_TAG, special_ids)} {calls.expression}"
+        if PYTHON_TAG not in special_ids:
+            return text_unless(_CALL_BEGINS, calls)
+        return text_unless(_CALL_BEGINS, Fragment(any_of([calls.expression, tagged]), calls.rules))
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """See ToolFormat."""
+        return "; ".join(json.dumps({"name": name, "parameters": values}, ensure_ascii=False) for name, values in calls)
+
+    def _calls(self, tools: Sequence[Tool], arguments: Arguments, *, parallel: bool) -> Fragment:
+        rules = call_rules(tools, lambda tool: object_call(tool, arguments(tool), key="parameters"))
+        several = repeated("t_call", '"; " t_call', parallel=parallel)
+        return Fragment(f"({several})", rules)
+
+
+class PlainJsonParser(JsonCallParser):
+    """Finds calls with which an answer begins, in a code fence or not, and those behind a mark.
+
+    Args:
+        tools: an object without a mark before it is a call only if it names one of these: JSON may be content too.
+        mark: what may come before a call, anywhere.
+    """
+
+    def __init__(self, new_id: NewId, tools: Sequence[Tool], mark: str | None = None) -> None:
+        self._mark = mark
+        super().__init__(new_id, frozenset(tool.name for tool in tools))
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        source.begin_trial()
+        yield from source.space()
+        if self._mark is None or not (yield from source.accept(self._mark)):
+            fence = yield from source.accept_any(_FENCES)
+            yield from self._read_calls()
+            self._reject()
+            if fence and self.num_complete:
+                yield from source.accept("```")
+        else:
+            yield from self._read_marked()
+        while self._mark is not None and (yield from source.text_until((self._mark,), self.message.content)):
+            source.begin_trial(self._mark)
+            yield from self._read_marked()
+        yield from source.rest(self.message.content)
+
+    def _read_marked(self) -> Steps[None]:
+        self._known = None
+        yield from self._read_calls()
+        self._reject()
+
+    def _read_calls(self) -> Steps[None]:
+        """Objects, with semicolons or commas between them or not, or a list."""
+        source = self.source
+        yield from source.space()
+        if (yield from source.peek()) == "[":
+            yield from self.read_list()
+            yield from source.space()
+            return
+        while (yield from self.read_call()):
+            source.begin_trial()
+            yield from source.space()
+            yield from source.accept_any((";", ","))
+            yield from source.space()
+            if (yield from source.peek()) != "{":
+                return

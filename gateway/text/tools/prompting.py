@@ -1,0 +1,209 @@
+"""Conversations with tools in the form that a model's chat template takes.
+
+A template that knows tools gets them, and calls and results as it expects them. For one that does not, a system
+message says which functions there are and how to call one; earlier calls become what the assistant said, and their
+results what the user said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.text.tools.format import ToolFormat, ToolRequest
+from gateway.text.tools.formats import FALLBACK
+
+_TOOLS = re.compile(r"\btools\b")
+_CALLS = re.compile(r"\btool_calls\b")
+_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*(?:!=|>)\s*1")
+_TEXT_ARGUMENTS = re.compile(r"\barguments(?:'\]|\"\])?\s*[+~]")
+_SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9")
+_NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSupport:
+    """What a chat template does of its own.
+
+    Attributes:
+        tools: it shows the tools to the model.
+        calls: it renders an assistant's tool_calls, and messages of the role `tool`.
+        one_call: it refuses messages with more calls than one.
+        text_arguments: it wants the arguments of calls as JSON text, not as an object.
+        short_ids: it refuses ids of calls that do not have nine characters.
+        system: it takes system messages.
+    """
+
+    tools: bool = False
+    calls: bool = False
+    one_call: bool = False
+    text_arguments: bool = False
+    short_ids: bool = False
+    system: bool = True
+
+
+def template_support(template: str | None, form: ToolFormat | None) -> TemplateSupport:
+    """What a template does, by its text. In a format that it does not speak of it can do nothing with tools."""
+    if template is None:
+        return TemplateSupport()
+    support = TemplateSupport(
+        tools=_TOOLS.search(template) is not None,
+        calls=_CALLS.search(template) is not None,
+        one_call=_ONE_CALL.search(template) is not None,
+        text_arguments=_TEXT_ARGUMENTS.search(template) is not None,
+        short_ids=_SHORT_IDS.search(template) is not None,
+        system=_NO_SYSTEM.search(template) is None,
+    )
+    return replace(support, tools=False, calls=False) if form is FALLBACK else support
+
+
+def conversation(
+    messages: Sequence[Mapping[str, Any]],
+    request: ToolRequest | None,
+    form: ToolFormat | None,
+    support: TemplateSupport,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools for the template.
+
+    Args:
+        messages: in OpenAI's shape, checked; `content` is a string or None, `tool_calls` have their arguments as text.
+        request: the tools, or None. Those of a request that forbids calls are not shown.
+        form: how the model writes calls; None: it makes none.
+    """
+    form = form or FALLBACK
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
+    said = list(_told(messages, form, support, names))
+    if request is None or request.choice == "none":
+        return said, None
+    if support.tools:
+        return said, [tool.as_json() for tool in request.tools]
+    return _with_instructions(said, instructions(request, form), support), None
+
+
+def instructions(request: ToolRequest, form: ToolFormat) -> str:
+    """What a model has to be told that was given no tools by its template."""
+    functions = "\n".join(json.dumps(tool.as_json()["function"], ensure_ascii=False) for tool in request.tools)
+    example = form.render_calls([("function_name", {"argument_name": "value"})])
+    if request.choice == "named":
+        rule = f"Answer with one call of the function {request.callable[0].name}."
+    elif request.choice == "required":
+        rule = "Answer with a call of the function that fits best" + (
+            ", or with several calls." if request.parallel else "."
+        )
+    else:
+        rule = "Call a function when it helps to answer. When none is needed, answer in plain words."
+    if len(request.callable) < len(request.tools) and request.choice != "named":
+        rule += f" Of these functions you may call {', '.join(tool.name for tool in request.callable)}."
+    return (
+        f"You can call functions. Each is described here by a line of JSON, its parameters by a JSON schema:\n\n"
+        f"{functions}\n\n"
+        f"A call is written like this, with nothing before or after it:\n\n{example}\n\n{rule}"
+    )
+
+
+def _with_instructions(messages: list[dict[str, Any]], text: str, support: TemplateSupport) -> list[dict[str, Any]]:
+    role = "system" if support.system else "user"
+    if messages and messages[0]["role"] == role:
+        first = {**messages[0], "content": _joined(messages[0]["content"], text, role)}
+        return [first, *messages[1:]]
+    return [{"role": role, "content": text}, *messages]
+
+
+def _joined(content: str, text: str, role: str) -> str:
+    return f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
+
+
+def _told(
+    messages: Sequence[Mapping[str, Any]], form: ToolFormat, support: TemplateSupport, names: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The messages as the template takes them."""
+    if support.calls:
+        shaped = [_shaped(message, support, names) for message in messages]
+        yield from _one_by_one(shaped) if support.one_call else shaped
+        return
+    results: list[str] = []
+    for message in messages:
+        content = message.get("content") or ""
+        if message["role"] == "tool":
+            name = names.get(message.get("tool_call_id", ""), message.get("name") or "function")
+            results.append(f"Result of {name}:\n{content}")
+            continue
+        if results and message["role"] == "user":
+            content = "\n\n".join([*results, content])
+        elif results:
+            yield {"role": "user", "content": "\n\n".join(results)}
+        results.clear()
+        if calls := message.get("tool_calls"):
+            written = form.render_calls([(call["function"]["name"], _as_object(call)) for call in calls])
+            content = f"{content}\n{written}" if content else written
+        yield {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
+    if results:
+        yield {"role": "user", "content": "\n\n".join(results)}
+
+
+def _shaped(message: Mapping[str, Any], support: TemplateSupport, names: Mapping[str, str]) -> dict[str, Any]:
+    shaped = dict(message)
+    if message["role"] == "tool":
+        identifier = message.get("tool_call_id", "")
+        shaped.setdefault("name", names.get(identifier, ""))
+        shaped["tool_call_id"] = _call_id(identifier, support)
+    if calls := message.get("tool_calls"):
+        shaped["tool_calls"] = [
+            {
+                "id": _call_id(call["id"], support),
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": call["function"]["arguments"] if support.text_arguments else _as_object(call),
+                },
+            }
+            for call in calls
+        ]
+    return shaped
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each call in a message of its own, its result behind it."""
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            index = next((i for i, call in enumerate(waiting) if _calls_id(call) == message["tool_call_id"]), None)
+            if index is not None:
+                yield waiting.pop(index)
+            yield message
+            continue
+        yield from waiting
+        waiting.clear()
+        if len(calls) < 2:
+            yield message
+            continue
+        if message.get("content"):
+            yield {key: value for key, value in message.items() if key != "tool_calls"}
+        waiting += [{**message, "content": "", "tool_calls": [call]} for call in calls]
+    yield from waiting
+
+
+def _calls_id(message: Mapping[str, Any]) -> str:
+    return str(message["tool_calls"][0]["id"])
+
+
+def _call_id(identifier: str, support: TemplateSupport) -> str:
+    """An id that the template takes; the same for the same one."""
+    if not support.short_ids or re.fullmatch(r"[a-zA-Z0-9]{9}", identifier):
+        return identifier
+    return hashlib.sha256(identifier.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _as_object(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call of the history; text that is no JSON object, which a model may have written, as it is."""
+    text = call["function"]["arguments"]
+    try:
+        value = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
