@@ -9,6 +9,8 @@ from functools import partial
 from gateway.text.message_parser import MessageFormat, ReasoningSplitter, ToolParser
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from gateway.text.tools.format import ToolFormat, ToolRequest
+from gateway.text.tools.formats import tool_format
+from gateway.text.tools.prompting import TemplateSupport, template_support
 from shared.errors import ConfigurationError
 
 AUTO = "auto"
@@ -22,12 +24,14 @@ class ModelFormats:
     Attributes:
         reasoning: None: its text has no reasoning apart.
         tools: None: it calls no tools.
+        template: what its chat template does with tools; see prompting.conversation.
         added_ids: text of each added token -> its id. A grammar names these tokens by their ids.
         reasoning_ids, tool_ids: special tokens in the marks of either.
     """
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
+    template: TemplateSupport = field(default_factory=TemplateSupport)
     added_ids: Mapping[str, int] = field(default_factory=dict)
     reasoning_ids: frozenset[int] = frozenset()
     tool_ids: frozenset[int] = frozenset()
@@ -63,6 +67,7 @@ def model_formats(
     tools: ToolFormat | None,
     added_ids: Mapping[str, int],
     special_ids: frozenset[int],
+    template: TemplateSupport,
 ) -> ModelFormats:
     """The formats of a model whose tokens special_ids are hidden by skip_special_tokens."""
 
@@ -77,6 +82,7 @@ def model_formats(
     return ModelFormats(
         reasoning=reasoning,
         tools=tools,
+        template=template,
         added_ids=added_ids,
         reasoning_ids=shown(() if reasoning is None else reasoning.marks),
         tool_ids=shown(() if tools is None else tools.marks),
@@ -109,4 +115,5 @@ def resolve_formats(
     Raises ConfigurationError for a flag with an unknown name.
     """
     reasoning = reasoning_format(reasoning_parser, template or "", added_ids)
-    return model_formats(reasoning, None, added_ids, special_ids)
+    tools = tool_format(tool_call_parser, template, added_ids)
+    return model_formats(reasoning, tools, added_ids, special_ids, template_support(template, tools))
