@@ -27,19 +27,26 @@ class ReasoningFormat:
 
     Attributes:
         name: as `--reasoning-parser` takes it.
-        starts, ends: texts that open and close it; the first of each is what the model is made to write.
+        starts, ends: texts that open and close it.
+        closing: what the model is made to write to get from reasoning to the answer; empty: the first of `ends`.
         splitter: makes the splitter of a choice, told whether the prompt ends inside reasoning; None: marks tell.
     """
 
     name: str
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    closing: str = ""
     splitter: Callable[[bool], ReasoningSplitter] | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that a splitter must see."""
         return (*self.starts, *self.ends)
+
+    @property
+    def forced_end(self) -> str:
+        """What ends reasoning that has become too long."""
+        return self.closing or self.ends[0]
 
     def new_splitter(self, opened: bool) -> ReasoningSplitter:
         """A splitter for one choice; `opened`: the prompt ends inside reasoning."""

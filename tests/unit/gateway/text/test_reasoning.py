@@ -1,0 +1,193 @@
+"""Reasoning told from what is said aloud: each format, any cutting, linear time, and the grammar of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from gateway.text.formats import reasoning_format
+from gateway.text.grammar import Fragment, grammar_source
+from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning, reasoning_fragment
+from shared.errors import ConfigurationError
+from tests.fakes.tokenizers import byte_level_json
+
+THINK = REASONING_FORMATS["think"]
+GRANITE = REASONING_FORMATS["granite"]
+NAMES = sorted(REASONING_FORMATS)
+
+
+def split(marks: ReasoningFormat, pieces: list[str], opened: bool = False) -> tuple[str, str]:
+    splitter = marks.new_splitter(opened)
+    parts = [splitter.push(piece) for piece in pieces] + [splitter.finish()]
+    return "".join(reasoning for reasoning, _ in parts), "".join(aloud for _, aloud in parts)
+
+
+def pairs(marks: ReasoningFormat) -> list[tuple[str, str]]:
+    return list(itertools.product(marks.starts, marks.ends))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_format_is_split(name: str) -> None:
+    marks = REASONING_FORMATS[name]
+    for start, end in pairs(marks):
+        text = f"{start}\nTwo and\n\ntwo. \n{end}\n\nFour. \n"
+        assert split(marks, [text]) == ("Two and\n\ntwo.", "Four. \n")
+        assert split(marks, list(text)) == ("Two and\n\ntwo.", "Four. \n")
+        after = text.removeprefix(start)
+        assert split(marks, list(after), opened=True) == ("Two and\n\ntwo.", "Four. \n")
+        # Some models repeat the mark that the prompt has.
+        assert split(marks, list(text), opened=True) == ("Two and\n\ntwo.", "Four. \n")
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("", False, ("", "")),
+        ("Four.", False, ("", "Four.")),
+        (" \n Four. ", False, ("", " \n Four. ")),
+        (" \n", False, ("", " \n")),
+        ("<thin", False, ("", "<thin")),
+        (" <thing>", False, ("", " <thing>")),
+        ("\n<think>a</think>b", False, ("a", "b")),
+        ("<think></think>b", False, ("", "b")),
+        ("<think>\n\n</think>\n\nb", False, ("", "b")),
+        ("<think>a\n", False, ("a", "")),
+        ("<think>a</thin", False, ("a</thin", "")),
+        ("a </thin", True, ("a </thin", "")),
+        ("<think>a </ think> </think>b", False, ("a </ think>", "b")),
+        ("<think>", False, ("", "")),
+        ("<thi", True, ("<thi", "")),
+        ("a", True, ("a", "")),
+        (" ", True, ("", "")),
+        ("</think>b", True, ("", "b")),
+        # Marks that turn up later are content.
+        ("<think>a</think>b<think>c</think>", False, ("a", "b<think>c</think>")),
+        ("Say <think>x</think>", False, ("", "Say <think>x</think>")),
+        ("b</think>c", False, ("", "b</think>c")),
+    ],
+)
+def test_what_is_reasoning(text: str, opened: bool, expected: tuple[str, str]) -> None:
+    for pieces in ([text], list(text), [text[:3], text[3:]]):
+        assert split(THINK, pieces, opened) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(["<", "think", ">", "<think>", "</think>", "</", " ", "\n", "a", "\u2003"])),
+    cuts=st.sets(st.integers(0, 80)),
+    opened=st.booleans(),
+)
+def test_any_cutting_gives_the_same(parts: list[str], cuts: set[int], opened: bool) -> None:
+    text = "".join(parts)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
+    assert split(THINK, pieces, opened) == split(THINK, [text], opened)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(
+        st.sampled_from([*GRANITE.starts, *GRANITE.ends, "Here", "'s my", " is", " ", "response", ":", "x"])
+    ),
+    size=st.integers(1, 9),
+)
+def test_any_cutting_gives_the_same_with_several_marks(parts: list[str], size: int) -> None:
+    text = "".join(parts)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    assert split(GRANITE, pieces) == split(GRANITE, [text])
+
+
+@pytest.mark.parametrize("unit", [" ", "</think", "</", "<think>", "\n a", "Here's my res"])
+@pytest.mark.parametrize("marks", [THINK, GRANITE])
+def test_time_is_linear_in_hostile_text(unit: str, marks: ReasoningFormat) -> None:
+    def seconds(count: int) -> float:
+        best = 1e9
+        for _ in range(3):
+            pieces = [marks.starts[0], *([unit] * count)]
+            began = time.perf_counter()
+            split(marks, pieces)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(40_000) < 12 * seconds(10_000) + 0.01
+
+
+def test_in_reasoning_tells_what_comes_next() -> None:
+    splitter = THINK.new_splitter(False)
+    states = []
+    for piece in ("\n", "<think>", "a", "</thi", "nk>", "\n", "b"):
+        splitter.push(piece)
+        states.append(splitter.in_reasoning)
+    assert states == [False, True, True, True, False, False, False]
+    assert THINK.new_splitter(True).in_reasoning
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_that_opens_the_reasoning_is_seen(name: str) -> None:
+    marks = REASONING_FORMATS[name]
+    for start, end in pairs(marks):
+        assert marks.is_open(f"assistant\n{start}") and marks.is_open(f"assistant\n{start}\n")
+        assert not marks.is_open(f"{start}\n\n{end}\n\n") and not marks.is_open("assistant\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_formats_are_detected(name: str) -> None:
+    marks = REASONING_FORMATS[name]
+    template = "{{ message.content.split('" + marks.ends[0] + "')[-1] }}"
+    assert detect_reasoning(template, {}) is marks
+    assert detect_reasoning("{{ message.content }}", {"<|im_end|>": 2}) is None
+
+
+def test_a_vocabulary_with_both_marks_is_enough() -> None:
+    assert detect_reasoning("", {"<think>": 7, "</think>": 8}) is THINK
+    assert detect_reasoning("", {"<think>": 7}) is None
+
+
+def test_flags() -> None:
+    assert reasoning_format("auto", "x</think>", {}) is THINK
+    assert reasoning_format("none", "x</think>", {}) is None
+    assert reasoning_format("deepseek-r1", "", {}) is THINK
+    with pytest.raises(ConfigurationError, match=r"--reasoning-parser is 'r2'; known are auto, none, .*think"):
+        reasoning_format("r2", "", {})
+
+
+def matcher(marks: ReasoningFormat, opened: bool, tokens: bool):
+    tokenizer = Tokenizer.from_str(byte_level_json().decode())
+    if tokens:
+        added = [AddedToken(mark, normalized=False) for mark in (marks.starts[0].rstrip(), marks.ends[0])]
+        tokenizer.add_special_tokens(added)
+    ids = {text: tokenizer.token_to_id(text) for text in (marks.starts[0].rstrip(), marks.ends[0])} if tokens else {}
+    reasoning = reasoning_fragment(marks, opened, ids)
+    answer = Fragment('"yes"')
+    source = grammar_source(Fragment(f"{reasoning.expression} {answer.expression}", reasoning.rules))
+    model = LLTokenizer(tokenizer.to_str(), eos_token=2)
+    assert not LLMatcher.validate_grammar(source, model)
+
+    def accepts(text: str) -> bool:
+        one = LLMatcher(model, source)
+        return one.consume_tokens(tokenizer.encode(text, add_special_tokens=False).ids) and one.is_accepting()
+
+    return accepts
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [(name, tokens) for name in NAMES for tokens in (True, False) if name != "granite" or not tokens],
+)
+def test_the_grammar_holds_what_follows_reasoning(name: str, tokens: bool) -> None:
+    marks = REASONING_FORMATS[name]
+    start, end = marks.starts[0], marks.ends[0]
+    accepts = matcher(marks, opened=False, tokens=tokens)
+    assert accepts("yes")
+    for between in ("", "\n", "\n\n"):
+        assert accepts(f"{start}\nLet me see: no < or > {{}}.\n{end}{between}yes")
+    assert not accepts(f"{start}why{end}no") and not accepts(f"{start}yes") and not accepts("no")
+    assert not accepts(f"{start}why{end}" + "\n" * 20 + "yes")
+    accepts = matcher(marks, opened=True, tokens=tokens)
+    assert accepts(f"\nwhy{end}\nyes") and not accepts("yes")
