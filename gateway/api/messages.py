@@ -65,7 +65,7 @@ RESERVED_TEMPLATE_VARIABLES = frozenset(
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates take them: contents are strings, arguments of calls are objects.
+    """Messages as text.tools.prompting takes them: contents are strings, arguments of calls the text of an object.
 
     Text parts are joined by line ends; empty system messages are dropped, `developer` becomes `system`. A template
     shows what it knows of: the optional `name`, the id of an answered call (which is checked here) and former
@@ -177,7 +177,7 @@ def _tool_call(call: object, place: str) -> dict[str, Any]:
     }
 
 
-def _arguments(value: object, place: str) -> dict[str, Any]:
+def _arguments(value: object, place: str) -> str:
     """The arguments of a call, which a client sends as they came: as JSON text. Of a call without any, as none."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{place} must be a string of JSON.", param=place, code="invalid_type")
@@ -187,7 +187,7 @@ def _arguments(value: object, place: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{place} must be a string of JSON, and is none.", param=place) from None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{place} must be the JSON text of an object.", param=place)
-    return arguments
+    return value or "{}"
 
 
 def _refuse_constant(name: str) -> NoReturn:
