@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,8 +13,18 @@ import torch
 
 from kernels.logprobs import reference as logprobs_reference
 from kernels.logprobs.tensors import LogprobTensors
-from kernels.sampling import reference
-from kernels.sampling.inputs import AdjustInputs, PenaltyInputs, SamplingInputs
+from kernels.sampling import dry, extended, reference
+from kernels.sampling.inputs import (
+    NO_CUT,
+    AdjustInputs,
+    AllowedInputs,
+    BadWordsInputs,
+    DryInputs,
+    ExtendInputs,
+    Feature,
+    PenaltyInputs,
+    SamplingInputs,
+)
 
 
 class SamplingOps(Protocol):
@@ -29,6 +40,22 @@ class SamplingOps(Protocol):
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
+        ...
+
+    def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
+        """See dry.py."""
+        ...
+
+    def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
+        """See reference.allow_only."""
+        ...
+
+    def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
+        """See reference.forbid_words."""
+        ...
+
+    def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+        """See extended.extend."""
         ...
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
@@ -54,6 +81,22 @@ class ReferenceOps:
         """See reference.penalize."""
         reference.penalize(logits, inputs)
 
+    def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
+        """See dry.py."""
+        dry.penalize_repetitions(logits, inputs)
+
+    def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
+        """See reference.allow_only."""
+        reference.allow_only(logits, inputs)
+
+    def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
+        """See reference.forbid_words."""
+        reference.forbid_words(logits, inputs)
+
+    def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+        """See extended.extend."""
+        return extended.extend(logits, inputs)
+
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See reference.sample."""
         return reference.sample(logits, inputs)
@@ -72,6 +115,8 @@ class CpuOps(ReferenceOps):
 
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
+        self._lists: Any = None
+        self._extended: Any = None
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "sampling") if num_threads > 1 else None
 
@@ -86,6 +131,23 @@ class CpuOps(ReferenceOps):
         counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
         self._compiled = cpu
+        self._compile_the_rarer()
+
+    def _compile_the_rarer(self) -> None:
+        from kernels.sampling import extended_cpu, lists_cpu
+
+        logits, zero = torch.zeros((1, 8)), torch.zeros(1, dtype=torch.int64)
+        bits, words = torch.zeros((1, 1), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.int32)
+        one = torch.ones(1)
+        dry = DryInputs(zero, zero, words, zero, zero, one, one, zero, bits, longest=0, longest_match=0)
+        lists_cpu.dry_rows(logits.numpy(), *_columns(dry))
+        lists_cpu.allow_rows(logits.numpy(), *_columns(AllowedInputs(zero, zero, bits)))
+        lists_cpu.forbid_rows(logits.numpy(), *_columns(BadWordsInputs(zero, zero, words, words, words, zero)))
+        self._lists = lists_cpu
+        _extend_rows(
+            extended_cpu, logits.numpy(), _extend_columns(_one_extended(zero, one)), 0, 1, np.zeros(1, np.float32)
+        )
+        self._extended = extended_cpu
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
@@ -102,6 +164,37 @@ class CpuOps(ReferenceOps):
         run = partial(_sample_rows, self._compiled, _arrays(logits, inputs.gathered()), out=ids.numpy())
         self._share(run, logits.shape[0])
         return ids
+
+    def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
+        """See dry.py."""
+        if self._lists is None:
+            dry.penalize_repetitions(logits, inputs)
+        else:
+            self._lists.dry_rows(logits.numpy(), *_columns(inputs))
+
+    def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
+        """See reference.allow_only."""
+        if self._lists is None:
+            reference.allow_only(logits, inputs)
+        else:
+            self._lists.allow_rows(logits.numpy(), *_columns(inputs))
+
+    def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
+        """See reference.forbid_words."""
+        if self._lists is None:
+            reference.forbid_words(logits, inputs)
+        else:
+            self._lists.forbid_rows(logits.numpy(), *_columns(inputs))
+
+    def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+        """See extended.extend."""
+        if self._extended is None:
+            return extended.extend(logits, inputs)
+        log_masses = torch.zeros(len(inputs.rows))
+        columns = _extend_columns(inputs)
+        run = partial(_extend_rows, self._extended, logits.numpy(), columns, out=log_masses.numpy())
+        self._share(run, len(inputs.rows))
+        return log_masses
 
     def _share(self, run: Callable[..., None], num_rows: int) -> None:
         if self._threads is None or num_rows < 2:
@@ -155,6 +248,51 @@ def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> Non
         inputs.frequency,
     )
     cpu.penalize_rows(logits.numpy(), *(tensor.contiguous().numpy() for tensor in tensors))
+
+
+def _columns(inputs: DryInputs | AllowedInputs | BadWordsInputs) -> list[np.ndarray]:
+    """The fields that are tensors, in their order: the arguments of the compiled functions."""
+    values = (getattr(inputs, field.name) for field in fields(inputs))
+    return [value.numpy() for value in values if isinstance(value, torch.Tensor)]
+
+
+def _extend_columns(inputs: ExtendInputs) -> list[np.ndarray]:
+    values = (getattr(inputs, field.name) for field in fields(inputs) if field.name not in ("mask", "mask_rows"))
+    mask, mask_rows = inputs.mask, inputs.mask_rows
+    columns = [value.contiguous() for value in values if isinstance(value, torch.Tensor)]
+    if mask is None or mask_rows is None:
+        mask, mask_rows = _NO_MASK, torch.full_like(inputs.rows, -1)
+    return [column.numpy() for column in (*columns, mask.contiguous(), mask_rows.long())]
+
+
+def _extend_rows(
+    extended_cpu: Any, logits: np.ndarray, columns: list[np.ndarray], start: int, end: int, out: np.ndarray
+) -> None:
+    extended_cpu.extend_rows(logits, *columns, start, end, out)
+
+
+def _one_extended(zero: torch.Tensor, one: torch.Tensor) -> ExtendInputs:
+    """Of a row that wants nothing."""
+    none = torch.zeros(1)
+    return ExtendInputs(
+        rows=zero,
+        features=Feature(0),
+        temperature=one,
+        log_min_p=torch.full((1,), NO_CUT),
+        top_k=zero,
+        top_p=one.double(),
+        typical_p=one,
+        top_n_sigma=none,
+        dynatemp_range=none,
+        dynatemp_exponent=one,
+        mirostat=zero,
+        mu=none,
+        xtc_coin=zero,
+        log_xtc_threshold=none,
+        key=torch.zeros((2, 1), dtype=torch.int64),
+        position=zero,
+        choice=zero,
+    )
 
 
 def _inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 NO_CUT = float("-inf")
+NOT_USABLE = -1
+"""Sampled where logits are NaN or plus infinity."""
+NOTHING_LEFT = -2
+"""Sampled where all logits are minus infinity: masks leave nothing."""
+MAX_DRY_EXPONENT = 50
+"""Matches of DRY count up to so many tokens more than are allowed."""
+MAX_DRY_PENALTY = 1e30
+"""So that a penalized logit, divided by any temperature, is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +120,121 @@ class PenaltyInputs:
     repetition: torch.Tensor
     presence: torch.Tensor
     frequency: torch.Tensor
+
+
+class Feature(enum.IntFlag):
+    """What rows want of `extend`; known on the host, so that what none wants is left out."""
+
+    TOP = 1
+    """min_p, top_k or top_p."""
+    TYPICAL = 2
+    SIGMA = 4
+    DYNATEMP = 8
+    MIROSTAT = 16
+    XTC = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendInputs:
+    """E rows of the logits whose requests use one of the rarer filters. README.md has the maths.
+
+    Attributes:
+        rows: [E] int64, rows of the logits, each at most once.
+        features: of all rows together.
+        temperature: [E] float32, above 0.
+        log_min_p: [E] float32; NO_CUT keeps all.
+        top_k: [E] int64; 0 keeps all.
+        top_p: [E] float64; typical_p: [E] float32; 1 keeps all.
+        top_n_sigma: [E] float32; 0 keeps all.
+        dynatemp_range, dynatemp_exponent: [E] float32; a range of 0 leaves the temperature.
+        mirostat: [E] int64, 0, 1 or 2; mu: [E] float32, the surprise in bits that it aims at now.
+        xtc_coin: [E] int64, 2**24 times the probability; log_xtc_threshold: [E] float32.
+        key: [2, E] int64, position, choice: [E] int64, as of SamplingInputs.
+        mask, mask_rows: as of SamplingInputs, mask_rows [E].
+    """
+
+    rows: torch.Tensor
+    features: Feature
+    temperature: torch.Tensor
+    log_min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    typical_p: torch.Tensor
+    top_n_sigma: torch.Tensor
+    dynatemp_range: torch.Tensor
+    dynatemp_exponent: torch.Tensor
+    mirostat: torch.Tensor
+    mu: torch.Tensor
+    xtc_coin: torch.Tensor
+    log_xtc_threshold: torch.Tensor
+    key: torch.Tensor
+    position: torch.Tensor
+    choice: torch.Tensor
+    mask: torch.Tensor | None = None
+    mask_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DryInputs:
+    """D rows of the logits whose requests avoid repetitions.
+
+    Attributes:
+        rows: [D] int64, rows of the logits, each at most once.
+        table_rows: [D] int64, rows of the tables.
+        token_ids: [R, stride] int32, what each request has so far.
+        length: [D] int64, how many tokens that is.
+        last_n: [D] int64, how many of the last are looked at; below 0: all.
+        multiplier, base: [D] float32.
+        allowed_length: [D] int64.
+        breakers: [R, ceil(vocab / 32)] int32, bits of the tokens that no repetition goes across.
+        longest: host integer, no less than any min(length, last_n).
+        longest_match: host integer, no less than any allowed_length + MAX_DRY_EXPONENT.
+    """
+
+    rows: torch.Tensor
+    table_rows: torch.Tensor
+    token_ids: torch.Tensor
+    length: torch.Tensor
+    last_n: torch.Tensor
+    multiplier: torch.Tensor
+    base: torch.Tensor
+    allowed_length: torch.Tensor
+    breakers: torch.Tensor
+    longest: int
+    longest_match: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedInputs:
+    """A rows of the logits whose requests allow some tokens only.
+
+    Attributes:
+        rows: [A] int64, rows of the logits; table_rows: [A] int64.
+        allowed: [R, ceil(vocab / 32)] int32, bits of the tokens that are allowed.
+    """
+
+    rows: torch.Tensor
+    table_rows: torch.Tensor
+    allowed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BadWordsInputs:
+    """B rows of the logits whose requests forbid words.
+
+    The tokens of a row's words follow each other in the tables.
+
+    Attributes:
+        rows: [B] int64, rows of the logits; table_rows: [B] int64.
+        ids: [R, width], token ids; below 0: no token.
+        left: [R, width], how many tokens of the word come after this one.
+        token_ids: [R, stride] int32, what each request has so far.
+        length: [B] int64, how many tokens that is.
+    """
+
+    rows: torch.Tensor
+    table_rows: torch.Tensor
+    ids: torch.Tensor
+    left: torch.Tensor
+    token_ids: torch.Tensor
+    length: torch.Tensor

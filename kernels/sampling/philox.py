@@ -15,6 +15,8 @@ WEYL_1 = 0xBB67AE85
 NUM_ROUNDS = 10
 STREAM = 0x504C544E
 """Last word of the counter ("PLTN"); other uses of the generator take another word."""
+XTC_STREAM = 0x58544321
+"""Of the coin that XTC tosses ("XTC!")."""
 MAX_NOISE = 17.4
 """Above the largest noise, -log(-log(1 - 2**-25)) = 17.33."""
 _MASK = 0xFFFFFFFF

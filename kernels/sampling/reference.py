@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from kernels.sampling.inputs import AdjustInputs, PenaltyInputs, SamplingInputs
+from kernels.sampling.inputs import (
+    NOT_USABLE,
+    NOTHING_LEFT,
+    AdjustInputs,
+    AllowedInputs,
+    BadWordsInputs,
+    PenaltyInputs,
+    SamplingInputs,
+)
 from kernels.sampling.philox import gumbel_noise
 
 
@@ -19,12 +27,38 @@ def allow(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     """[S, vocab] float32 logits, minus infinity where the mask of the row's grammar has no bit."""
     if inputs.mask is None:
         return logits
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    allowed = (inputs.mask[:, ids // 32] >> (ids % 32).int()) & 1 != 0
+    allowed = bits_of(inputs.mask, logits.shape[1])
     if inputs.mask_rows is not None:
         rows = inputs.mask_rows.long()
         allowed = allowed[rows.clamp(min=0)] | (rows < 0).unsqueeze(1)
     return torch.where(allowed, logits, float("-inf"))
+
+
+def bits_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[n, ceil(vocab / 32)] int32 words as [n, vocab] bool."""
+    ids = torch.arange(vocab_size, device=words.device)
+    return (words[:, ids // 32] >> (ids % 32).int()) & 1 != 0
+
+
+def allow_only(logits: torch.Tensor, inputs: AllowedInputs) -> None:
+    """Makes what some rows of [S, vocab] float32 logits do not allow minus infinity, in place."""
+    allowed = bits_of(inputs.allowed[inputs.table_rows], logits.shape[1])
+    logits[inputs.rows] = torch.where(allowed, logits[inputs.rows], float("-inf"))
+
+
+def forbid_words(logits: torch.Tensor, inputs: BadWordsInputs) -> None:
+    """Makes the last token of each bad word minus infinity where the others were the last ones, in place."""
+    ids, left = inputs.ids[inputs.table_rows].long(), inputs.left[inputs.table_rows].long()
+    at = inputs.length.unsqueeze(1) - left
+    before = inputs.token_ids[inputs.table_rows.unsqueeze(1), at.clamp(min=0, max=inputs.token_ids.shape[1] - 1)]
+    differs = (left > 0) & ((at < 0) | (before != ids))
+    # What differs is counted where the word ends, `left` tokens on.
+    end = torch.arange(ids.shape[1], device=ids.device) + left
+    count = torch.zeros_like(ids).scatter_add_(1, end, differs.long())
+    banned = (ids >= 0) & (left == 0) & (count == 0)
+    times = torch.zeros((len(ids), logits.shape[1]), device=logits.device)
+    times.scatter_add_(1, ids.clamp(min=0), banned.float())
+    logits[inputs.rows] = torch.where(times > 0, float("-inf"), logits[inputs.rows])
 
 
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
@@ -46,7 +80,8 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         logits: [S, vocab] float32, penalties and masks applied; not changed.
 
     Returns:
-        [S] int64; -1 where what the mask leaves of the row has NaN or +inf, or nothing but -inf.
+        [S] int64; NOT_USABLE where what the mask leaves of the row has NaN or +inf, NOTHING_LEFT where it is nothing
+        but -inf.
     """
     inputs = inputs.gathered()
     logits = allow(logits, inputs)
@@ -61,7 +96,8 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         noisy = scaled + gumbel_noise(inputs.key, inputs.choice, inputs.position, logits.shape[1])
         ids = torch.where(inputs.temperature.unsqueeze(1) > 0, noisy.argmax(dim=-1, keepdim=True), best)
     # argmax takes NaN for the largest, so one look at the largest logit finds every row that is not usable.
-    return torch.where(highest.isfinite(), ids, -1).squeeze(1)
+    ids = torch.where(highest.isfinite(), ids, NOT_USABLE)
+    return torch.where(highest == float("-inf"), NOTHING_LEFT, ids).squeeze(1)
 
 
 def filter_tokens(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
@@ -70,14 +106,21 @@ def filter_tokens(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     Args:
         scaled: [S, vocab] float32, (logits - largest) / temperature.
     """
+    return keep_likeliest(scaled, inputs.log_min_p, inputs.top_k, inputs.top_p)
+
+
+def keep_likeliest(
+    scaled: torch.Tensor, log_min_p: torch.Tensor | float, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """As filter_tokens; the largest of each row of `scaled` is 0."""
     order = torch.sort(scaled, dim=-1, descending=True, stable=True)  # equal logits stay in order of their ids
     values = order.values
     rank = torch.arange(values.shape[1], device=values.device)
-    keep = values >= inputs.log_min_p.unsqueeze(1)
-    keep &= (rank < inputs.top_k.unsqueeze(1)) | (inputs.top_k == 0).unsqueeze(1)
+    keep = values >= (log_min_p.unsqueeze(1) if isinstance(log_min_p, torch.Tensor) else log_min_p)
+    keep &= (rank < top_k.unsqueeze(1)) | (top_k == 0).unsqueeze(1)
     mass = torch.where(keep, values.double().exp(), 0.0)
     cumulative = mass.cumsum(dim=-1)
-    top_p = inputs.top_p.unsqueeze(1)
+    top_p = top_p.unsqueeze(1)
     # A token stays while the mass of those before it has not reached top_p; the first one always stays.
     keep &= (cumulative - mass < top_p * cumulative[:, -1:]) | (top_p >= 1.0)
     values = torch.where(keep, values, float("-inf"))

@@ -27,12 +27,14 @@ from kernels.gpu.filters import (
 )
 from kernels.gpu.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
 from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_tokens
-from kernels.sampling.inputs import SamplingInputs
+from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
 
 _CHUNK = tl.constexpr(128)  # neighbours in a split: the likely tokens, which have low ids, are shared among the splits
 _MOST_CANDIDATES = 4096
 _SEGMENTS = tl.constexpr(5)  # numbers kept of each split
 _LOWEST = tl.constexpr(float("-inf"))
+_NOT_USABLE = tl.constexpr(NOT_USABLE)
+_NOTHING_LEFT = tl.constexpr(NOTHING_LEFT)
 
 
 _SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
@@ -101,13 +103,14 @@ def _scratch_of_row(p_scratch, i_row, PADDED: tl.constexpr, CAPACITY: tl.constex
 
 @triton.jit
 def _surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
-    """The row's largest logit, its lowest id, and whether the row is usable."""
+    """The row's largest logit, its lowest id, whether the row is usable, and what is sampled where it is not."""
     o_split = tl.arange(0, PADDED)
     b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=NONE)
     b_id = tl.load(p_row_scratch + PADDED + o_split, mask=o_split < num_splits, other=NO_TOKEN)
     order = tl.max(b_order, axis=0)
     best_id = tl.min(tl.where(b_order == order, b_id, NO_TOKEN), axis=0)
-    return number_of(order), best_id, (order < INFINITY) & (order > MINUS_INFINITY)
+    failure = tl.where(order == MINUS_INFINITY, _NOTHING_LEFT, _NOT_USABLE)
+    return number_of(order), best_id, (order < INFINITY) & (order > MINUS_INFINITY), failure
 
 
 @triton.jit(**_ROW_VARYING)
@@ -174,7 +177,7 @@ def draw_kernel(
     i_split = tl.program_id(1)
     num_splits = tl.num_programs(1)
     p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, _, usable = _surveyed(p_row_scratch, num_splits, PADDED)
+    highest, _, usable, _ = _surveyed(p_row_scratch, num_splits, PADDED)
     i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
@@ -257,10 +260,10 @@ def finish_kernel(
     PADDED: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """[S] programs: the token of a row, -1 where it is not usable."""
+    """[S] programs: the token of a row, a number below 0 where it is not usable."""
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, best_id, usable = _surveyed(p_row_scratch, num_splits, PADDED)
+    highest, best_id, usable, failure = _surveyed(p_row_scratch, num_splits, PADDED)
     if RANDOM:
         i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
         temperature = tl.load(p_temperature + i_table * temperature_stride)
@@ -309,7 +312,7 @@ def finish_kernel(
                 b_noisy = tl.where(b_there, b_second, _LOWEST)
                 best = tl.max(b_noisy, axis=0)
                 best_id = tl.min(tl.where(b_noisy == best, b_third, NO_TOKEN), axis=0)
-    tl.store(p_out + i_row, tl.where(usable, best_id, -1).to(tl.int64))
+    tl.store(p_out + i_row, tl.where(usable, best_id, failure).to(tl.int64))
 
 
 def scratch_size(num_rows: int, vocab: int) -> int:

@@ -175,7 +175,7 @@ def test_a_failed_row_fails_alone(ops):
 def test_a_row_whose_every_token_is_masked_fails(ops):
     small = SmallSampler(vocab_size=2, ops=ops)
     small.add(0, token_ids=[0], eos=[0, 1], temperature=0.0, ignore_eos=True)
-    assert small.ids(torch.zeros(1, 2), [0], [1]) == [-1]
+    assert small.ids(torch.zeros(1, 2), [0], [1]) == [-2]
 
 
 @pytest.mark.parametrize("by_index", [False, True])

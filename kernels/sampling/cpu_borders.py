@@ -1,0 +1,223 @@
+"""What the compiled ops of the CPU share: tokens in order of their logits without a sort, and where filters cut.
+
+Tokens are counted in buckets of their scaled logit, and only the bucket in which a filter's border falls is ordered.
+The functions release the GIL.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
+
+SHIFT = np.uint64(32)
+CHUNK = 64  # tokens that are looked at together
+NUM_BUCKETS = 2048
+BUCKETS_PER_UNIT = np.float32(64.0)  # the last bucket takes what lies 32 and more below the largest
+_LOG2E = np.float32(1.44269504)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+
+options = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+@njit(**options)
+def key_range(bits):  # type: ignore[no-untyped-def]
+    """Smallest and largest float32 of a row, given and returned as int32 in an order that compares like the floats.
+
+    Comparisons of floats are not vectorized, because of NaN; here positive NaN sorts above +inf, negative below -inf.
+    """
+    low = np.int32(0x7FFFFFFF)
+    high = np.int32(-0x80000000)
+    for i in range(len(bits)):
+        key = np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        low = min(low, key)
+        high = max(high, key)
+    return low, high
+
+
+@njit(**options)
+def key_float(key):  # type: ignore[no-untyped-def]
+    return np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@njit(**options)
+def largest_of(values):  # type: ignore[no-untyped-def]
+    """Maximum of values without NaN."""
+    _, high = key_range(values.view(np.int32))
+    return key_float(high)
+
+
+@njit(**options)
+def argmax(row):  # type: ignore[no-untyped-def]
+    """Lowest id of the largest logit; NOT_USABLE where the row has NaN or +inf, NOTHING_LEFT where it is all -inf."""
+    low, high = key_range(row.view(np.int32))
+    minus_infinity = np.int32(-0x7F800001)
+    if low < minus_infinity or high >= np.int32(0x7F800000):
+        return NOT_USABLE
+    if high == minus_infinity:
+        return NOTHING_LEFT
+    largest = key_float(high)
+    for first in range(0, len(row), CHUNK):
+        if largest_of(row[first : first + CHUNK]) == largest:
+            for i in range(first, len(row)):
+                if row[i] == largest:
+                    return i
+    return NOT_USABLE
+
+
+@njit(**options)
+def token_key(scaled, token):  # type: ignore[no-untyped-def]
+    """Sorts by scaled logit (<= 0) downwards, then by id upwards."""
+    bits = np.float32(abs(scaled)).view(np.uint32)
+    return (np.uint64(bits) << SHIFT) | np.uint64(token)
+
+
+@njit(**options)
+def key_value(key):  # type: ignore[no-untyped-def]
+    return -np.uint32(key >> SHIFT).view(np.float32)
+
+
+@njit(**options)
+def bucket_of(scaled):  # type: ignore[no-untyped-def]
+    return np.int32(min(np.float32(-scaled * BUCKETS_PER_UNIT), np.float32(NUM_BUCKETS - 1)))
+
+
+@njit(**options)
+def exp(x):  # type: ignore[no-untyped-def]
+    """2**n * polynomial of the remainder (Cephes' expf), without a call, so that it is vectorized.
+
+    Below -87 as at -87, which no sum of probabilities notices.
+    """
+    x = max(x, np.float32(-87.0))
+    n = np.floor(x * _LOG2E + np.float32(0.5))
+    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(**options)
+def count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
+    """Number and probability mass (largest token's = 1) of the tokens at or above `lowest`, by bucket.
+
+    Chunks of tokens that all lie beyond `last_bucket` are left out.
+    """
+    scaled = np.empty(CHUNK, np.float32)
+    weights = np.empty(CHUNK, np.float32)
+    buckets = np.empty(CHUNK, np.int32)
+    for first in range(0, len(row), CHUNK):
+        size = min(CHUNK, len(row) - first)
+        if last_bucket < NUM_BUCKETS - 1:
+            largest = (largest_of(row[first : first + size]) - highest) / temperature
+            if bucket_of(largest) > last_bucket:
+                continue
+        for i in range(size):
+            s = (row[first + i] - highest) / temperature
+            scaled[i] = s
+            weights[i] = exp(s)
+            buckets[i] = bucket_of(s)
+        for i in range(size):
+            if scaled[i] >= lowest:
+                counts[buckets[i]] += 1
+                masses[buckets[i]] += weights[i]
+
+
+@njit(**options)
+def sort_keys(keys):  # type: ignore[no-untyped-def]
+    """In place, best first: a shell sort, for there are few, and numpy's sorts take seconds to compile."""
+    gap = 1
+    while gap < len(keys) // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for i in range(gap, len(keys)):
+            key = keys[i]
+            j = i
+            while j >= gap and keys[j - gap] > key:
+                keys[j] = keys[j - gap]
+                j -= gap
+            keys[j] = key
+        gap //= 3
+
+
+@njit(**options)
+def sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: ignore[no-untyped-def]
+    """Keys of the tokens of one bucket, best first."""
+    keys = np.empty(count, np.uint64)
+    used = 0
+    for token in range(len(row)):
+        s = (row[token] - highest) / temperature
+        if s >= lowest and bucket_of(s) == bucket:
+            keys[used] = token_key(s, token)
+            used += 1
+    sort_keys(keys[:used])
+    return keys[:used]
+
+
+@njit(**options)
+def bucket_of_top_k(row, highest, temperature, top_k, counts):  # type: ignore[no-untyped-def]
+    """A bucket beyond which none of the k likeliest tokens lies: that of the k-th largest of the chunks' maxima."""
+    for first in range(0, len(row), CHUNK):
+        counts[bucket_of((largest_of(row[first : first + CHUNK]) - highest) / temperature)] += 1
+    reached = 0
+    for bucket in range(NUM_BUCKETS):
+        reached += counts[bucket]
+        counts[bucket] = 0
+        if reached >= top_k:
+            counts[bucket:] = 0
+            return bucket
+    return NUM_BUCKETS - 1
+
+
+@njit(**options)
+def border_of(row, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
+    """The key of the last token that passes the filters."""
+    counts = np.zeros(NUM_BUCKETS, np.int64)
+    masses = np.zeros(NUM_BUCKETS, np.float64)
+    # -inf is never kept: a token without probability needs no border.
+    lowest = max(log_min_p, np.float32(-3.0e38))
+    last_bucket = NUM_BUCKETS - 1
+    if 0 < top_k <= len(row) // CHUNK:
+        last_bucket = bucket_of_top_k(row, highest, temperature, top_k, counts)
+    count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses)
+    last_key = token_key(lowest, np.uint64(0xFFFFFFFF))
+    total = 0.0
+    kept = 0
+    for bucket in range(NUM_BUCKETS):
+        if top_k > 0 and kept + counts[bucket] >= top_k:
+            keys = sorted_bucket(row, highest, temperature, lowest, bucket, counts[bucket])
+            last_key = keys[top_k - kept - 1]
+            for i in range(top_k - kept):
+                total += np.exp(np.float64(key_value(keys[i])))
+            break
+        kept += counts[bucket]
+        total += masses[bucket]
+    if top_p >= 1.0:
+        return last_key
+    target = top_p * total
+    reached = 0.0
+    for bucket in range(NUM_BUCKETS):
+        if counts[bucket] > 0 and reached + masses[bucket] >= target:
+            keys = sorted_bucket(row, highest, temperature, lowest, bucket, counts[bucket])
+            for i in range(len(keys)):
+                reached += np.exp(np.float64(key_value(keys[i])))
+                if reached >= target or i == len(keys) - 1:
+                    return min(last_key, keys[i])
+        reached += masses[bucket]
+    return last_key
+
+
+@njit(**options)
+def allowed_row(row, words):  # type: ignore[no-untyped-def]
+    """The row with minus infinity where the grammar's mask has no bit."""
+    result = np.empty(len(row), np.float32)
+    for token in range(len(row)):
+        bit = (np.uint32(words[token // 32]) >> np.uint32(token % 32)) & np.uint32(1)
+        result[token] = row[token] if bit else np.float32(-np.inf)
+    return result
