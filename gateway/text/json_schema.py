@@ -1,24 +1,184 @@
-"""JSON schemas as grammars: what a client sends, made into what llguidance is to enforce."""
+"""JSON schemas as grammars: what a client sends, made into what llguidance is to enforce.
+
+What a schema leaves open, a weak model fills up to max_tokens: white space, digits. Both are bounded here:
+
+- Between two tokens stands at most one space, or one line break with up to INDENT spaces.
+- A number has up to 15 digits before its point and NUM_DECIMALS behind it, and no exponent, unless the schema's own
+  bounds or `multipleOf` ask for more.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
+
+from shared.errors import InvalidRequestError
 
 INDENT = 20
 """The most spaces behind a line break."""
+MAX_NUMBER = 10**15
+NUM_DECIMALS = 9
+MAX_DEPTH = 64
+"""Of schemas inside of schemas; llguidance takes about 60."""
+MAX_NODES = 20_000
+
+WHITESPACE = rf" |\n {{0,{INDENT}}}"
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("additionalProperties", "additionalItems", "items")
+_COMBINED = ("anyOf", "oneOf", "$ref")
+_FIXED = (*_COMBINED, "allOf", "enum", "const")
+_CONSTRAINTS = frozenset(
+    {
+        *("type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required", "items"),
+        *("prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum"),
+        *("exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties", "additionalItems"),
+    }
+)
 
 
-def json_expression(schema: dict[str, Any] | bool, *, whitespace_pattern: str | None = None) -> str:
+def json_expression(
+    schema: Mapping[str, Any], place: str, *, whitespace: str | None = None, close_objects: bool = False
+) -> str:
     """An expression for JSON text that satisfies the schema, for the right side of a rule of its own.
 
-    White space is bounded: between two tokens stands at most one space, or a line break and up to INDENT spaces.
+    Args:
+        place: the request field that holds the schema.
+        whitespace: a regular expression for what may stand, once, where JSON allows white space; "" for none.
+        close_objects: objects that say nothing of further properties have none.
+
+    Raises:
+        InvalidRequestError: the schema is no schema, or too large. What llguidance cannot enforce is found by it.
+    """
+    if "x-guidance" in schema:
+        message = f"{place}.x-guidance is not supported: send structured_outputs.whitespace_pattern instead."
+        raise InvalidRequestError(message, param=place)
+    white = {"whitespace_flexible": False} if whitespace == "" else {"whitespace_pattern": whitespace or WHITESPACE}
+    bounded = _Bounder(place, _is_simple(schema, place), close_objects=close_objects).whole(schema)
+    return f"%json {json.dumps({**bounded, 'x-guidance': white})}"
+
+
+def _is_simple(schema: Mapping[str, Any], place: str) -> bool:
+    """Whether values of any kind can be bounded too: where llguidance has to intersect schemas, or to resolve
+    references from somewhere else than the root, a definition of ours would be in the way. Checks the size."""
+    num_nodes, simple = 0, True
+    nodes: list[tuple[Any, int]] = [(schema, 0)]
+    while nodes:
+        node, depth = nodes.pop()
+        num_nodes += 1
+        if depth > MAX_DEPTH or num_nodes > MAX_NODES:
+            what = f"more than {MAX_DEPTH} schemas inside of each other" if depth > MAX_DEPTH else "too many schemas"
+            raise InvalidRequestError(f"{place} has {what}.", param=place)
+        if not isinstance(node, dict):
+            continue
+        combined = any(name in node for name in _COMBINED) and not _CONSTRAINTS.isdisjoint(node)
+        moved = depth > 0 and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str))
+        if "allOf" in node or combined or moved or sum(name in node for name in _COMBINED) > 1:
+            simple = False
+        nodes.extend((child, depth + 1) for child in _children(node))
+    return simple
+
+
+def _children(node: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for name in _MAPS:
+        if isinstance(value := node.get(name), dict):
+            found += value.values()
+    for name in (*_LISTS, *_SINGLE):
+        if isinstance(value := node.get(name), list):
+            found += value
+        elif value is not None:
+            found.append(value)
+    return found
+
+
+class _Bounder:
+    """Copies a schema with bounds.
 
     Args:
-        whitespace_pattern: a regular expression for what may stand, once, where JSON allows white space; "" for none.
+        bound_any: values of which the schema says nothing are bounded as well.
     """
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    pattern = rf" |\n {{0,{INDENT}}}" if whitespace_pattern is None else whitespace_pattern
-    white = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return f"%json {json.dumps({**schema, 'x-guidance': white})}"
+
+    def __init__(self, place: str, bound_any: bool, *, close_objects: bool) -> None:
+        self._place = place
+        self._bound_any = bound_any
+        self._close_objects = close_objects
+        self._any_name = "any"
+        self._any_used = False
+
+    def whole(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        definitions = schema.get("$defs")
+        if isinstance(definitions, dict):
+            while self._any_name in definitions:
+                self._any_name += "_"
+        bounded = self._bounded(dict(schema), "")
+        assert isinstance(bounded, dict)
+        if self._any_used:
+            whole_any = self._bounded({}, "")
+            bounded["$defs"] = {**bounded.get("$defs", {}), self._any_name: whole_any}
+        return bounded
+
+    def _any(self) -> dict[str, str]:
+        self._any_used = True
+        return {"$ref": f"#/$defs/{self._any_name}"}
+
+    def _bounded(self, node: Any, path: str) -> Any:
+        if isinstance(node, bool):
+            return self._any() if node and self._bound_any else node
+        if not isinstance(node, dict):
+            place = f"{self._place}{path}"
+            raise InvalidRequestError(f"{place} must be a JSON schema, which is an object.", param=place)
+        result = dict(node)
+        for name in _MAPS:
+            if isinstance(value := node.get(name), dict):
+                result[name] = {key: self._bounded(child, f"{path}.{name}.{key[:64]}") for key, child in value.items()}
+        for name in (*_LISTS, *_SINGLE):
+            if isinstance(value := node.get(name), list):
+                result[name] = [self._bounded(child, f"{path}.{name}[{index}]") for index, child in enumerate(value)]
+            elif name in _SINGLE and name in node:
+                result[name] = self._bounded(value, f"{path}.{name}")
+        if not any(name in node for name in _FIXED):
+            self._bound_values(result)
+        elif self._close_objects and "properties" in node:
+            result.setdefault("additionalProperties", False)
+        return result
+
+    def _bound_values(self, node: dict[str, Any]) -> None:
+        """Bounds what this schema itself allows."""
+        kinds = node.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        anything = kinds is None
+        if not anything and not isinstance(kinds, list):
+            return
+        if ("number" in kinds or "integer" in kinds) if kinds is not None else self._bound_any:
+            _bound_number(node, decimals=anything or "number" in (kinds or ()))
+        is_object = "object" in (kinds or ()) or "properties" in node or "patternProperties" in node
+        if self._close_objects and is_object and ("properties" in node or "patternProperties" in node):
+            node.setdefault("additionalProperties", False)
+        if not self._bound_any:
+            return
+        if anything or "object" in (kinds or ()):
+            node.setdefault("additionalProperties", self._any())
+        if (anything or "array" in (kinds or ())) and "items" not in node:
+            node["items"] = self._any()
+
+
+def _bound_number(node: dict[str, Any], *, decimals: bool) -> None:
+    low = _number(node, "minimum", "exclusiveMinimum")
+    high = _number(node, "maximum", "exclusiveMaximum")
+    if low is None and (high is None or high > -MAX_NUMBER):
+        node["minimum"] = -MAX_NUMBER
+    if high is None and (low is None or low < MAX_NUMBER):
+        node["maximum"] = MAX_NUMBER
+    if decimals and "multipleOf" not in node:
+        node["multipleOf"] = 10.0**-NUM_DECIMALS
+
+
+def _number(node: Mapping[str, Any], *names: str) -> float | None:
+    for name in names:
+        value = node.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    return None
