@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gateway.text.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
@@ -17,7 +16,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, Tool, openai_call_id
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import Steps
 
@@ -57,7 +56,7 @@ class DeepSeekFormat:
         """See ToolFormat."""
         return openai_call_id()
 
-    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         texts = [self._head(name) + json.dumps(values, ensure_ascii=False) + self._tail for name, values in calls]
         return CALLS_BEGIN + self._between.join(texts) + CALLS_END

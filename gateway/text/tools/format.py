@@ -14,6 +14,9 @@ from gateway.text.message_parser import ToolParser
 MAX_PARALLEL_CALLS = 64
 """Calls that a grammar allows in one message: a weak model would else repeat itself up to max_tokens."""
 
+CallArguments = Mapping[str, Any] | str
+"""Of a call that was made before: an object, or what a model wrote that is none."""
+
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 
@@ -106,8 +109,8 @@ class ToolFormat(Protocol):
         """A fresh id of a call, of the form that the model's template takes."""
         ...
 
-    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls (name, arguments) as the model would write them, for templates that cannot."""
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """Calls (name and arguments) as the model would write them, for templates that cannot."""
         ...
 
 

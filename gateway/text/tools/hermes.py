@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gateway.text.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
@@ -17,7 +16,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, Tool, openai_call_id
 from gateway.text.tools.json_calls import JsonCallParser
 from gateway.text.tools.reader import Steps
 
@@ -50,7 +49,7 @@ class HermesFormat:
         """See ToolFormat."""
         return openai_call_id()
 
-    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         objects = [json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls]
         return "\n".join(f"{OPEN}\n{text}\n{CLOSE}" for text in objects)

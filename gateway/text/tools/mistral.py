@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gateway.text.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
@@ -19,7 +18,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import Tool, random_id
+from gateway.text.tools.format import CallArguments, Tool, random_id
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import Steps
 
@@ -63,7 +62,7 @@ class MistralFormat:
         """See ToolFormat."""
         return random_id(9)
 
-    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         if self._named:
             return "".join(f"{CALLS}{name}{ARGS}{json.dumps(values, ensure_ascii=False)}" for name, values in calls)

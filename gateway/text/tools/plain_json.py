@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
@@ -18,7 +17,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     text_unless,
 )
-from gateway.text.tools.format import NewId, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, NewId, Tool, openai_call_id
 from gateway.text.tools.json_calls import JsonCallParser
 from gateway.text.tools.reader import Steps
 
@@ -51,7 +50,7 @@ class PlainJsonFormat:
         """See ToolFormat."""
         return openai_call_id()
 
-    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         objects = [{"name": name, "arguments": values} for name, values in calls]
         return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=False)
@@ -91,7 +90,7 @@ class LlamaJsonFormat:
         """See ToolFormat."""
         return openai_call_id()
 
-    def render_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         return "; ".join(json.dumps({"name": name, "parameters": values}, ensure_ascii=False) for name, values in calls)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.text.tools.format import ToolFormat, ToolRequest
+from gateway.text.tools.format import CallArguments, ToolFormat, ToolRequest
 from gateway.text.tools.formats import FALLBACK
 
 _TOOLS = re.compile(r"\btools\b")
@@ -199,9 +199,9 @@ def _call_id(identifier: str, support: TemplateSupport) -> str:
     return hashlib.sha256(identifier.encode("utf-8", "replace")).hexdigest()[:9]
 
 
-def _as_object(call: Mapping[str, Any]) -> Any:
+def _as_object(call: Mapping[str, Any]) -> CallArguments:
     """The arguments of a call of the history; text that is no JSON object, which a model may have written, as it is."""
-    text = call["function"]["arguments"]
+    text: str = call["function"]["arguments"]
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -1,0 +1,124 @@
+"""Grammars of arguments that are written one by one, each behind its name, instead of as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.text.grammar import Fragment, any_of
+from gateway.text.tools.format import Tool
+from gateway.text.tools.schema import arguments_schema, json_expression
+
+_PLAIN = frozenset(
+    {
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "additionalProperties",
+        "definitions",
+        "description",
+        "examples",
+        "properties",
+        "required",
+        "title",
+        "type",
+    }
+)
+"""Keywords of schemas that can be spelled one argument at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notation:
+    """How arguments are written.
+
+    Attributes:
+        is_name: whether a name can stand as it is.
+        sign: between a name and its value.
+        between: two arguments.
+        constant: the text of True, False and None; None for other values, which are written as JSON.
+        spread: what makes one JSON object of all arguments, where their schema is none that can be spelled one by one.
+    """
+
+    is_name: Callable[[str], bool]
+    sign: str
+    between: str
+    constant: Callable[[object], str | None]
+    spread: str
+
+
+def keyword_arguments(tool: Tool, notation: Notation, prefix: str, *, free: bool) -> Fragment:
+    """The arguments of a tool.
+
+    Args:
+        prefix: of the names of rules.
+        free: any arguments, whatever the schema says.
+    """
+    if free:
+        any_value = json_expression({})
+        pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]*/ {json.dumps(notation.sign)} {any_value}"
+        return Fragment(f"({prefix}_pair ({json.dumps(notation.between)} {prefix}_pair)*)?", (pair,))
+    schema = arguments_schema(tool.parameters, strict=tool.strict)
+    if not _is_plain(schema, notation):
+        return Fragment(f"{json.dumps(notation.spread)} {json_expression(schema, strict=tool.strict)}")
+    required = frozenset(schema.get("required", ()))
+    names = list(schema.get("properties", {}))
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules = []
+    for index, name in enumerate(names):
+        value = _value(schema["properties"][name], shared, notation, strict=tool.strict)
+        rules.append(f"{prefix}_{index}: {json.dumps(name + notation.sign)} {value}")
+    return Fragment(f"{prefix}_first_0", (*rules, *_order(prefix, [name in required for name in names], notation)))
+
+
+def _is_plain(schema: Mapping[str, Any], notation: Notation) -> bool:
+    """Whether each argument's schema stands for itself, and no others than those named are possible."""
+    properties = schema.get("properties", {})
+    return (
+        schema.keys() <= _PLAIN
+        and schema.get("additionalProperties") is False
+        and all(map(notation.is_name, properties))
+        and set(schema.get("required", ())) <= properties.keys()
+        and not _refers_elsewhere(schema)
+    )
+
+
+def _refers_elsewhere(node: Any) -> bool:
+    """Whether there is a reference into something that is not handed to each argument."""
+    if isinstance(node, list):
+        return any(map(_refers_elsewhere, node))
+    if not isinstance(node, Mapping):
+        return False
+    target = node.get("$ref")
+    if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
+        return True
+    return any(map(_refers_elsewhere, node.values()))
+
+
+def _order(prefix: str, required: list[bool], notation: Notation) -> list[str]:
+    """Rules for arguments in the order of the schema, those left out that may be."""
+    rules = [f'{prefix}_first_{len(required)}: ""', f'{prefix}_next_{len(required)}: ""']
+    for index, is_required in enumerate(required):
+        for kind, separator in (("first", ""), ("next", json.dumps(notation.between) + " ")):
+            body = f"{separator}{prefix}_{index} {prefix}_next_{index + 1}"
+            skip = "" if is_required else f" | {prefix}_{kind}_{index + 1}"
+            rules.append(f"{prefix}_{kind}_{index}: {body}{skip}")
+    return rules
+
+
+def _value(schema: Any, shared: Mapping[str, Any], notation: Notation, *, strict: bool) -> str:
+    """The values that follow one argument's schema; constants in the notation's own words where the schema says no
+    more than that."""
+    if not isinstance(schema, Mapping):
+        return json_expression({} if schema else {"not": {}}, strict=strict)
+    constants: tuple[object, ...] = ()
+    if schema.get("type") == "boolean" and "enum" not in schema and "const" not in schema:
+        constants = (True, False)
+    elif schema.get("type") == "null":
+        constants = (None,)
+    spelled = [text for value in constants if (text := notation.constant(value)) is not None]
+    if spelled:
+        return any_of(map(json.dumps, spelled))
+    return json_expression({**schema, **shared}, strict=strict)

@@ -1,0 +1,250 @@
+"""Calls written as Python: `[f(a=1), g(b="x")]` of Llama 3.2 and 4, and the ```` ```tool_code ```` of Gemma 3.
+
+Arguments are read by a scanner of literals and never evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+
+from gateway.text.grammar import Fragment, literal
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.calls_grammar import call_rules, repeated, text_unless, triggered
+from gateway.text.tools.format import CallArguments, NewId, Tool, openai_call_id
+from gateway.text.tools.keyword_grammar import Notation, keyword_arguments
+from gateway.text.tools.literals import LiteralReader
+from gateway.text.tools.reader import CallParser, Steps
+
+START, END = "<|python_start|>", "<|python_end|>"
+FENCE, FENCE_END = "```tool_code", "```"
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_MAX_NAME = 256
+
+
+def _constant(value: object) -> str | None:
+    return {True: "True", False: "False", None: "None"}[value] if value is None or isinstance(value, bool) else None
+
+
+NOTATION = Notation(
+    is_name=lambda name: name.isascii() and name.isidentifier() and not keyword.iskeyword(name),
+    sign="=",
+    between=", ",
+    constant=_constant,
+    spread="**",
+)
+
+
+class PythonicFormat:
+    """A list of calls. See ToolFormat."""
+
+    name = "pythonic"
+    marks = (START, END)
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat."""
+        return PythonicParser(self.new_call_id, tools)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return self._calls(tools, parallel=parallel, free=False)
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        begins = rf"[ \t\r\n]*({re.escape(START)})?[ \t\r\n]*\[[ \t\r\n]*({names})\("
+        return text_unless(begins, self._calls(tools, parallel=parallel, free=True))
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        return f"[{', '.join(render_call(name, values) for name, values in calls)}]"
+
+    def _calls(self, tools: Sequence[Tool], *, parallel: bool, free: bool) -> Fragment:
+        several = repeated("t_call", '", " t_call', parallel=parallel)
+        return Fragment(f'"[" {several} "]"', _rules(tools, free=free))
+
+
+class ToolCodeFormat:
+    """Calls in a fence, one on a line. See ToolFormat."""
+
+    name = "gemma"
+    marks: tuple[str, ...] = ()
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat."""
+        return ToolCodeParser(self.new_call_id)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return Fragment(f"{literal(FENCE, special_ids)} {self._rest(parallel=parallel)}", _rules(tools, free=False))
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        rest = self._rest(parallel=parallel)
+        return triggered(FENCE, special_ids, rest, _rules(tools, free=True), parallel=parallel)
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        return "\n".join([FENCE, *(render_call(name, values) for name, values in calls), FENCE_END])
+
+    @staticmethod
+    def _rest(*, parallel: bool) -> str:
+        several = repeated("t_call", '"\\n" t_call', parallel=parallel)
+        return f'"\\n" {several} "\\n" {json.dumps(FENCE_END)}'
+
+
+class _PythonCallParser(CallParser):
+    """What both have in common: one call."""
+
+    def __init__(self, new_id: NewId, known: frozenset[str] | None) -> None:
+        self._known = known
+        super().__init__(new_id)
+
+    def read_call(self) -> Steps[bool]:
+        """`name(key=value, ...)`; false where it is malformed, or, before its bracket, no call at all. What could not
+        be read is left, or in a trial that is on."""
+        source, message = self.source, self.message
+        if not source.trying:
+            source.begin_trial()
+        name = yield from source.word(_NAME, _MAX_NAME)
+        if not name or not (yield from source.accept("(")):
+            return False
+        if self._known is not None and name not in self._known:
+            return False
+        source.end_trial()
+        message.begin_call(name)
+        values = LiteralReader(source, message.arguments)
+        yield from source.space()
+        if (yield from source.accept("**")):
+            if not (yield from values.read_value()):
+                return False
+            yield from source.space()
+            whole = yield from source.accept(")")
+        else:
+            whole = yield from self._read_arguments(values)
+        if whole:
+            message.complete_call()
+        return whole
+
+    def _read_arguments(self, values: LiteralReader) -> Steps[bool]:
+        source, message = self.source, self.message
+        message.arguments("{")
+        separator = ""
+        while not (yield from source.accept(")")):
+            source.begin_trial()
+            key = yield from source.word(_NAME, _MAX_NAME)
+            yield from source.space()
+            if not key or not (yield from source.accept("=")):
+                return False
+            source.end_trial()
+            message.arguments(f"{separator}{json.dumps(key)}: ")
+            separator = ", "
+            if not (yield from values.read_value()):
+                return False
+            yield from source.space()
+            if not (yield from source.accept(",")):
+                if not (yield from source.accept(")")):
+                    return False
+                break
+            yield from source.space()
+        message.arguments("}")
+        return True
+
+
+class PythonicParser(_PythonCallParser):
+    """Finds a list of calls with which an answer begins, or that stands behind a mark.
+
+    Args:
+        tools: without a mark, a list is one of calls only if it begins with one of these.
+    """
+
+    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
+        super().__init__(new_id, frozenset(tool.name for tool in tools))
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        source.begin_trial()
+        yield from source.space()
+        marked = yield from source.accept(START)
+        while True:
+            if marked:
+                self._known = None
+            yield from self._read_lists()
+            self._reject()
+            if not (yield from source.text_until((START,), self.message.content)):
+                return
+            marked = True
+            source.begin_trial(START)
+
+    def _read_lists(self) -> Steps[None]:
+        source = self.source
+        while (yield from source.accept("[")):
+            while (yield from self.read_call()):
+                yield from source.space()
+                if not (yield from source.accept(",")):
+                    break
+                yield from source.space()
+            if source.trying:
+                return
+            if not (yield from source.accept("]")):
+                return
+            source.begin_trial()
+            yield from source.space()
+            if (yield from source.accept(END)):
+                source.begin_trial()
+
+
+class ToolCodeParser(_PythonCallParser):
+    """Finds calls in fences; a call may be the argument of a print, or in a list."""
+
+    def __init__(self, new_id: NewId) -> None:
+        super().__init__(new_id, None)
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        while (yield from source.text_until((FENCE,), self.message.content)):
+            source.begin_trial(FENCE)
+            while True:
+                yield from source.space()
+                if (yield from source.accept(FENCE_END)):
+                    source.end_trial()
+                    break
+                wrapped = yield from source.accept_any(("print(", "["))
+                if not (yield from self.read_call()):
+                    break
+                source.begin_trial()
+                if wrapped:
+                    yield from source.accept(")" if wrapped == "print(" else "]")
+                yield from source.space()
+                yield from source.accept_any((",", ";"))
+            self._reject()
+
+
+def render_call(name: str, values: CallArguments) -> str:
+    """A call as Python."""
+    if isinstance(values, str):
+        return f"{name}(**{values})"
+    if not all(map(NOTATION.is_name, values)):
+        return f"{name}(**{values!r})"
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+
+def _rules(tools: Sequence[Tool], *, free: bool) -> tuple[str, ...]:
+    rules: list[str] = []
+
+    def call(tool: Tool) -> str:
+        arguments = keyword_arguments(tool, NOTATION, f"t_args_{len(rules)}", free=free and not tool.strict)
+        rules.extend(arguments.rules)
+        return f'{json.dumps(tool.name + "(")} {arguments.expression} ")"'
+
+    return (*call_rules(tools, call), *rules)
