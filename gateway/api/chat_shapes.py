@@ -5,67 +5,84 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from gateway.api.chat_message import MessageBuilder, call_deltas, reasoning_delta
 from gateway.api.chunk_frame import ChunkFrame
+from gateway.api.envelope import Detail, Envelope
 from gateway.api.fan_in import Tally
-from gateway.api.logprobs import TokenBytes, chat_logprobs
+from gateway.api.logprobs import chat_logprobs, prompt_logprobs
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from shared.messages import TokenLogprobs
+
+_PLAIN = b'},"logprobs":null,"finish_reason":null}]'
 
 
 class ChatChunks:
     """Encodes events as `chat.completion.chunk`s.
 
     All around the delta is encoded once for each choice: a token costs one string encoding and two concatenations.
-
-    Args:
-        token_bytes: where logprobs were asked for, else None.
+    Reasoning, content and each piece of a tool call have chunks of their own, in this order.
     """
 
     def __init__(
         self,
-        response_id: str,
-        created: int,
-        model: str,
+        envelope: Envelope,
         tally: Tally,
+        detail: Detail,
         *,
         include_usage: bool,
-        token_bytes: TokenBytes | None,
+        continuous_usage: bool = False,
+        show_reasoning: bool = True,
     ) -> None:
         self._frame = ChunkFrame(
-            response_id,
-            created,
-            model,
+            envelope,
             tally,
             kind="chat.completion.chunk",
             opening=b'"delta":{',
             include_usage=include_usage,
+            continuous_usage=continuous_usage,
         )
-        self._token_bytes = token_bytes
-        self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._frame.tail
+        self._detail = detail
+        self._show_reasoning = show_reasoning
+        self._prompt_shown = not detail.token_ids
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunks of one event; empty where it has nothing to show yet."""
+        detail, tail = self._detail, self._frame.tail
         begun = self._frame.has_begun(index)
         head = self._frame.head(index)
-        chunks = b"" if begun else head + b'"role":"assistant","content":""' + self._text_tail
-        if self._token_bytes is not None and delta.logprobs:
-            content = dump_json({"content": chat_logprobs(delta.logprobs, self._token_bytes), "refusal": None})
-            chunks += (
-                head
-                + b'"content":'
-                + dump_json(delta.text)
-                + b'},"logprobs":'
-                + content
-                + b',"finish_reason":null}]'
-                + self._frame.tail
-            )
-        elif delta.text:
-            chunks += head + b'"content":' + dump_json(delta.text) + self._text_tail
+        chunks = b"" if begun else head + b'"role":"assistant","content":""' + _PLAIN + self._prompt_ids() + tail
+        news = [b'"content":' + dump_json(delta.text)] if delta.text else []
+        if delta.reasoning or delta.tool_calls:
+            news = [*self._reasoning(delta), *news, *call_deltas(delta.tool_calls)]
+        has_logprobs = detail.logprobs is not None and bool(delta.logprobs)
+        if has_logprobs or (detail.token_ids and delta.token_ids):
+            logprobs = self._logprobs(delta.logprobs or ()) if has_logprobs else None
+            first = news.pop(0) if news else b'"content":""'
+            chunks += head + first + b'},"logprobs":' + dump_json(logprobs)
+            chunks += b',"finish_reason":null' + self._token_ids(delta.token_ids) + b"}]" + tail
+        for piece in news:
+            chunks += head + piece + _PLAIN + tail
         if delta.finish_reason is not None:
             reason = dump_json(delta.finish_reason)
-            chunks += head + b'},"logprobs":null,"finish_reason":' + reason + b"}]" + self._frame.tail
+            chunks += head + b'},"logprobs":null,"finish_reason":' + reason + self._token_ids([]) + b"}]" + tail
         return chunks
+
+    def _reasoning(self, delta: TextDelta) -> Sequence[bytes]:
+        return (reasoning_delta(delta.reasoning),) if delta.reasoning and self._show_reasoning else ()
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": chat_logprobs(entries, self._detail.names), "refusal": None}
+
+    def _token_ids(self, token_ids: Sequence[int]) -> bytes:
+        return b',"token_ids":' + dump_json(token_ids) if self._detail.token_ids else b""
+
+    def _prompt_ids(self) -> bytes:
+        """The prompt's ids, where asked for, in the first chunk of all."""
+        if self._prompt_shown:
+            return b""
+        self._prompt_shown = True
+        return b',"prompt_token_ids":' + dump_json(self._detail.prompts[0])
 
     def end(self) -> bytes:
         """The usage chunk, where asked for, and the end marker."""
@@ -73,40 +90,44 @@ class ChatChunks:
 
 
 async def whole_chat_response(
-    response_id: str,
-    created: int,
-    model: str,
+    envelope: Envelope,
     num_choices: int,
     events: AsyncIterator[tuple[int, int, TextDelta]],
     tally: Tally,
-    token_bytes: TokenBytes | None,
+    detail: Detail,
+    *,
+    show_reasoning: bool = True,
 ) -> dict[str, Any]:
     """Collects all events into a `chat.completion`."""
-    texts: list[list[str]] = [[] for _ in range(num_choices)]
+    messages = [MessageBuilder() for _ in range(num_choices)]
     logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
     reasons: list[str | None] = [None] * num_choices
+    token_ids: list[list[int]] = [[] for _ in range(num_choices)]
+    of_prompt: list[TokenLogprobs] = []
     async for index, _, delta in events:
-        texts[index].append(delta.text)
+        messages[index].add(delta)
+        token_ids[index] += delta.token_ids
+        of_prompt = delta.prompt_logprobs or of_prompt
         if delta.logprobs:
             logprobs[index].extend(delta.logprobs)
         reasons[index] = delta.finish_reason or reasons[index]
-    return {
-        "id": response_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
-                "logprobs": _choice_logprobs(logprobs[index], token_bytes),
-                "finish_reason": reasons[index],
-            }
-            for index in range(num_choices)
-        ],
-        "usage": tally.usage(),
-    }
+    choices = [
+        {
+            "index": index,
+            "message": messages[index].message(show_reasoning=show_reasoning),
+            "logprobs": _choice_logprobs(logprobs[index], detail),
+            "finish_reason": reasons[index],
+            **({"token_ids": token_ids[index]} if detail.token_ids else {}),
+        }
+        for index in range(num_choices)
+    ]
+    response = envelope.whole("chat.completion", choices, tally.usage())
+    if detail.prompt_logprobs is not None:
+        response["prompt_logprobs"] = prompt_logprobs(of_prompt, detail.prompt_logprobs, detail.token_bytes)
+    if detail.token_ids:
+        response["prompt_token_ids"] = detail.prompts[0]
+    return response
 
 
-def _choice_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes | None) -> dict[str, Any] | None:
-    return None if token_bytes is None else {"content": chat_logprobs(entries, token_bytes), "refusal": None}
+def _choice_logprobs(entries: Sequence[TokenLogprobs], detail: Detail) -> dict[str, Any] | None:
+    return None if detail.logprobs is None else {"content": chat_logprobs(entries, detail.names), "refusal": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.api.envelope import Envelope
 from gateway.api.fan_in import Tally
 from gateway.api.sse import DONE, data_event
 from gateway.responses import dump_json
@@ -15,28 +16,33 @@ class ChunkFrame:
     Args:
         kind: the chunks' `object`.
         opening: what stands between a choice's index and the news, e.g. `"text":`.
-
-    Attributes:
-        tail: closes the chunk behind the list of choices.
+        include_usage: whether the usage comes at the end; continuous_usage: whether each chunk has what it is so far.
     """
 
     def __init__(
         self,
-        response_id: str,
-        created: int,
-        model: str,
+        envelope: Envelope,
         tally: Tally,
         *,
         kind: str,
         opening: bytes,
         include_usage: bool,
+        continuous_usage: bool = False,
     ) -> None:
-        self._common = {"id": response_id, "object": kind, "created": created, "model": model}
+        self._common = envelope.chunk(kind)
         self._tally = tally
         self._opening = opening
         self._include_usage = include_usage
         self._heads: dict[int, bytes] = {}
-        self.tail = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._tail = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._continuous_usage = continuous_usage
+
+    @property
+    def tail(self) -> bytes:
+        """Closes the chunk behind the list of choices; to be asked for anew for each chunk."""
+        if self._continuous_usage:
+            return b',"usage":' + dump_json(self._tally.usage()) + b"}\n\n"
+        return self._tail
 
     def has_begun(self, index: int) -> bool:
         """Whether the choice has had a chunk."""

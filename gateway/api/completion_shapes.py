@@ -3,85 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.api.chunk_frame import ChunkFrame
+from gateway.api.envelope import Detail, Envelope
 from gateway.api.fan_in import Tally
-from gateway.api.logprobs import CompletionLogprobs, TokenBytes
+from gateway.api.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from shared.messages import TokenLogprobs
 
+_PLAIN = b',"logprobs":null,"finish_reason":null}]'
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an event adds to a choice.
+
+    Attributes:
+        prompt_token_ids: in the first of a choice, where asked for.
+        token_ids: where asked for.
+    """
+
+    text: str
+    logprobs: dict[str, list[Any]] | None
+    token_ids: list[int] | None
+    prompt_token_ids: Sequence[int] | None
+
 
 class Choices:
-    """What each choice shows: its prompt first where echo is on, then its text, with logprobs where asked for.
+    """What each choice shows: its prompt first where echo is on, then its text, with what was asked for beside it.
 
     Args:
         echoes: the text of each prompt, or None without echo.
-        token_bytes: where logprobs were asked for, else None.
     """
 
-    def __init__(self, echoes: Sequence[str] | None, token_bytes: TokenBytes | None) -> None:
+    def __init__(self, echoes: Sequence[str] | None, detail: Detail) -> None:
         self._echoes = echoes
-        self._token_bytes = token_bytes
+        self._detail = detail
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
-    def show(self, index: int, prompt_index: int, delta: TextDelta) -> tuple[str, dict[str, list[Any]] | None]:
-        """Text and logprobs to show for an event."""
-        text = delta.text
+    def show(self, index: int, prompt_index: int, delta: TextDelta) -> Shown:
+        """What to show of an event."""
+        detail = self._detail
+        text, wanted = delta.text, detail.logprobs
         entries = list(delta.logprobs or ())
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
+        prompt_token_ids = None
         if index not in self._begun:
             self._begun.add(index)
+            if detail.token_ids:
+                prompt_token_ids = detail.prompts[prompt_index]
             if self._echoes is not None:
                 text = self._echoes[prompt_index] + text
                 entries = [*self._prompt_logprobs.get(prompt_index, ()), *entries]
-        if self._token_bytes is None:
-            return text, None
-        builder = self._logprobs.setdefault(index, CompletionLogprobs(self._token_bytes))
-        return text, builder.add(entries)
+        logprobs = None
+        if wanted is not None:
+            builder = self._logprobs.setdefault(index, CompletionLogprobs(detail.names))
+            logprobs = builder.add(entries, wanted)
+        return Shown(text, logprobs, delta.token_ids if detail.token_ids else None, prompt_token_ids)
+
+    def prompt_fields(self, prompt_index: int) -> dict[str, Any]:
+        """What a choice of a whole response tells of its prompt."""
+        wanted = self._detail.prompt_logprobs
+        if wanted is None:
+            return {}
+        entries = self._prompt_logprobs.get(prompt_index, ())
+        return {"prompt_logprobs": prompt_logprobs(entries, wanted, self._detail.token_bytes)}
 
 
 class CompletionChunks:
     """Encodes events as streamed `text_completion`s."""
 
     def __init__(
-        self, response_id: str, created: int, model: str, tally: Tally, choices: Choices, *, include_usage: bool
+        self,
+        envelope: Envelope,
+        tally: Tally,
+        choices: Choices,
+        *,
+        include_usage: bool,
+        continuous_usage: bool = False,
     ) -> None:
         self._frame = ChunkFrame(
-            response_id,
-            created,
-            model,
+            envelope,
             tally,
             kind="text_completion",
             opening=b'"text":',
             include_usage=include_usage,
+            continuous_usage=continuous_usage,
         )
         self._choices = choices
-        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._frame.tail
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunk of one event; empty where it has nothing to show yet."""
-        text, logprobs = self._choices.show(index, prompt_index, delta)
-        if not text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
+        shown = self._choices.show(index, prompt_index, delta)
+        text, logprobs = shown.text, shown.logprobs
+        has_ids = bool(shown.token_ids) or shown.prompt_token_ids is not None
+        if not text and delta.finish_reason is None and not has_ids and not (logprobs and logprobs["tokens"]):
             return b""
         head = self._frame.head(index)
-        if logprobs is None and delta.finish_reason is None:
-            return head + dump_json(text) + self._text_tail
-        reason = dump_json(delta.finish_reason)
-        return (
-            head
-            + dump_json(text)
-            + b',"logprobs":'
-            + dump_json(logprobs)
-            + b',"finish_reason":'
-            + reason
-            + b"}]"
-            + self._frame.tail
-        )
+        if logprobs is None and delta.finish_reason is None and not has_ids:
+            return head + dump_json(text) + _PLAIN + self._frame.tail
+        rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **_id_fields(shown)}
+        # What follows the text, without the brace that opens an object.
+        return head + dump_json(text) + b"," + dump_json(rest)[1:] + b"]" + self._frame.tail
 
     def end(self) -> bytes:
         """The usage chunk, where asked for, and the end marker."""
@@ -89,44 +118,48 @@ class CompletionChunks:
 
 
 async def whole_completion_response(
-    response_id: str,
-    created: int,
-    model: str,
+    envelope: Envelope,
     num_choices: int,
     events: AsyncIterator[tuple[int, int, TextDelta]],
     tally: Tally,
     choices: Choices,
 ) -> dict[str, Any]:
     """Collects all events into a `text_completion`."""
-    texts: list[list[str]] = [[] for _ in range(num_choices)]
-    logprobs: list[dict[str, list[Any]] | None] = [None] * num_choices
+    shown: list[list[Shown]] = [[] for _ in range(num_choices)]
     reasons: list[str | None] = [None] * num_choices
+    prompts = [0] * num_choices
     async for index, prompt_index, delta in events:
-        text, more = choices.show(index, prompt_index, delta)
-        texts[index].append(text)
-        logprobs[index] = _joined(logprobs[index], more)
+        shown[index].append(choices.show(index, prompt_index, delta))
         reasons[index] = delta.finish_reason or reasons[index]
-    return {
-        "id": response_id,
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                "text": "".join(texts[index]),
-                "logprobs": logprobs[index],
-                "finish_reason": reasons[index],
-            }
-            for index in range(num_choices)
-        ],
-        "usage": tally.usage(),
-    }
+        prompts[index] = prompt_index
+    entries = [
+        {
+            "index": index,
+            "text": "".join([piece.text for piece in shown[index]]),
+            "logprobs": _joined_logprobs(shown[index]),
+            "finish_reason": reasons[index],
+            **_joined_ids(shown[index]),
+            **choices.prompt_fields(prompts[index]),
+        }
+        for index in range(num_choices)
+    ]
+    return envelope.whole("text_completion", entries, tally.usage())
 
 
-def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-    if first is None or second is None:
-        return second if first is None else first
-    for name, values in second.items():
-        first[name].extend(values)
-    return first
+def _id_fields(shown: Shown) -> dict[str, Any]:
+    fields: dict[str, Any] = {} if shown.token_ids is None else {"token_ids": shown.token_ids}
+    return fields if shown.prompt_token_ids is None else {**fields, "prompt_token_ids": shown.prompt_token_ids}
+
+
+def _joined_ids(pieces: Sequence[Shown]) -> dict[str, Any]:
+    if not pieces or pieces[0].token_ids is None:
+        return {}
+    ids = [token_id for piece in pieces for token_id in piece.token_ids or ()]
+    return {"token_ids": ids, "prompt_token_ids": pieces[0].prompt_token_ids}
+
+
+def _joined_logprobs(pieces: Sequence[Shown]) -> dict[str, list[Any]] | None:
+    parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    if not parts:
+        return None
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}

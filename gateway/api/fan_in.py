@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -47,10 +48,18 @@ class FanIn:
 
     Iteration ends only after each choice has ended well; it raises PeltonError otherwise. Leaving the context cancels
     every generation.
+
+    Args:
+        scores_only: only what is said of prompts counts; completions are thrown away.
     """
 
     def __init__(
-        self, generator: GeneratorLike, requests: Sequence[GenerationRequest], eos_token_ids: Iterable[int] = ()
+        self,
+        generator: GeneratorLike,
+        requests: Sequence[GenerationRequest],
+        eos_token_ids: Iterable[int] = (),
+        *,
+        scores_only: bool = False,
     ) -> None:
         self._generator = generator
         self._requests = requests
@@ -62,6 +71,9 @@ class FanIn:
         self._unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
         # Stop tokens are the same for all of a request's prompts.
         self._stop_token_ids = frozenset(eos_token_ids).union(requests[0].sampling.stop_token_ids)
+        self._scores_only = scores_only
+        # Of each choice with log-probabilities: their sum and number.
+        self._scores: dict[tuple[int, int], tuple[float, int]] = {}
         self._cached_known: set[int] = set()
         self._num_open = len(requests)
         splits = any(request.format is not None and request.format.new_splitter is not None for request in requests)
@@ -99,11 +111,18 @@ class FanIn:
 
     async def __anext__(self) -> tuple[int, int, TextDelta]:
         prompt_index, delta = await self._next()
+        if self._scores_only:
+            delta = _without_completion(delta)
         self._count(prompt_index, delta)
         if delta.logprobs and delta.finish_reason in ("stop", "tool_calls"):
             shown = self._without_stop_token(delta.logprobs, self._requests[prompt_index])
             delta = msgspec.structs.replace(delta, logprobs=shown)
         return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
+
+    def mean_logprob(self, index: int) -> float:
+        """Of all tokens of a choice, the one that ended it included; of none at all, the least there is."""
+        total, number = self._scores.get(divmod(index, self._requests[0].n), (-math.inf, 1))
+        return total / number
 
     def _without_stop_token(self, logprobs: list[TokenLogprobs], request: GenerationRequest) -> list[TokenLogprobs]:
         """Logprobs are of the tokens whose text is shown: joined, their bytes are the text."""
@@ -138,6 +157,10 @@ class FanIn:
 
     def _count(self, prompt_index: int, delta: TextDelta) -> None:
         self.tally.num_completion_tokens += len(delta.token_ids)
+        if delta.logprobs:
+            total, number = self._scores.get((prompt_index, delta.choice), (0.0, 0))
+            total += sum(entry.logprob or 0.0 for entry in delta.logprobs)
+            self._scores[prompt_index, delta.choice] = total, number + len(delta.logprobs)
         if delta.num_reasoning_tokens:
             self.tally.num_reasoning_tokens = (self.tally.num_reasoning_tokens or 0) + delta.num_reasoning_tokens
         if delta.num_cached_tokens is not None and prompt_index not in self._cached_known:
@@ -151,3 +174,15 @@ class FanIn:
     def _check_complete(self) -> None:
         if self._unfinished:
             raise InternalError("The generation ended without a finish reason.")
+
+
+def _without_completion(delta: TextDelta) -> TextDelta:
+    reason = None if delta.finish_reason is None else "length"
+    return TextDelta(
+        delta.choice,
+        "",
+        [],
+        finish_reason=reason,
+        num_cached_tokens=delta.num_cached_tokens,
+        prompt_logprobs=delta.prompt_logprobs,
+    )

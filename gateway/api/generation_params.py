@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
+from gateway.api.accounting import Accounting, accounting
+from gateway.api.beam_params import beam_params
 from gateway.api.params import ChatFields, CompletionFields, SamplingFields
+from gateway.api.ranges import MAX_INT32, check_range
+from gateway.api.sampling_fields import NO_WORDS, WordIds, sampling_values
 from gateway.auth import Identity
+from gateway.flow.beam_search import BeamParams
 from gateway.flow.events import GenerationRequest
 from gateway.flow.salt import Salts
+from gateway.text.message_parser import MessageFormat
+from gateway.text.stop_regex import check_stop_regexes
 from shared.errors import InvalidRequestError
 from shared.messages import MAX_CHOICES
-from shared.sampling_params import MAX_LOGPROBS, SamplingParams
+from shared.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CACHE_SALT = 256
-_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,22 +31,49 @@ class Common:
     """What is the same for each prompt of a request.
 
     Attributes:
+        n: choices of the response.
+        best_of: choices that are generated, of which the response shows the n best.
+        sampling: arguments for SamplingParams that need no model.
+        wanted_tokens: max_tokens as the client sent it; 0: the prompt is scored and nothing is shown of a completion.
+        logprobs, prompt_logprobs: what the worker is asked for.
+        shown_logprobs, shown_prompt_logprobs: what the response shows, of prompts in `prompt_logprobs`.
+        beams: of beam search; None: tokens are sampled.
+        include_usage: whether a stream ends with its usage; continuous_usage: whether each chunk has it so far.
+        words: what sampling needs of the vocabulary; gateway.routes.common fills it in.
         grammar: what every choice must spell; gateway.api.output_grammar makes it when the model is known, and the
-            route puts it here with dataclasses.replace.
+            route puts it here with dataclasses.replace, as it does with `format` and `thinking`.
+        format: how the model's text is taken apart.
+        thinking: bounds the reasoning.
     """
 
     fields: SamplingFields
     identity: Identity
     n: int
+    best_of: int
     stop: tuple[str, ...]
+    stop_regex: tuple[str, ...]
     salt: bytes
     logit_bias: dict[int, float]
+    sampling: dict[str, Any]
     wanted_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    shown_logprobs: int | None
+    shown_prompt_logprobs: int | None
+    beams: BeamParams | None
     include_usage: bool
+    continuous_usage: bool
     seed: int
+    accounting: Accounting
+    words: WordIds = NO_WORDS
     grammar: str = ""
+    format: MessageFormat | None = None
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the completion is thrown away: the worker knows no request without one."""
+        return self.wanted_tokens == 0
 
     def generation_request(
         self, request_id: str, prompt_token_ids: list[int], max_tokens: int, vocab_size: int
@@ -50,35 +84,31 @@ class Common:
             request_id=request_id,
             model=fields.model,
             prompt_token_ids=prompt_token_ids,
-            sampling=self._sampling(max_tokens, vocab_size),
-            n=self.n,
+            sampling=self._sampling(max(max_tokens, 1), vocab_size),
+            n=self.best_of if self.beams is None else self.n,
             stop=self.stop,
+            stop_regex=self.stop_regex,
             include_stop_str_in_output=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
             salt=self.salt,
             tenant=self.identity.tenant,
-            priority=fields.priority or 0,
+            priority=self.accounting.priority,
+            affinity=self.accounting.affinity,
             grammar=self.grammar,
+            format=self.format,
         )
 
     def _sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:
-        fields = self.fields
         sampling = SamplingParams(
-            temperature=_or(fields.temperature, 1.0),
-            top_k=0 if fields.top_k in (None, -1) else fields.top_k,
-            top_p=_or(fields.top_p, 1.0),
-            min_p=_or(fields.min_p, 0.0),
-            repetition_penalty=_or(fields.repetition_penalty, 1.0),
-            presence_penalty=_or(fields.presence_penalty, 0.0),
-            frequency_penalty=_or(fields.frequency_penalty, 0.0),
+            **self.sampling,
             logit_bias=self.logit_bias,
             seed=self.seed,
             max_tokens=max_tokens,
-            min_tokens=fields.min_tokens or 0,
-            ignore_eos=bool(fields.ignore_eos),
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            bad_words=self.words.bad_words,
+            dry_breakers=self.words.dry_breakers,
+            thinking=self.thinking,
         )
         sampling.validate(vocab_size)
         return sampling
@@ -87,38 +117,61 @@ class Common:
 def common_of_chat(fields: ChatFields, identity: Identity, salts: Salts) -> Common:
     """Checks what needs no model. Of max_tokens and max_completion_tokens, where both are given, the smaller holds."""
     given = [
-        _in_range(name, value, 1, _MAX_INT32)
+        check_range(name, value, 1, MAX_INT32)
         for name, value in (("max_tokens", fields.max_tokens), ("max_completion_tokens", fields.max_completion_tokens))
         if value is not None
     ]
     if fields.top_logprobs is not None:
-        _in_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
+        check_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
         if not fields.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _common(
-        fields, identity, salts, wanted_tokens=min(given, default=None), logprobs=logprobs, prompt_logprobs=None
-    )
-
-
-def common_of_completion(fields: CompletionFields, identity: Identity, salts: Salts) -> Common:
-    """Checks what needs no model."""
-    if fields.max_tokens is not None:
-        _in_range("max_tokens", fields.max_tokens, 1, _MAX_INT32)
-    if fields.logprobs is not None:
-        _in_range("logprobs", fields.logprobs, 0, MAX_LOGPROBS)
-    if fields.best_of is not None and fields.best_of != (1 if fields.n is None else fields.n):
+    if fields.add_special_tokens:
         raise InvalidRequestError(
-            "best_of is supported only where it equals n.", param="best_of", code="unsupported_parameter"
+            "add_special_tokens goes with completions; a chat template adds its own.", param="add_special_tokens"
         )
-    prompt_logprobs = fields.logprobs if fields.echo else None
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    n = _num_choices(fields)
     return _common(
         fields,
         identity,
         salts,
+        n=n,
+        best_of=n,
+        wanted_tokens=min(given, default=None),
+        logprobs=logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+
+
+def common_of_completion(fields: CompletionFields, identity: Identity, salts: Salts) -> Common:
+    """Checks what needs no model. max_tokens may be 0 where the response shows something of the prompt."""
+    if fields.max_tokens is not None:
+        shows_prompt = fields.echo or fields.prompt_logprobs is not None
+        check_range("max_tokens", fields.max_tokens, 0 if shows_prompt else 1, MAX_INT32)
+        if fields.max_tokens == 0:
+            _check_nothing_is_asked_of_the_completion(fields)
+    if fields.logprobs is not None:
+        check_range("logprobs", fields.logprobs, 0, MAX_LOGPROBS)
+    n = _num_choices(fields)
+    best_of = n if fields.best_of is None else check_range("best_of", fields.best_of, 1, MAX_CHOICES)
+    if best_of < n:
+        raise InvalidRequestError(f"best_of must be at least n = {n}, got {best_of}.", param="best_of")
+    if best_of > n and fields.stream:
+        raise InvalidRequestError(
+            "best_of cannot be streamed: which choices are best is known at the end.", param="best_of"
+        )
+    if fields.suffix is not None and fields.echo:
+        raise InvalidRequestError("echo cannot be combined with suffix.", param="echo")
+    echoed = fields.logprobs if fields.echo else None
+    return _common(
+        fields,
+        identity,
+        salts,
+        n=n,
+        best_of=best_of,
         wanted_tokens=fields.max_tokens,
         logprobs=fields.logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=_larger(echoed, fields.prompt_logprobs),
     )
 
 
@@ -127,45 +180,90 @@ def _common(
     identity: Identity,
     salts: Salts,
     *,
+    n: int,
+    best_of: int,
     wanted_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> Common:
-    n = 1 if fields.n is None else _in_range("n", fields.n, 1, MAX_CHOICES)
-    if fields.top_k is not None:
-        _in_range("top_k", fields.top_k, -1, _MAX_INT32)
-    if fields.min_tokens is not None:
-        _in_range("min_tokens", fields.min_tokens, 0, _MAX_INT32)
-    if fields.priority is not None:
-        _in_range("priority", fields.priority, -(2**31), _MAX_INT32)
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
         raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
+    _check_prompt_fields(fields)
+    include_usage, continuous_usage = _usage_options(fields)
     logit_bias = _logit_bias(fields.logit_bias)
+    stop = _stop(fields.stop)
     return Common(
         fields=fields,
         identity=identity,
         n=n,
-        stop=_stop(fields.stop),
+        best_of=best_of,
+        stop=stop,
+        stop_regex=check_stop_regexes(fields.stop_regex, stop),
         salt=salts.derive(identity.key_hash, fields.cache_salt),
         logit_bias=logit_bias,
+        sampling=sampling_values(fields),
         wanted_tokens=wanted_tokens,
-        logprobs=logprobs,
+        # The best of several choices are found by their log-probabilities.
+        logprobs=0 if logprobs is None and best_of > n else logprobs,
         prompt_logprobs=prompt_logprobs,
-        include_usage=_include_usage(fields),
+        shown_logprobs=logprobs,
+        shown_prompt_logprobs=fields.prompt_logprobs,
+        beams=beam_params(fields, n, best_of),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         seed=random.getrandbits(63) if fields.seed is None else fields.seed,
+        accounting=accounting(fields),
     )
 
 
-def _include_usage(fields: SamplingFields) -> bool:
+def _check_nothing_is_asked_of_the_completion(fields: CompletionFields) -> None:
+    for name, given in (
+        ("min_tokens", bool(fields.min_tokens)),
+        ("best_of", fields.best_of not in (None, 1)),
+        ("suffix", fields.suffix is not None),
+        ("use_beam_search", bool(fields.use_beam_search)),
+    ):
+        if given:
+            raise InvalidRequestError(f"{name} cannot be combined with max_tokens = 0.", param=name)
+
+
+def _num_choices(fields: SamplingFields) -> int:
+    return 1 if fields.n is None else check_range("n", fields.n, 1, MAX_CHOICES)
+
+
+def _check_prompt_fields(fields: SamplingFields) -> None:
+    """What is said of a prompt, but for its length, which the model decides."""
+    if fields.prompt_logprobs is not None:
+        check_range("prompt_logprobs", fields.prompt_logprobs, 0, MAX_LOGPROBS)
+        if fields.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+    if fields.truncate_prompt_tokens is not None:
+        check_range("truncate_prompt_tokens", fields.truncate_prompt_tokens, -1, MAX_INT32)
+        if fields.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be -1, for what fits, or at least 1.", param="truncate_prompt_tokens"
+            )
+    if fields.truncation_side not in (None, "left", "right"):
+        raise InvalidRequestError("truncation_side must be left or right.", param="truncation_side")
+    if fields.truncation_side is not None and fields.truncate_prompt_tokens is None:
+        raise InvalidRequestError("truncation_side goes with truncate_prompt_tokens.", param="truncation_side")
+    if fields.spaces_between_special_tokens is False:
+        raise InvalidRequestError(
+            "spaces_between_special_tokens cannot be false: text is what its tokens spell.",
+            param="spaces_between_special_tokens",
+            code="unsupported_parameter",
+        )
+
+
+def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:
+    """Whether a stream ends with a chunk of its usage, and whether every chunk has what it is so far."""
     options = fields.stream_options
     if options is None:
-        return False
+        return False, False
     if not fields.stream:
         raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
-    if options.continuous_usage_stats:
-        param = "stream_options.continuous_usage_stats"
-        raise InvalidRequestError(f"{param} is not supported yet.", param=param, code="unsupported_parameter")
-    return bool(options.include_usage)
+    continuous = bool(options.continuous_usage_stats)
+    return continuous if options.include_usage is None else options.include_usage, continuous
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -190,12 +288,6 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
     return result
 
 
-def _in_range(name: str, value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
-        shown = str(value) if abs(value) < 2**63 else "a number beyond 64 bits"
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {shown}.", param=name)
-    return value
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _larger(first: int | None, second: int | None) -> int | None:
+    given = [value for value in (first, second) if value is not None]
+    return max(given, default=None)

@@ -13,6 +13,18 @@ LEAST_LOGPROB = -9999.0
 TokenBytes = Callable[[int], bytes]
 
 
+class TokenNames:
+    """How log-probabilities name tokens: by their text, or as `token_id:N`."""
+
+    def __init__(self, token_bytes: TokenBytes, *, as_token_ids: bool = False) -> None:
+        self.token_bytes = token_bytes
+        self._as_token_ids = as_token_ids
+
+    def name(self, token_id: int) -> str:
+        """The name of a token."""
+        return f"token_id:{token_id}" if self._as_token_ids else token_string(self.token_bytes(token_id))
+
+
 def token_string(data: bytes) -> str:
     """A token as text; one that is no whole text of its own (half a code point) as `bytes:\\xf0\\x9f`."""
     try:
@@ -26,13 +38,13 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> list[dict[str, Any]]:
     """OpenAI's `logprobs.content`. Joining the `bytes` of all entries gives the UTF-8 of the text."""
     return [
         {
-            **_chat_entry(token_bytes(entry.token_id), LEAST_LOGPROB if entry.logprob is None else entry.logprob),
+            **_chat_entry(entry.token_id, LEAST_LOGPROB if entry.logprob is None else entry.logprob, names),
             "top_logprobs": [
-                _chat_entry(token_bytes(token_id), logprob)
+                _chat_entry(token_id, logprob, names)
                 for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
         }
@@ -40,8 +52,32 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> 
     ]
 
 
-def _chat_entry(data: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_string(data), "logprob": finite(logprob), "bytes": list(data)}
+def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    return {
+        "token": names.name(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(names.token_bytes(token_id)),
+    }
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs], wanted: int, token_bytes: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token the likeliest ones and itself, by id; null for the first."""
+    return [None if entry.logprob is None else _prompt_entry(entry, wanted, token_bytes) for entry in entries]
+
+
+def _prompt_entry(entry: TokenLogprobs, wanted: int, token_bytes: TokenBytes) -> dict[str, Any]:
+    ranked = [
+        (token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
+    ]
+    shown = {token_id: (logprob, rank) for token_id, logprob, rank in ranked[:wanted]}
+    shown.setdefault(entry.token_id, (entry.logprob or 0.0, entry.rank))
+    return {
+        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_string(token_bytes(token_id))}
+        for token_id, (logprob, rank) in shown.items()
+    }
 
 
 class CompletionLogprobs:
@@ -51,31 +87,31 @@ class CompletionLogprobs:
     code point does.
     """
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def add(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The shape for the next tokens. The first token of a prompt has null for its logprob and its alternatives."""
+    def add(self, entries: Sequence[TokenLogprobs], wanted: int) -> dict[str, list[Any]]:
+        """The shape for the next tokens, with `wanted` alternatives.
+
+        The first token of a prompt has null for its logprob and its alternatives.
+        """
         tokens: list[str] = []
         logprobs: list[float | None] = []
         top: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for entry in entries:
-            data = self._token_bytes(entry.token_id)
-            token = token_string(data)
+            token = self._names.name(entry.token_id)
             tokens.append(token)
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(data))
+            self._offset += len(self._decoder.decode(self._names.token_bytes(entry.token_id)))
             logprobs.append(None if entry.logprob is None else finite(entry.logprob))
-            top.append(None if entry.logprob is None else self._alternatives(entry, token, entry.logprob))
+            top.append(None if entry.logprob is None else self._alternatives(entry, wanted, token, entry.logprob))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def _alternatives(self, entry: TokenLogprobs, token: str, logprob: float) -> dict[str, float]:
-        result = {
-            token_string(self._token_bytes(token_id)): finite(value)
-            for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
-        }
+    def _alternatives(self, entry: TokenLogprobs, wanted: int, token: str, logprob: float) -> dict[str, float]:
+        ranked = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:wanted]
+        result = {self._names.name(token_id): finite(value) for token_id, value in ranked}
         result.setdefault(token, finite(logprob))
         return result

@@ -10,85 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.api.refused import NO_EFFECT, UNSUPPORTED, refusal_text
+from gateway.api.tool_params import ToolChoiceField, ToolField
 from shared.errors import InvalidRequestError
+from shared.sampling_params import RepetitionDetection
 
 TokenIds = list[int]
-
-UNSUPPORTED = frozenset(
-    {
-        "add_generation_prompt",
-        "add_special_tokens",
-        "allowed_token_ids",
-        "audio",
-        "bad_words",
-        "best_of",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "custom_logit_processor",
-        "documents",
-        "early_stopping",
-        "echo",
-        "frequency_bias",
-        "function_call",
-        "functions",
-        "guided_choice",
-        "guided_decoding_backend",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "guided_whitespace_pattern",
-        "include_reasoning",
-        "kv_transfer_params",
-        "length_penalty",
-        "logits_processors",
-        "lora_path",
-        "metadata",
-        "mm_processor_kwargs",
-        "modalities",
-        "moderation",
-        "n_probs",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_embeds",
-        "prompt_logprobs",
-        "reasoning",
-        "reasoning_effort",
-        "request_id",
-        "response_format",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "safety_identifier",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "structured_outputs",
-        "suffix",
-        "tool_choice",
-        "tools",
-        "top_logprobs",
-        "truncate_prompt_tokens",
-        "use_beam_search",
-        "verbosity",
-        "vllm_xargs",
-        "web_search_options",
-    }
-)
-"""Fields that other servers or routes take. An endpoint's struct is asked first: only what it lacks is refused."""
-
-NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
-}
-"""Values of unsupported fields that ask for nothing, and are therefore taken."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -124,6 +51,44 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    # Sampling as llama.cpp's users know it.
+    typical_p: float | None = None
+    typ_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    # What vLLM's users send.
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    stop_regex: str | list[str] | None = None
+    add_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    # OpenAI's bookkeeping.
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
 
 
 class ChatFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -134,6 +99,18 @@ class ChatFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Tools: gateway.api.tool_params.
+    tools: list[ToolField] | None = None
+    tool_choice: str | ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    # Reasoning: gateway.api.reasoning_params.
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+    # How the prompt is made of the messages.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class CompletionFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -143,6 +120,7 @@ class CompletionFields(SamplingFields, forbid_unknown_fields=True, kw_only=True)
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    suffix: str | None = None
 
 
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -192,9 +170,7 @@ def _has_no_effect(name: str, value: object) -> bool:
 
 def _refusal(name: str) -> InvalidRequestError:
     if name in UNSUPPORTED:
-        what = (
-            f"{name} is not supported yet." if name not in NO_EFFECT else f"This value of {name} is not supported yet."
-        )
+        what = refusal_text(name)
         return InvalidRequestError(what, param=name, code="unsupported_parameter")
     shown = name[:64]
     return InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")

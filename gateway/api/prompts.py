@@ -59,6 +59,33 @@ def check_token_ids(ids: list[int], facts: WorkerFacts, param: str) -> None:
         raise InvalidRequestError(message, param=param)
 
 
+def context_limit(facts: WorkerFacts) -> int:
+    """Tokens that prompt and completion may have together."""
+    capacity = facts.num_pages * facts.page_size
+    return min(facts.max_model_len, capacity) if capacity else facts.max_model_len
+
+
+def truncated(ids: list[int], wanted: int | None, side: str | None, room_for: int, facts: WorkerFacts) -> list[int]:
+    """The ids that `truncate_prompt_tokens` keeps.
+
+    Args:
+        wanted: how many tokens to keep; -1: what fits; None: all.
+        side: which end is cut; None: the left one.
+        room_for: tokens of the completion for which -1 leaves room.
+    """
+    if wanted is None:
+        return ids
+    limit = context_limit(facts)
+    if wanted >= limit:
+        raise ContextLengthError(
+            f"truncate_prompt_tokens is {wanted}; the model's maximum context length is {limit} tokens, and at least "
+            "one must be left for the completion.",
+            param="truncate_prompt_tokens",
+        )
+    most = max(limit - room_for, 1) if wanted == -1 else wanted
+    return ids[:most] if side == "right" else ids[-most:]
+
+
 def completion_budget(
     num_prompt_tokens: int, wanted: int | None, default: int | None, facts: WorkerFacts, param: str
 ) -> int:
@@ -70,8 +97,7 @@ def completion_budget(
 
     Raises ContextLengthError with the numbers where prompt, or prompt and completion, do not fit.
     """
-    capacity = facts.num_pages * facts.page_size
-    limit = min(facts.max_model_len, capacity) if capacity else facts.max_model_len
+    limit = context_limit(facts)
     name = (
         "maximum context length"
         if limit == facts.max_model_len

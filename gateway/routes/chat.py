@@ -2,41 +2,94 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+
 from aiohttp import web
 
 from gateway.api.body import read_json
+from gateway.api.chat_prompt import ChatPrompt, PromptFields, chat_prompt
 from gateway.api.chat_shapes import ChatChunks, whole_chat_response
 from gateway.api.generation_params import common_of_chat
-from gateway.api.messages import check_messages, check_template_kwargs
+from gateway.api.messages import check_messages
+from gateway.api.output_grammar import ToolGrammar, output_grammar
 from gateway.api.params import ChatFields, parse_fields
-from gateway.api.prompts import completion_budget
+from gateway.api.reasoning_params import thinking_budget
 from gateway.api.sse import stream_events
+from gateway.api.tool_params import check_tools, tool_grammar, tool_request
+from gateway.flow.requests import ModelEntryLike
 from gateway.keys import IDENTITY, SALTS
 from gateway.responses import json_response
-from gateway.routes.common import find_model, now, response_id, submit_all
+from gateway.routes.common import detail_of, envelope_of, find_model, fit_prompt, longest_prompt, submit_all
+from gateway.text.formats import ModelFormats
+from gateway.text.reasoning import reasoning_fragment
+from gateway.text.tools.format import ToolRequest
+from shared.errors import InvalidRequestError
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answers a conversation, whole or streamed. max_tokens defaults to what is left of the context."""
     fields = parse_fields(await read_json(request), ChatFields)
     common = common_of_chat(fields, request[IDENTITY], request.app[SALTS])
+    tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     messages = check_messages(fields.messages)
     entry = find_model(request, fields.model)
-    template_kwargs = check_template_kwargs(fields.chat_template_kwargs, entry.pipeline.template_variables)
-    ids = await entry.pipeline.encode_chat(
-        messages, template_kwargs=template_kwargs, max_tokens=entry.facts.max_model_len
+    chat = await chat_prompt(messages, tools, _prompt_fields(fields), entry, max_tokens=longest_prompt(common, entry))
+    prompt = fit_prompt(chat.ids, common, None, entry, "messages")
+    common = dataclasses.replace(
+        common,
+        grammar=await _grammar(fields, tools, chat, entry),
+        format=entry.formats.message_format(tools, opened=chat.opened),
+        thinking=await thinking_budget(fields.thinking_token_budget, entry, opened=chat.opened),
     )
-    max_tokens = completion_budget(len(ids), common.wanted_tokens, None, entry.facts, "messages")
 
-    identifier, created = response_id("chatcmpl"), now()
-    token_bytes = entry.pipeline.token_bytes if common.logprobs is not None else None
-    async with submit_all(request, identifier, common, entry, [(ids, max_tokens)]) as events:
-        tally = events.tally
+    envelope, detail = envelope_of("chatcmpl", common, entry), detail_of(common, entry, [prompt])
+    async with submit_all(request, envelope, common, entry, [prompt]) as events:
+        tally, show_reasoning = events.tally, fields.include_reasoning is not False
         if fields.stream:
             chunks = ChatChunks(
-                identifier, created, fields.model, tally, include_usage=common.include_usage, token_bytes=token_bytes
+                envelope,
+                tally,
+                detail,
+                include_usage=common.include_usage,
+                continuous_usage=common.continuous_usage,
+                show_reasoning=show_reasoning,
             )
             return await stream_events(request, events, chunks)
         return json_response(
-            await whole_chat_response(identifier, created, fields.model, common.n, events, tally, token_bytes)
+            await whole_chat_response(envelope, common.n, events, tally, detail, show_reasoning=show_reasoning)
         )
+
+
+def _prompt_fields(fields: ChatFields) -> PromptFields:
+    return PromptFields(
+        chat_template_kwargs=fields.chat_template_kwargs,
+        reasoning_effort=fields.reasoning_effort,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        documents=fields.documents,
+    )
+
+
+async def _grammar(fields: ChatFields, tools: ToolRequest | None, chat: ChatPrompt, entry: ModelEntryLike) -> str:
+    """What every choice must spell, checked; empty where nothing is demanded."""
+    formats = entry.formats
+    of_tools: ToolGrammar | None = None
+    if tools is not None and tools.choice != "none":
+        if formats.tools is None:
+            raise InvalidRequestError(
+                "tools are not supported by this model: the server reads no calls of it.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        of_tools = await asyncio.to_thread(_tool_grammar, tools, formats)
+    reasoning = None
+    if formats.reasoning is not None:
+        reasoning = reasoning_fragment(formats.reasoning, chat.opened, formats.added_ids)
+    return output_grammar(None, of_tools, reasoning)
+
+
+def _tool_grammar(tools: ToolRequest, formats: ModelFormats) -> ToolGrammar | None:
+    """Takes time with large schemas."""
+    check_tools(tools)
+    return None if formats.tools is None else tool_grammar(tools, formats.tools, formats.added_ids)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from gateway.api.envelope import Detail, Envelope, fingerprint
 from gateway.api.fan_in import FanIn
 from gateway.api.generation_params import Common
-from gateway.api.prompts import check_token_ids
-from gateway.flow.events import GenerationRequest
-from gateway.flow.requests import ModelEntryLike
+from gateway.api.prompts import check_token_ids, completion_budget, truncated
+from gateway.api.sampling_fields import needs_words, word_ids
+from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.requests import GeneratorLike, ModelEntryLike
 from gateway.keys import GENERATOR, MODELS, log
 from shared.errors import ModelNotFoundError
 
 MAX_MODEL_NAME = 256
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for completions."""
+_MAX_TRUNCATED = 131_072
+"""Tokens of a prompt that is to be truncated; or eight contexts, if that is more."""
+
+SizedPrompt = tuple[list[int], int]
+"""Ids of a prompt, and how many tokens may be generated."""
 
 
 def find_model(request: web.Request, name: str | None) -> ModelEntryLike:
@@ -32,36 +43,75 @@ def find_model(request: web.Request, name: str | None) -> ModelEntryLike:
     return models.model(name)
 
 
-async def encode_prompt(prompt: str | list[int], entry: ModelEntryLike, param: str) -> list[int]:
+async def encode_prompt(
+    prompt: str | list[int], entry: ModelEntryLike, param: str, *, add_special_tokens: bool, max_tokens: int
+) -> list[int]:
     """Token ids of a plain prompt; ids are checked against the vocabulary."""
     if isinstance(prompt, str):
-        return await entry.pipeline.encode(prompt, max_tokens=entry.facts.max_model_len, param=param)
+        return await entry.pipeline.encode(prompt, add_special_tokens, max_tokens=max_tokens, param=param)
     check_token_ids(prompt, entry.facts, param)
     return prompt
 
 
-def response_id(prefix: str) -> str:
-    """A new id of a response; the worker's requests are named after it."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+def longest_prompt(common: Common, entry: ModelEntryLike) -> int:
+    """Tokens that a prompt may certainly not have more of, before it is truncated."""
+    longest = entry.facts.max_model_len
+    if common.fields.truncate_prompt_tokens is None:
+        return longest
+    return max(8 * longest, _MAX_TRUNCATED)
 
 
-def submit_all(
-    request: web.Request,
-    identifier: str,
-    common: Common,
-    entry: ModelEntryLike,
-    prompts: Sequence[tuple[list[int], int]],
-) -> FanIn:
-    """One generation for each (prompt ids, max_tokens); nothing is submitted before the context is entered."""
-    vocab_size = entry.facts.vocab_size
-    requests: list[GenerationRequest] = [
-        common.generation_request(f"{identifier}-{index}", ids, max_tokens, vocab_size)
+def fit_prompt(ids: list[int], common: Common, default: int | None, entry: ModelEntryLike, param: str) -> SizedPrompt:
+    """The prompt, truncated where that was asked for, and how many tokens may follow it.
+
+    Args:
+        default: how many where the client does not say; None: what is left of the context.
+    """
+    fields, facts = common.fields, entry.facts
+    room_for = common.wanted_tokens or default or DEFAULT_MAX_TOKENS
+    ids = truncated(ids, fields.truncate_prompt_tokens, fields.truncation_side, room_for, facts)
+    return ids, completion_budget(len(ids), common.wanted_tokens, default, facts, param)
+
+
+def envelope_of(prefix: str, common: Common, entry: ModelEntryLike) -> Envelope:
+    """What surrounds the choices of a response; its id is new, and the worker's requests are named after it."""
+    return Envelope(
+        identifier=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=common.fields.model,
+        fingerprint=fingerprint(entry.facts),
+        tier=common.accounting.tier,
+        metadata=common.accounting.metadata,
+    )
+
+
+def detail_of(common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]) -> Detail:
+    """What the response tells of its tokens."""
+    return Detail(
+        token_bytes=entry.pipeline.token_bytes,
+        logprobs=common.shown_logprobs,
+        prompt_logprobs=common.shown_prompt_logprobs,
+        token_ids=bool(common.fields.return_token_ids),
+        as_token_ids=bool(common.fields.return_tokens_as_token_ids),
+        prompts=[ids for ids, _ in prompts],
+    )
+
+
+@asynccontextmanager
+async def submit_all(
+    request: web.Request, envelope: Envelope, common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]
+) -> AsyncIterator[FanIn]:
+    """One generation for each prompt; leaving the context cancels what is left of them."""
+    facts = entry.facts
+    if needs_words(common.fields):
+        common = dataclasses.replace(common, words=await word_ids(common.fields, entry.pipeline))
+    requests = [
+        common.generation_request(f"{envelope.identifier}-{index}", ids, max_tokens, facts.vocab_size)
         for index, (ids, max_tokens) in enumerate(prompts)
     ]
-    log.debug("submit", response_id=identifier, prompts=len(requests), n=common.n)
-    return FanIn(request.app[GENERATOR], requests, entry.facts.eos_token_ids)
-
-
-def now() -> int:
-    """Unix time for `created`."""
-    return int(time.time())
+    generator: GeneratorLike = request.app[GENERATOR]
+    if common.beams is not None:
+        generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids)
+    log.debug("submit", response_id=envelope.identifier, prompts=len(requests), n=common.n)
+    async with FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only) as events:
+        yield events

@@ -3,64 +3,114 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
 
+from gateway.api.best_of import best_choices
 from gateway.api.body import read_json
 from gateway.api.completion_shapes import Choices, CompletionChunks, whole_completion_response
-from gateway.api.generation_params import common_of_completion
+from gateway.api.fan_in import FanIn
+from gateway.api.generation_params import Common, common_of_completion
 from gateway.api.params import CompletionFields, parse_fields
-from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, completion_budget, split_prompts
+from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, split_prompts
 from gateway.api.sse import stream_events
+from gateway.flow.events import TextDelta
 from gateway.flow.requests import ModelEntryLike
 from gateway.keys import IDENTITY, SALTS
 from gateway.responses import json_response
-from gateway.routes.common import encode_prompt, find_model, now, response_id, submit_all
+from gateway.routes.common import (
+    DEFAULT_MAX_TOKENS,
+    SizedPrompt,
+    detail_of,
+    encode_prompt,
+    envelope_of,
+    find_model,
+    fit_prompt,
+    longest_prompt,
+    submit_all,
+)
+from gateway.text.fill_in_middle import fill_in_middle
 from shared.errors import InvalidRequestError
-
-DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continues one or several prompts, whole or streamed; choice index = prompt index * n + choice."""
     fields = parse_fields(await read_json(request), CompletionFields)
     common = common_of_completion(fields, request[IDENTITY], request.app[SALTS])
-    prompts = split_prompts(fields.prompt)
-    num_choices = len(prompts) * common.n
-    if num_choices > MAX_CHOICES_IN_ALL:
-        raise InvalidRequestError(
-            f"{len(prompts)} prompts with n = {common.n} are {num_choices} choices; "
-            f"at most {MAX_CHOICES_IN_ALL} are allowed.",
-            param="n",
-        )
+    texts = split_prompts(fields.prompt)
+    _check_number(len(texts), common)
     entry = find_model(request, fields.model)
-    several = len(prompts) > 1
-    budgets: list[tuple[list[int], int]] = []
-    for index, prompt in enumerate(prompts):
-        param = f"prompt[{index}]" if several else "prompt"
-        ids = await encode_prompt(prompt, entry, param)
+    prompts: list[SizedPrompt] = []
+    for index, text in enumerate(texts):
+        param = f"prompt[{index}]" if len(texts) > 1 else "prompt"
+        ids, common = await _encode(text, fields, common, entry, param)
         if not ids:
             raise InvalidRequestError(f"{param} has no tokens.", param=param)
-        budgets.append((ids, completion_budget(len(ids), common.wanted_tokens, DEFAULT_MAX_TOKENS, entry.facts, param)))
-    echoes = await _echoes(prompts, entry) if fields.echo else None
+        prompts.append(fit_prompt(ids, common, DEFAULT_MAX_TOKENS, entry, param))
 
-    identifier, created = response_id("cmpl"), now()
-    choices = Choices(echoes, entry.pipeline.token_bytes if common.logprobs is not None else None)
-    async with submit_all(request, identifier, common, entry, budgets) as events:
+    envelope, detail = envelope_of("cmpl", common, entry), detail_of(common, entry, prompts)
+    choices = Choices(await _echoes(texts, prompts, fields, entry), detail)
+    async with submit_all(request, envelope, common, entry, prompts) as events:
         tally = events.tally
         if fields.stream:
             chunks = CompletionChunks(
-                identifier, created, fields.model, tally, choices, include_usage=common.include_usage
+                envelope,
+                tally,
+                choices,
+                include_usage=common.include_usage,
+                continuous_usage=common.continuous_usage,
             )
             return await stream_events(request, events, chunks)
+        num_choices = len(prompts) * common.n
         return json_response(
-            await whole_completion_response(identifier, created, fields.model, num_choices, events, tally, choices)
+            await whole_completion_response(envelope, num_choices, _best(events, common), tally, choices)
         )
 
 
-async def _echoes(prompts: Sequence[Prompt], entry: ModelEntryLike) -> list[str]:
+def _check_number(num_prompts: int, common: Common) -> None:
+    if num_prompts * common.best_of > MAX_CHOICES_IN_ALL:
+        param = "n" if common.best_of == common.n else "best_of"
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with {param} = {common.best_of} are {num_prompts * common.best_of} choices; "
+            f"at most {MAX_CHOICES_IN_ALL} are allowed.",
+            param=param,
+        )
+
+
+async def _encode(
+    text: Prompt, fields: CompletionFields, common: Common, entry: ModelEntryLike, param: str
+) -> tuple[list[int], Common]:
+    """Ids of a prompt, and the request with what ends the completion of such a prompt."""
+    special = fields.add_special_tokens is not False
+    most = longest_prompt(common, entry)
+    if fields.suffix is None:
+        return await encode_prompt(text, entry, param, add_special_tokens=special, max_tokens=most), common
+    if not isinstance(text, str):
+        check_token_ids(text, entry.facts, param)
+    filled = await fill_in_middle(
+        text, fields.suffix, entry.pipeline, add_special_tokens=special, max_tokens=most, param=param
+    )
+    stops = {"stop_token_ids": tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *filled.end_ids)))}
+    return filled.token_ids, dataclasses.replace(common, sampling={**common.sampling, **stops})
+
+
+def _best(events: FanIn, common: Common) -> AsyncIterator[tuple[int, int, TextDelta]]:
+    if common.best_of == common.n or common.beams is not None:
+        return events
+    return best_choices(events, common.best_of, common.n)
+
+
+async def _echoes(
+    texts: Sequence[Prompt], prompts: Sequence[SizedPrompt], fields: CompletionFields, entry: ModelEntryLike
+) -> list[str] | None:
+    """The text of each prompt as the model has it, or None without echo."""
+    if not fields.echo:
+        return None
     return [
-        prompt if isinstance(prompt, str) else await asyncio.to_thread(entry.pipeline.decode, prompt, False)
-        for prompt in prompts
+        text
+        if isinstance(text, str) and fields.truncate_prompt_tokens is None
+        else await asyncio.to_thread(entry.pipeline.decode, ids, False)
+        for text, (ids, _) in zip(texts, prompts, strict=True)
     ]

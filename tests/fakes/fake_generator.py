@@ -9,6 +9,7 @@ from typing import Any
 
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.formats import ModelFormats
+from gateway.text.detokenizer import Detokenizer, TokenBytes
 from shared.errors import ContextLengthError, ModelNotFoundError
 from shared.messages import TokenLogprobs, WorkerFacts
 
@@ -47,6 +48,7 @@ class BytePipeline:
     def __init__(self) -> None:
         self.template_kwargs: list[dict[str, Any]] = []
         self.messages: list[list[dict[str, Any]]] = []
+        self.marks: dict[str, int] = {}
 
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
@@ -79,6 +81,16 @@ class BytePipeline:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
+
+    def token_id(self, text: str) -> int | None:
+        return self.marks.get(text)
+
+    async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(sorted({ord(text) for text in texts if len(text) == 1}))
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        table = TokenBytes([bytes([byte]) for byte in range(256)], frozenset(), strip_leading_space=False)
+        return Detokenizer(table, skip_special_tokens=skip_special_tokens)
 
 
 @dataclass
@@ -153,6 +165,32 @@ class FakeGeneration:
         self.ended = True
 
 
+class FakeReservation:
+    """Room for a request in parts; remembers what became of it."""
+
+    def __init__(self, owner: FakeGenerator, request: GenerationRequest) -> None:
+        self._owner = owner
+        self.request = request
+        self.outcome: Exception | Sequence[TextDelta] | None = None
+        self.begun = self.closed = False
+
+    def submit(self, part: GenerationRequest) -> FakeGeneration:
+        assert not self.closed
+        return self._owner.submit(part)
+
+    def first_token(self) -> None:
+        self.begun = True
+
+    def complete(self, deltas: Sequence[TextDelta]) -> None:
+        self.outcome = deltas
+
+    def fail(self, error: Exception) -> None:
+        self.outcome = error
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class FakeGenerator:
     """Plays `script` for each request; remembers all of them.
 
@@ -166,10 +204,17 @@ class FakeGenerator:
         self.submit_error: Exception | None = None
         self.generations: list[FakeGeneration] = []
         self.live: set[FakeGeneration] = set()
+        self.reservations: list[FakeReservation] = []
 
     @property
     def requests(self) -> list[GenerationRequest]:
         return [generation.request for generation in self.generations]
+
+    def reserve(self, request: GenerationRequest) -> FakeReservation:
+        if self.submit_error is not None:
+            raise self.submit_error
+        self.reservations.append(FakeReservation(self, request))
+        return self.reservations[-1]
 
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.submit_error is not None:

@@ -135,7 +135,7 @@ async def test_best_of_and_suffix():
         assert (await gateway.complete(n=2, best_of=2))[0] == 200
         assert (await gateway.complete(best_of=1))[0] == 200
         for fields, param in (
-            ({"best_of": 2}, "best_of"),
+            ({"best_of": 2, "stream": True}, "best_of"),
             ({"n": 3, "best_of": 2}, "best_of"),
             ({"suffix": "x"}, "suffix"),
         ):

@@ -80,6 +80,7 @@ async def _transcript(method: str, path: str, body: dict[str, Any] | None, gener
     head = "\n".join(line for line in lines if not line.startswith("Date:"))
     head = re.sub(r"openai-processing-ms: \d+", "openai-processing-ms: 0", head)
     raw = re.sub(r'"id":"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', raw)
+    raw = re.sub(r'"system_fingerprint":"fp_[0-9a-f]{12}"', '"system_fingerprint":"fp_ID"', raw)
     raw = re.sub(r'"created":\d+', '"created":0', raw)
     head = re.sub(r"Content-Length: \d+", "Content-Length: 0", head)
     return f"{method} {path}\nHTTP {response.status}\n{head}\n\n{raw}\n"

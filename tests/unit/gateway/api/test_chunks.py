@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 
 from gateway.api.chat_shapes import ChatChunks
 from gateway.api.completion_shapes import Choices, CompletionChunks
+from gateway.api.envelope import Detail, Envelope
 from gateway.api.fan_in import Tally
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+DETAIL = Detail(token_bytes=lambda token_id: bytes([token_id]))
+
+
+def envelope(model):
+    return Envelope(identifier="id", created=7, model=model, fingerprint="fp")
 
 
 def events(data: bytes):
@@ -25,9 +33,9 @@ def events(data: bytes):
 
 @given(text=TEXT, model=TEXT, index=st.integers(0, 200), usage=st.booleans())
 def test_chat_chunks(text, model, index, usage):
-    chunks = ChatChunks("id", 7, model, Tally(1), include_usage=usage, token_bytes=None)
+    chunks = ChatChunks(envelope(model), Tally(1), DETAIL, include_usage=usage)
     sent = events(chunks.encode(index, 0, TextDelta(index, text, [1], finish_reason="stop")))
-    common = {"id": "id", "object": "chat.completion.chunk", "created": 7, "model": model}
+    common = {**envelope(model).chunk("chat.completion.chunk")}
     deltas = [
         ({"role": "assistant", "content": ""}, None),
         *([({"content": text}, None)] if text else []),
@@ -45,7 +53,7 @@ def test_chat_chunks(text, model, index, usage):
 
 @given(text=TEXT, model=TEXT, reason=st.sampled_from([None, "length"]), usage=st.booleans())
 def test_completion_chunks(text, model, reason, usage):
-    chunks = CompletionChunks("id", 7, model, Tally(1), Choices(None, None), include_usage=usage)
+    chunks = CompletionChunks(envelope(model), Tally(1), Choices(None, DETAIL), include_usage=usage)
     sent = events(chunks.encode(3, 1, TextDelta(1, text, [1], finish_reason=reason)))
     if not text and reason is None:
         assert sent == []
@@ -56,6 +64,7 @@ def test_completion_chunks(text, model, reason, usage):
             "object": "text_completion",
             "created": 7,
             "model": model,
+            "system_fingerprint": "fp",
             "choices": [{"index": 3, "text": text, "logprobs": None, "finish_reason": reason}],
             **({"usage": None} if usage else {}),
         }

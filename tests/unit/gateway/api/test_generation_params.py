@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from gateway.api.generation_params import common_of_chat, common_of_completion
 from gateway.api.messages import check_messages
-from gateway.api.params import NO_EFFECT, UNSUPPORTED, ChatFields, CompletionFields, TokenizeFields, parse_fields
+from gateway.api.params import ChatFields, CompletionFields, TokenizeFields, parse_fields
 from gateway.api.prompts import completion_budget, split_prompts
+from gateway.api.refused import NO_EFFECT, UNSUPPORTED
 from gateway.auth import Identity, Scope
 from gateway.flow.salt import Salts
 from shared.errors import ContextLengthError, InvalidRequestError, PeltonError
@@ -53,7 +54,7 @@ def test_any_body_is_taken_or_refused(body):
         assert error.param
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED.difference(TokenizeFields.__struct_fields__)))
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED).difference(TokenizeFields.__struct_fields__)))
 def test_unsupported_fields_are_taken_only_where_they_ask_for_nothing(name):
     for value in (None, *NO_EFFECT.get(name, ())):
         parse_fields({"model": "m", "prompt": "x", name: value}, TokenizeFields)

@@ -1,0 +1,138 @@
+"""Fields that other servers, or other routes, take and this one does not: each with what its 400 says.
+
+An endpoint's struct is asked first: only what it lacks is refused. A field that is neither there nor here is unknown.
+"""
+
+from __future__ import annotations
+
+_GUIDED = "send structured_outputs"
+_LORA = "adapters are not supported"
+_TEMPLATE = "the model's own chat template is used"
+_SAMPLERS = "the order of sampling is fixed"
+_TEXT_ONLY = "models here read and write text only"
+_SERVER = "that is the server's to decide"
+
+UNSUPPORTED: dict[str, str] = {
+    "add_generation_prompt": "it goes with chat",
+    "add_special_tokens": "",
+    "allowed_token_ids": "",
+    "audio": _TEXT_ONLY,
+    "bad_words": "",
+    "best_of": "chat has n alone",
+    "cache_prompt": "prefixes are always cached; cache_salt keeps them apart",
+    "chat_template": _TEMPLATE,
+    "chat_template_kwargs": "it goes with chat",
+    "continue_final_message": "",
+    "custom_logit_processor": "code of clients is never run",
+    "custom_params": "code of clients is never run",
+    "data_parallel_rank": _SERVER,
+    "detokenize": "answers are text; return_token_ids adds their ids",
+    "disaggregated_params": _SERVER,
+    "documents": "",
+    "dry_penalty_range": "its name is dry_penalty_last_n",
+    "early_stopping": "it goes with use_beam_search",
+    "ebnf": _GUIDED,
+    "echo": "it goes with completions",
+    "frequency_bias": "send logit_bias or frequency_penalty",
+    "function_call": "send tool_choice",
+    "functions": "send tools",
+    "grammar": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_decoding_backend": _SERVER,
+    "guided_grammar": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
+    "id_slot": _SERVER,
+    "include_reasoning": "it goes with chat",
+    "input_ids": "send prompt, which may be token ids",
+    "json_schema": _GUIDED,
+    "kv_transfer_params": _SERVER,
+    "length_penalty": "it goes with use_beam_search",
+    "logits_processors": "code of clients is never run",
+    "logprob_token_ids": "send logprobs",
+    "lora": _LORA,
+    "lora_path": _LORA,
+    "lora_request": _LORA,
+    "max_new_tokens": "send max_tokens",
+    "messages": "it goes with chat",
+    "metadata": "",
+    "min_keep": _SAMPLERS,
+    "mirostat_ent": "its name is mirostat_tau",
+    "mirostat_lr": "its name is mirostat_eta",
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "modalities": _TEXT_ONLY,
+    "moderation": "",
+    "n_cmpl": "send n",
+    "n_discard": "a context is never shifted",
+    "n_keep": "a context is never shifted",
+    "n_predict": "send max_tokens",
+    "n_probs": "send logprobs",
+    "parallel_tool_calls": "it goes with chat",
+    "penalize_nl": "send logit_bias",
+    "post_sampling_probs": "log-probabilities are the model's own",
+    "prediction": "",
+    "prompt": "it goes with completions",
+    "prompt_cache_key": "",
+    "prompt_cache_retention": "",
+    "prompt_embeds": "prompts are text or token ids",
+    "prompt_logprobs": "",
+    "reasoning": "send reasoning_effort",
+    "reasoning_effort": "it goes with chat",
+    "reasoning_format": "",
+    "regex": _GUIDED,
+    "repeat_last_n": "repetition_penalty counts the whole text",
+    "repeat_penalty": "send repetition_penalty, which counts the whole text",
+    "request_id": "send the header x-request-id",
+    "response_format": "",
+    "return_hidden_states": "",
+    "return_progress": "",
+    "return_token_ids": "",
+    "return_tokens": "send return_token_ids",
+    "return_tokens_as_token_ids": "",
+    "rid": "send the header x-request-id",
+    "safety_identifier": "",
+    "samplers": _SAMPLERS,
+    "service_tier": "",
+    "session_id": "send prompt_cache_key",
+    "spaces_between_special_tokens": "",
+    "store": "nothing is stored",
+    "stream_interval": _SERVER,
+    "structured_outputs": "",
+    "suffix": "it goes with completions",
+    "t_max_predict_ms": "",
+    "thinking_token_budget": "it goes with chat",
+    "timings_per_token": "",
+    "tool_choice": "it goes with chat",
+    "tools": "it goes with chat",
+    "top_logprobs": "it goes with chat",
+    "top_p_min": "",
+    "truncate_prompt_tokens": "",
+    "use_beam_search": "",
+    "verbosity": "",
+    "vllm_xargs": "",
+    "web_search_options": "there is no web search",
+}
+"""Name -> why, or what to send instead; empty where it is merely not there."""
+
+NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "use_beam_search": (False,),
+    "cache_prompt": (True,),
+    "detokenize": (True,),
+    "verbosity": ("medium",),
+}
+"""Values of unsupported fields that ask for nothing, and are therefore taken."""
+
+
+def refusal_text(name: str) -> str:
+    """What a client is told of an unsupported field."""
+    what = f"This value of {name} is not supported" if name in NO_EFFECT else f"{name} is not supported here"
+    why = UNSUPPORTED[name]
+    return f"{what}: {why}." if why else f"{what}."
