@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.flow.events import GenerationRequest, TextDelta
-from gateway.text.formats import ModelFormats
 from gateway.text.detokenizer import Detokenizer, TokenBytes
+from gateway.text.formats import ModelFormats
+from gateway.text.tools.prompting import TemplateSupport
 from shared.errors import ContextLengthError, ModelNotFoundError
 from shared.messages import TokenLogprobs, WorkerFacts
 
 EOS = 257
 MODEL = "fake-model"
+SUPPORT = TemplateSupport(tools=True, calls=True)
 
 Step = TextDelta | float | Exception | asyncio.Event
 Script = Callable[[GenerationRequest], Iterable[Step]]
@@ -88,7 +90,7 @@ class BytePipeline:
     async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(sorted({ord(text) for text in texts if len(text) == 1}))
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
         table = TokenBytes([bytes([byte]) for byte in range(256)], frozenset(), strip_leading_space=False)
         return Detokenizer(table, skip_special_tokens=skip_special_tokens)
 
@@ -99,7 +101,7 @@ class FakeEntry:
 
     facts: WorkerFacts = field(default_factory=facts)
     pipeline: BytePipeline = field(default_factory=BytePipeline)
-    formats: ModelFormats = field(default_factory=ModelFormats)
+    formats: ModelFormats = field(default_factory=lambda: ModelFormats(template=SUPPORT))
 
     @property
     def name(self) -> str:

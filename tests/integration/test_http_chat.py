@@ -11,6 +11,7 @@ from shared.sampling_params import SamplingParams
 from tests.fakes.fake_generator import EOS, MODEL, FakeGenerator, logprob, spell
 from tests.fakes.http_gateway import parse_events, run_gateway
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "answer", "arguments": '{"of": "all"}'}}
 REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
 
 
@@ -64,11 +65,15 @@ async def test_usage_chunk_comes_last_and_other_chunks_say_null():
         assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
 
 
-async def test_continuous_usage_is_refused_by_name():
+async def test_continuous_usage_counts_up_to_that_of_the_whole():
     # 18
-    async with run_gateway() as gateway:
-        status, body, _ = await gateway.chat(stream=True, stream_options={"continuous_usage_stats": True})
-        assert status == 400 and body["error"]["param"] == "stream_options.continuous_usage_stats"
+    async with run_gateway(FakeGenerator(spell("Hello", cached=2))) as gateway:
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        *chunks, done = await gateway.stream_chat(stream_options=options)
+        whole = (await gateway.chat())[1]["usage"]
+        assert done == "[DONE]" and chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[0] <= 1 and len(set(counts)) > 3
 
 
 async def test_several_choices_share_one_stream():
@@ -225,8 +230,11 @@ async def test_messages_as_the_template_gets_them():
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": "again", "name": "Jo"},
-            {"role": "assistant", "content": "Hm.", "refusal": None, "tool_calls": []},
-            {"role": "tool", "content": "42", "tool_call_id": "call_1"},
+            {"role": "assistant", "content": "Hm.", "refusal": None, "tool_calls": [], "annotations": []},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "So.", "audio": None},
+            {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "call_1"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": None, "refusal": "No more."},
         ]
         status, _, _ = await gateway.chat(messages=messages, chat_template_kwargs={"enable_thinking": False})
         assert status == 200
@@ -236,7 +244,17 @@ async def test_messages_as_the_template_gets_them():
                 {"role": "user", "content": "a\nb"},
                 {"role": "user", "content": "again", "name": "Jo"},
                 {"role": "assistant", "content": "Hm."},
-                {"role": "tool", "content": "42", "tool_call_id": "call_1"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{**CALL, "function": {"name": "answer", "arguments": {"of": "all"}}}],
+                    "reasoning_content": "So.",
+                    "reasoning": "So.",
+                    "thinking": "So.",
+                },
+                {"role": "tool", "content": "42", "tool_call_id": "call_1", "name": "answer"},
+                {"role": "assistant", "content": "No."},
+                {"role": "assistant", "content": "No more."},
             ]
         ]
         assert gateway.models.entry.pipeline.template_kwargs == [{"enable_thinking": False}]
