@@ -79,6 +79,22 @@ def load(builder: ir.IRBuilder, address: ir.Value, bf16: bool, width: int = WIDT
     return builder.bitcast(builder.shl(builder.zext(half, integers), const(integers, 16)), wide)
 
 
+def load_bf16_scalar(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The bfloat16 at an address as float32; 0 for the address 0."""
+    there = builder.icmp_unsigned("!=", address, I64(0))
+    with builder.if_else(there) as (then, otherwise):
+        with then:
+            half = builder.load(pointer(builder, address, I16), align=2)
+            value = builder.bitcast(builder.shl(builder.zext(half, I32), I32(16)), F32)
+            from_then = builder.block
+        with otherwise:
+            from_otherwise = builder.block
+    chosen = builder.phi(F32)
+    chosen.add_incoming(value, from_then)
+    chosen.add_incoming(ir.Constant(F32, 0.0), from_otherwise)
+    return chosen
+
+
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Asks for the cache line of an address, which need not be mapped."""
     anything = ir.PointerType(ir.IntType(8))
@@ -220,7 +236,8 @@ def vkeep(typing: Any, x: Any, count: Any, other: Any) -> Any:
     return _emit(vector, (vector, types.int64, types.float32), body)
 
 
-def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+def fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """One value of all lanes, combined by halves."""
     width = WIDTH
     while width > 1:
         width //= 2
@@ -236,14 +253,14 @@ def _fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
 @intrinsic
 def vsum(typing: Any, x: Any) -> Any:
     """Sum of the lanes, by halves."""
-    return _emit(types.float32, (vector,), lambda b, v: _fold(b, v, b.fadd))
+    return _emit(types.float32, (vector,), lambda b, v: fold(b, v, b.fadd))
 
 
 @intrinsic
 def vhighest(typing: Any, x: Any) -> Any:
     """Largest lane."""
     return _emit(
-        types.float32, (vector,), lambda b, v: _fold(b, v, lambda x, y: b.select(b.fcmp_ordered("ogt", x, y), x, y))
+        types.float32, (vector,), lambda b, v: fold(b, v, lambda x, y: b.select(b.fcmp_ordered("ogt", x, y), x, y))
     )
 
 

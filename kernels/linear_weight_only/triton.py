@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
-from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, product_type
+from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, Variant, product_type
 from kernels.gpu.rounding import rounded
 from kernels.linear_weight_only.layout import PackedWeight, group_constant
 from kernels.weight_values.triton import values_of
@@ -82,10 +83,12 @@ def few_rows_kernel(
     in_n = o_n < num_out
     p_row = p_x + o_m.to(tl.int64)[:, None] * stride_x
     p_tile = p_words + o_n[None, :] * WORDS + o_step[:, None]
-    first = i_split * split_blocks
     splits = tl.cdiv(num_blocks, split_blocks) if NESTED else 1
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for _ in tl.range(0, splits):
+    for i_turn in tl.range(0, splits):
+        # Of the turn, not carried from the one before: Triton 3.6 drops what an outer loop carries where nothing but
+        # the bounds of an inner loop read it.
+        first = (i_split + i_turn) * split_blocks
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i_block in tl.range(first, tl.minimum(first + split_blocks, num_blocks)):
             p_block = p_tile + tl.cast(i_block, tl.int64) * num_out * WORDS
@@ -112,7 +115,6 @@ def few_rows_kernel(
                         acc += tl.sum(b_sum, axis=1)[:, None] * b_minimum[None, :]
                         b_sum = tl.zeros((BLOCK_M, CODE_STEP), dtype=tl.float32)
         total += acc
-        first += split_blocks
     o_out = o_m.to(tl.int64)[:, None] * num_out + o_n[None, :]
     inside = in_m[:, None] & in_n[None, :]
     if HAS_BIAS:
@@ -301,11 +303,11 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
     nested = fixed and row_tiles > 1
     splits = 1 if nested else -(-num_blocks // per_split)
     partials = out if splits == 1 else x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
-    constants = _constants(chosen, weight.bits, weight.group, weight.minimums is not None, bias is not None)
-    constants |= {"SPLIT": splits > 1} | ({"NESTED": nested} if chosen.few else {})
     grid = (column_tiles, splits, row_tiles) if chosen.few else (row_tiles, column_tiles, splits)
-    kernel: Any = few_rows_kernel if chosen.few else many_rows_kernel
-    kernel[grid](
+    traits = weight.bits, weight.group, weight.minimums is not None, bias is not None
+    variant = _variant(chosen, *traits, splits > 1, nested, x.dtype)
+    variant(
+        grid,
         x,
         weight.words,
         weight.scales,
@@ -321,14 +323,32 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fix
         num_blocks,
         per_split,
         weight.group_blocks,
+    )
+    return out
+
+
+@functools.cache
+def _variant(
+    chosen: Tile,
+    bits: int,
+    group: int,
+    has_minimum: bool,
+    has_bias: bool,
+    split: bool,
+    nested: bool,
+    dtype: torch.dtype,
+) -> Variant:
+    constants = _constants(chosen, bits, group, has_minimum, has_bias)
+    constants |= {"SPLIT": split} | ({"NESTED": nested} if chosen.few else {})
+    return Variant(
+        few_rows_kernel if chosen.few else many_rows_kernel,
         **constants,
-        PRODUCT=product_type(x.dtype),
-        ASM=not (INTERPRETED or amd),
+        PRODUCT=product_type(dtype),
+        ASM=not (INTERPRETED or torch.version.hip is not None),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         enable_fp_fusion=True,
     )
-    return out
 
 
 def _by_values(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

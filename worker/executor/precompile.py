@@ -48,6 +48,7 @@ class Precompilation:
     def _compile(self) -> None:
         from kernels.activation import cpu as activation
         from kernels.attention import cpu as attention
+        from kernels.linear_weight_only import cpu as linear
         from kernels.norm import cpu as norm
 
         spec, dtype = self._spec, self._dtype
@@ -61,3 +62,7 @@ class Precompilation:
         width = spec.intermediate_size // self._parallel.tp_size
         if activation.supported(width, dtype, spec.activation):
             activation.SiluAndMul(width, dtype)
+        if dtype is torch.bfloat16 and linear.supported():
+            # What most GGUF files have: layers of 4 bits with a minimum, a head of 8 without.
+            linear.FewRowsLinear(4, True)
+            linear.FewRowsLinear(8, False)

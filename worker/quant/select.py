@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.quant.dense import DenseScheme
+from worker.quant.few_rows import FewRowsScheme
 from worker.quant.fp8 import Fp8Scheme
 from worker.quant.int8 import Int8Scheme
 from worker.quant.invariant import InvariantScheme
@@ -35,7 +36,7 @@ def packed_linears_supported(dtype: torch.dtype) -> bool:
 def linear_scheme(
     dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight] = (), *, deterministic: bool = False
 ) -> LinearScheme:
-    """The fastest scheme for a layer. On the CPU all weights become dense.
+    """The fastest scheme for a layer. On the CPU all weights become dense, and some are kept as integers beside that.
 
     Args:
         dtype: of the activations, and of the weights where they are dense.
@@ -43,6 +44,8 @@ def linear_scheme(
         deterministic: a row's result may not depend on the batch.
     """
     if device.type == "cpu":
+        if packed_linears_supported(dtype) and FewRowsScheme.accepts(dtype, raws):
+            return FewRowsScheme(raws)
         return OneDNNPackedScheme(dtype) if packed_linears_supported(dtype) else DenseScheme(dtype, device)
     if WeightOnlyScheme.accepts(dtype, raws):
         return WeightOnlyScheme(dtype, device, raws, fixed=deterministic)

@@ -1,0 +1,111 @@
+"""Integer weights times a few rows of activations on the CPU: weights are read once, as they are stored.
+
+A few rows wait for memory, not for products: 4 bits a weight are read in a third of the time of 16. Weights are
+computed in float32 and rounded to bfloat16, the same values that a dense bfloat16 weight has.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from numba import cfunc, types
+
+from kernels.cpu.pool import Kernel, num_threads
+from kernels.cpu.simd import atomic_add
+from kernels.linear_weight_only.micro import BLOCK, CODE_BYTES, dot_rows, supported
+
+MAX_ROWS = 8
+"""From 10 to 12 on oneDNN's products of dense weights are as fast (docs/performance-log.md)."""
+
+__all__ = ["BLOCK", "MAX_ROWS", "CpuWeight", "FewRowsLinear", "few_rows_linear", "supported"]
+
+
+class CpuWeight:
+    """A weight [out, in] as codes in blocks of 32 inputs.
+
+    Args:
+        codes: [out, in] uint8, 0..15, for 4 bits; int8 for 8 bits.
+        scales: [out, in / 32] float32.
+        minimums: the same, or None where all are 0. value = code * scale + minimum.
+
+    Raises ValueError where the number of inputs is no multiple of 64.
+    """
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> None:
+        self.num_out, self.num_in = codes.shape
+        if self.num_in % (2 * BLOCK):
+            raise ValueError(f"the kernel takes two blocks of {BLOCK} inputs at a time, not {self.num_in} inputs")
+        self.bits = 4 if codes.dtype is torch.uint8 else 8
+        self.has_minimum = minimums is not None
+        blocks = codes.view(self.num_out, -1, BLOCK)
+        # Inputs 0..15 of a block in the low halves of its bytes, 16..31 in the high halves, as in GGUF.
+        packed = blocks[..., :16] | blocks[..., 16:] << 4 if self.bits == 4 else blocks
+        self.codes = packed.contiguous()
+        self.factors = scales.contiguous() if minimums is None else torch.stack((scales, minimums), dim=-1)
+
+
+def compile_linear(bits: int, minimum: int) -> Any:
+    """The kernel for weights of 4 or 8 bits; minimum: 1 where blocks have one."""
+    code_bytes = CODE_BYTES[bits]
+    factor_bytes = 8 if minimum else 4
+
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True)
+    def linear(block: Any) -> None:
+        x, codes, factors, bias, out = block[0], block[1], block[2], block[3], block[4]
+        num_blocks, num_out, rows, share, counters = block[5], block[6], block[7], block[8], block[31]
+        row_bytes = num_blocks * 64
+        out_bytes = num_out * 2
+        while True:
+            # Each thread reads one long piece: the processor fetches ahead, and threads meet once.
+            first = atomic_add(counters, 1) * share
+            if first >= num_out:
+                break
+            for n in range(first, min(first + share, num_out)):
+                c = codes + n * num_blocks * code_bytes
+                f = factors + n * num_blocks * factor_bytes
+                b = bias + n * 2 if bias != 0 else 0
+                o = out + n * 2
+                if rows == 1:
+                    dot_rows(bits, minimum, 1, x, 1, row_bytes, c, f, num_blocks, b, o, out_bytes)
+                elif rows == 2:
+                    dot_rows(bits, minimum, 2, x, 2, row_bytes, c, f, num_blocks, b, o, out_bytes)
+                elif rows <= 4:
+                    dot_rows(bits, minimum, 4, x, rows, row_bytes, c, f, num_blocks, b, o, out_bytes)
+                else:
+                    dot_rows(bits, minimum, 8, x, rows, row_bytes, c, f, num_blocks, b, o, out_bytes)
+
+    return linear
+
+
+class FewRowsLinear:
+    """The op for weights of 4 or 8 bits."""
+
+    def __init__(self, bits: int, has_minimum: bool) -> None:
+        self._function = compile_linear(bits, int(has_minimum))
+        self._kernel = Kernel(self._function.address)
+        self._threads = num_threads()
+
+    def __call__(self, x: torch.Tensor, weight: CpuWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """[T, in] bfloat16, contiguous, T in 1..8 -> x @ weight.T + bias, [T, out] bfloat16."""
+        rows = x.shape[0]
+        out = torch.empty((rows, weight.num_out), dtype=torch.bfloat16)
+        block = self._kernel.block
+        block[0] = x.data_ptr()
+        block[1] = weight.codes.data_ptr()
+        block[2] = weight.factors.data_ptr()
+        block[3] = 0 if bias is None else bias.data_ptr()
+        block[4] = out.data_ptr()
+        block[5] = weight.num_in // BLOCK
+        block[6] = weight.num_out
+        block[7] = rows
+        block[8] = -(-weight.num_out // self._threads)
+        self._kernel.run(self._threads)
+        return out
+
+
+@functools.cache
+def few_rows_linear(bits: int, has_minimum: bool) -> FewRowsLinear:
+    """The op, compiled or read from numba's cache at its first use: one for all layers."""
+    return FewRowsLinear(bits, has_minimum)

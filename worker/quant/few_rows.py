@@ -1,0 +1,77 @@
+"""Two formats of one weight on the CPU: as the file's integers for a few rows, dense and packed by oneDNN for more.
+
+A step of one request reads every weight for one row, so its time is that of reading; a prompt's is that of the
+products. Both paths have the same weights, rounded to bfloat16; what differs is the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.linear_weight_only.cpu import BLOCK, MAX_ROWS, CpuWeight, few_rows_linear, supported
+from kernels.quantized import ActivationQuantization, Activations, dense
+from worker.quant.gguf_formats import unpack_blocks
+from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.raw_weight import RawWeight
+
+_BITS = {"q4_0": 4, "q4_1": 4, "q5_0": 8, "q5_1": 8, "q8_0": 8}
+
+
+class FewRowsScheme:
+    """bfloat16 activations, weights of GGUF's formats.
+
+    Args:
+        raws: the parts that will be loaded; the layer has the bits of the widest.
+    """
+
+    def __init__(self, raws: Sequence[RawWeight]) -> None:
+        self.input_quantization: ActivationQuantization | None = None
+        self._bits = max(_BITS[raw.format] for raw in raws)
+        # A format without minimums is symmetric only where its codes are signed.
+        self._has_minimum = any(raw.format != "q8_0" for raw in raws)
+        self._many = OneDNNPackedScheme(torch.bfloat16)
+        self._codes = self._scales = self._minimums = torch.empty(0)
+        self._weight: CpuWeight | None = None
+
+    @staticmethod
+    def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
+        """Whether a layer of these parts can be kept so, on this processor."""
+        return (
+            dtype is torch.bfloat16
+            and len(raws) > 0
+            and all(raw.format in _BITS and raw.shape[1] % (2 * BLOCK) == 0 for raw in raws)
+            and supported()
+        )
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocates both formats."""
+        self._many.create_weights(out_features, in_features)
+        self._codes = torch.empty((out_features, in_features), dtype=torch.uint8 if self._bits == 4 else torch.int8)
+        self._scales = torch.empty((out_features, in_features // BLOCK))
+        self._minimums = torch.empty((out_features, in_features // BLOCK))
+
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Takes output features apart."""
+        raw = raw.take_rows(order)
+        self._many.load_rows(start, raw)
+        blocks = unpack_blocks(raw.format, raw.data)  # type: ignore[arg-type]
+        rows = slice(start, start + raw.shape[0])
+        self._codes[rows] = blocks.codes.flatten(1)
+        scales = blocks.scales.float()
+        self._scales[rows] = scales
+        self._minimums[rows] = scales * -blocks.zero_point if blocks.minimums is None else blocks.minimums.float()
+
+    def after_load(self) -> None:
+        """Packs both."""
+        self._many.after_load()
+        self._weight = CpuWeight(self._codes, self._scales, self._minimums if self._has_minimum else None)
+        self._codes = self._scales = self._minimums = torch.empty(0)
+
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias, accumulated in float32."""
+        x = dense(x)
+        if 0 < x.shape[0] <= MAX_ROWS and self._weight is not None:
+            return few_rows_linear(self._bits, self._has_minimum)(x.contiguous(), self._weight, bias)
+        return self._many.apply(x, bias)
