@@ -22,7 +22,7 @@ CODE_BYTES = {4: 16, 8: 32}
 _I8 = ir.IntType(8)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no type for."""
 
     def _to_string(self) -> str:
