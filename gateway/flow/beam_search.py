@@ -18,10 +18,11 @@ from typing import Literal, Self
 
 import msgspec
 
+from gateway.flow.choice import choices_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
 from shared.errors import InternalError, InvalidRequestError, PeltonError
-from shared.messages import TokenLogprobs
+from shared.messages import Finish, FinishReason, Output, TokenLogprobs
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
@@ -134,7 +135,7 @@ class BeamSearcher:
     """Takes requests in as flow.requests.GeneratorLike does, and answers each with the best hypotheses.
 
     Args:
-        eos_token_ids: of the model.
+        eos_token_ids, vocab_size: of the model.
     """
 
     def __init__(
@@ -143,11 +144,13 @@ class BeamSearcher:
         params: BeamParams,
         pipeline: TextPipelineLike,
         eos_token_ids: Collection[int],
+        vocab_size: int,
     ) -> None:
         self._generator = generator
         self._params = params
         self._pipeline = pipeline
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
 
     def submit(self, request: GenerationRequest) -> BeamSearch:
         """See GeneratorLike. Raises InvalidRequestError where workers do not report enough for so many beams."""
@@ -167,7 +170,7 @@ class BeamSearcher:
                 param="n" if self._params.width == self._params.num_returned else "best_of",
             )
         room = dataclasses.replace(request, n=self._params.width)
-        return BeamSearch(self._generator.reserve(room), request, self._params, state, self._pipeline)
+        return BeamSearch(self._generator.reserve(room), request, self._params, state, self._pipeline, self._vocab_size)
 
     def reserve(self, request: GenerationRequest) -> ReservationLike:
         """See GeneratorLike."""
@@ -184,13 +187,14 @@ class BeamSearch:
         params: BeamParams,
         state: BeamState,
         pipeline: TextPipelineLike,
+        vocab_size: int,
     ) -> None:
         self._room = room
         self._request = request
         self._params = params
         self._state = state
-        self._pipeline = pipeline
-        self._stop_ids = state.stop_ids
+        self._choices = choices_of(request, pipeline)
+        self._vocab_size = vocab_size
         self._parts: list[GenerationLike] = []
         self._first: TextDelta | None = None
         self._results: deque[TextDelta] | None = None
@@ -220,7 +224,7 @@ class BeamSearch:
             except PeltonError as error:
                 self._room.fail(error)
                 raise
-            self._results = deque(self._choices())
+            self._results = deque(self._deltas())
             self._room.complete(list(self._results))
         if not self._results:
             raise StopAsyncIteration
@@ -262,29 +266,29 @@ class BeamSearch:
             raise InternalError("The worker ended a step of beam search without a token.")
         return report
 
-    def _choices(self) -> list[TextDelta]:
+    def _deltas(self) -> list[TextDelta]:
         found = self._state.finished[: self._params.num_returned]
         if len(found) < self._params.num_returned:
             raise InternalError("Beam search found fewer hypotheses than were asked for.")
-        return [self._choice(index, beam) for index, beam in enumerate(found)]
+        return [self._delta(index, beam) for index, beam in enumerate(found)]
 
-    def _choice(self, index: int, beam: Beam) -> TextDelta:
-        request, token_ids = self._request, beam.token_ids
-        stopped = token_ids[-1] in self._stop_ids
-        detokenizer = self._pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens)
-        shown = token_ids[:-1] if stopped and not request.include_stop_str_in_output else token_ids
-        text = "".join([detokenizer.push(token_id) for token_id in shown]) + detokenizer.finish()
-        wanted = request.sampling.logprobs
-        first = self._first
-        return TextDelta(
-            choice=index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=None if wanted is None else [_cut(token, wanted) for token in beam.tokens],
-            finish_reason="stop" if stopped else "length",
-            num_cached_tokens=None if first is None else first.num_cached_tokens,
-            prompt_logprobs=None if first is None or index else first.prompt_logprobs,
+    def _delta(self, index: int, beam: Beam) -> TextDelta:
+        """The delta of a hypothesis, as if a worker had sent it in one piece."""
+        token_ids, first = beam.token_ids, self._first
+        finish = Finish(FinishReason.LENGTH)
+        if token_ids[-1] in self._state.stop_ids:
+            finish = Finish(FinishReason.STOP, stop_token_id=token_ids[-1])
+        wanted = self._request.sampling.logprobs
+        output = Output(
+            self._request.request_id,
+            index,
+            token_ids,
+            finish,
+            None if wanted is None else [_cut(token, wanted) for token in beam.tokens],
+            None if first is None else first.num_cached_tokens,
+            None if first is None or index else first.prompt_logprobs,
         )
+        return self._choices[index].advance(output, self._vocab_size)
 
 
 def _cut(token: TokenLogprobs, wanted: int) -> TokenLogprobs:

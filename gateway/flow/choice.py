@@ -36,6 +36,12 @@ class Scanner(Protocol):
         ...
 
 
+class ChoicePipeline(Protocol):
+    """What choices need of a model's text pipeline."""
+
+    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer: ...
+
+
 def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
     """What looks for the request's stop strings, a new one for each choice; None where it has none."""
     if request.stop_regex:
@@ -263,6 +269,24 @@ class FormattedChoice(Choice):
         content, calls = self._parser.finish()
         self._calls += calls
         return content
+
+
+def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> list[Choice]:
+    """The choices of a request, before their first token."""
+    new_scanner = scanners_of(request)
+    message_format = request.format
+    if message_format is not None and not message_format.parses:
+        message_format = None
+    shown_ids = frozenset() if message_format is None else message_format.shown_ids
+    choices: list[Choice] = []
+    for index in range(request.n):
+        scanner = None if new_scanner is None else new_scanner()
+        detokenizer = pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
+        if message_format is None:
+            choices.append(Choice(index, request, scanner, detokenizer))
+        else:
+            choices.append(FormattedChoice(index, request, scanner, detokenizer, message_format))
+    return choices
 
 
 def _length(logprobs: list[TokenLogprobs] | None) -> int:

@@ -18,12 +18,11 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from gateway.flow.admission import Admission, PartPermit, Permit
-from gateway.flow.choice import Choice, FormattedChoice, scanners_of
+from gateway.flow.choice import ChoicePipeline, choices_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import Outbox
 from gateway.flow.routing import Router
-from gateway.text.detokenizer import Detokenizer
 from gateway.workers.client import Stream, WorkerLink
 from shared.errors import (
     ContextLengthError,
@@ -45,15 +44,11 @@ _SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 log = get_logger("gateway.flow")
 
 
-class _Pipeline(Protocol):
-    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer: ...
-
-
 class _Entry(Protocol):
     @property
     def facts(self) -> WorkerFacts: ...
     @property
-    def pipeline(self) -> _Pipeline: ...
+    def pipeline(self) -> ChoicePipeline: ...
     def ready_workers(self) -> list[WorkerLink]: ...
 
 
@@ -199,7 +194,7 @@ class Generation:
         self._entry = entry
         self._vocab_size = entry.facts.vocab_size
         self._permit = permit
-        self._choices = _choices(request, entry.pipeline)
+        self._choices = choices_of(request, entry.pipeline)
         self._num_unfinished = request.n
         self._measure = measure
         self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer)
@@ -403,23 +398,6 @@ def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:
                 f"{total}; {name} is {limit} tokens.",
                 param="max_tokens" if num_prompt_tokens < limit else "prompt",
             )
-
-
-def _choices(request: GenerationRequest, pipeline: _Pipeline) -> list[Choice]:
-    new_scanner = scanners_of(request)
-    message_format = request.format
-    if message_format is not None and not message_format.parses:
-        message_format = None
-    shown_ids = frozenset() if message_format is None else message_format.shown_ids
-    choices: list[Choice] = []
-    for index in range(request.n):
-        scanner = None if new_scanner is None else new_scanner()
-        detokenizer = pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
-        if message_format is None:
-            choices.append(Choice(index, request, scanner, detokenizer))
-        else:
-            choices.append(FormattedChoice(index, request, scanner, detokenizer, message_format))
-    return choices
 
 
 def _submit_message(request: GenerationRequest, request_id: str, model: str, timeout: float) -> Submit:

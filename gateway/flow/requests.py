@@ -78,7 +78,7 @@ class TextPipelineLike(Protocol):
         """Ids of all tokens whose bytes contain one of the texts, in order."""
         ...
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer:
         """A new one for one choice."""
         ...
 

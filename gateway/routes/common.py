@@ -111,7 +111,7 @@ async def submit_all(
     ]
     generator: GeneratorLike = request.app[GENERATOR]
     if common.beams is not None:
-        generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids)
+        generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids, facts.vocab_size)
     log.debug("submit", response_id=envelope.identifier, prompts=len(requests), n=common.n)
     async with FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only) as events:
         yield events
