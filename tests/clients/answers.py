@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from shared.messages import Finish, FinishReason
-from tests.fakes.hermes import Answer, call_text
+from tests.fakes.hermes import Answer, Failure, call_text
 
 KEY = "sk-client-0123456789-and-more"
 HELLO = 'Hello \U0001f44b "you",\n\u2028 na\u00efve caf\u00e9!'
@@ -37,10 +37,13 @@ ANSWERS: dict[str, Answer] = {
     "weather?": _weather,
     "two cities?": _two_cities,
     "only a call": lambda results: "Well done." if results else call_text("get_weather", {"city": "Bern"}),
+    "call a person": lambda _: call_text("Person", PERSON),
     "person?": json.dumps(PERSON),
     "half a person?": json.dumps(PERSON)[:17],
     "think": "<think>\nTwo and two.\n</think>\n\nFour.",
     "think and call": _think_and_call,
+    # The AI SDK writes conversations for plain completions this way.
+    "user:\nplain\n\nassistant:\n": "As you like.",
     "endless": [72] * 100_000,
-    "break": Finish(FinishReason.ERROR, message="The engine ran out of luck.", code="server_error"),
+    "break": Failure("Well", Finish(FinishReason.ERROR, message="The engine ran out of luck.")),
 }

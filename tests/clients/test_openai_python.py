@@ -230,7 +230,7 @@ def test_rate_limits_and_retries():
             headers = refused.value.response.headers
             assert refused.value.code == "rate_limit_exceeded" and int(headers["retry-after"]) >= 1
             assert 1000 <= int(headers["retry-after-ms"]) <= 60_000
-            timer = threading.Timer(0.3, lambda: [stream.close() for stream in streams])
+            timer = threading.Timer(0.3, lambda: list(map(openai.Stream.close, streams)))
             timer.start()
             raw = patient.chat.completions.with_raw_response.create(model=MODEL, messages=ask("hello"))
             assert raw.parse().choices[0].message.content == HELLO and raw.retries_taken >= 1

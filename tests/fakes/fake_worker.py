@@ -45,6 +45,7 @@ class Misbehaviour:
 
     Attributes:
         silent: nothing is read or sent, as under SIGSTOP.
+        stalled: requests are taken and pings answered, and no token comes.
         no_pong: pings get no answer, all else goes on.
         skip_sequence: so many step messages are numbered but not sent.
         repeat_steps: step messages are sent twice.
@@ -55,6 +56,7 @@ class Misbehaviour:
     """
 
     silent: bool = False
+    stalled: bool = False
     no_pong: bool = False
     skip_sequence: int = 0
     repeat_steps: bool = False
@@ -182,7 +184,7 @@ class FakeWorker:
                 frames = self._raw.pop(0)
                 for identity in self._sequences:
                     self._send_frames(identity, frames)
-            if self._running and time.monotonic() >= next_tick:
+            if self._running and not self.faults.stalled and time.monotonic() >= next_tick:
                 self._step()
                 next_tick = time.monotonic() + self.delay
         self._router.close(0)

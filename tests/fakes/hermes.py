@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from gateway.text.detokenizer import build_token_bytes
 from shared.messages import Bundle, Finish, FinishReason, Submit
 from tests.fakes.tokenizers import byte_level_json, make_bundle
 
@@ -66,6 +68,17 @@ def hermes_bundle() -> Bundle:
     return make_bundle(_tokenizer_json(), TEMPLATE)
 
 
+def ids_of_bytes(data: bytes) -> list[int]:
+    """A token for each byte, then the end: text cut anywhere, and bytes that are no text."""
+    return [*map(_byte_ids().__getitem__, data), END]
+
+
+@cache
+def _byte_ids() -> list[int]:
+    table = build_token_bytes(json.loads(_tokenizer_json()), tokenizer().get_vocab()).table
+    return [table.index(bytes([byte])) for byte in range(256)]
+
+
 def ids_of(text: str) -> list[int]:
     """What a model samples that says `text` and ends."""
     return [*tokenizer().encode(text, add_special_tokens=False).ids, END]
@@ -90,8 +103,16 @@ def conversation(token_ids: Sequence[int]) -> list[tuple[str, str]]:
     return turns
 
 
-Answer = str | Sequence[int] | Callable[[list[str]], str] | Finish
-"""Text, token ids, a function of the tool results that follow the question, or an error after the text "Well"."""
+@dataclass(frozen=True)
+class Failure:
+    """An answer that ends in an error of the worker, after some text."""
+
+    text: str
+    finish: Finish
+
+
+Answer = str | Sequence[int] | Callable[[list[str]], str] | Failure
+"""Text, token ids, a function of the tool results that follow the question, or an error."""
 
 
 class Answers:
@@ -105,14 +126,14 @@ class Answers:
         answer, results = self._find(submit)
         if callable(answer):
             answer = answer(results)
-        if isinstance(answer, Finish):
-            return ids_of("Well")[:-1]
+        if isinstance(answer, Failure):
+            return ids_of(answer.text)[:-1]
         return ids_of(answer) if isinstance(answer, str) else list(answer)
 
     def failure(self, submit: Submit) -> Finish | None:
         """For FakeWorker."""
         answer, _ = self._find(submit)
-        return answer if isinstance(answer, Finish) else None
+        return answer.finish if isinstance(answer, Failure) else None
 
     def _find(self, submit: Submit) -> tuple[Answer, list[str]]:
         turns = conversation(submit.token_ids)
@@ -122,5 +143,5 @@ class Answers:
         question = turns[place][1]
         answer = self._answers.get(question)
         if answer is None:
-            answer = Finish(FinishReason.ERROR, message=f"nothing is prepared for {question!r}")
+            answer = Failure("", Finish(FinishReason.ERROR, message=f"nothing is prepared for {question!r}"))
         return answer, [content for role, content in turns[place:] if role == "tool"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from tests.e2e.server import wait_until
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.hermes import Answer, Answers, hermes_bundle
+from tests.fakes.http_gateway import parse_events
 
 MODEL = "prepared"
 
@@ -67,6 +69,25 @@ class PreparedServer:
             self._process.wait()
         self.worker.stop()
         self._directory.cleanup()
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        """Status and body of a request to the model: parsed where it is JSON, else its bytes."""
+        raw = json.dumps({"model": MODEL, **body}).encode()
+        request = urllib.request.Request(self.url + path, raw, {"Content-Type": "application/json"})
+        try:
+            response = urllib.request.urlopen(request, timeout=50)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            data = response.read()
+            parsed = response.headers.get_content_type() == "application/json"
+            return response.status, json.loads(data) if parsed else data
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream."""
+        status, data = self.post(path, stream=True, **body)
+        assert status == 200, data
+        return parse_events(data)
 
     def log(self) -> str:
         """What the gateway wrote."""
