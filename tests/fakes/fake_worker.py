@@ -102,6 +102,8 @@ class FakeWorker:
     max_model_len: int = 4096
     num_pages: int = 1024
     max_num_seqs: int = 64
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     faults: Misbehaviour = field(default_factory=Misbehaviour)
     welcome_epoch: str | None = None
     version: int = PROTOCOL_VERSION
@@ -165,6 +167,8 @@ class FakeWorker:
             eos_token_ids=[2],
             model_hash="fake",
             bundle_hash=self.bundle.bundle_hash,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
         )
 
     # ---- the loop, in the thread or the process ---------------------------------------------------------------

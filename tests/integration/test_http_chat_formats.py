@@ -1,0 +1,409 @@
+"""Reasoning and tool calls over HTTP, from a worker that says prepared texts to the response, streamed and whole.
+
+Numbers in docstrings are cases of the collected bug reports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.text.tools.formats import TOOL_FORMATS
+from shared.messages import Submit
+from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.gateway_core import running_core, until
+from tests.fakes.hermes import END, TEMPLATE, call_text, hermes_bundle, ids_of, tokenizer
+from tests.fakes.http_gateway import Gateway, parse_events, run_gateway
+from tests.fakes.tokenizers import make_bundle
+
+MODEL = "talker"
+THOUGHT = "<think>\nA song? Look.\n</think>\n\n"
+ARGUMENTS: dict[str, Any] = {"city": 'Z\u00fcrich "}]"', "days": [1, {"a": None}], "deep": {"b": True}}
+FUNCTION = {
+    "name": "get_weather",
+    "description": "Tells the weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "deep": {"type": "object"}},
+        "required": ["city"],
+    },
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALL = call_text("get_weather", ARGUMENTS)
+
+
+@asynccontextmanager
+async def talking(
+    directory: Path, text: str | Callable[[Submit], list[int]], **options: Any
+) -> AsyncIterator[tuple[Gateway, FakeWorker]]:
+    """The real gateway, but for its process, over a worker that answers everything with this text."""
+    script = text if callable(text) else lambda _: ids_of(text)
+    fields = {"bundle": hermes_bundle(), "model_names": (MODEL,), "script": script, **options}
+    with FakeWorker(directory, **fields) as worker:
+        async with running_core(directory) as core:
+            await until(lambda: core.registry.ready()[0])
+            async with run_gateway(core.generator, core.registry) as gateway:  # type: ignore[arg-type]
+                yield gateway, worker
+
+
+async def ask(gateway: Gateway, **fields: Any) -> dict[str, Any]:
+    status, body, _ = await gateway.chat(model=MODEL, **fields)
+    assert status == 200, body
+    return body
+
+
+async def ask_streamed(gateway: Gateway, **fields: Any) -> list[dict[str, Any]]:
+    """The messages that a stream adds up to, in the shape of a whole response's choices."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+    events = parse_events(await gateway.stream_raw("/v1/chat/completions", body))
+    assert events[-1] == "[DONE]"
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in events[:-1]:
+        for news in chunk["choices"]:
+            _add(choices, news)
+    return [choices[index] for index in sorted(choices)]
+
+
+def _add(choices: dict[int, dict[str, Any]], news: dict[str, Any]) -> None:
+    """14, 26, 27: the role once, nothing null, an index on each piece of a call, id and name on its first alone."""
+    delta = news["delta"]
+    if (choice := choices.get(news["index"])) is None:
+        assert delta == {"role": "assistant", "content": ""}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        choices[news["index"]] = {"index": news["index"], "message": message, "logprobs": None, "finish_reason": None}
+        return
+    assert "role" not in delta and None not in delta.values() and choice["finish_reason"] is None
+    message = choice["message"]
+    for name in ("content", "reasoning", "reasoning_content"):
+        message[name] = message.get(name, "") + delta.get(name, "") if name in delta else message.get(name, "")
+    for call in delta.get("tool_calls", []):
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            assert set(call) == {"index", "id", "type", "function"} and call["function"]["arguments"] == ""
+            calls.append({"id": call["id"], "type": call["type"], "function": {**call["function"]}})
+        else:
+            assert set(call) == {"index", "function"} and set(call["function"]) == {"arguments"}
+            assert call["function"]["arguments"]
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    choice["finish_reason"] = news["finish_reason"]
+
+
+def comparable(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice without what differs each time: the ids of its calls."""
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    assert all(call["id"] and call["type"] == "function" for call in message.get("tool_calls", []))
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning", ""),
+        "reasoning_content": message.get("reasoning_content", ""),
+        "calls": calls,
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+async def both(gateway: Gateway, **fields: Any) -> dict[str, Any]:
+    """What a whole response has, and a stream as well."""
+    whole = [comparable(choice) for choice in (await ask(gateway, **fields))["choices"]]
+    assert [comparable(choice) for choice in await ask_streamed(gateway, **fields)] == whole
+    assert all(choice == whole[0] for choice in whole)
+    return whole[0]
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+async def test_each_format_of_calls_streamed_and_whole(tmp_path: Path, name: str) -> None:
+    """26 to 30, 36."""
+    calls = TOOL_FORMATS[name].render_calls([("get_weather", ARGUMENTS)])
+    async with talking(tmp_path, THOUGHT + calls, tool_call_parser=name) as (gateway, _):
+        answer = await both(gateway, tools=TOOLS)
+        assert answer["reasoning"] == answer["reasoning_content"] == "A song? Look."
+        assert [call["name"] for call in answer["calls"]] == ["get_weather"]
+        assert json.loads(answer["calls"][0]["arguments"]) == ARGUMENTS
+        assert (answer["content"], answer["finish_reason"]) == ("", "tool_calls")
+
+
+async def test_content_and_several_calls_and_choices(tmp_path: Path) -> None:
+    async with talking(tmp_path, f"{THOUGHT}Let me look.\n{CALL}\n{CALL}") as (gateway, _):
+        answer = await both(gateway, tools=TOOLS, n=3)
+        assert answer["content"].strip() == "Let me look." and len(answer["calls"]) == 2
+        body = await ask(gateway, tools=TOOLS, n=3)
+        ids = [call["id"] for choice in body["choices"] for call in choice["message"]["tool_calls"]]
+        assert len(set(ids)) == 6
+        message = (await ask(gateway, tools=TOOLS))["choices"][0]["message"]
+        assert list(message) == ["role", "content", "refusal", "reasoning_content", "reasoning", "tool_calls"]
+
+
+async def test_calls_alone_have_null_for_content(tmp_path: Path) -> None:
+    async with talking(tmp_path, CALL) as (gateway, _):
+        message = (await ask(gateway, tools=TOOLS))["choices"][0]["message"]
+        assert message["content"] is None and "reasoning" not in message and "reasoning_content" not in message
+
+
+async def test_without_tools_calls_are_content(tmp_path: Path) -> None:
+    async with talking(tmp_path, CALL) as (gateway, worker):
+        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+            answer = await both(gateway, **fields)
+            assert (answer["content"], answer["calls"], answer["finish_reason"]) == (CALL, [], "stop")
+        assert worker.submits()[-1].grammar == ""
+
+
+async def test_a_plain_answer_to_a_request_with_tools(tmp_path: Path) -> None:
+    """33."""
+    async with talking(tmp_path, "Just <tool words.") as (gateway, _):
+        answer = await both(gateway, tools=TOOLS)
+        assert (answer["content"], answer["calls"], answer["finish_reason"]) == ("Just <tool words.", [], "stop")
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_call_that_is_cut_off(tmp_path: Path, tool_choice: Any) -> None:
+    """34: never called complete."""
+    async with talking(tmp_path, CALL) as (gateway, _):
+        answer = await both(gateway, tools=TOOLS, tool_choice=tool_choice, max_tokens=40)
+        assert answer["finish_reason"] == "length"
+        assert answer["calls"][0]["name"] == "get_weather"
+        assert json.dumps(ARGUMENTS).startswith(answer["calls"][0]["arguments"])
+
+
+async def test_a_named_function_ends_with_stop(tmp_path: Path) -> None:
+    async with talking(tmp_path, CALL) as (gateway, worker):
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        answer = await both(gateway, tools=TOOLS, tool_choice=named)
+        assert answer["finish_reason"] == "stop" and len(answer["calls"]) == 1
+        assert (await both(gateway, tools=TOOLS, tool_choice="required"))["finish_reason"] == "tool_calls"
+        # One grammar has the reasoning that may come first, and the calls.
+        grammar = worker.submits()[-1].grammar
+        assert "get_weather" in grammar and f"<[{tokenizer().token_to_id('</think>')}]>" in grammar
+
+
+async def test_stop_strings_are_for_what_is_said_aloud(tmp_path: Path) -> None:
+    """11: not for reasoning; what matched is not returned."""
+    async with talking(tmp_path, THOUGHT + "I know a song about it.") as (gateway, _):
+        answer = await both(gateway, stop=["song"], tools=TOOLS)
+        assert (answer["reasoning"], answer["content"]) == ("A song? Look.", "I know a ")
+        assert answer["finish_reason"] == "stop"
+
+
+async def test_reasoning_that_is_cut_off(tmp_path: Path) -> None:
+    async with talking(tmp_path, "<think>\nOn and on and on") as (gateway, _):
+        answer = await both(gateway, max_tokens=6)
+        assert answer["content"] == "" and "On".startswith(answer["reasoning"][:2]) and answer["reasoning"]
+        assert answer["finish_reason"] == "length"
+        assert (await ask(gateway, max_tokens=6))["choices"][0]["message"]["content"] == ""
+
+
+async def test_reasoning_can_be_left_out_and_is_counted(tmp_path: Path) -> None:
+    async with talking(tmp_path, THOUGHT + "Yes.") as (gateway, _):
+        answer = await both(gateway, include_reasoning=False)
+        assert (answer["content"], answer["reasoning"], answer["reasoning_content"]) == ("Yes.", "", "")
+        body = await ask(gateway, include_reasoning=False)
+        assert "reasoning" not in body["choices"][0]["message"]
+        count = len(ids_of(THOUGHT.rstrip())) - 1
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+        raw = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "include_reasoning": False}
+        options = {"stream_options": {"include_usage": True}}
+        events = parse_events(await gateway.stream_raw("/v1/chat/completions", {**raw, **options}))
+        assert events[-2]["usage"] == body["usage"]
+        assert all("reasoning" not in choice["delta"] for event in events[:-1] for choice in event["choices"])
+
+
+async def test_logprobs_of_all_tokens_in_order(tmp_path: Path) -> None:
+    text = THOUGHT + "Yes.\n" + CALL
+    async with talking(tmp_path, text) as (gateway, _):
+        body = await ask(gateway, tools=TOOLS, logprobs=True)
+        content = body["choices"][0]["logprobs"]["content"]
+        assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+        raw = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "logprobs": True}
+        events = parse_events(await gateway.stream_raw("/v1/chat/completions", raw))
+        parts = [choice["logprobs"] for event in events[:-1] for choice in event["choices"]]
+        assert [entry for part in parts if part for entry in part["content"]] == content
+
+
+async def test_thinking_and_its_budget_reach_the_worker(tmp_path: Path) -> None:
+    opening, closing = (tokenizer().token_to_id(mark) for mark in ("<think>", "</think>"))
+    async with talking(tmp_path, "Yes.") as (gateway, worker):
+        await ask(gateway, thinking_token_budget=7, reasoning_effort="high")
+        thinking = worker.submits()[-1].sampling.thinking
+        assert thinking is not None and not thinking.open and thinking.max_tokens == 7
+        assert (thinking.start_ids, thinking.end_ids) == ((opening,), (closing,))
+        await ask(gateway, reasoning_effort="none")
+        prompt = tokenizer().decode(worker.submits()[-1].token_ids, skip_special_tokens=False)
+        assert prompt.endswith("<think>\n\n</think>\n\n")
+        status, body, _ = await gateway.chat(model=MODEL, thinking_token_budget=-1)
+        assert status == 400 and body["error"]["param"] == "thinking_token_budget"
+        for fields in (
+            {"reasoning_effort": "enormous"},
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        ):
+            status, body, _ = await gateway.chat(model=MODEL, **fields)
+            assert status == 400 and body["error"]["param"] == "reasoning_effort"
+
+
+async def test_a_prompt_that_opens_the_reasoning(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}")
+    assert template != TEMPLATE
+    bundle = make_bundle(tokenizer().to_str().encode(), template)
+    async with talking(tmp_path, "Hm.\n</think>\nYes.", bundle=bundle) as (gateway, worker):
+        answer = await both(gateway)
+        assert (answer["reasoning"], answer["content"]) == ("Hm.", "Yes.")
+        await ask(gateway, thinking_token_budget=3)
+        assert worker.submits()[-1].sampling.thinking.open
+        await ask(gateway, tools=TOOLS, tool_choice="required")
+        assert worker.submits()[-1].grammar.startswith("start: (/(?s:.*)/ (<[")
+
+
+async def test_without_a_reasoning_format_all_is_content(tmp_path: Path) -> None:
+    async with talking(tmp_path, THOUGHT + "Yes.", reasoning_parser="none") as (gateway, _):
+        answer = await both(gateway)
+        assert (answer["content"], answer["reasoning"]) == (THOUGHT + "Yes.", "")
+        assert "completion_tokens_details" not in (await ask(gateway))["usage"]
+        status, body, _ = await gateway.chat(model=MODEL, thinking_token_budget=7)
+        assert status == 400 and body["error"]["param"] == "thinking_token_budget"
+        assert body["error"]["code"] == "unsupported_parameter"
+
+
+async def test_a_model_that_is_not_to_call(tmp_path: Path) -> None:
+    async with talking(tmp_path, CALL, tool_call_parser="none") as (gateway, _):
+        status, body, _ = await gateway.chat(model=MODEL, tools=TOOLS)
+        assert status == 400 and body["error"]["param"] == "tools"
+        assert (await both(gateway, tools=TOOLS, tool_choice="none"))["content"] == CALL
+
+
+async def test_the_last_message_is_continued(tmp_path: Path) -> None:
+    async with talking(tmp_path, " fox.") as (gateway, worker):
+        messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "The quick "}]
+        answer = await both(gateway, messages=messages, continue_final_message=True)
+        assert answer["content"] == " fox."
+        prompt = tokenizer().decode(worker.submits()[-1].token_ids, skip_special_tokens=False)
+        assert prompt.endswith("<|im_start|>assistant\nThe quick ")
+        await ask(gateway, messages=messages, add_generation_prompt=False)
+        prompt = tokenizer().decode(worker.submits()[-1].token_ids, skip_special_tokens=False)
+        assert prompt.endswith("The quick <|im_end|>\n")
+        thinking = [messages[0], {"role": "assistant", "content": "<think>\nSo"}]
+        assert (await both(gateway, messages=thinking, continue_final_message=True))["reasoning"] == "fox."
+        for fields in (
+            {"messages": messages, "add_generation_prompt": True},
+            {"messages": messages[:1]},
+            {"messages": [messages[0], {"role": "assistant", "content": ""}]},
+        ):
+            status, body, _ = await gateway.chat(model=MODEL, continue_final_message=True, **fields)
+            assert status == 400 and body["error"]["param"] == "continue_final_message"
+
+
+async def test_documents_need_a_template_that_reads_them(tmp_path: Path) -> None:
+    documents = [{"title": "a", "text": "b"}]
+    async with talking(tmp_path, "Yes.") as (gateway, _):
+        status, body, _ = await gateway.chat(model=MODEL, documents=documents)
+        assert status == 400 and body["error"]["param"] == "documents"
+    template = "{% for one in documents or [] %}[{{ one.title }}: {{ one.text }}]{% endfor %}" + TEMPLATE
+    bundle = make_bundle(tokenizer().to_str().encode(), template)
+    (tmp_path / "two").mkdir()
+    async with talking(tmp_path / "two", "Yes.", bundle=bundle) as (gateway, worker):
+        await ask(gateway, documents=documents)
+        assert tokenizer().decode(worker.submits()[-1].token_ids).startswith("[a: b]")
+        await ask(gateway)
+        assert not tokenizer().decode(worker.submits()[-1].token_ids).startswith("[")
+
+
+async def test_results_of_calls_go_back(tmp_path: Path) -> None:
+    async with talking(tmp_path, "Done.") as (gateway, worker):
+        call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}
+        messages = [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]},
+        ]
+        assert (await both(gateway, messages=messages, tools=TOOLS))["content"] == "Done."
+        prompt = tokenizer().decode(worker.submits()[-1].token_ids, skip_special_tokens=False)
+        assert (
+            "<tool_response>\nsun\n</tool_response>" in prompt and json.dumps(ARGUMENTS, ensure_ascii=False) in prompt
+        )
+
+
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
+RESULT = {"role": "tool", "tool_call_id": "c"}
+TEXT = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "tool", "tool_call_id": "c", "content": "x"}], "messages[0].tool_call_id"),
+        ([CALLED, {"role": "tool", "content": "x"}], "messages[1].tool_call_id"),
+        ([CALLED, {"role": "tool", "tool_call_id": "d", "content": "x"}], "messages[1].tool_call_id"),
+        ([CALLED, {**RESULT, "content": [{"type": "image_url"}]}], "messages[1].content[0].type"),
+        ([CALLED, {**RESULT, "content": [TEXT, {"type": "x"}]}], "messages[1].content[1].type"),
+        ([{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}], "messages[0].content[0].type"),
+        ([{**CALLED, "role": "user", "content": "x"}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"role": "assistant", "content": "a", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}], "messages[0].reasoning"),
+        ([{"role": "user", "content": "a", "name": 5}], "messages[0].name"),
+        ([{"role": "function", "content": "a", "name": "f"}], "messages[0].role"),
+    ],
+)  # fmt: skip
+async def test_bad_messages_are_named(messages: list[Any], param: str) -> None:
+    """38, 64."""
+    async with run_gateway() as gateway:
+        status, body, _ = await gateway.chat(messages=messages)
+        assert status == 400 and body["error"]["param"] == param
+        assert param in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"id": None}, "id"),
+        ({"id": ""}, "id"),
+        ({"type": "custom"}, "type"),
+        ({"extra": 1}, "extra"),
+        ({"function": None}, "function"),
+        ({"function": {"name": "f"}}, "function.arguments"),
+        ({"function": {"name": 5, "arguments": "{}"}}, "function.name"),
+        ({"function": {"name": "f", "arguments": {}}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "{"}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "[]"}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "NaN"}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": '{"a": Infinity}'}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "[" * 100_000}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "{}", "parsed": 1}}, "function.parsed"),
+    ],
+)
+async def test_bad_calls_in_the_history_are_named(change: dict[str, Any], place: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, **change}
+    async with run_gateway() as gateway:
+        status, body, _ = await gateway.chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert status == 400 and body["error"]["param"] == f"messages[0].tool_calls[0].{place}"
+
+
+async def test_arguments_of_endless_structure_are_refused() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [' + "1," * 200_000 + "1]}"}}
+    async with run_gateway() as gateway:
+        messages = [{"role": "assistant", "content": None, "tool_calls": [call]}] * 2
+        status, body, _ = await gateway.chat(messages=messages)
+        assert status == 400 and body["error"]["code"] == "too_many_values"
+
+
+async def test_flags_that_mean_nothing_keep_a_worker_out(tmp_path: Path) -> None:
+    for number, flag in enumerate(({"reasoning_parser": "r2"}, {"tool_call_parser": "r2"})):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with FakeWorker(directory, bundle=hermes_bundle(), **flag):
+            async with running_core(directory) as core:
+                await until(lambda core=core: "known are" in core.registry.ready()[1])
+                name = next(iter(flag)).replace("_", "-")
+                assert f"--{name} is 'r2'" in core.registry.ready()[1]
+
+
+def test_the_end_token_is_the_tokenizers() -> None:
+    assert tokenizer().id_to_token(END) == "<|im_end|>"
