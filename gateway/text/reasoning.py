@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ReasoningSplitter
+from gateway.text.tools import harmony
 
 _BEFORE, _INSIDE, _AFTER, _ALOUD = range(4)
 
@@ -28,6 +29,8 @@ class ReasoningFormat:
     Attributes:
         name: as `--reasoning-parser` takes it.
         starts, ends: texts that open and close it.
+        others: further marks that its splitter must see.
+        sign: a text in the chat templates of such models; empty: one of `ends`.
         closing: what the model is made to write to get from reasoning to the answer; empty: the first of `ends`.
         splitter: makes the splitter of a choice, told whether the prompt ends inside reasoning; None: marks tell.
     """
@@ -35,13 +38,15 @@ class ReasoningFormat:
     name: str
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    sign: str = ""
     closing: str = ""
     splitter: Callable[[bool], ReasoningSplitter] | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that a splitter must see."""
-        return (*self.starts, *self.ends)
+        return (*self.starts, *self.ends, *self.others)
 
     @property
     def forced_end(self) -> str:
@@ -198,6 +203,16 @@ _GRANITE = ReasoningFormat(
     ends=("Here is my response:", "Here's my response:"),
 )
 
+_HARMONY = ReasoningFormat(
+    name="harmony",
+    starts=(harmony.ANALYSIS,),
+    ends=(harmony.END,),
+    others=harmony.MARKS,
+    sign=harmony.ANALYSIS,
+    closing=harmony.END + harmony.OPENING + harmony.FINAL,
+    splitter=harmony.HarmonySplitter,
+)
+
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": _THINK,
     "deepseek_r1": _THINK,
@@ -210,6 +225,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": _format("gemma4", "<|channel>thought\n", "<channel|>"),
     "reasoning": _format("reasoning", "<reasoning>", "</reasoning>"),
     "granite": _GRANITE,
+    "harmony": _HARMONY,
+    "gpt_oss": _HARMONY,
 }
 """By the names that `--reasoning-parser` takes."""
 
@@ -222,8 +239,8 @@ def detect_reasoning(template: str, added_tokens: Mapping[str, int]) -> Reasonin
     """
     for known in dict.fromkeys(REASONING_FORMATS.values()):
         marks = (*known.starts, *known.ends)
-        if any(end in template for end in known.ends):
+        if any(sign in template for sign in ((known.sign,) if known.sign else known.ends)):
             return known
-        if all(mark.rstrip() in added_tokens for mark in marks):
+        if not known.sign and all(mark.rstrip() in added_tokens for mark in marks):
             return known
     return None

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 from gateway.text.tools.deepseek import DeepSeekFormat
 from gateway.text.tools.format import ToolFormat
+from gateway.text.tools.harmony import HarmonyFormat
 from gateway.text.tools.hermes import HermesFormat
 from gateway.text.tools.mistral import MistralFormat
 from gateway.text.tools.plain_json import LlamaJsonFormat, PlainJsonFormat
+from gateway.text.tools.pythonic import PythonicFormat, ToolCodeFormat
 from shared.errors import ConfigurationError
 
 AUTO = "auto"
@@ -22,6 +24,9 @@ _FORMATS: tuple[ToolFormat, ...] = (
     MistralFormat(named=True),
     DeepSeekFormat(fenced=True),
     DeepSeekFormat(fenced=False),
+    PythonicFormat(),
+    ToolCodeFormat(),
+    HarmonyFormat(),
     PlainJsonFormat(),
 )
 
@@ -32,12 +37,15 @@ FALLBACK = TOOL_FORMATS["json"]
 """Of models whose template says nothing: they are told what to write, see prompting."""
 
 _SIGNS: tuple[tuple[str, str], ...] = (
+    (r"<\|channel\|>", "harmony"),
     (r"\[TOOL_CALLS\][\s\S]*\[ARGS\]", "mistral_named"),
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"tool▁calls▁begin[\s\S]*```json", "deepseek_v3"),
     (r"tool▁calls▁begin", "deepseek_v31"),
     (r"<tool_call>", "hermes"),
+    (r"func_name1\(|<\|python_start\|>[\s\S]*\w\(", "pythonic"),
     (r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*\"parameters\"", "llama3_json"),
+    (r"<start_of_turn>", "gemma"),
 )
 """Regular expressions for what templates say, the first that is found decides."""
 

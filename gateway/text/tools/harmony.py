@@ -1,0 +1,182 @@
+"""gpt-oss's harmony: every message has a header that names its channel and, for a call, who is called.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
+    <|constrain|>json<|message|>{...}<|call|>
+
+Messages on the channel `analysis` are reasoning, those on `final`, and on `commentary` to nobody, are content. A call
+ends the model's turn, so there is one at most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from gateway.text.grammar import Fragment, any_of, literal
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.calls_grammar import ANY_TEXT, Arguments, call_rules, enforced_arguments, free_arguments
+from gateway.text.tools.format import CallArguments, Tool, openai_call_id
+from gateway.text.tools.json_calls import JsonCallParser, read_arguments
+from gateway.text.tools.reader import Source, Steps
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+OPENING = START + "assistant"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+_MAX_HEADER = 512
+_RECIPIENT = re.compile(r"\bto=([\w.-]+)", re.ASCII)
+_NAMESPACE = "functions."
+
+
+class HarmonyFormat:
+    """See ToolFormat."""
+
+    name = "harmony"
+    marks = MARKS
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat."""
+        return HarmonyParser(self.new_call_id)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        return Fragment(_opened("t_call", special_ids), self._rules(tools, special_ids, enforced_arguments))
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        final = literal(FINAL, special_ids)
+        commentary = literal(f"{CHANNEL}commentary{MESSAGE}", special_ids)
+        said = f"{any_of([final, commentary])} T_TEXT {literal(END, special_ids)}"
+        rules = (
+            f"T_TEXT: {ANY_TEXT}",
+            f"t_said: {_opened(said, special_ids)}",
+            f"t_final: {_opened(f'{final} T_TEXT', special_ids)}",
+            f"t_opened: {_opened('t_call', special_ids)}",
+        )
+        body = f"t_said* {any_of(['t_final', 't_opened'])}"
+        return Fragment(body, (*rules, *self._rules(tools, special_ids, free_arguments)))
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        texts = [_header(name) + json.dumps(values, ensure_ascii=False) + CALL for name, values in calls]
+        return OPENING.join(texts)
+
+    @staticmethod
+    def _rules(tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments) -> tuple[str, ...]:
+        end = f"({literal(CALL, special_ids)})?"
+        return call_rules(tools, lambda tool: f"{literal(_header(tool.name), special_ids)} {arguments(tool)} {end}")
+
+
+def final_message(content: Fragment, special_ids: Mapping[str, int]) -> Fragment:
+    """A message whose content follows a grammar."""
+    return Fragment(_opened(f"{literal(FINAL, special_ids)} ({content.expression})", special_ids), content.rules)
+
+
+def _opened(expression: str, special_ids: Mapping[str, int]) -> str:
+    """A message; the first one's opening is the end of the prompt."""
+    return f"({literal(OPENING, special_ids)})? {expression}"
+
+
+def _header(name: str) -> str:
+    return f"{CHANNEL}commentary to={_NAMESPACE}{name} {CONSTRAIN}json{MESSAGE}"
+
+
+class HarmonyParser(JsonCallParser):
+    """Finds messages that call somebody. Functions of the model's own (`browser.search`) are called by that name."""
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        while mark := (yield from source.text_until((OPENING, CHANNEL), self.message.content)):
+            source.begin_trial(mark)
+            header = yield from source.line_to(MESSAGE, _MAX_HEADER)
+            recipient = _RECIPIENT.search(header or "")
+            if recipient is None:
+                self._reject()
+                continue
+            source.end_trial()
+            self.message.begin_call(recipient[1].removeprefix(_NAMESPACE))
+            yield from source.space()
+            if (yield from read_arguments(source, self.message.arguments)):
+                self.message.complete_call()
+            yield from source.space()
+            yield from source.accept_any((CALL, END))
+
+
+class HarmonySplitter:
+    """Sorts messages into reasoning and what is said aloud. See ReasoningSplitter.
+
+    What is said aloud has lost its headers, but for calls, which HarmonyParser reads. Messages of a kind are parted by
+    an empty line.
+
+    Args:
+        opened: the prompt ends inside reasoning.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._source = Source()
+        self._reasoning: list[str] = []
+        self._aloud: list[str] = []
+        self._inside = opened
+        self._steps: Steps[None] | None = self._read()
+        self._resume()
+
+    @property
+    def in_reasoning(self) -> bool:
+        """See ReasoningSplitter."""
+        return self._inside
+
+    def push(self, text: str) -> tuple[str, str]:
+        """See ReasoningSplitter."""
+        self._source.feed(text)
+        return self._resume()
+
+    def finish(self) -> tuple[str, str]:
+        """See ReasoningSplitter."""
+        self._source.end()
+        return self._resume()
+
+    def _resume(self) -> tuple[str, str]:
+        if self._steps is not None and next(self._steps, self) is self:
+            self._steps = None
+        found = "".join(self._reasoning), "".join(self._aloud)
+        self._reasoning.clear()
+        self._aloud.clear()
+        return found
+
+    def _read(self) -> Steps[None]:
+        source = self._source
+        parts = {True: self._inside, False: False}
+        is_call = False
+        mark = "" if self._inside else (yield from source.accept_any((OPENING, CHANNEL)))
+        while True:
+            sink = self._reasoning.append if self._inside else self._aloud.append
+            if mark in (OPENING, CHANNEL):
+                source.begin_trial(mark)
+                header = yield from source.line_to(MESSAGE, _MAX_HEADER)
+                taken = source.end_trial()
+                self._inside = header is not None and _is_analysis(header)
+                is_call = header is None or _RECIPIENT.search(header) is not None
+                sink = self._reasoning.append if self._inside else self._aloud.append
+                if is_call:
+                    sink(taken)
+                elif parts[self._inside]:
+                    sink("\n\n")
+                parts[self._inside] = True
+            mark = yield from source.text_until((OPENING, CHANNEL, END, CALL, RETURN), sink)
+            self._inside = False
+            if is_call and mark in (END, CALL, RETURN):
+                # In a string of the arguments it is text; HarmonyParser knows.
+                self._aloud.append(mark)
+            if not mark:
+                return
+
+
+def _is_analysis(header: str) -> bool:
+    return header.removeprefix(CHANNEL).startswith("analysis") and _RECIPIENT.search(header) is None
