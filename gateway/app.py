@@ -12,13 +12,14 @@ from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.requests import GeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
-from gateway.keys import DRAIN, EXPOSITION, GENERATOR, KEY_RING, LIMITS, METRICS, MODELS, SALTS, Limits
+from gateway.keys import DRAIN, EXPOSITION, GENERATOR, GRAMMARS, KEY_RING, LIMITS, METRICS, MODELS, SALTS, Limits
 from gateway.middleware import Handler, Middleware
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
 from gateway.routes.models import get_model, list_models
 from gateway.routes.ops import health, metrics, ready
 from gateway.routes.tokenize import detokenize, tokenize
+from gateway.text.grammar_check import GrammarChecker
 from shared.metrics import GatewayMetrics
 
 
@@ -54,6 +55,7 @@ class Services:
     generator: GeneratorLike
     key_ring: KeyRing
     salts: Salts
+    grammars: GrammarChecker
     drain: Drain
     metrics: GatewayMetrics
     exposition: Exposition
@@ -87,6 +89,7 @@ def build_app(
     app[GENERATOR] = services.generator
     app[KEY_RING] = services.key_ring
     app[SALTS] = services.salts
+    app[GRAMMARS] = services.grammars
     app[DRAIN] = services.drain
     app[METRICS] = services.metrics
     app[EXPOSITION] = services.exposition

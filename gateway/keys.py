@@ -11,6 +11,7 @@ from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.requests import GeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
+from gateway.text.grammar_check import GrammarChecker
 from shared.log import get_logger
 from shared.metrics import GatewayMetrics
 
@@ -29,6 +30,7 @@ MODELS = web.AppKey[ModelsLike]("MODELS")
 GENERATOR = web.AppKey[GeneratorLike]("GENERATOR")
 KEY_RING = web.AppKey("KEY_RING", KeyRing)
 SALTS = web.AppKey("SALTS", Salts)
+GRAMMARS = web.AppKey("GRAMMARS", GrammarChecker)
 DRAIN = web.AppKey("DRAIN", Drain)
 EXPOSITION = web.AppKey("EXPOSITION", Exposition)
 METRICS = web.AppKey("METRICS", GatewayMetrics)

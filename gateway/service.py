@@ -30,6 +30,7 @@ from gateway.keys import Limits
 from gateway.middleware import is_loopback_host
 from gateway.peers import Peers
 from gateway.server import HttpRunner
+from gateway.text.grammar_check import GrammarChecker
 from gateway.text.pipeline import TextThreads
 from gateway.workers.registry import Registry
 from shared import notify, supervisor_pipe
@@ -59,6 +60,7 @@ class Service:
         self._settings = settings
         self._log_writer = log_writer
         self._drain = Drain(settings.max_concurrent_requests)
+        self._grammars = GrammarChecker()
         self._stop = asyncio.Event()
         self._counted = CollectorRegistry()
         self._metrics = GatewayMetrics(self._counted)
@@ -121,6 +123,7 @@ class Service:
             generator=generator,
             key_ring=key_ring,
             salts=Salts(secret, shared=settings.shared_prefix_cache),
+            grammars=self._grammars,
             drain=self._drain,
             metrics=self._metrics,
             exposition=self._exposition(registry, peers),
@@ -199,10 +202,12 @@ class Service:
 
     async def _housekeeping(self, _app: web.Application) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self._measure_lag()), asyncio.create_task(_feed_watchdog())]
+        tasks.append(asyncio.create_task(self._grammars.start()))
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._grammars.close()
 
     async def _measure_lag(self) -> None:
         while True:

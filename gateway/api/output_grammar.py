@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.text.grammar import Fragment, any_of, grammar_source
+from gateway.text.grammar_check import GrammarChecker, Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,32 @@ def output_grammar(
     if reasoning is None:
         return grammar_source(body)
     return grammar_source(Fragment(f"{reasoning.expression} {body.expression}", (*reasoning.rules, *body.rules)))
+
+
+async def checked_grammar(
+    checker: GrammarChecker,
+    content: Fragment | None,
+    tools: ToolGrammar | None = None,
+    reasoning: Fragment | None = None,
+    vocabulary: Vocabulary | None = None,
+) -> str:
+    """`output_grammar`, once it is known that a worker can follow it.
+
+    Raises InvalidRequestError naming the field of the part at fault: each part is tried by itself before the whole.
+    """
+    source = output_grammar(content, tools, reasoning)
+    if not source:
+        return source
+    if content is not None:
+        if content.source:
+            await checker.check(content.source, content.param, vocabulary, with_place=True)
+        await checker.check(output_grammar(content), content.param, vocabulary)
+    if tools is not None:
+        part = output_grammar(None, tools)
+        if part:
+            await checker.check(part, "tools", vocabulary)
+    await checker.check(source, content.param if content is not None else None, vocabulary)
+    return source
 
 
 def _body(content: Fragment | None, tools: ToolGrammar | None) -> Fragment | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.api.refused import NO_EFFECT, UNSUPPORTED, refusal_text
+from gateway.api.structured_fields import ResponseFormat, StructuredOutputs
 from gateway.api.tool_params import ToolChoiceField, ToolField
 from shared.errors import InvalidRequestError
 from shared.sampling_params import RepetitionDetection
@@ -51,6 +52,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    # Structured output: gateway.api.structured.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Sampling as llama.cpp's users know it.
     typical_p: float | None = None
     typ_p: float | None = None
@@ -133,6 +137,10 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolField] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -10,9 +10,9 @@ from aiohttp import web
 from gateway.api.body import read_json
 from gateway.api.chat_prompt import ChatPrompt, PromptFields, chat_prompt
 from gateway.api.chat_shapes import ChatChunks, whole_chat_response
-from gateway.api.generation_params import common_of_chat
+from gateway.api.generation_params import Common, common_of_chat
 from gateway.api.messages import check_messages
-from gateway.api.output_grammar import ToolGrammar, output_grammar
+from gateway.api.output_grammar import ToolGrammar
 from gateway.api.params import ChatFields, parse_fields
 from gateway.api.reasoning_params import thinking_budget
 from gateway.api.sse import stream_events
@@ -21,6 +21,7 @@ from gateway.flow.requests import ModelEntryLike
 from gateway.keys import IDENTITY, SALTS
 from gateway.responses import json_response
 from gateway.routes.common import detail_of, envelope_of, find_model, fit_prompt, longest_prompt, submit_all
+from gateway.routes.grammar import request_grammar
 from gateway.text.formats import ModelFormats
 from gateway.text.reasoning import reasoning_fragment
 from gateway.text.tools.format import ToolRequest
@@ -38,7 +39,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prompt = fit_prompt(chat.ids, common, None, entry, "messages")
     common = dataclasses.replace(
         common,
-        grammar=await _grammar(fields, tools, chat, entry),
+        grammar=await _grammar(request, common, tools, chat, entry),
         format=entry.formats.message_format(tools, opened=chat.opened),
         thinking=await thinking_budget(fields.thinking_token_budget, entry, opened=chat.opened),
     )
@@ -71,7 +72,9 @@ def _prompt_fields(fields: ChatFields) -> PromptFields:
     )
 
 
-async def _grammar(fields: ChatFields, tools: ToolRequest | None, chat: ChatPrompt, entry: ModelEntryLike) -> str:
+async def _grammar(
+    request: web.Request, common: Common, tools: ToolRequest | None, chat: ChatPrompt, entry: ModelEntryLike
+) -> str:
     """What every choice must spell, checked; empty where nothing is demanded."""
     formats = entry.formats
     of_tools: ToolGrammar | None = None
@@ -86,7 +89,7 @@ async def _grammar(fields: ChatFields, tools: ToolRequest | None, chat: ChatProm
     reasoning = None
     if formats.reasoning is not None:
         reasoning = reasoning_fragment(formats.reasoning, chat.opened, formats.added_ids)
-    return output_grammar(None, of_tools, reasoning)
+    return await request_grammar(request, common, entry, tools=of_tools, reasoning=reasoning)
 
 
 def _tool_grammar(tools: ToolRequest, formats: ModelFormats) -> ToolGrammar | None:

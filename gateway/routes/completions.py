@@ -31,6 +31,7 @@ from gateway.routes.common import (
     longest_prompt,
     submit_all,
 )
+from gateway.routes.grammar import request_grammar
 from gateway.text.fill_in_middle import fill_in_middle
 from shared.errors import InvalidRequestError
 
@@ -42,6 +43,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     texts = split_prompts(fields.prompt)
     _check_number(len(texts), common)
     entry = find_model(request, fields.model)
+    common = dataclasses.replace(common, grammar=await request_grammar(request, common, entry))
     prompts: list[SizedPrompt] = []
     for index, text in enumerate(texts):
         param = f"prompt[{index}]" if len(texts) > 1 else "prompt"

@@ -20,11 +20,13 @@ class Fragment:
         expression: what stands on the right of a rule; several alternatives are in parentheses.
         rules: whole lines `name: ...`. Names begin with the part's own prefix, so that parts do not collide.
         param: the request field that it was made of, which an error names.
+        source: the grammar as the client wrote it, which is checked by itself, so that errors name its lines.
     """
 
     expression: str
     rules: tuple[str, ...] = ()
     param: str | None = None
+    source: str = ""
 
 
 def literal(text: str, special_ids: Mapping[str, int]) -> str:

@@ -266,7 +266,16 @@ def _size(reason: str | None) -> int:
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _DEEP = ("too deeply", "recursion limit", "stack level")
-_COMPLEX = ("panic", "Too many items", "too many expressions", "Current row has", "fuel", "too big", "too large", "TooComplex")
+_COMPLEX = (
+    "panic",
+    "Too many items",
+    "too many expressions",
+    "Current row has",
+    "fuel",
+    "too big",
+    "too large",
+    "TooComplex",
+)
 _EMPTY = ("NoExtension", "Regex is empty")
 
 

@@ -22,6 +22,7 @@ from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
 from gateway.keys import Limits
 from gateway.server import HttpRunner
+from gateway.text.grammar_check import GrammarChecker
 from shared.metrics import GatewayMetrics
 from tests.fakes.fake_generator import MODEL, FakeGenerator, FakeModels
 
@@ -145,6 +146,7 @@ async def run_gateway(
         generator=generator,
         key_ring=KeyRing(ring if keys else []),
         salts=Salts(b"secret", shared=False),
+        grammars=GrammarChecker(),
         drain=Drain(max_requests),
         metrics=GatewayMetrics(registry),
         exposition=Exposition(registry, CollectorRegistry()),
@@ -173,3 +175,4 @@ async def run_gateway(
             yield Gateway(port, session, generator, models, services.drain, services.metrics, app)
     finally:
         await runner.cleanup()
+        await services.grammars.close()

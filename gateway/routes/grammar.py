@@ -1,0 +1,41 @@
+"""The grammar of a request, made of what it asks for and checked, for the routes that generate."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway.api.generation_params import Common
+from gateway.api.output_grammar import ToolGrammar, checked_grammar
+from gateway.api.structured import structured_fragment
+from gateway.flow.requests import ModelEntryLike
+from gateway.keys import GRAMMARS
+from gateway.text.grammar import Fragment
+from gateway.text.grammar_check import Vocabulary
+from shared.errors import InvalidRequestError
+
+
+async def request_grammar(
+    request: web.Request,
+    common: Common,
+    entry: ModelEntryLike,
+    *,
+    tools: ToolGrammar | None = None,
+    reasoning: Fragment | None = None,
+) -> str:
+    """What every choice must spell; empty where nothing is demanded. See output_grammar for the arguments.
+
+    Raises InvalidRequestError naming the field at fault.
+    """
+    fields, added_ids = common.fields, entry.formats.added_ids
+    content: Fragment | None = None
+    if fields.response_format is not None or fields.structured_outputs is not None:
+        # In a thread: a schema may be large.
+        content = await asyncio.to_thread(structured_fragment, fields, added_ids)
+    vocabulary = Vocabulary(entry.facts.vocab_size, added_ids)
+    source = await checked_grammar(request.app[GRAMMARS], content, tools, reasoning, vocabulary)
+    if source and common.beams is not None:
+        message = "use_beam_search cannot be combined with structured output, or with tools that are enforced."
+        raise InvalidRequestError(message, param="use_beam_search")
+    return source
