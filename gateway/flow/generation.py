@@ -419,6 +419,7 @@ def _submit_message(request: GenerationRequest, request_id: str, model: str, tim
 _ERRORS_BY_CODE: dict[str | None, type[PeltonError]] = {
     "context_length_exceeded": ContextLengthError,
     "invalid_request": InvalidRequestError,
+    "invalid_grammar": InvalidRequestError,
     "service_unavailable": UnavailableError,
     "worker_lost": WorkerLostError,
     "deadline_exceeded": UnavailableError,
