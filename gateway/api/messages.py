@@ -129,7 +129,6 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
             raise InvalidRequestError(f"{shown} must be a string.", param=shown, code="invalid_type")
         else:
             result[name] = value
-    _settle_reasoning(result, place)
     refusal = result.pop("refusal", None)
     content = message.get("content")
     if content is not None:
@@ -140,18 +139,22 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
         result["content"] = _content(content, f"{place}.content")
     if refusal:
         result["content"] += ("\n" if result["content"] else "") + refusal
+    _settle_reasoning(result, place)
     return result
 
 
 def _settle_reasoning(message: dict[str, Any], place: str) -> None:
-    """Templates know former reasoning by one name or another: it gets all of them."""
+    """Templates know former reasoning by one name or another: it gets all of them, but for `thinking` where gpt-oss
+    would refuse the message, since there a call has either reasoning or content before it."""
     given = {message[name] for name in _REASONING if name in message}
     if len(given) > 1:
         raise InvalidRequestError(
             f"{place}.reasoning and {place}.reasoning_content are one field, and differ.", param=f"{place}.reasoning"
         )
     for text in given:
-        message.update(dict.fromkeys((*_REASONING, "thinking"), text))
+        message.update(dict.fromkeys(_REASONING, text))
+        if not (message["content"] and "tool_calls" in message):
+            message["thinking"] = text
 
 
 def _tool_calls(value: object, place: str) -> list[dict[str, Any]]:

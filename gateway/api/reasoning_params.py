@@ -63,8 +63,14 @@ def ends_inside_reasoning(ids: list[int], continued: str, entry: ModelEntryLike)
     return not continued and reasoning.is_open(entry.pipeline.decode(ids[-PROMPT_END:], False))
 
 
-async def thinking_budget(max_tokens: int | None, entry: ModelEntryLike, *, opened: bool) -> ThinkingBudget | None:
+async def thinking_budget(
+    max_tokens: int | None, entry: ModelEntryLike, *, opened: bool, constrained: bool
+) -> ThinkingBudget | None:
     """`thinking_token_budget` with the ids of the model's marks.
+
+    Args:
+        opened: the prompt ends inside reasoning.
+        constrained: a grammar says what follows the reasoning.
 
     Raises InvalidRequestError for a model without reasoning, or whose marks are no tokens, so that nobody could tell
     from the ids where reasoning begins.
@@ -80,7 +86,7 @@ async def thinking_budget(max_tokens: int | None, entry: ModelEntryLike, *, open
             param=name,
             code="unsupported_parameter",
         )
-    start, end = reasoning.starts[0], reasoning.forced_end
+    start, end = reasoning.starts[0], reasoning.ends[0] if constrained else reasoning.forced_end
     if not all(any(token in mark for token in entry.formats.added_ids) for mark in (start, end)):
         raise InvalidRequestError(
             f"{name} is not supported by this model: the marks of its reasoning are no tokens.",

@@ -37,11 +37,19 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     entry = find_model(request, fields.model)
     chat = await chat_prompt(messages, tools, _prompt_fields(fields), entry, max_tokens=longest_prompt(common, entry))
     prompt = fit_prompt(chat.ids, common, None, entry, "messages")
+    grammar = await _grammar(request, common, tools, chat, entry)
+    if grammar and fields.continue_final_message:
+        name = "continue_final_message"
+        raise InvalidRequestError(
+            f"{name} cannot be combined with structured output, or with tools that are enforced.", param=name
+        )
     common = dataclasses.replace(
         common,
-        grammar=await _grammar(request, common, tools, chat, entry),
+        grammar=grammar,
         format=entry.formats.message_format(tools, opened=chat.opened),
-        thinking=await thinking_budget(fields.thinking_token_budget, entry, opened=chat.opened),
+        thinking=await thinking_budget(
+            fields.thinking_token_budget, entry, opened=chat.opened, constrained=bool(grammar)
+        ),
     )
 
     envelope, detail = envelope_of("chatcmpl", common, entry), detail_of(common, entry, [prompt])

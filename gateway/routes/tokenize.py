@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from gateway.api.body import read_json
+from gateway.api.chat_prompt import PromptFields, chat_prompt
 from gateway.api.logprobs import token_string
-from gateway.api.messages import check_messages, check_template_kwargs
+from gateway.api.messages import check_messages
 from gateway.api.params import DetokenizeFields, TokenizeFields, parse_fields
 from gateway.api.prompts import check_token_ids
+from gateway.api.tool_params import tool_request
 from gateway.flow.requests import ModelEntryLike
 from gateway.responses import json_response
 from gateway.routes.common import find_model
@@ -20,6 +23,14 @@ from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLar
 MAX_TOKENS = 131_072
 MAX_CHARACTERS = 2_097_152
 """Texts longer than a model's context may be counted, but within bounds."""
+_WITH_MESSAGES = (
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "reasoning_effort",
+    "tools",
+)
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -40,7 +51,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 def _check_size(fields: TokenizeFields) -> None:
     """Tokenizing takes a second for each few million characters, and long texts wait for each other."""
-    size = text_size(fields.prompt if fields.messages is None else fields.messages)
+    size = text_size(msgspec.to_builtins([fields.prompt, fields.messages, fields.tools, fields.documents]))
     if size > MAX_CHARACTERS:
         raise PayloadTooLargeError(f"The text has {size} characters; at most {MAX_CHARACTERS} are tokenized here.")
 
@@ -49,7 +60,7 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
     if fields.prompt is not None:
         if fields.messages is not None:
             raise InvalidRequestError("Send either prompt or messages, not both.", param="messages")
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
+        for name in _WITH_MESSAGES:
             if getattr(fields, name) is not None:
                 raise InvalidRequestError(f"{name} goes with messages.", param=name)
         special = fields.add_special_tokens is not False
@@ -60,13 +71,15 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
         raise InvalidRequestError(
             "add_special_tokens goes with prompt; a chat template adds its own.", param="add_special_tokens"
         )
-    messages = check_messages(fields.messages)
-    return await entry.pipeline.encode_chat(
-        messages,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        template_kwargs=check_template_kwargs(fields.chat_template_kwargs, entry.pipeline.template_variables),
-        max_tokens=MAX_TOKENS,
+    prompt_fields = PromptFields(
+        chat_template_kwargs=fields.chat_template_kwargs,
+        reasoning_effort=fields.reasoning_effort,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        documents=fields.documents,
     )
+    messages, tools = check_messages(fields.messages), tool_request(fields.tools, None, None)
+    return (await chat_prompt(messages, tools, prompt_fields, entry, max_tokens=MAX_TOKENS)).ids
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
