@@ -40,6 +40,7 @@ class Request:
         follows_started: its leader had started when it let it go.
         num_cached_tokens: prompt tokens that were not computed when it first started; None before that.
         wants_prompt_logprobs: still owes the report on its prompt.
+        mu: what mirostat aims at after token_ids; None before the first token, and where it is not used.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class Request:
         "life",
         "max_num_tokens",
         "min_num_tokens",
+        "mu",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_initial_tokens",
@@ -103,6 +105,7 @@ class Request:
         self.row = -1
         self.num_computed_tokens = 0
         self.num_pending = 0
+        self.mu: float | None = None
         self.pages = pages
         self.prompt_step: int | None = None
         self.leader: Request | None = None

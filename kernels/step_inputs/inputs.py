@@ -14,14 +14,22 @@ import torch
 SEGMENT_WORDS = 4
 """Of one change of the state: low and high word of where it goes, length, where in the packed words it comes from."""
 
-SAMPLING_WORDS = 16
+SAMPLING_WORDS = 32
 TEMPERATURE, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY = 0, 1, 2, 3, 4
 """Words of a row's sampling state that are float32."""
 CHOICE, KEY, TOP_K, TOP_P = 5, 6, 8, 10
 """Further words: choice, the key's low and high word, top_k, and the two words of top_p, a float64."""
+TYPICAL_P, TOP_N_SIGMA, DYNATEMP_RANGE, DYNATEMP_EXPONENT, LOG_XTC_THRESHOLD = 12, 13, 14, 15, 16
+MIROSTAT_TAU, MIROSTAT_ETA, MIROSTAT_MU, DRY_MULTIPLIER, DRY_BASE = 17, 18, 19, 20, 21
+"""Again float32. mu is what mirostat aims at now: the device itself moves it on."""
+MIROSTAT, XTC_COIN, DRY_ALLOWED_LENGTH, DRY_LAST_N = 22, 23, 24, 25
+"""Again integers."""
 
 ADJUSTMENT_WORDS = 3
 """Of one entry: token id, value (float32), and the position from which on it holds no longer."""
+
+BAD_WORD_WORDS = 2
+"""Of one token of a bad word: its id, and how many tokens of the word come after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,15 @@ class StepLayout:
         max_pages: P.
         max_adjustments: entries that a row holds.
         max_tail: words of a step's changes and lists; more changes go in several copies.
+        vocab_words: of one bit for each token.
+        max_bad_word_tokens: of all bad words of a row.
 
         token_ids: [R, token_stride] int32.
         tables: [G, R, P] int32, the rows' block tables.
         sampling: [R, SAMPLING_WORDS].
         adjustments: [R, max_adjustments, ADJUSTMENT_WORDS].
+        bad_words: [R, max_bad_word_tokens, BAD_WORD_WORDS].
+        allowed, breakers: [R, vocab_words], a bit for each token.
 
         rows: [R] int32 row of each request, -1: padding.
         starts: [R] int32 position of its first token in this step.
@@ -95,11 +107,16 @@ class StepLayout:
     page_size: int
     max_adjustments: int
     max_tail: int = 1 << 16
+    vocab_words: int = 0
+    max_bad_word_tokens: int = 0
 
     token_ids: Field = field(init=False)
     tables: Field = field(init=False)
     sampling: Field = field(init=False)
     adjustments: Field = field(init=False)
+    bad_words: Field = field(init=False)
+    allowed: Field = field(init=False)
+    breakers: Field = field(init=False)
     state_words: int = field(init=False)
 
     rows: Field = field(init=False)
@@ -131,6 +148,9 @@ class StepLayout:
         put("tables", state.take(groups, rows, self.max_pages))
         put("sampling", state.take(rows, SAMPLING_WORDS))
         put("adjustments", state.take(rows, self.max_adjustments, ADJUSTMENT_WORDS))
+        put("bad_words", state.take(rows, self.max_bad_word_tokens, BAD_WORD_WORDS))
+        put("allowed", state.take(rows, self.vocab_words))
+        put("breakers", state.take(rows, self.vocab_words))
         put("state_words", state.size)
 
         packed = _Places()

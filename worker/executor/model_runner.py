@@ -113,7 +113,7 @@ class ModelRunner:
     def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None, cascade: CascadeWork | None) -> PendingStep:
         batch, sampled, chunks = staged.batch, staged.sampled, staged.chunks
         num_sampled = len(sampled.rows)
-        token_ids = logprobs = logits = None
+        tokens = logits = None
         prompts: list[PromptReport] = []
         if size is not None and self._graphs is not None:
             # The next replay, which comes after the head, writes to the same states.
@@ -124,9 +124,9 @@ class ModelRunner:
             prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
             logits = self._model.logits(hidden[:num_sampled]) if num_sampled else None
         if logits is not None:
-            token_ids, logprobs = self._sampler.sample(logits, sampled)
-            self._rows.append(sampled, token_ids)
-        output = step_output(plan.step, sampled, token_ids, logprobs, prompts)
+            tokens = self._sampler.sample(logits, sampled)
+            self._rows.append(sampled, tokens.token_ids)
+        output = step_output(plan.step, sampled, tokens, prompts)
         return PendingStep(output, self._device)
 
     def _choose_graph(self, plan: StepPlan) -> Size | None:

@@ -11,7 +11,8 @@ from kernels.logprobs.tensors import LogprobTensors
 from shared.messages import TokenLogprobs
 from worker.executor.device import Device, Download
 from worker.sampling.logprobs import to_entries
-from worker.sampling.parameters import SampledRows
+from worker.sampling.sampled_rows import Needs, SampledRows
+from worker.sampling.sampler import SampledTokens
 from worker.scheduler.plan import SampledToken, StepResult
 
 
@@ -32,6 +33,8 @@ class StepOutput:
         rows: [S] the sampled rows, on the host; token_ids: [S] int64, None where S is 0.
         reporting: [L] of the sampled rows those with log-probabilities, on the host; num_top: [L] alternatives of each.
         logprobs: of these L.
+        aiming: [E] of the sampled rows those with rarer filters, on the host; mu: [E] what mirostat aims at in them,
+            None where nobody uses it.
         prompts: in the order of their positions.
     """
 
@@ -41,20 +44,33 @@ class StepOutput:
     reporting: Sequence[int]
     num_top: Sequence[int]
     logprobs: LogprobTensors | None
+    aiming: Sequence[int]
+    mu: torch.Tensor | None
     prompts: Sequence[PromptReport]
 
 
 def step_output(
     step: int,
     sampled: SampledRows,
-    token_ids: torch.Tensor | None,
-    logprobs: LogprobTensors | None,
+    tokens: SampledTokens | None,
     prompts: Sequence[PromptReport],
 ) -> StepOutput:
     """With what the host must remember of the rows: by the time the step arrives they may hold other requests."""
-    reporting = [] if sampled.reporting_rows is None else sampled.reporting_rows.tolist()
-    num_top = [] if sampled.num_top is None else sampled.num_top.tolist()
-    return StepOutput(step, sampled.rows.tolist(), token_ids, reporting, num_top, logprobs, prompts)
+    logprobs = mu = None
+    if tokens is not None:
+        logprobs, mu = tokens.logprobs, tokens.mu
+    reporting, extended = sampled.listed.get(Needs.LOGPROBS), sampled.listed.get(Needs.EXTENDED)
+    return StepOutput(
+        step=step,
+        rows=sampled.rows.tolist(),
+        token_ids=None if tokens is None else tokens.token_ids,
+        reporting=[] if reporting is None else reporting.rows.tolist(),
+        num_top=[] if sampled.num_top is None else sampled.num_top.tolist(),
+        logprobs=logprobs,
+        aiming=[] if extended is None or mu is None else extended.rows.tolist(),
+        mu=mu,
+        prompts=prompts,
+    )
 
 
 class PendingStep:
@@ -96,6 +112,8 @@ def _tensors(output: StepOutput) -> list[torch.Tensor]:
     tensors = [] if output.token_ids is None else [output.token_ids]
     if output.logprobs is not None:
         tensors += _parts(output.logprobs)
+    if output.mu is not None:
+        tensors.append(output.mu)
     for prompt in output.prompts:
         tensors += _parts(prompt.logprobs)
     return tensors
@@ -116,6 +134,10 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
     by_row: dict[int, TokenLogprobs] = {}
     if output.logprobs is not None:
         by_row = dict(zip(output.reporting, to_entries(take_logprobs(), output.num_top)))
+    mu: dict[int, float] = {}
+    if output.mu is not None:
+        mu = dict(zip(output.aiming, arrived[at].tolist()))
+        at += 1
     prompts: dict[int, list[TokenLogprobs]] = {}
     for prompt in output.prompts:
         tensors = take_logprobs()
@@ -124,7 +146,7 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
     return StepResult(
         step=output.step,
         sampled=[
-            SampledToken(row, token_id, by_row.get(row) if token_id >= 0 else None)
+            SampledToken(row, token_id, by_row.get(row) if token_id >= 0 else None, mu.get(row))
             for row, token_id in zip(output.rows, token_ids, strict=True)
         ],
         prompt_logprobs=prompts,

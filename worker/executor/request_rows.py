@@ -15,12 +15,15 @@ import torch
 
 from kernels.step_inputs.dispatch import step_ops
 from kernels.step_inputs.inputs import StepBuffers, StepLayout, StepShape
+from shared.sampling_params import MAX_BAD_WORD_TOKENS
 from worker.executor.decode_graphs import Size
 from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
 from worker.executor.step_packer import StepPacker, Waitable
 from worker.kv.storage import CopyBatch
-from worker.sampling.parameters import MAX_ADJUSTMENTS, Needs, SampledRows, SamplingParameters
+from worker.sampling.parameters import SamplingParameters
+from worker.sampling.row_lists import MAX_ADJUSTMENTS
+from worker.sampling.sampled_rows import SampledRows
 from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -81,8 +84,8 @@ class RequestRows:
         device: Device,
     ) -> None:
         max_num_tokens = max(max_num_tokens, max_num_seqs)
-        # Words of lists: pages to copy, indices of three kinds, and the tokens whose logits are wanted.
-        lists = 2 * ((2 * num_groups + 4) * (max_num_seqs + 1) + max_num_tokens)
+        # Words of lists: pages to copy, indices of eight kinds, and the tokens whose logits are wanted.
+        lists = 2 * ((2 * num_groups + 9) * (max_num_seqs + 1) + max_num_tokens)
         self._layout = StepLayout(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -93,6 +96,8 @@ class RequestRows:
             page_size=page_size,
             max_adjustments=MAX_ADJUSTMENTS,
             max_tail=_WORDS_OF_CHANGES + lists,
+            vocab_words=-(-vocab_size // 32),
+            max_bad_word_tokens=MAX_BAD_WORD_TOKENS,
         )
         self._max_model_len = max_model_len
         self._buffers = StepBuffers(self._layout, device.torch_device)
@@ -171,12 +176,9 @@ class RequestRows:
         if len(new.token_ids) > layout.token_stride:
             raise ValueError(f"a request of {len(new.token_ids)} tokens; a row holds {self._max_model_len}")
         self._num_prompt_tokens[row] = new.num_prompt_tokens
-        words = self.sampling.enter(new)
-        change = self._packer.change
-        change(row * layout.token_stride, np.array(new.token_ids, dtype=np.int32))
-        change(layout.sampling.at + row * words.sampling.size, words.sampling)
-        width = layout.adjustments.shape[1] * layout.adjustments.shape[2]
-        change(layout.adjustments.at + row * width, words.adjustments.reshape(-1))
+        self._packer.change(row * layout.token_stride, np.array(new.token_ids, dtype=np.int32))
+        for at, words in self.sampling.enter(new):
+            self._packer.change(at, words)
 
     def _update_block_table(self, update: BlockTableUpdate) -> int:
         layout = self._layout
@@ -233,31 +235,8 @@ class RequestRows:
         return rows
 
     def _list_needs(self, rows: Integers) -> SampledRows:
-        num_sampled = len(rows)
-        row_needs = self.sampling.needs[rows]
-        needs = int(np.bitwise_or.reduce(row_needs)) if num_sampled else 0
-        reporting = reporting_rows = num_top = penalized = slots = None
-        if needs & Needs.LOGPROBS:
-            which = np.flatnonzero(row_needs & Needs.LOGPROBS)
-            reporting = self._packer.integers(which)
-            reporting_rows = rows[which]
-            num_top = self.sampling.num_logprobs[reporting_rows]
-        if needs & Needs.PENALTY:
-            which = np.flatnonzero(row_needs & Needs.PENALTY)
-            penalized = self._packer.integers(which)
-            slots = self._packer.integers(self.sampling.penalties.slots(rows[which]))
-        views = self._views(num_sampled)
-        return SampledRows(
-            rows=rows,
-            device_rows=views[0],
-            positions=views[1],
-            needs=needs,
-            reporting=reporting,
-            reporting_rows=reporting_rows,
-            num_top=num_top,
-            penalized=penalized,
-            slots=slots,
-        )
+        views, lengths = self._views(len(rows)), self._packer.host.new_positions[: len(rows)]
+        return self.sampling.list_needs(rows, views[0], views[1], lengths, self._packer.integers)
 
     def _put_copies(self, copies: list[PageCopy]) -> list[CopyBatch]:
         """Batches in which no page is written twice, or read after it was written: each may go at once."""

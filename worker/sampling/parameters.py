@@ -6,117 +6,81 @@ read them there by row.
 
 from __future__ import annotations
 
-import enum
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.sampling.inputs import NO_CUT, AdjustInputs, PenaltyInputs, SamplingInputs
+from kernels.sampling.inputs import NO_CUT, ExtendInputs, Feature, PenaltyInputs, SamplingInputs
 from kernels.step_inputs.inputs import (
-    ADJUSTMENT_WORDS,
     CHOICE,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    DRY_LAST_N,
+    DRY_MULTIPLIER,
+    DYNATEMP_EXPONENT,
+    DYNATEMP_RANGE,
     FREQUENCY,
     KEY,
     LOG_MIN_P,
+    LOG_XTC_THRESHOLD,
+    MIROSTAT,
+    MIROSTAT_ETA,
+    MIROSTAT_MU,
+    MIROSTAT_TAU,
     PRESENCE,
     REPETITION,
     SAMPLING_WORDS,
     TEMPERATURE,
     TOP_K,
+    TOP_N_SIGMA,
     TOP_P,
+    TYPICAL_P,
+    XTC_COIN,
     StepBuffers,
 )
-from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from shared.sampling_params import SamplingParams
 from worker.sampling.penalties import PenaltyTables
 from worker.sampling.rng import seed_words
+from worker.sampling.row_lists import Change, RowLists, Words
+from worker.sampling.sampled_rows import LISTED, Integers, Listed, Needs, SampledRows, Upload
 from worker.scheduler.plan import NewRow
 
-Words = np.ndarray[Any, np.dtype[np.int32]]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-MAX_ADJUSTMENTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
-"""Entries of a row: biases, stop ids, and the ids that end a text."""
-_FOREVER = 2**31 - 1
-
-
-class Needs(enum.IntFlag):
-    """What a row asks of the sampler beyond an argmax; kept on the host, so that a step looks without waiting."""
-
-    NOISE = 1
-    FILTER = 2
-    ADJUST = 4
-    PENALTY = 8
-    LOGPROBS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The rows of one step that get a new token, S in all.
-
-    Attributes:
-        rows: [S] int64 on the host; device_rows: [S] int32 on the device.
-        positions: [S] int64 on the device, index of the new token.
-        needs: of all rows together.
-        reporting: [L] int64 on the device, which of the S report log-probabilities; None: none does.
-        reporting_rows, num_top: [L] on the host, the rows of these, and how many alternatives each reports.
-        penalized: [P] int64 on the device, which of the S have penalties; None: none has.
-        slots: [P] int64 on the device, their rows in the tables of counts.
-        mask: [M, ceil(vocab / 32)] int32 on the device, what grammars allow; see SamplingInputs. None: everything.
-        mask_rows: [S] on the device, the row of `mask` of each, below 0 where all tokens are allowed; None: its own
-            index.
-    """
-
-    rows: Integers
-    device_rows: torch.Tensor
-    positions: torch.Tensor
-    needs: int = 0
-    reporting: torch.Tensor | None = None
-    reporting_rows: Integers | None = None
-    num_top: Integers | None = None
-    penalized: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    mask_rows: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RowWords:
-    """What a new row writes: [SAMPLING_WORDS] int32, and [n, ADJUSTMENT_WORDS] int32 from its first entry on."""
-
-    sampling: Words
-    adjustments: Words
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class SamplingParameters:
     """The sampling state of the rows: how to read and write what `buffers` hold of it, and what the host must know."""
 
     def __init__(self, buffers: StepBuffers, vocab_size: int) -> None:
-        layout, state = buffers.layout, buffers.state
-        num_rows = layout.max_num_seqs
+        self._layout = layout = buffers.layout
+        state, num_rows = buffers.state, layout.max_num_seqs
         self.needs: Integers = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs: Integers = np.zeros(num_rows, dtype=np.int64)
-        self._num_adjustments: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._features: Integers = np.zeros(num_rows, dtype=np.int64)
         self.penalties = PenaltyTables(num_rows, vocab_size, state.device)
+        self.lists = RowLists(buffers)
         self._words = layout.sampling.of(state)
         self._floats = self._words.view(torch.float32)
         self._top_p = self._words.view(torch.float64)[:, TOP_P // 2]
-        self._adjustments = layout.adjustments.of(state)
-        self._adjustment_values = self._adjustments.view(torch.float32)
+        self._own_rows = torch.arange(num_rows, dtype=torch.int32, device=state.device)
         # On the CPU rows are gathered by numpy: six calls of torch would take a tenth of a small step.
         self._host_words = self._words.numpy() if state.device.type == "cpu" else None
         nothing = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
         self._greedy_inputs = _gathered(nothing, torch.zeros(0, dtype=torch.int64), False, False)
 
-    def enter(self, new: NewRow) -> RowWords:
-        """A request enters a row; its words are to be written there, and its tokens counted where it has penalties."""
+    def enter(self, new: NewRow) -> list[Change]:
+        """A request enters a row: what is to be written there. Its tokens are counted where it has penalties."""
         sampling, row = new.sampling, new.row
-        needs = Needs(0)
+        needs, changes = self.lists.enter(new)
+        features = _features(sampling)
         if not sampling.greedy:
             needs |= Needs.NOISE
-            if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+            if sampling.extended:
+                needs |= Needs.EXTENDED
+            elif features & Feature.TOP:
                 needs |= Needs.FILTER
         if sampling.logprobs is not None:
             needs |= Needs.LOGPROBS
@@ -126,58 +90,41 @@ class SamplingParameters:
         else:
             self.penalties.give_back(row)
         self.num_logprobs[row] = sampling.logprobs or 0
-        words = np.zeros(SAMPLING_WORDS, dtype=np.int32)
-        floats = words.view(np.float32)
-        floats[TEMPERATURE] = 0.0 if sampling.greedy else sampling.temperature
-        floats[LOG_MIN_P] = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
-        floats[REPETITION] = sampling.repetition_penalty
-        floats[PRESENCE] = sampling.presence_penalty
-        floats[FREQUENCY] = sampling.frequency_penalty
-        words[CHOICE] = new.choice
-        words.view(np.uint32)[KEY : KEY + 2] = seed_words(sampling.seed)
-        words[TOP_K] = sampling.top_k
-        words.view(np.float64)[TOP_P // 2] = sampling.top_p
-        adjustments = self._enter_adjustments(new)
-        if self._num_adjustments[row]:
-            needs |= Needs.ADJUST
+        self._features[row] = features
         self.needs[row] = needs
-        return RowWords(words, adjustments)
+        words = _words_of(sampling, new.choice, new.mu)
+        return [(self._layout.sampling.at + row * SAMPLING_WORDS, words), *changes]
 
-    def _enter_adjustments(self, new: NewRow) -> Words:
-        """Its entries, then zeros over those that the request before left."""
-        sampling, row = new.sampling, new.row
-        entries = [(token_id, bias, _FOREVER) for token_id, bias in sampling.logit_bias.items()]
-        min_end = new.num_prompt_tokens + sampling.min_tokens
-        eos_end = _FOREVER if sampling.ignore_eos else min_end
-        if eos_end > new.num_prompt_tokens:
-            # A stop id that also ends the text stays a stop id after min_tokens, whatever ignore_eos says.
-            eos_ids = set(new.eos_token_ids).difference(sampling.stop_token_ids)
-            entries += [(token_id, NO_CUT, eos_end) for token_id in sorted(eos_ids)]
-        if sampling.min_tokens > 0:
-            entries += [(token_id, NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
-        if len(entries) > MAX_ADJUSTMENTS:
-            raise ValueError(f"a request adjusts {len(entries)} logits; a row holds {MAX_ADJUSTMENTS}")
-        before = int(self._num_adjustments[row])
-        words = np.zeros((max(before, len(entries)), ADJUSTMENT_WORDS), dtype=np.int32)
-        if entries:
-            ids, values, until = zip(*entries)
-            words[: len(entries), 0] = ids
-            words.view(np.float32)[: len(entries), 1] = values
-            words[: len(entries), 2] = until
-        self._num_adjustments[row] = len(entries)
-        return words
-
-    def adjust_inputs(self, sampled: SampledRows) -> AdjustInputs:
-        """What is added to single logits."""
-        width = int(self._num_adjustments[sampled.rows].max())
-        entries = self._adjustments[:, :width]
-        return AdjustInputs(
-            ids=entries[:, :, 0],
-            values=self._adjustment_values[:, :width, 1],
-            until=entries[:, :, 2],
-            rows=sampled.device_rows,
-            position=sampled.positions,
+    def list_needs(
+        self, rows: Integers, device_rows: torch.Tensor, positions: torch.Tensor, lengths: Integers, upload: Upload
+    ) -> SampledRows:
+        """What the sampler must know of the rows of a step; the attributes of SampledRows explain the arguments."""
+        row_needs = self.needs[rows]
+        needs = Needs(int(np.bitwise_or.reduce(row_needs)) if len(rows) else 0)
+        listed: dict[Needs, Listed] = {}
+        for need in LISTED:
+            if needs & need:
+                which = np.flatnonzero(row_needs & need)
+                listed[need] = Listed(upload(which), rows[which], which)
+        num_top = slots = None
+        if needs & Needs.LOGPROBS:
+            num_top = self.num_logprobs[listed[Needs.LOGPROBS].rows]
+        if needs & Needs.PENALTY:
+            slots = upload(self.penalties.slots(listed[Needs.PENALTY].rows))
+        return SampledRows(
+            rows=rows,
+            device_rows=device_rows,
+            positions=positions,
+            lengths=lengths,
+            needs=needs,
+            listed=listed,
+            num_top=num_top,
+            slots=slots,
         )
+
+    def words(self, sampled: SampledRows, listed: Listed) -> torch.Tensor:
+        """[n, SAMPLING_WORDS] int32 of the listed rows."""
+        return self._words.index_select(0, sampled.device_rows.index_select(0, listed.index))
 
     def penalty_inputs(self, sampled: SampledRows, penalized: torch.Tensor, slots: torch.Tensor) -> PenaltyInputs:
         """Factors and counts of the rows with penalties."""
@@ -185,29 +132,79 @@ class SamplingParameters:
         factors = self._floats[:, REPETITION : REPETITION + 3].index_select(0, rows)
         return self.penalties.inputs(penalized, slots, factors.t().contiguous())
 
+    def extend_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> ExtendInputs:
+        """The rarer filters of the listed rows; words: [E, SAMPLING_WORDS] int32 of these."""
+        floats, integers = words.view(torch.float32), words.long()
+        mask_rows = None
+        if sampled.mask is not None:
+            mask_rows = listed.index
+            if sampled.mask_rows is not None:
+                mask_rows = sampled.mask_rows.index_select(0, listed.index).long()
+        return ExtendInputs(
+            rows=listed.index,
+            features=Feature(int(np.bitwise_or.reduce(self._features[listed.rows]))),
+            temperature=floats[:, TEMPERATURE],
+            log_min_p=floats[:, LOG_MIN_P],
+            top_k=integers[:, TOP_K],
+            top_p=words.view(torch.float64)[:, TOP_P // 2],
+            typical_p=floats[:, TYPICAL_P],
+            top_n_sigma=floats[:, TOP_N_SIGMA],
+            dynatemp_range=floats[:, DYNATEMP_RANGE],
+            dynatemp_exponent=floats[:, DYNATEMP_EXPONENT],
+            mirostat=integers[:, MIROSTAT],
+            mu=floats[:, MIROSTAT_MU],
+            xtc_coin=integers[:, XTC_COIN],
+            log_xtc_threshold=floats[:, LOG_XTC_THRESHOLD],
+            key=(integers[:, KEY : KEY + 2] & 0xFFFFFFFF).t(),
+            position=sampled.positions.index_select(0, listed.index),
+            choice=integers[:, CHOICE],
+            mask=sampled.mask,
+            mask_rows=mask_rows,
+        )
+
+    def aims_at_surprise(self, rows: Integers) -> Bools:
+        """[n] which of some rows use mirostat."""
+        return self._features[rows] & Feature.MIROSTAT > 0
+
+    def store_mu(self, rows: torch.Tensor, mu: torch.Tensor) -> None:
+        """What mirostat aims at from now on, [E] float32, in rows of the state."""
+        self._floats[:, MIROSTAT_MU].index_copy_(0, rows, mu)
+
     def sampling_inputs(self, sampled: SampledRows) -> SamplingInputs:
-        """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere."""
+        """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere.
+
+        Rows that `extend` has filtered have a temperature of 1 and no filters left.
+        """
         random, filtered = bool(sampled.needs & Needs.NOISE), bool(sampled.needs & Needs.FILTER)
+        extended = sampled.listed.get(Needs.EXTENDED)
         if self._host_words is not None:
             if random:
-                inputs = _gathered(self._host_words[sampled.rows], sampled.positions, random, filtered)
+                host_words = self._host_words[sampled.rows]
+                if extended is not None:
+                    _set_plain(torch.from_numpy(host_words), extended.host_index)
+                inputs = _gathered(host_words, sampled.positions, random, filtered)
             else:
                 inputs = self._greedy(len(sampled.rows))
             if sampled.mask is not None:
                 inputs = replace(inputs, mask=sampled.mask, mask_rows=sampled.mask_rows)
             return inputs
-        words, floats = self._words, self._floats
+        words, floats, top_p, rows = self._words, self._floats, self._top_p, sampled.device_rows
+        if extended is not None:
+            words = words.index_select(0, rows)
+            _set_plain(words, extended.index)
+            floats, top_p = words.view(torch.float32), words.view(torch.float64)[:, TOP_P // 2]
+            rows = self._own_rows[: len(rows)]
         return SamplingInputs(
             temperature=floats[:, TEMPERATURE],
             top_k=words[:, TOP_K],
-            top_p=self._top_p,
+            top_p=top_p,
             log_min_p=floats[:, LOG_MIN_P],
             key=words[:, KEY : KEY + 2].t(),
             position=sampled.positions,
             choice=words[:, CHOICE],
             any_random=random,
             any_filter=filtered,
-            rows=sampled.device_rows,
+            rows=rows,
             mask=sampled.mask,
             mask_rows=sampled.mask_rows,
         )
@@ -220,10 +217,65 @@ class SamplingParameters:
         return self._greedy_inputs
 
 
+def _features(sampling: SamplingParams) -> Feature:
+    found = Feature(0)
+    for wanted, feature in (
+        (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0, Feature.TOP),
+        (sampling.typical_p < 1.0, Feature.TYPICAL),
+        (sampling.top_n_sigma > 0.0, Feature.SIGMA),
+        (sampling.dynatemp_range > 0.0, Feature.DYNATEMP),
+        (sampling.mirostat > 0, Feature.MIROSTAT),
+        (sampling.xtc_probability > 0.0, Feature.XTC),
+    ):
+        if wanted:
+            found |= feature
+    return found
+
+
+def _words_of(sampling: SamplingParams, choice: int, mu: float | None) -> Words:
+    """[SAMPLING_WORDS] int32 of a new row."""
+    words = np.zeros(SAMPLING_WORDS, dtype=np.int32)
+    floats = words.view(np.float32)
+    floats[TEMPERATURE] = 0.0 if sampling.greedy else sampling.temperature
+    floats[LOG_MIN_P] = math.log(sampling.min_p) if sampling.min_p > 0 else NO_CUT
+    floats[REPETITION] = sampling.repetition_penalty
+    floats[PRESENCE] = sampling.presence_penalty
+    floats[FREQUENCY] = sampling.frequency_penalty
+    words[CHOICE] = choice
+    words.view(np.uint32)[KEY : KEY + 2] = seed_words(sampling.seed)
+    words[TOP_K] = sampling.top_k
+    words.view(np.float64)[TOP_P // 2] = sampling.top_p
+    floats[TYPICAL_P] = sampling.typical_p
+    floats[TOP_N_SIGMA] = sampling.top_n_sigma
+    floats[DYNATEMP_RANGE] = sampling.dynatemp_range
+    floats[DYNATEMP_EXPONENT] = sampling.dynatemp_exponent
+    floats[LOG_XTC_THRESHOLD] = math.log(sampling.xtc_threshold) if sampling.xtc_threshold > 0 else NO_CUT
+    # The coin is a whole number w below 2**24, and (w + 0.5) / 2**24 is less than the probability where w < this.
+    words[XTC_COIN] = math.ceil(sampling.xtc_probability * 2**24 - 0.5)
+    words[MIROSTAT] = sampling.mirostat
+    floats[MIROSTAT_TAU] = sampling.mirostat_tau
+    floats[MIROSTAT_ETA] = sampling.mirostat_eta
+    floats[MIROSTAT_MU] = 2 * sampling.mirostat_tau if mu is None else mu
+    floats[DRY_MULTIPLIER] = sampling.dry_multiplier
+    floats[DRY_BASE] = sampling.dry_base
+    words[DRY_ALLOWED_LENGTH] = sampling.dry_allowed_length
+    words[DRY_LAST_N] = sampling.dry_penalty_last_n
+    return words
+
+
+def _set_plain(words: torch.Tensor, rows: torch.Tensor | Integers) -> None:
+    """Temperature 1 and no filters for some of [S, SAMPLING_WORDS] int32 words."""
+    index = torch.as_tensor(rows)
+    words.view(torch.float32)[:, TEMPERATURE].index_fill_(0, index, 1.0)
+    words.view(torch.float32)[:, LOG_MIN_P].index_fill_(0, index, NO_CUT)
+    words[:, TOP_K].index_fill_(0, index, 0)
+    words.view(torch.float64)[:, TOP_P // 2].index_fill_(0, index, 1.0)
+
+
 def _gathered(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:
     """words: [S, SAMPLING_WORDS]."""
     floats = words.view(np.float32)
-    integers = words.astype(np.int64)
+    integers = words[:, : TOP_P + 2].astype(np.int64)
     key = words.view(np.uint32)[:, KEY : KEY + 2].T.astype(np.int64)
     return SamplingInputs(
         temperature=torch.from_numpy(floats[:, TEMPERATURE]),

@@ -1,49 +1,97 @@
 """From logits to token ids, for a batch whose rows want different things, in one pass over tensors.
 
-Order, as users of vLLM expect it: logit_bias and the masks of min_tokens and ignore_eos on the raw logits, then the
-penalties, temperature, min_p, top_k, top_p, and the token with the largest sum of logit and noise. Nothing of a row's
-result depends on another row or on which row it is.
+Order, as users of vLLM and llama.cpp expect it: logit_bias and the masks of min_tokens and ignore_eos on the raw
+logits, allowed ids and bad words, the penalties, DRY, top_n_sigma, temperature, min_p, typical_p, top_k and top_p (or
+mirostat in their place), XTC, and the token with the largest sum of logit and noise. Nothing of a row's result depends
+on another row or on which row it is.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from kernels.logprobs.tensors import LogprobTensors
 from kernels.sampling.dispatch import SamplingOps
-from worker.sampling.parameters import Needs, SampledRows, SamplingParameters
+from kernels.sampling.extended import next_mu
+from kernels.sampling.inputs import Feature
+from kernels.step_inputs.inputs import MIROSTAT, MIROSTAT_ETA, MIROSTAT_MU, MIROSTAT_TAU
+from worker.sampling.parameters import SamplingParameters
+from worker.sampling.sampled_rows import Listed, Needs, SampledRows
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step samples, on the device.
+
+    Attributes:
+        token_ids: [S] int64; below 0 where there is none: NOT_USABLE or NOTHING_LEFT of kernels/sampling/inputs.py.
+        logprobs: of the rows that report them, in order; None where there are none.
+        mu: [E] float32, what mirostat aims at next in the rows with EXTENDED; None where none of them uses it.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: LogprobTensors | None = None
+    mu: torch.Tensor | None = None
 
 
 class Sampler:
-    """Stateless apart from the parameters that it reads and the counts that it advances."""
+    """Stateless apart from the parameters that it reads, and the counts and aims that it moves on."""
 
     def __init__(self, parameters: SamplingParameters, ops: SamplingOps) -> None:
         self._parameters = parameters
         self._ops = ops
 
-    def sample(self, logits: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
         """Samples one token for each row and counts it for the penalties. Nothing is read on the host.
 
         Args:
             logits: [S, vocab] float32, raw; overwritten.
-
-        Returns:
-            [S] int64 token ids, -1 where the logits were not usable; and the log-probabilities of the rows that
-            report them, in order, or None where there are none.
         """
-        parameters, ops = self._parameters, self._ops
-        penalized, slots = sampled.penalized, sampled.slots
-        raw = logits.index_select(0, sampled.reporting) if sampled.reporting is not None else None
+        parameters, ops, listed = self._parameters, self._ops, sampled.listed
+        reporting, penalized = listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
+        raw = logits.index_select(0, reporting.index) if reporting is not None else None
         if sampled.needs & Needs.ADJUST:
-            ops.adjust(logits, parameters.adjust_inputs(sampled))
-        if penalized is not None and slots is not None:
-            ops.penalize(logits, parameters.penalty_inputs(sampled, penalized, slots))
+            ops.adjust(logits, parameters.lists.adjust_inputs(sampled))
+        if Needs.ALLOWED in listed:
+            ops.allow_only(logits, parameters.lists.allowed_inputs(sampled, listed[Needs.ALLOWED]))
+        if Needs.BAD_WORDS in listed:
+            ops.forbid_words(logits, parameters.lists.bad_words_inputs(sampled, listed[Needs.BAD_WORDS]))
+        if penalized is not None and sampled.slots is not None:
+            ops.penalize(logits, parameters.penalty_inputs(sampled, penalized.index, sampled.slots))
+        if Needs.DRY in listed:
+            dry = listed[Needs.DRY]
+            ops.penalize_repetitions(logits, parameters.lists.dry_inputs(sampled, dry, parameters.words(sampled, dry)))
+        mu = None
+        if Needs.EXTENDED in listed:
+            token_ids, mu = self._extend_and_sample(logits, sampled, listed[Needs.EXTENDED])
+        else:
+            token_ids = ops.sample(logits, parameters.sampling_inputs(sampled))
+        if penalized is not None and sampled.slots is not None:
+            parameters.penalties.add(sampled.slots, token_ids.index_select(0, penalized.index))
+        if raw is None or reporting is None or sampled.num_top is None:
+            return SampledTokens(token_ids, mu=mu)
+        reported = token_ids.index_select(0, reporting.index)
+        return SampledTokens(token_ids, ops.logprobs(raw, reported, int(sampled.num_top.max())), mu)
+
+    def _extend_and_sample(
+        self, logits: torch.Tensor, sampled: SampledRows, extended: Listed
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parameters, ops = self._parameters, self._ops
+        words = parameters.words(sampled, extended)
+        inputs = parameters.extend_inputs(sampled, extended, words)
+        log_mass = ops.extend(logits, inputs)
         token_ids = ops.sample(logits, parameters.sampling_inputs(sampled))
-        if penalized is not None and slots is not None:
-            parameters.penalties.add(slots, token_ids.index_select(0, penalized))
-        if raw is None or sampled.reporting is None or sampled.num_top is None:
+        if not inputs.features & Feature.MIROSTAT:
             return token_ids, None
-        return token_ids, ops.logprobs(raw, token_ids.index_select(0, sampled.reporting), int(sampled.num_top.max()))
+        floats, chosen = words.view(torch.float32), token_ids.index_select(0, extended.index)
+        new_logit = logits[extended.index, chosen.clamp(min=0)]
+        before = floats[:, MIROSTAT_MU]
+        mu = next_mu(before, floats[:, MIROSTAT_TAU], floats[:, MIROSTAT_ETA], log_mass, new_logit)
+        mu = torch.where((chosen >= 0) & (words[:, MIROSTAT] > 0), mu, before)
+        parameters.store_mu(sampled.device_rows.index_select(0, extended.index), mu)
+        return token_ids, mu
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """Of [L] given ids under [L, vocab] float32 raw logits, and of the num_top likeliest."""

@@ -48,6 +48,7 @@ class Draft:
                 sampling=request.sampling,
                 eos_token_ids=list(eos_token_ids),
                 choice=request.choice,
+                mu=request.mu,
             )
         )
 

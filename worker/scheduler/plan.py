@@ -20,6 +20,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_prompt_tokens: how many of them are prompt.
         eos_token_ids: ids that min_tokens and ignore_eos mask.
         choice: enters the sampling noise.
+        mu: what mirostat aims at after these tokens, as the last SampledToken said; None: it begins.
     """
 
     row: int
@@ -28,6 +29,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sampling: SamplingParams
     eos_token_ids: list[int]
     choice: int
+    mu: float | None = None
 
 
 class BlockTableUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -90,11 +92,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """The new token of one row. token_id is -1 where the logits were not finite: that request fails, no other."""
+    """The new token of one row. token_id is -1 where the logits were not finite: that request fails, no other.
+
+    mu: what mirostat aims at after it; None where the step samples nobody who uses it.
+    """
 
     row: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    mu: float | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

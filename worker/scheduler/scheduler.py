@@ -211,6 +211,7 @@ class Scheduler:
             self._finish(request, finish, distrust=True)
             return
         request.token_ids.append(token.token_id)
+        request.mu = token.mu
         if num_computed >= (request.pages.num_committed + 1) * self.kv.page_size:
             self.kv.commit(request.pages, request.token_ids, num_computed)
         self.counters.generation_tokens_total += 1

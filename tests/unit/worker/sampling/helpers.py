@@ -50,5 +50,5 @@ class SmallSampler:
         found = []
         for begin in range(0, len(rows), self.max_num_seqs):
             part = slice(begin, begin + self.max_num_seqs)
-            found += self.sample(logits[part], rows[part], positions[part])[0].tolist()
+            found += self.sample(logits[part], rows[part], positions[part]).token_ids.tolist()
         return found

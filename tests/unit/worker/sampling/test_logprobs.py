@@ -50,7 +50,8 @@ def test_the_sampler_reports_raw_logits_of_the_rows_that_ask():
     small.add(1, temperature=0.3, top_k=1, logit_bias={4: 100.0}, logprobs=2)
     small.add(2, temperature=0.0, frequency_penalty=2.0, logprobs=0)
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    ids, logprobs = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    tokens = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    ids, logprobs = tokens.token_ids, tokens.logprobs
     assert logprobs is not None and logprobs.token_ids.tolist() == ids[1:].tolist()
     raw = torch.log_softmax(logits, dim=-1)
     assert ids[1] == 4

@@ -167,7 +167,8 @@ def test_a_failed_row_fails_alone(ops):
     small.add(2, temperature=0.0, logprobs=1)
     logits = logits_like(5, rows=3)
     logits[1, 7] = float("nan")
-    ids, logprobs = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    tokens = small.sample(logits, [0, 1, 2], [3, 3, 3])
+    ids, logprobs = tokens.token_ids, tokens.logprobs
     assert ids.tolist() == [logits[0].argmax().item(), -1, logits[2].argmax().item()]
     assert logprobs is not None and logprobs.logprobs.isfinite().all()
 
@@ -194,7 +195,7 @@ def test_a_grammar_allows_what_its_mask_says(ops, by_index):
         sampled = replace(sampled, mask=mask[:1], mask_rows=torch.tensor([0, -1]))
     else:
         sampled = replace(sampled, mask=mask)
-    assert small.sampler.sample(logits, sampled)[0].tolist() == [38, 5]
+    assert small.sampler.sample(logits, sampled).token_ids.tolist() == [38, 5]
 
 
 def test_an_empty_batch(ops):

@@ -1,0 +1,171 @@
+"""What a row's request says of single tokens: biases, ids that may not come yet, bad words, allowed ids, breakers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.sampling.inputs import (
+    MAX_DRY_EXPONENT,
+    NO_CUT,
+    AdjustInputs,
+    AllowedInputs,
+    BadWordsInputs,
+    DryInputs,
+)
+from kernels.step_inputs.inputs import (
+    ADJUSTMENT_WORDS,
+    BAD_WORD_WORDS,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    DRY_LAST_N,
+    DRY_MULTIPLIER,
+    Field,
+    StepBuffers,
+)
+from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from worker.sampling.sampled_rows import Integers, Listed, Needs, SampledRows
+from worker.scheduler.plan import NewRow
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
+Change = tuple[int, Words]
+"""Words of the state, from one of its places on."""
+
+MAX_ADJUSTMENTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
+"""Entries of a row: biases, stop ids, and the ids that end a text."""
+_FOREVER = 2**31 - 1
+
+
+class RowLists:
+    """How to read and write what `buffers` hold of it, and how much of it each row uses."""
+
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._layout = layout = buffers.layout
+        state, num_rows = buffers.state, layout.max_num_seqs
+        self._num_adjustments: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._num_bad_tokens: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._last_n: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._allowed_length: Integers = np.zeros(num_rows, dtype=np.int64)
+        self._token_ids = layout.token_ids.of(state)
+        self._adjustments = layout.adjustments.of(state)
+        self._adjustment_values = self._adjustments.view(torch.float32)
+        self._bad_words = layout.bad_words.of(state)
+        self._allowed = layout.allowed.of(state)
+        self._breakers = layout.breakers.of(state)
+
+    def enter(self, new: NewRow) -> tuple[Needs, list[Change]]:
+        """What a request needs of this, and what it writes to its row."""
+        sampling, row, layout = new.sampling, new.row, self._layout
+        needs = Needs(0)
+        changes = [self._enter_adjustments(new), self._enter_bad_words(new)]
+        if self._num_adjustments[row]:
+            needs |= Needs.ADJUST
+        if sampling.bad_words:
+            needs |= Needs.BAD_WORDS
+        if sampling.allowed_token_ids:
+            needs |= Needs.ALLOWED
+            allowed = (*sampling.allowed_token_ids, *new.eos_token_ids)
+            changes.append(self._bits(layout.allowed, row, allowed))
+        if sampling.uses_dry:
+            needs |= Needs.DRY
+            changes.append(self._bits(layout.breakers, row, sampling.dry_breakers))
+        self._last_n[row] = sampling.dry_penalty_last_n
+        self._allowed_length[row] = sampling.dry_allowed_length
+        return needs, [change for change in changes if len(change[1])]
+
+    def _bits(self, table: Field, row: int, ids: Iterable[int]) -> Change:
+        size = table.shape[1]
+        flags = np.zeros(32 * size, dtype=np.bool_)
+        flags[np.fromiter(ids, dtype=np.int64)] = True
+        return table.at + row * size, np.packbits(flags, bitorder="little").view(np.int32)
+
+    def _enter_bad_words(self, new: NewRow) -> Change:
+        """Its tokens, then none over those that the request before left."""
+        tokens = [
+            (token_id, len(word) - 1 - place) for word in new.sampling.bad_words for place, token_id in enumerate(word)
+        ]
+        width = self._layout.max_bad_word_tokens
+        if len(tokens) > width:
+            raise ValueError(f"a request has bad words of {len(tokens)} tokens; a row holds {width}")
+        before = int(self._num_bad_tokens[new.row])
+        words = np.zeros((max(before, len(tokens)), BAD_WORD_WORDS), dtype=np.int32)
+        words[:, 0] = -1
+        if tokens:
+            words[: len(tokens)] = tokens
+        self._num_bad_tokens[new.row] = len(tokens)
+        return self._layout.bad_words.at + new.row * width * BAD_WORD_WORDS, words.reshape(-1)
+
+    def _enter_adjustments(self, new: NewRow) -> Change:
+        """Its entries, then zeros over those that the request before left."""
+        sampling, row = new.sampling, new.row
+        entries = [(token_id, bias, _FOREVER) for token_id, bias in sampling.logit_bias.items()]
+        min_end = new.num_prompt_tokens + sampling.min_tokens
+        eos_end = _FOREVER if sampling.ignore_eos else min_end
+        if eos_end > new.num_prompt_tokens:
+            # A stop id that also ends the text stays a stop id after min_tokens, whatever ignore_eos says.
+            eos_ids = set(new.eos_token_ids).difference(sampling.stop_token_ids)
+            entries += [(token_id, NO_CUT, eos_end) for token_id in sorted(eos_ids)]
+        if sampling.min_tokens > 0:
+            entries += [(token_id, NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
+        if len(entries) > MAX_ADJUSTMENTS:
+            raise ValueError(f"a request adjusts {len(entries)} logits; a row holds {MAX_ADJUSTMENTS}")
+        before = int(self._num_adjustments[row])
+        words = np.zeros((max(before, len(entries)), ADJUSTMENT_WORDS), dtype=np.int32)
+        if entries:
+            ids, values, until = zip(*entries)
+            words[: len(entries), 0] = ids
+            words.view(np.float32)[: len(entries), 1] = values
+            words[: len(entries), 2] = until
+        self._num_adjustments[row] = len(entries)
+        width = self._layout.max_adjustments * ADJUSTMENT_WORDS
+        return self._layout.adjustments.at + row * width, words.reshape(-1)
+
+    def adjust_inputs(self, sampled: SampledRows) -> AdjustInputs:
+        """What is added to single logits."""
+        width = int(self._num_adjustments[sampled.rows].max())
+        entries = self._adjustments[:, :width]
+        return AdjustInputs(
+            ids=entries[:, :, 0],
+            values=self._adjustment_values[:, :width, 1],
+            until=entries[:, :, 2],
+            rows=sampled.device_rows,
+            position=sampled.positions,
+        )
+
+    def allowed_inputs(self, sampled: SampledRows, listed: Listed) -> AllowedInputs:
+        """The ids that rows allow."""
+        rows = sampled.device_rows.index_select(0, listed.index).long()
+        return AllowedInputs(listed.index, rows, self._allowed)
+
+    def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> BadWordsInputs:
+        """The words that rows forbid."""
+        width = int(self._num_bad_tokens[listed.rows].max())
+        return BadWordsInputs(
+            rows=listed.index,
+            table_rows=sampled.device_rows.index_select(0, listed.index).long(),
+            ids=self._bad_words[:, :width, 0],
+            left=self._bad_words[:, :width, 1],
+            token_ids=self._token_ids,
+            length=sampled.positions.index_select(0, listed.index),
+        )
+
+    def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> DryInputs:
+        """Which repetitions rows avoid; words: [D, SAMPLING_WORDS] int32 of these rows."""
+        lengths, last_n = sampled.lengths[listed.host_index], self._last_n[listed.rows]
+        floats = words.view(torch.float32)
+        return DryInputs(
+            rows=listed.index,
+            table_rows=sampled.device_rows.index_select(0, listed.index).long(),
+            token_ids=self._token_ids,
+            length=sampled.positions.index_select(0, listed.index),
+            last_n=words[:, DRY_LAST_N].long(),
+            multiplier=floats[:, DRY_MULTIPLIER],
+            base=floats[:, DRY_BASE],
+            allowed_length=words[:, DRY_ALLOWED_LENGTH].long(),
+            breakers=self._breakers,
+            longest=int(np.where(last_n < 0, lengths, np.minimum(last_n, lengths)).max()),
+            longest_match=int(self._allowed_length[listed.rows].max()) + MAX_DRY_EXPONENT,
+        )
