@@ -40,6 +40,9 @@ WORKER_COUNTERS = {
     "rejected_requests": "submits that the worker refused for what they ask",
     "malformed_messages": "messages from gateways that a worker dropped",
     "gateways_dropped": "gateways that fell silent or did not take their messages",
+    "grammar_compilations": "grammars compiled, or given up",
+    "grammar_cache_hits": "choices whose grammar was found compiled",
+    "grammar_compile_seconds": "seconds that threads spent on compiling grammars",
 }
 """Keys of WorkerStats.counters, without the ending `_total`. Other keys are not shown."""
 

@@ -77,6 +77,8 @@ class WorkerSettings(CommonSettings):
     enable_prefix_caching: Annotated[bool, _doc("find pages of earlier prompts again")] = True
     tensor_parallel_size: Annotated[int, _POSITIVE, _doc("processes that split each layer")] = 1
     pipeline_parallel_size: Annotated[int, _POSITIVE, _doc("stages of layers; only 1 is supported")] = 1
+    tool_call_parser: Annotated[str, _doc("how the model writes tool calls; auto: as its chat template says, none: it does not, or the name of a format")] = "auto"
+    reasoning_parser: Annotated[str, _doc("how the model marks its reasoning; auto: as its chat template and vocabulary say, none: not at all, or the name of a format")] = "auto"
     num_threads: Annotated[int, Meta(ge=0), _doc("threads for the CPU's tensor operations; 0: one a core")] = 0
     cache_dir: Annotated[str, _doc("directory for converted tokenizers and compiled code; empty: the user's own")] = ""
 

@@ -18,11 +18,13 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import WorkerFacts
 from shared.settings import WorkerSettings
+from worker.constraint import Constraints
 from worker.engine import Engine, StalledError
-from worker.executor.build import BuiltExecutor, build_executor, cache_directory
+from worker.executor.build import BuiltExecutor, build_executor, cache_directory, num_threads
 from worker.executor.executor import ExecutorError
 from worker.kv.manager import KVManager
 from worker.model.loading import ModelFiles, open_model
+from worker.sampling.grammar import LLGrammars
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.stats import Counters
 from worker.transport import Transport
@@ -98,6 +100,8 @@ def build_engine(
         device=built.device,
         dtype=built.dtype,
         created=files.created,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
     )
     kv = KVManager(
         num_pages=built.num_pages,
@@ -112,7 +116,16 @@ def build_engine(
         target_step_ms=settings.target_step_ms,
         eos_token_ids=tuple(files.eos_token_ids),
     )
-    scheduler = Scheduler(config, kv, counters)
+    grammars = LLGrammars(
+        files.bundle.tokenizer_json,
+        vocab_size=files.spec.vocab_size,
+        eos_token_ids=files.eos_token_ids,
+        counters=counters,
+        on_compiled=transport.wake,
+        num_threads=num_threads(settings),
+    )
+    constraints = Constraints(grammars, vocab_size=files.spec.vocab_size, eos_token_ids=files.eos_token_ids)
+    scheduler = Scheduler(config, kv, counters, constraints=constraints)
     return Engine(
         scheduler,
         built.executor,
@@ -120,7 +133,7 @@ def build_engine(
         facts,
         files.bundle,
         check_executor=built.check,
-        use_idle_time=built.use_idle_time,
+        use_idle_time=lambda: grammars.warm_up() or built.use_idle_time(),
     )
 
 

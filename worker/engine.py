@@ -232,7 +232,9 @@ class Engine:
     def _watch(self) -> None:
         """Says to systemd that the loop turns, unless it turns without getting anywhere."""
         now = self._clock()
-        if self._blocked and self.scheduler.has_requests and now - self._last_progress > STALL_SECONDS:
+        if not self.scheduler.has_computable:
+            self._last_progress = now  # grammars are compiled, within a time of their own
+        elif self._blocked and now - self._last_progress > STALL_SECONDS:
             raise StalledError(f"{self.scheduler.num_waiting} requests wait and no step runs")
         if self._watchdog_interval is not None and now >= self._next_watchdog:
             notify.watchdog()

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from shared.messages import MAX_CHOICES, Submit, TokenLogprobs
+from worker.constraint import Constraint
 from worker.kv.manager import SequencePages
+from worker.repetition import RepetitionWatch
 
 
 class Status(enum.Enum):
-    """Where a request is. HELD: waits for the first choice of its Submit to compute the prompt that they share."""
+    """Where a request is. HELD: waits for the first choice of its Submit to compute the prompt that they share.
+    COMPILING: waits for its grammar; it holds up nobody."""
 
+    COMPILING = enum.auto()
     HELD = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -41,11 +45,14 @@ class Request:
         num_cached_tokens: prompt tokens that were not computed when it first started; None before that.
         wants_prompt_logprobs: still owes the report on its prompt.
         mu: what mirostat aims at after token_ids; None before the first token, and where it is not used.
+        constraint: what narrows its tokens, in step with token_ids once it is there; None: nothing.
+        repetition: follows its generated tokens; None: nobody looks for repetitions.
     """
 
     __slots__ = (
         "arrival",
         "choice",
+        "constraint",
         "deadline",
         "followers",
         "follows_started",
@@ -64,6 +71,7 @@ class Request:
         "priority",
         "prompt_logprobs",
         "prompt_step",
+        "repetition",
         "reported_cached_tokens",
         "request_id",
         "row",
@@ -84,6 +92,7 @@ class Request:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         pages: SequencePages,
+        constraint: Constraint | None = None,
     ) -> None:
         sampling = submit.sampling
         self.owner = owner
@@ -115,6 +124,12 @@ class Request:
         self.reported_cached_tokens = False
         self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.constraint = constraint
+        self.repetition: RepetitionWatch | None = None
+        if sampling.repetition_detection is not None:
+            self.repetition = RepetitionWatch(
+                sampling.repetition_detection, submit.token_ids[submit.num_prompt_tokens :]
+            )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -132,6 +147,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens it has, those included whose value is still on the device."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def awaits_values(self) -> bool:
+        """Whether its next token can be chosen only once those in flight have arrived."""
+        return self.constraint is not None and self.num_pending > 0 and self.num_pending >= self.constraint.num_free
 
 
 @dataclass(frozen=True, slots=True)

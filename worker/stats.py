@@ -22,6 +22,9 @@ class Counters:
         engine_steps_total: steps that ran.
         step_tokens_total: tokens that the steps computed.
         gateways_dropped_total: gateways that fell silent or did not take their messages.
+        grammar_compilations_total: grammars compiled, or given up.
+        grammar_cache_hits_total: choices whose grammar was found compiled.
+        grammar_compile_seconds_total: time that threads spent on compiling.
     """
 
     prompt_tokens_total: int = 0
@@ -37,6 +40,9 @@ class Counters:
     engine_steps_total: int = 0
     step_tokens_total: int = 0
     gateways_dropped_total: int = 0
+    grammar_compilations_total: int = 0
+    grammar_cache_hits_total: int = 0
+    grammar_compile_seconds_total: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
         """For WorkerStats.counters."""

@@ -7,7 +7,7 @@ the host has seen it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from shared.sampling_params import MAX_BAD_WORD_TOKENS
 from worker.executor.decode_graphs import Size
 from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
+from worker.executor.mask_uploads import MaskUploads
 from worker.executor.step_packer import StepPacker, Waitable
 from worker.kv.storage import CopyBatch
 from worker.sampling.parameters import SamplingParameters
@@ -103,6 +104,7 @@ class RequestRows:
         self._buffers = StepBuffers(self._layout, device.torch_device)
         self._ops = step_ops(self._buffers)
         self._packer = StepPacker(self._buffers, self._ops, device, lists)
+        self._masks = MaskUploads(vocab_size, max_num_seqs, device)
         self.sampling = SamplingParameters(self._buffers, vocab_size)
         layout, outputs, packed = self._layout, self._buffers.outputs, self._buffers.packed
         self._token_ids = layout.token_ids.of(self._buffers.state)
@@ -133,6 +135,8 @@ class RequestRows:
         sampled_rows = self._put_sampled(len(plan.scheduled), samples)
         copies = self._put_copies(plan.page_copies)
         sampled = self._list_needs(sampled_rows)
+        if plan.masks:
+            sampled = self._add_masks(plan, sampled)
         chunks = self._prompt_chunks(plan)
         indices = self._views(len(sampled_rows))[2]
         if chunks:
@@ -152,6 +156,7 @@ class RequestRows:
     def hold(self, step: Waitable) -> None:
         """The host's buffers of what was staged are in use until this step has arrived."""
         self._packer.hold(step)
+        self._masks.hold(step)
 
     # ---- what a plan brings -----------------------------------------------------------------------------------
 
@@ -237,6 +242,13 @@ class RequestRows:
     def _list_needs(self, rows: Integers) -> SampledRows:
         views, lengths = self._views(len(rows)), self._packer.host.new_positions[: len(rows)]
         return self.sampling.list_needs(rows, views[0], views[1], lengths, self._packer.integers)
+
+    def _add_masks(self, plan: StepPlan, sampled: SampledRows) -> SampledRows:
+        """What grammars allow the sampled rows."""
+        which = [item.mask for item in plan.scheduled if item.sample]
+        own_index = which == list(range(len(plan.masks)))
+        mask_rows = None if own_index else self._packer.integers(np.array(which, dtype=np.int64))
+        return replace(sampled, mask=self._masks.put(plan.masks), mask_rows=mask_rows)
 
     def _put_copies(self, copies: list[PageCopy]) -> list[CopyBatch]:
         """Batches in which no page is written twice, or read after it was written: each may go at once."""

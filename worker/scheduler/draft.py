@@ -15,6 +15,7 @@ class Flight:
     Attributes:
         requests, lives: for each scheduled item the request and which of its lives it was.
         num_decode, num_prompt: tokens of rows that were one behind, and of the others.
+        masked: the requests of the plan's masks, which are still to be made.
     """
 
     plan: StepPlan
@@ -22,6 +23,7 @@ class Flight:
     lives: list[int]
     num_decode: int
     num_prompt: int
+    masked: list[Request]
 
 
 class Draft:
@@ -37,6 +39,7 @@ class Draft:
         self._new_rows: list[NewRow] = []
         self._block_tables: list[BlockTableUpdate] = []
         self._lives: list[int] = []
+        self._masked: list[Request] = []
 
     def enter_row(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """The request's row was given to it in this step."""
@@ -62,7 +65,11 @@ class Draft:
         alternatives = None
         if request.wants_prompt_logprobs and start < request.num_prompt_tokens:
             alternatives = request.sampling.prompt_logprobs
-        self._scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives))
+        mask = -1
+        if sample and request.constraint is not None and request.constraint.num_free == 0:
+            mask = len(self._masked)
+            self._masked.append(request)
+        self._scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives, mask))
         self.requests.append(request)
         self._lives.append(request.life)
         pages = request.pages
@@ -86,5 +93,7 @@ class Draft:
             new_rows=self._new_rows,
             block_tables=self._block_tables,
             page_copies=self.page_copies,
+            masks=[],
         )
-        return Flight(plan, self.requests, self._lives, self.num_decode, plan.num_tokens - self.num_decode)
+        num_prompt = plan.num_tokens - self.num_decode
+        return Flight(plan, self.requests, self._lives, self.num_decode, num_prompt, self._masked)

@@ -10,6 +10,9 @@ import msgspec
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 
+NOTHING_LEFT = -2
+"""The sampler's word for a row all of whose tokens are masked."""
+
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A request (one choice) enters a row of device state; whatever the row held before is forgotten.
@@ -92,7 +95,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """The new token of one row. token_id is -1 where the logits were not finite: that request fails, no other.
+    """The new token of one row. token_id is -1 where the logits were not finite, NOTHING_LEFT where masks leave no
+    token: that request fails, no other.
 
     mu: what mirostat aims at after it; None where the step samples nobody who uses it.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.request import Request, Status
@@ -39,6 +40,7 @@ class Planner:
         self._counters = counters
         self._running = RequestQueue()
         self._waiting = RequestQueue()
+        self._compiling: list[Request] = []
         self._num_held = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_steps = 0
@@ -46,11 +48,31 @@ class Planner:
     # ---- requests come and go ---------------------------------------------------------------------------------
 
     def enqueue(self, request: Request, leader: Request | None = None) -> None:
-        """A new request waits for a row, or first for its leader's prompt, which it shares."""
+        """A new request waits for a row, or first for its grammar or its leader's prompt, which it shares."""
         if leader is None:
-            self._waiting.add(request)
+            self._queue_up(request)
         else:
             self._hold(request, leader)
+
+    def _queue_up(self, request: Request) -> None:
+        """In its place among those that wait for a row, once its constraint is there."""
+        constraint = request.constraint
+        if constraint is None or (constraint.poll() and constraint.finish is None):
+            request.status = Status.WAITING
+            self._waiting.add(request)
+        else:
+            request.status = Status.COMPILING
+            self._compiling.append(request)
+
+    def settle(self) -> list[Request]:
+        """Lets those wait for a row whose grammar has come; those whose constraint ends them, to be finished."""
+        ending = []
+        compiling, self._compiling = self._compiling, []
+        for request in compiling:
+            self._queue_up(request)
+            if request.constraint is not None and request.constraint.finish is not None:
+                ending.append(request)
+        return ending
 
     def remove(self, request: Request, *, distrust: bool) -> None:
         """A request ends, wherever it is: its row and pages are free, and no one waits for it any longer.
@@ -62,6 +84,8 @@ class Planner:
             self._leave_row(request, distrust=distrust)
         elif request.status is Status.WAITING:
             self._waiting.remove(request)
+        elif request.status is Status.COMPILING:
+            self._compiling.remove(request)
         elif request.status is Status.HELD and request.leader is not None:
             request.leader.followers.remove(request)
             self._num_held -= 1
@@ -87,9 +111,8 @@ class Planner:
             request.follows_started = started
             if heir is None or computed:
                 heir = request
-                request.status = Status.WAITING
                 request.leader = leader if computed else None
-                self._waiting.add(request)
+                self._queue_up(request)
             else:
                 self._hold(request, heir)
 
@@ -136,7 +159,7 @@ class Planner:
             num_behind = num_tokens - request.num_computed_tokens
             if num_behind > 1:
                 behind.append(request)
-            elif num_behind == 1 and num_tokens < request.max_num_tokens:
+            elif num_behind == 1 and num_tokens < request.max_num_tokens and not request.awaits_values:
                 while request.status is Status.RUNNING and not self._kv.extend(request.pages, num_tokens):
                     # The last in order is at or after this request, so nothing in the draft is lost.
                     self._preempt(running[-1])
@@ -259,13 +282,23 @@ class Planner:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self._waiting) + self._num_held
+        return len(self._waiting) + len(self._compiling) + self._num_held
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for their grammars."""
+        return bool(self._compiling)
+
+    @property
+    def has_computable(self) -> bool:
+        """Whether requests run, or wait for nothing but a row."""
+        return len(self._running) > 0 or len(self._waiting) > 0
 
     def num_waiting_tokens(self) -> int:
         """Tokens of prompts, and of what is computed again, that wait to be read. Those that share a prompt with
         another choice count one each; a stream's own last token does not count."""
         total = self._num_held
-        for request in self._waiting:
+        for request in chain(self._waiting, self._compiling):
             total += 1 if request.leader is not None else request.num_tokens
         for request in self._running:
             num_behind = request.num_tokens - request.num_computed_tokens
@@ -275,7 +308,7 @@ class Planner:
     def check_integrity(self) -> None:
         """Raises AssertionError where queues, rows and pages contradict each other."""
         self._kv.check_integrity()
-        placed = [*self._running, *self._waiting]
+        placed = [*self._running, *self._waiting, *self._compiling]
         rows = sorted([request.row for request in self._running] + self._free_rows)
         holders = sum(1 for request in self._running if request.pages.num_slots)
         held = [follower for request in placed for follower in request.followers]
@@ -288,6 +321,7 @@ class Planner:
                 for requests, status in (
                     (self._running, Status.RUNNING),
                     (self._waiting, Status.WAITING),
+                    (self._compiling, Status.COMPILING),
                     (held, Status.HELD),
                 )
                 for request in requests

@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.errors import ConfigurationError, PeltonError
+from shared.errors import ConfigurationError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
+from worker.constraint import Constraint, Constraints
 from worker.kv.manager import KVManager
 from worker.request import Request, Status, check_length
 from worker.scheduler.budget import StepBudget
 from worker.scheduler.draft import Flight
 from worker.scheduler.outbox import Outbox
-from worker.scheduler.plan import SampledToken, StepPlan, StepResult
+from worker.scheduler.plan import NOTHING_LEFT, SampledToken, StepPlan, StepResult
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
 from worker.stats import Counters
@@ -58,6 +59,7 @@ class Scheduler:
         kv: owner of the pages.
         counters: raised here.
         clock: Unix time in seconds, for deadlines.
+        constraints: what requests may ask of their tokens beyond sampling parameters; None: nothing that needs masks.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Scheduler:
         kv: KVManager,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.time,
+        constraints: Constraints | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -79,6 +82,7 @@ class Scheduler:
             counters=self.counters,
         )
         self._clock = clock
+        self._constraints = constraints
         self._eos = frozenset(config.eos_token_ids)
         self._live: dict[tuple[bytes, str], dict[int, Request]] = {}
         self._deadlines = DeadlineQueue()
@@ -98,8 +102,9 @@ class Scheduler:
         choices = range(submit.choice, submit.choice + submit.num_choices)
         if self.is_live(submit.request_id, choices, owner):
             raise PeltonError(f"request {submit.request_id} is running already")
+        constraints = self._open_constraints(submit)
         leader: Request | None = None
-        for choice in choices:
+        for choice, constraint in zip(choices, constraints, strict=True):
             request = Request(
                 submit,
                 choice,
@@ -108,6 +113,7 @@ class Scheduler:
                 eos_token_ids=self._eos,
                 max_model_len=self.config.max_model_len,
                 pages=self.kv.open(submit.salt),
+                constraint=constraint,
             )
             self._num_arrived += 1
             self._live.setdefault((owner, submit.request_id), {})[choice] = request
@@ -120,6 +126,13 @@ class Scheduler:
                 self._deadlines.add(request, request.deadline)
             self._planner.enqueue(request, leader)
             leader = leader or request
+
+    def _open_constraints(self, submit: Submit) -> list[Constraint | None]:
+        if self._constraints is not None:
+            return self._constraints.open(submit)
+        if submit.grammar or submit.sampling.thinking is not None:
+            raise InvalidRequestError("this worker masks no tokens: grammars and budgets of reasoning are not served")
+        return [None] * submit.num_choices
 
     def is_live(self, request_id: str, choices: range, owner: bytes) -> bool:
         """Whether any of the choices is live: answering for its id would end another's stream."""
@@ -153,18 +166,36 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can be computed now."""
         self._drop_late()
+        self._settle_constraints()
         flight = self._planner.plan()
         if flight is None:
             return None
         self._flights.append(flight)
         self.counters.engine_steps_total += 1
         self.counters.step_tokens_total += flight.num_decode + flight.num_prompt
+        if flight.masked and self._constraints is not None:
+            self._mask(flight, self._constraints)
         return flight.plan
 
     def _drop_late(self) -> None:
         for request in self._deadlines.take_late(self._clock()):
             message = "the request waited past its deadline"
             self._finish(request, Finish(FinishReason.ERROR, message=message, code="deadline_exceeded"))
+
+    def _settle_constraints(self) -> None:
+        # The end of one lets its siblings wait for their own: they are looked at next.
+        while self._planner.is_compiling and (ending := self._planner.settle()):
+            for request in ending:
+                if request.constraint is not None and request.constraint.finish is not None:
+                    self._finish(request, request.constraint.finish)
+
+    def _mask(self, flight: Flight, constraints: Constraints) -> None:
+        """Says what the rows of a plan may sample. One for which nothing is left to sample ends now; its row computes
+        what nobody waits for."""
+        for request, mask in zip(flight.masked, constraints.masks(flight.masked), strict=True):
+            if isinstance(mask, Finish):
+                self._finish(request, mask)
+            flight.plan.masks.append(constraints.everything if isinstance(mask, Finish) else mask)
 
     # ---- results ----------------------------------------------------------------------------------------------
 
@@ -204,6 +235,10 @@ class Scheduler:
         if token.row != request.row:
             raise RuntimeError(f"row {token.row} was sampled where row {request.row} was planned")
         request.num_pending -= 1
+        if token.token_id == NOTHING_LEFT:
+            message = "the request's rules for tokens leave no token that may come next"
+            self._finish(request, Finish(FinishReason.ERROR, message=message, code="invalid_request"))
+            return
         if token.token_id < 0:
             self.counters.invalid_logits_total += 1
             message = "the model computed no finite logits for this request"
@@ -235,6 +270,8 @@ class Scheduler:
     ) -> None:
         """The one way in which a request ends: gives everything back and says so once."""
         self._planner.remove(request, distrust=distrust)
+        if request.constraint is not None:
+            request.constraint.close()
         key = (request.owner, request.request_id)
         del self._live[key][request.choice]
         if not self._live[key]:
@@ -257,6 +294,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether any request is live."""
         return bool(self._live)
+
+    @property
+    def has_computable(self) -> bool:
+        """Whether requests run, or wait for nothing but a row."""
+        return self._planner.has_computable
 
     def num_waiting_tokens(self) -> int:
         """Tokens of prompts, and of what is computed again, that wait to be read."""

@@ -1,0 +1,117 @@
+"""Threads for work that may recurse deeply and may never end, as compiling what a client sent.
+
+Native code that overflows its stack ends the process, so these stacks are large: the memory is reserved, and taken only
+where it is used. A thread cannot be ended from outside: one whose work takes too long is written off, and another takes
+its place until too many are lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from shared.errors import UnavailableError
+
+T = TypeVar("T")
+
+STACK_BYTES = 512 << 20
+
+_starting = threading.Lock()
+"""The size of a stack is the interpreter's, for the thread that is started next."""
+
+
+class DeepThreads:
+    """A few daemon threads, started when they are first needed. Its methods are for one thread.
+
+    Args:
+        name: of the threads.
+        num_threads: that work at a time.
+        max_lost: threads written off and still busy, from which on nothing more is taken.
+    """
+
+    def __init__(self, name: str, *, num_threads: int = 2, max_lost: int = 4) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._max_lost = max_lost
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_alive = 0
+        self._num_lost = 0
+        self._num_unfinished = 0
+        self._running: set[_Work] = set()
+
+    @property
+    def num_lost(self) -> int:
+        """Threads that were written off and have not come back."""
+        return self._num_lost
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Runs the function in one of the threads; what it raises is the future's.
+
+        Raises UnavailableError where too many threads are lost.
+        """
+        if self._num_lost >= self._max_lost:
+            raise UnavailableError("Earlier work of this kind takes too long and has not ended.")
+        work = _Work(function)
+        with self._lock:
+            self._num_unfinished += 1
+            starts = self._num_alive < min(self._num_threads, self._num_unfinished)
+            self._num_alive += starts
+        self._queue.put(work)
+        if starts:
+            self._start_thread()
+        return work.future
+
+    def write_off(self, future: Future[Any]) -> None:
+        """Waits no longer for work that has begun: another thread takes its thread's place."""
+        with self._lock:
+            lost = next((work for work in self._running if work.future is future and not work.lost), None)
+            if lost is None:
+                return
+            lost.lost = True
+            self._num_lost += 1
+        self._start_thread()
+
+    def close(self) -> None:
+        """Lets the threads end that have nothing to do."""
+        for _ in range(self._num_alive):
+            self._queue.put(None)
+
+    def _start_thread(self) -> None:
+        with _starting:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            finally:
+                threading.stack_size(before)
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if work.future.set_running_or_notify_cancel():
+                with self._lock:
+                    self._running.add(work)
+                work.run()
+            with self._lock:
+                self._running.discard(work)
+                self._num_unfinished -= 1
+                self._num_lost -= work.lost
+            if work.lost:
+                return
+
+
+class _Work:
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self.lost = False
+        self._function = function
+
+    def run(self) -> None:
+        try:
+            result = self._function()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)

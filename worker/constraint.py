@@ -1,0 +1,287 @@
+"""What narrows the next token of a choice: the grammar that it must follow, the budget of its reasoning, or both.
+
+The scheduler asks three things: whether a choice's constraint is there yet (grammars are compiled in threads), how many
+tokens may be sampled before one must be masked, and the masks of a step's rows, all together. What a grammar is knows
+`Grammars`, which is handed in.
+
+Where several rules meet, in this order:
+- A token that the grammar, allowed_token_ids or bad_words forbid is never sampled.
+- The end of the budget forces a token only where that is allowed; else the budget is dropped.
+- A choice ends, without a further token, where its grammar accepts the text and allows nothing but its end. So it does
+  where min_tokens or ignore_eos forbid all that the grammar allows besides.
+- Where a grammar that does not accept the text and the other rules leave no token, the choice fails, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shared.errors import InvalidRequestError, PeltonError
+from shared.messages import Finish, FinishReason, Submit
+from worker.thinking import UNBOUNDED, ThinkingAutomaton
+
+if TYPE_CHECKING:
+    from worker.request import Request
+
+Words = np.ndarray[Any, np.dtype[np.uint32]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+FINISH_STOP = Finish(FinishReason.STOP)
+
+
+class GrammarState(Protocol):
+    """One text's place in a grammar."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text follows the grammar, and nothing may come any more."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the grammar can no longer be followed, or nothing."""
+        ...
+
+    def consume(self, token_id: int) -> bool:
+        """Takes the text's next token; False where the grammar does not allow it."""
+        ...
+
+
+class PendingGrammar(Protocol):
+    """A grammar that one choice waits for. Exactly one of `open` and `release` is called."""
+
+    def poll(self) -> bool:
+        """Whether `open` would return, or raise, at once."""
+        ...
+
+    def open(self) -> GrammarState:
+        """A state at the beginning of a text. Raises PeltonError where the grammar cannot be used."""
+        ...
+
+    def release(self) -> None:
+        """Nobody waits for it any longer."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars and computes what they allow."""
+
+    def prepare(self, source: str) -> PendingGrammar:
+        """Begins to compile a grammar, or finds it compiled. Raises UnavailableError."""
+        ...
+
+    def fill(self, states: Sequence[GrammarState], masks: Words) -> Flags:
+        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end."""
+        ...
+
+
+class Constraint:
+    """Of one choice.
+
+    Args:
+        pending: of its grammar.
+        emitted: tokens that it brings with it, generated in an earlier life.
+
+    Attributes:
+        grammar: None where it has none, or until `poll` says that it is there.
+        finish: how the choice ends before its next token, known with `poll`.
+    """
+
+    __slots__ = ("_emitted", "_pending", "allowed", "finish", "grammar", "thinking")
+
+    def __init__(
+        self, pending: PendingGrammar | None, thinking: ThinkingAutomaton | None, emitted: Sequence[int]
+    ) -> None:
+        self.grammar: GrammarState | None = None
+        self.thinking = thinking
+        self.allowed: Words | None = None
+        self.finish: Finish | None = None
+        self._pending = pending
+        self._emitted = emitted
+
+    def poll(self) -> bool:
+        """Whether all that it needs is there."""
+        pending = self._pending
+        if pending is None:
+            return True
+        if not pending.poll():
+            return False
+        self._pending = None
+        try:
+            self.grammar = pending.open()
+        except PeltonError as error:
+            self.finish = Finish(FinishReason.ERROR, message=error.message, code=error.code)
+        else:
+            self.finish = self._replay(self.grammar)
+        return True
+
+    def _replay(self, grammar: GrammarState) -> Finish | None:
+        for token_id in self._emitted:
+            if grammar.is_complete or not grammar.consume(token_id):
+                message = "the tokens generated so far do not follow the request's grammar"
+                return Finish(FinishReason.ERROR, message=message, code="invalid_request")
+        return FINISH_STOP if grammar.is_complete else None
+
+    @property
+    def num_free(self) -> int:
+        """So many tokens may be sampled, one after the other, before one must be masked."""
+        if self.grammar is not None:
+            return 0
+        return UNBOUNDED if self.thinking is None else self.thinking.num_free
+
+    def advance(self, token_id: int) -> Finish | None:
+        """Takes the next token; how the choice ends with it, or None where it goes on."""
+        if self.thinking is not None:
+            self.thinking.advance(token_id)
+        if self.grammar is None:
+            return None
+        if not self.grammar.consume(token_id):
+            message = f"token {token_id} was sampled, which the request's grammar does not allow"
+            return Finish(FinishReason.ERROR, message=message, code="grammar_violated")
+        return FINISH_STOP if self.grammar.is_complete else None
+
+    def close(self) -> None:
+        """The choice has ended."""
+        if self._pending is not None:
+            self._pending.release()
+            self._pending = None
+
+
+class Constraints:
+    """Makes the constraints of choices, and the masks of a step.
+
+    Args:
+        grammars: None: requests with a grammar are refused.
+        vocab_size: bits of a mask.
+        eos_token_ids: ids that end a text.
+
+    Attributes:
+        everything: a mask that allows all tokens.
+    """
+
+    def __init__(self, grammars: Grammars | None, *, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._not_eos = ~self._bits(self._eos)
+        self.everything = b"\xff" * (4 * self._num_words)
+
+    def open(self, submit: Submit) -> list[Constraint | None]:
+        """For each of its choices, in order; None where nothing narrows them.
+
+        Raises InvalidRequestError and UnavailableError where its grammar cannot be taken.
+        """
+        budget = submit.sampling.thinking
+        choices = range(submit.num_choices)
+        if not submit.grammar and budget is None:
+            return [None for _ in choices]
+        if submit.grammar and self._grammars is None:
+            raise InvalidRequestError("this worker follows no grammars", param="grammar")
+        emitted = submit.token_ids[submit.num_prompt_tokens :]
+        opened: list[Constraint | None] = []
+        try:
+            for _ in choices:
+                thinking = ThinkingAutomaton(budget, emitted) if budget is not None else None
+                pending = None
+                if submit.grammar and self._grammars is not None:
+                    pending = self._grammars.prepare(submit.grammar)
+                opened.append(Constraint(pending, thinking, emitted))
+        except PeltonError:
+            for constraint in opened:
+                if constraint is not None:
+                    constraint.close()
+            raise
+        return opened
+
+    def masks(self, requests: Sequence[Request]) -> list[bytes | Finish]:
+        """What each of these, whose constraint is there, may sample next; or how it ends without a further token."""
+        masks: Words = np.full((len(requests), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
+        may_end: Flags = np.zeros(len(requests), dtype=np.bool_)
+        states = [request.constraint.grammar for request in requests if request.constraint is not None]
+        with_grammar = [index for index, state in enumerate(states) if state is not None]
+        if with_grammar and self._grammars is not None:
+            followed = [state for state in states if state is not None]
+            if len(followed) == len(requests):
+                may_end = self._grammars.fill(followed, masks)
+            else:
+                filled: Words = np.empty((len(followed), self._num_words), dtype=np.uint32)
+                may_end[with_grammar] = self._grammars.fill(followed, filled)
+                masks[with_grammar] = filled
+        goes_on: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
+        return [
+            masks[index].tobytes()
+            if goes_on[index] and _is_plain(request)
+            else self._narrow(request, masks[index], bool(may_end[index]))
+            for index, request in enumerate(requests)
+        ]
+
+    def _narrow(self, request: Request, mask: Words, may_end: bool) -> bytes | Finish:
+        """Applies everything else that the request says of tokens."""
+        constraint = request.constraint
+        if constraint is None:
+            return mask.tobytes()
+        grammar, thinking = constraint.grammar, constraint.thinking
+        if grammar is not None and grammar.error:
+            return Finish(FinishReason.ERROR, message=grammar.error, code="invalid_grammar")
+        if request.sampling.allowed_token_ids:
+            mask = mask & self._allowed(request, constraint)
+        mask = mask & ~self._bits(_completed_bad_words(request))
+        usable = mask & ~self._bits(self._suppressed(request))
+        if thinking is not None and thinking.forced is not None:
+            forced = self._bits([thinking.forced])
+            if (usable & forced).any():
+                return forced.tobytes()
+            thinking.drop()
+        if (usable & self._not_eos).any() or (grammar is None and usable.any()):
+            return mask.tobytes()
+        if grammar is not None and may_end:
+            return FINISH_STOP
+        message = "the request's grammar and its other rules for tokens leave no token that may come next"
+        return Finish(FinishReason.ERROR, message=message, code="invalid_request")
+
+    def _bits(self, token_ids: Iterable[int]) -> Words:
+        words: Words = np.zeros(self._num_words, dtype=np.uint32)
+        for token_id in token_ids:
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return words
+
+    def _allowed(self, request: Request, constraint: Constraint) -> Words:
+        if constraint.allowed is None:
+            constraint.allowed = self._bits({*request.sampling.allowed_token_ids, *self._eos, *request.stop_ids})
+        return constraint.allowed
+
+    def _suppressed(self, request: Request) -> set[int]:
+        """What the sampler itself masks: ends of the text, while min_tokens or ignore_eos say so."""
+        sampling = request.sampling
+        too_short = len(request.token_ids) < request.min_num_tokens
+        suppressed: set[int] = set()
+        if too_short or sampling.ignore_eos:
+            suppressed = set(self._eos).difference(sampling.stop_token_ids)
+        return suppressed.union(sampling.stop_token_ids) if too_short else suppressed
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether nothing but its grammar narrows the request's next token."""
+    sampling, constraint = request.sampling, request.constraint
+    return not (
+        sampling.allowed_token_ids
+        or sampling.bad_words
+        or sampling.ignore_eos
+        or len(request.token_ids) < request.min_num_tokens
+        or (constraint is not None and constraint.thinking is not None and constraint.thinking.forced is not None)
+    )
+
+
+def _completed_bad_words(request: Request) -> list[int]:
+    """The ids that would complete a sequence of bad_words now."""
+    ids = request.token_ids
+    completed = []
+    for word in request.sampling.bad_words:
+        before = list(word[:-1])
+        if not before or ids[-len(before) :] == before:
+            completed.append(word[-1])
+    return completed

@@ -1,0 +1,45 @@
+"""Finds texts that have fallen into repeating themselves, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.sampling_params import RepetitionDetection
+
+
+class RepetitionWatch:
+    """Follows one text. Each token costs a few operations over an array of max_pattern_size.
+
+    For each distance d it counts how many of the last tokens, without a gap, equal the one d before them: d * (n - 1)
+    of them are a pattern of d tokens, n times in a row.
+
+    Args:
+        emitted: tokens generated already.
+    """
+
+    def __init__(self, rule: RepetitionDetection, emitted: Sequence[int] = ()) -> None:
+        size = rule.max_pattern_size
+        self._first = rule.min_pattern_size - 1
+        distances = np.arange(1, size + 1)
+        self._needed = distances[self._first :] * (rule.min_count - 1)
+        self._runs = np.zeros(size, dtype=np.int64)
+        # The latest token comes first: `at` moves down, and what is left of the window is copied to the end again.
+        self._recent = np.full(3 * size, -1, dtype=np.int64)
+        self._at = 2 * size
+        self._size = size
+        for token_id in emitted:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> bool:
+        """Takes the next token; whether the text now ends in repetitions."""
+        size, at = self._size, self._at
+        self._runs += 1
+        self._runs *= self._recent[at : at + size] == token_id
+        if at == 0:
+            self._recent[2 * size :] = self._recent[:size]
+            at = 2 * size
+        self._at = at - 1
+        self._recent[at - 1] = token_id
+        return bool((self._runs[self._first :] >= self._needed).any())

@@ -1,0 +1,95 @@
+"""The bound on a model's reasoning, as a small automaton over token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.sampling_params import ThinkingBudget
+
+UNBOUNDED = 1 << 30
+
+
+class ThinkingAutomaton:
+    """Follows one text through its reasoning, and says which token must come once the budget is spent.
+
+    The budget is for all the reasoning of a text together: a model that opens it again goes on with what is left. A
+    token counts where the text is inside before it and it does not complete the end mark.
+
+    Args:
+        emitted: tokens generated already.
+    """
+
+    def __init__(self, budget: ThinkingBudget, emitted: Sequence[int] = ()) -> None:
+        self._end_ids = budget.end_ids
+        self._start = _Finder(budget.start_ids)
+        self._end = _Finder(budget.end_ids)
+        self._inside = budget.open
+        self._num_left = budget.max_tokens
+        self._dropped = False
+        for token_id in emitted:
+            self.advance(token_id)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next, where the budget is spent: the mark's next one after what is there of it."""
+        if self._dropped or not self._inside or self._num_left:
+            return None
+        return self._end_ids[self._end.num_matched]
+
+    @property
+    def num_free(self) -> int:
+        """So many tokens may follow, whatever they are, before one might have to be forced."""
+        if self._dropped:
+            return UNBOUNDED
+        if self._inside:
+            return self._num_left
+        return UNBOUNDED if not self._start.num_tokens else self._start.num_missing + self._num_left
+
+    def advance(self, token_id: int) -> None:
+        """The next token of the text."""
+        if not self._inside:
+            if self._start.advance(token_id):
+                self._inside = True
+        elif self._end.advance(token_id):
+            self._inside = False
+        elif self._num_left:
+            self._num_left -= 1
+
+    def drop(self) -> None:
+        """Bounds nothing any longer."""
+        self._dropped = True
+
+
+class _Finder:
+    """Finds a sequence of tokens in a stream (Knuth, Morris and Pratt 1977)."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tuple(tokens)
+        self.num_matched = 0
+        # For each length of a match, the longest shorter one that ends there too.
+        self._shorter = [0, 0]
+        for token in self._tokens[1:]:
+            length = self._shorter[-1]
+            while length and self._tokens[length] != token:
+                length = self._shorter[length]
+            self._shorter.append(length + (self._tokens[length] == token))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._tokens) - self.num_matched
+
+    def advance(self, token: int) -> bool:
+        """Whether the sequence ends with this token; the search then begins anew."""
+        if not self._tokens:
+            return False
+        while self.num_matched and self._tokens[self.num_matched] != token:
+            self.num_matched = self._shorter[self.num_matched]
+        self.num_matched += self._tokens[self.num_matched] == token
+        if self.num_matched < len(self._tokens):
+            return False
+        self.num_matched = 0
+        return True
