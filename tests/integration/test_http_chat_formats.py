@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from gateway.text.tools.formats import TOOL_FORMATS
 from shared.messages import Submit
@@ -254,6 +255,78 @@ async def test_a_prompt_that_opens_the_reasoning(tmp_path: Path) -> None:
         assert worker.submits()[-1].sampling.thinking.open
         await ask(gateway, tools=TOOLS, tool_choice="required")
         assert worker.submits()[-1].grammar.startswith("start: (/(?s:.*)/ (<[")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "stsring"},
+        {"type": "object", "properties": {"a": {"type": []}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "(unclosed"}}},
+    ],
+)
+async def test_bad_schemas_of_tools_are_named(tmp_path: Path, schema: dict[str, Any]) -> None:
+    """CVE-2025-48944. The next request is served."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    async with talking(tmp_path, "Yes.") as (gateway, worker):
+        status, body, _ = await gateway.chat(model=MODEL, tools=tools, tool_choice="required")
+        assert status == 400 and body["error"]["param"].startswith("tools"), body
+        assert worker.submits() == []
+        assert (await ask(gateway))["choices"][0]["message"]["content"] == "Yes."
+
+
+async def test_tool_choice_without_tools(tmp_path: Path) -> None:
+    async with talking(tmp_path, "Yes.") as (gateway, _):
+        for fields in (
+            {"tool_choice": "required"},
+            {"tool_choice": "sometimes", "tools": TOOLS},
+            {"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS},
+        ):
+            status, body, _ = await gateway.chat(model=MODEL, **fields)
+            assert status == 400 and body["error"]["param"].startswith("tool_choice")
+
+
+async def test_structured_output_after_reasoning(tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    async with talking(tmp_path, THOUGHT + '{"a": 1}') as (gateway, worker):
+        answer = await both(gateway, response_format=form, tools=TOOLS)
+        assert (answer["reasoning"], answer["content"]) == ("A song? Look.", '{"a": 1}')
+        grammar = worker.submits()[-1].grammar
+        model = LLTokenizer(tokenizer().to_str(), eos_token=END)
+        for text, fits in (
+            (THOUGHT + '{"a": 1}', True),
+            ('{"a": 1}', True),
+            (THOUGHT + call_text("get_weather", {"city": "Bern"}), True),
+            (THOUGHT + call_text("get_weather", {"town": "Bern"}), False),
+            (THOUGHT + "Well, 1.", False),
+            (THOUGHT, False),
+        ):
+            matcher = LLMatcher(model, grammar, log_level=0)
+            accepted = matcher.consume_tokens(tokenizer().encode(text, add_special_tokens=False).ids)
+            assert (accepted and matcher.is_accepting()) is fits, text
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]
+        status, body, _ = await gateway.chat(
+            model=MODEL, messages=messages, continue_final_message=True, response_format=form
+        )
+        assert status == 400 and body["error"]["param"] == "continue_final_message"
+
+
+async def test_a_prompt_is_counted_as_chat_makes_it(tmp_path: Path) -> None:
+    async with talking(tmp_path, "Yes.") as (gateway, _):
+        messages = [{"role": "user", "content": "hi"}]
+        for fields in ({}, {"tools": TOOLS}, {"reasoning_effort": "none"}):
+            status, counted, _ = await gateway.post("/tokenize", {"model": MODEL, "messages": messages, **fields})
+            assert status == 200, counted
+            body = await ask(gateway, messages=messages, **fields)
+            assert body["usage"]["prompt_tokens"] == counted["count"]
+            status, body, _ = await gateway.post("/tokenize", {"model": MODEL, "prompt": "hi", **fields})
+            assert status == (400 if fields else 200)
 
 
 async def test_without_a_reasoning_format_all_is_content(tmp_path: Path) -> None:
