@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.text.grammar_process import HEADER, Job, Verdict
-from shared.errors import InvalidRequestError, UnavailableError
+from shared.errors import InternalError, InvalidRequestError, UnavailableError
 from shared.log import get_logger
 from shared.messages import MAX_GRAMMAR
 
@@ -198,7 +198,8 @@ class _Process:
 async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: float) -> Verdict | None:
     """None where the process died. Raises TimeoutError."""
     source, sink = process.stdout, process.stdin
-    assert source is not None and sink is not None
+    if source is None or sink is None:
+        raise InternalError("The process for grammars has no pipes.")
 
     async def talk() -> Verdict:
         sink.write(HEADER.pack(len(body)) + body)

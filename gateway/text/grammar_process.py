@@ -18,7 +18,7 @@ from collections import OrderedDict
 from typing import BinaryIO
 
 import msgspec
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 MAX_MEMORY = 1 << 30
 """Bytes of address space."""
@@ -30,6 +30,8 @@ NUM_STEPS = 48
 """Bytes of text that are tried after the first."""
 MAX_TOKENIZERS = 4
 HEADER = struct.Struct("<I")
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""A worker's."""
 
 
 class Job(msgspec.Struct, array_like=True, frozen=True):
@@ -87,7 +89,7 @@ class _Judge:
             return Verdict(str(error) or type(error).__name__)
 
     def _try(self, job: Job) -> str | None:
-        matcher = LLMatcher(self._tokenizer(job), job.source, log_level=0)
+        matcher = LLMatcher(self._tokenizer(job), job.source, log_level=0, limits=_LIMITS)
         chooser = random.Random(0)
         for step in range(NUM_STEPS + 1):
             if matcher.is_error():
@@ -104,7 +106,9 @@ class _Judge:
         key = msgspec.msgpack.encode((job.vocab_size, job.special_ids))
         tokenizer = self._tokenizers.get(key)
         if tokenizer is None:
-            tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(job.vocab_size, job.special_ids)))
+            tokenizer = LLTokenizer(
+                TokenizerWrapper(_Bytes(job.vocab_size, job.special_ids)), slices=LLTokenizer.json_slices()
+            )
             self._tokenizers[key] = tokenizer
             if len(self._tokenizers) > MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)

@@ -40,7 +40,12 @@ _CONSTRAINTS = frozenset(
 
 
 def json_expression(
-    schema: Mapping[str, Any], place: str, *, whitespace: str | None = None, close_objects: bool = False
+    schema: Mapping[str, Any],
+    place: str,
+    *,
+    whitespace: str | None = None,
+    close_objects: bool = False,
+    lenient: bool = False,
 ) -> str:
     """An expression for JSON text that satisfies the schema, for the right side of a rule of its own.
 
@@ -48,6 +53,7 @@ def json_expression(
         place: the request field that holds the schema.
         whitespace: a regular expression for what may stand, once, where JSON allows white space; "" for none.
         close_objects: objects that say nothing of further properties have none.
+        lenient: what llguidance cannot enforce is left out; else it refuses the grammar.
 
     Raises:
         InvalidRequestError: the schema is no schema, or too large. What llguidance cannot enforce is found by it.
@@ -55,9 +61,13 @@ def json_expression(
     if "x-guidance" in schema:
         message = f"{place}.x-guidance is not supported: send structured_outputs.whitespace_pattern instead."
         raise InvalidRequestError(message, param=place)
-    white = {"whitespace_flexible": False} if whitespace == "" else {"whitespace_pattern": whitespace or WHITESPACE}
+    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
+    if whitespace == "":
+        options = {"whitespace_flexible": False}
+    if lenient:
+        options["lenient"] = True
     bounded = _Bounder(place, _is_simple(schema, place), close_objects=close_objects).whole(schema)
-    return f"%json {json.dumps({**bounded, 'x-guidance': white})}"
+    return f"%json {json.dumps({**bounded, 'x-guidance': options})}"
 
 
 def _is_simple(schema: Mapping[str, Any], place: str) -> bool:
@@ -113,8 +123,7 @@ class _Bounder:
         if isinstance(definitions, dict):
             while self._any_name in definitions:
                 self._any_name += "_"
-        bounded = self._bounded(dict(schema), "")
-        assert isinstance(bounded, dict)
+        bounded: dict[str, Any] = self._bounded(dict(schema), "")
         if self._any_used:
             whole_any = self._bounded({}, "")
             bounded["$defs"] = {**bounded.get("$defs", {}), self._any_name: whole_any}
