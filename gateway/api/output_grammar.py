@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gateway.text.grammar import Fragment, any_of, grammar_source
 from gateway.text.grammar_check import GrammarChecker, Vocabulary
+from shared.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +17,13 @@ class ToolGrammar:
         required: the message must consist of calls; else they are one possibility.
         calls: all that a message of calls holds, from the first mark to the last.
         free: free text, in which what begins like a call must be one; None: nothing about calls is demanded there.
+        parts: the arguments of each tool that is held to its schema, to find the one at fault by.
     """
 
     required: bool
     calls: Fragment
     free: Fragment | None = None
+    parts: tuple[Fragment, ...] = ()
 
 
 def output_grammar(
@@ -65,9 +68,18 @@ async def checked_grammar(
     if tools is not None:
         part = output_grammar(None, tools)
         if part:
-            await checker.check(part, "tools", vocabulary)
+            await _check_tools(checker, part, tools, vocabulary)
     await checker.check(source, content.param if content is not None else None, vocabulary)
     return source
+
+
+async def _check_tools(checker: GrammarChecker, source: str, tools: ToolGrammar, vocabulary: Vocabulary | None) -> None:
+    try:
+        await checker.check(source, "tools", vocabulary)
+    except InvalidRequestError:
+        for part in tools.parts:
+            await checker.check(grammar_source(part), part.param, vocabulary)
+        raise
 
 
 def _body(content: Fragment | None, tools: ToolGrammar | None) -> Fragment | None:

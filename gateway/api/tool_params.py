@@ -9,8 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.api.output_grammar import ToolGrammar
+from gateway.text.grammar import Fragment
 from gateway.text.tools.format import Tool, ToolFormat, ToolRequest
-from gateway.text.tools.schema import check_parameters
+from gateway.text.tools.schema import arguments_expression, check_parameters
 from shared.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -98,8 +99,8 @@ def check_tools(request: ToolRequest) -> None:
 
     Raises InvalidRequestError naming `tools[i].function.parameters`.
     """
-    for index, tool in enumerate(request.tools):
-        check_parameters(tool.parameters, f"tools[{index}].function.parameters")
+    for tool in request.tools:
+        check_parameters(tool.parameters, tool.place)
 
 
 def tool_grammar(request: ToolRequest | None, form: ToolFormat, special_ids: Mapping[str, int]) -> ToolGrammar | None:
@@ -114,7 +115,9 @@ def tool_grammar(request: ToolRequest | None, form: ToolFormat, special_ids: Map
     free = None
     if request.constrained and not request.forced:
         free = form.free_grammar(request.callable, special_ids, parallel=request.parallel)
-    return ToolGrammar(required=request.forced, calls=calls, free=free)
+    enforced = [tool for tool in request.callable if request.forced or tool.strict]
+    parts = tuple(Fragment(arguments_expression(tool), param=tool.place) for tool in enforced)
+    return ToolGrammar(required=request.forced, calls=calls, free=free, parts=parts)
 
 
 def _check_without_tools(tool_choice: str | ToolChoiceField | None, parallel: bool | None) -> None:
@@ -143,6 +146,7 @@ def _tool(field: ToolField, place: str) -> Tool:
         description=function.description,
         parameters=function.parameters or {},
         strict=bool(function.strict),
+        place=f"{place}.function.parameters",
     )
 
 

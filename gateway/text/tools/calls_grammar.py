@@ -17,7 +17,7 @@ Arguments = Callable[[Tool], str]
 
 def enforced_arguments(tool: Tool) -> str:
     """Arguments that follow the tool's schema."""
-    return arguments_expression(tool.parameters, strict=tool.strict)
+    return arguments_expression(tool)
 
 
 def free_arguments(tool: Tool) -> str:

@@ -26,13 +26,16 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of its arguments, an object. A function without one takes no arguments.
-        strict: the arguments are held to the schema also where the model calls of its own accord.
+        strict: the arguments are held to the schema also where the model calls of its own accord, and to all of it:
+            what a grammar cannot enforce is an error.
+        place: the request field of the parameters, which errors name.
     """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    place: str = "tools"
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's shape, which templates know."""

@@ -105,6 +105,7 @@ class HarmonyParser(JsonCallParser):
             yield from source.space()
             if (yield from read_arguments(source, self.message.arguments)):
                 self.message.complete_call()
+            self._reject()
             yield from source.space()
             yield from source.accept_any((CALL, END))
 

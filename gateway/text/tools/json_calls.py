@@ -176,19 +176,22 @@ class _Call:
 
 
 def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
-    """Takes the value of a call's arguments. Some models write them as a string that holds JSON: that is unpacked.
-    null means none."""
+    """Takes the value of a call's arguments; false where it is malformed. Some models write them as a string that holds
+    JSON: that is unpacked. null means none."""
     first = yield from source.peek()
     if first in ("{", "["):
         return (yield from read_value(source, sink))
-    pieces: list[str] = []
-    whole = yield from read_value(source, pieces.append)
-    text = "".join(pieces)
-    inner = _decoded(text) if whole and first == '"' else None
-    if inner is not None and inner.lstrip().startswith("{"):
-        text = inner
-    sink("{}" if text == "null" else text)
-    return whole
+    if first == '"':
+        pieces: list[str] = []
+        whole = yield from _read_string(source, pieces.append)
+        text = "".join(pieces)
+        inner = _decoded(text) if whole else None
+        sink(inner if inner is not None and inner.lstrip().startswith("{") else text)
+        return whole
+    if not (yield from source.accept("null")):
+        return False
+    sink("{}")
+    return True
 
 
 def _nowhere(_: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.text.grammar import Fragment, any_of
 from gateway.text.tools.format import Tool
-from gateway.text.tools.schema import arguments_schema, json_expression
+from gateway.text.tools.schema import ANY_VALUE, arguments_schema, value_expression
 
 _PLAIN = frozenset(
     {
@@ -57,18 +57,17 @@ def keyword_arguments(tool: Tool, notation: Notation, prefix: str, *, free: bool
         free: any arguments, whatever the schema says.
     """
     if free:
-        any_value = json_expression({})
-        pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]*/ {json.dumps(notation.sign)} {any_value}"
+        pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]*/ {json.dumps(notation.sign)} {ANY_VALUE}"
         return Fragment(f"({prefix}_pair ({json.dumps(notation.between)} {prefix}_pair)*)?", (pair,))
-    schema = arguments_schema(tool.parameters, strict=tool.strict)
+    schema = arguments_schema(tool)
     if not _is_plain(schema, notation):
-        return Fragment(f"{json.dumps(notation.spread)} {json_expression(schema, strict=tool.strict)}")
+        return Fragment(f"{json.dumps(notation.spread)} {value_expression(schema, tool)}")
     required = frozenset(schema.get("required", ()))
     names = list(schema.get("properties", {}))
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = []
     for index, name in enumerate(names):
-        value = _value(schema["properties"][name], shared, notation, strict=tool.strict)
+        value = _value(schema["properties"][name], shared, notation, tool)
         rules.append(f"{prefix}_{index}: {json.dumps(name + notation.sign)} {value}")
     return Fragment(f"{prefix}_first_0", (*rules, *_order(prefix, [name in required for name in names], notation)))
 
@@ -108,11 +107,11 @@ def _order(prefix: str, required: list[bool], notation: Notation) -> list[str]:
     return rules
 
 
-def _value(schema: Any, shared: Mapping[str, Any], notation: Notation, *, strict: bool) -> str:
+def _value(schema: Any, shared: Mapping[str, Any], notation: Notation, tool: Tool) -> str:
     """The values that follow one argument's schema; constants in the notation's own words where the schema says no
     more than that."""
     if not isinstance(schema, Mapping):
-        return json_expression({} if schema else {"not": {}}, strict=strict)
+        return ANY_VALUE
     constants: tuple[object, ...] = ()
     if schema.get("type") == "boolean" and "enum" not in schema and "const" not in schema:
         constants = (True, False)
@@ -121,4 +120,4 @@ def _value(schema: Any, shared: Mapping[str, Any], notation: Notation, *, strict
     spelled = [text for value in constants if (text := notation.constant(value)) is not None]
     if spelled:
         return any_of(map(json.dumps, spelled))
-    return json_expression({**schema, **shared}, strict=strict)
+    return value_expression({**schema, **shared}, tool)

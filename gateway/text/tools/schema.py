@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gateway.text.json_schema import json_expression
+from gateway.text.tools.format import Tool
 from shared.errors import InvalidRequestError
 
 MAX_DEPTH = 64
@@ -30,8 +32,7 @@ _SCHEMAS = (
     "unevaluatedProperties",
 )
 _LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""White space is bounded: a weak model would fill max_tokens with it."""
+_COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
 
 
 def check_parameters(schema: Mapping[str, Any], place: str) -> None:
@@ -124,33 +125,42 @@ def _pattern_problem(pattern: object) -> str | None:
     return None
 
 
-def arguments_expression(parameters: Mapping[str, Any], *, strict: bool) -> str:
-    """The JSON objects that follow a schema, as an expression of a grammar.
-
-    Args:
-        parameters: a tool's schema; see Tool.
-        strict: everything that the schema says has to be enforced; otherwise what cannot be is left out.
-    """
-    return json_expression(arguments_schema(parameters, strict=strict), strict=strict)
+def arguments_expression(tool: Tool) -> str:
+    """The arguments of a tool as a JSON object, as an expression of a grammar."""
+    return value_expression(arguments_schema(tool), tool)
 
 
-def arguments_schema(parameters: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A schema of objects. Where it lists properties, others are not invented, unless it says that they may be."""
-    schema = dict(parameters) if strict else _without_lookaround(dict(parameters))
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """The schema that a tool's arguments are held to. Where it lists properties, others are not invented, unless it
+    says that they may be. Of a tool that is not strict, patterns that no automaton can follow are left out."""
+    schema = dict(tool.parameters) if tool.strict else _without_lookaround(dict(tool.parameters))
     schema["type"] = "object"
-    open_ended = (*_LISTS, "additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "if")
-    if not parameters or ("properties" in schema and not any(name in schema for name in open_ended)):
+    open_ended = (*_COMBINED, "additionalProperties", "patternProperties", "unevaluatedProperties")
+    if not tool.parameters or ("properties" in schema and not any(name in schema for name in open_ended)):
         schema["additionalProperties"] = False
     return schema
 
 
-def json_expression(schema: Mapping[str, Any], *, strict: bool = True) -> str:
-    """The JSON values that follow a schema, on one line and with bounded white space."""
-    options = _SEPARATORS if strict else {**_SEPARATORS, "lenient": True}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+def value_expression(schema: Mapping[str, Any], tool: Tool) -> str:
+    """The JSON values that follow a schema of a tool's, on one line."""
+    return json_expression(
+        schema, tool.place, whitespace=" ", close_objects=_may_close(schema), lenient=not tool.strict
+    )
 
 
-ANY_OBJECT = json_expression({"type": "object"})
+ANY_OBJECT = json_expression({"type": "object"}, "tools", whitespace=" ")
+ANY_VALUE = json_expression({}, "tools", whitespace=" ")
+
+
+def _may_close(node: Any) -> bool:
+    """Whether objects may be closed to further properties: not where several schemas hold for one object."""
+    if isinstance(node, list):
+        return all(map(_may_close, node))
+    if not isinstance(node, Mapping):
+        return True
+    if "properties" in node and any(name in node for name in _COMBINED):
+        return False
+    return "allOf" not in node and all(map(_may_close, node.values()))
 
 
 def _without_lookaround(node: Any) -> Any:
