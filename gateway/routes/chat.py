@@ -94,10 +94,11 @@ async def _grammar(
                 code="unsupported_parameter",
             )
         of_tools = await asyncio.to_thread(_tool_grammar, tools, formats)
-    reasoning = None
+    reasoning, framed = None, None
     if formats.reasoning is not None:
         reasoning = reasoning_fragment(formats.reasoning, chat.opened, formats.added_ids)
-    return await request_grammar(request, common, entry, tools=of_tools, reasoning=reasoning)
+        framed = formats.reasoning.framed
+    return await request_grammar(request, common, entry, tools=of_tools, reasoning=reasoning, framed=framed)
 
 
 def _tool_grammar(tools: ToolRequest, formats: ModelFormats) -> ToolGrammar | None:

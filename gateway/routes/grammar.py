@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
@@ -23,8 +25,12 @@ async def request_grammar(
     *,
     tools: ToolGrammar | None = None,
     reasoning: Fragment | None = None,
+    framed: Callable[[Fragment, Mapping[str, int]], Fragment] | None = None,
 ) -> str:
     """What every choice must spell; empty where nothing is demanded. See output_grammar for the arguments.
+
+    Args:
+        framed: puts content into a message of the model's own form, see ReasoningFormat.
 
     Raises InvalidRequestError naming the field at fault.
     """
@@ -33,9 +39,12 @@ async def request_grammar(
     if fields.response_format is not None or fields.structured_outputs is not None:
         # In a thread: a schema may be large.
         content = await asyncio.to_thread(structured_fragment, fields, added_ids)
+    if content is not None and framed is not None:
+        message = framed(content, added_ids)
+        content = dataclasses.replace(content, expression=message.expression, rules=message.rules)
     vocabulary = Vocabulary(entry.facts.vocab_size, added_ids)
     source = await checked_grammar(request.app[GRAMMARS], content, tools, reasoning, vocabulary)
     if source and common.beams is not None:
-        message = "use_beam_search cannot be combined with structured output, or with tools that are enforced."
-        raise InvalidRequestError(message, param="use_beam_search")
+        what = "use_beam_search cannot be combined with structured output, or with tools that are enforced."
+        raise InvalidRequestError(what, param="use_beam_search")
     return source

@@ -32,6 +32,8 @@ class ReasoningFormat:
         others: further marks that its splitter must see.
         sign: a text in the chat templates of such models; empty: one of `ends`.
         closing: what the model is made to write to get from reasoning to the answer; empty: the first of `ends`.
+        framed: puts what a grammar demands of the content into a message of the model's own form; None: content needs
+            no form.
         splitter: makes the splitter of a choice, told whether the prompt ends inside reasoning; None: marks tell.
     """
 
@@ -41,6 +43,7 @@ class ReasoningFormat:
     others: tuple[str, ...] = ()
     sign: str = ""
     closing: str = ""
+    framed: Callable[[Fragment, Mapping[str, int]], Fragment] | None = None
     splitter: Callable[[bool], ReasoningSplitter] | None = None
 
     @property
@@ -210,6 +213,7 @@ _HARMONY = ReasoningFormat(
     others=harmony.MARKS,
     sign=harmony.ANALYSIS,
     closing=harmony.END + harmony.OPENING + harmony.FINAL,
+    framed=harmony.final_message,
     splitter=harmony.HarmonySplitter,
 )
 
