@@ -32,22 +32,23 @@ class PreparedServer:
     Attributes:
         url: of the gateway, without /v1.
         worker: remembers what it received.
+        directory: the runtime directory.
     """
 
     def __init__(self, answers: Mapping[str, Answer], *, flags: Sequence[str] = (), **options: Any) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pelton-prepared-")
-        self._runtime = Path(self._directory.name) / "r"
-        self._runtime.mkdir(mode=0o700)
+        self.directory = Path(self._directory.name) / "r"
+        self.directory.mkdir(mode=0o700)
         self._log = Path(self._directory.name) / "log"
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
         prepared = Answers(answers)
         fields: dict[str, Any] = {"model_names": (MODEL,), "bundle": hermes_bundle(), "delay": 0.001, **options}
-        self.worker = FakeWorker(self._runtime, script=prepared.script, failure=prepared.failure, **fields)
+        self.worker = FakeWorker(self.directory, script=prepared.script, failure=prepared.failure, **fields)
         self.url = ""
 
     def __enter__(self) -> PreparedServer:
-        command = [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(self._runtime), *self._flags]
+        command = [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(self.directory), *self._flags]
         self.worker.__enter__()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -72,7 +73,7 @@ class PreparedServer:
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         """Status and body of a request to the model: parsed where it is JSON, else its bytes."""
-        raw = json.dumps({"model": MODEL, **body}).encode()
+        raw = json.dumps({"model": MODEL, **body}, ensure_ascii=False).encode()
         request = urllib.request.Request(self.url + path, raw, {"Content-Type": "application/json"})
         try:
             response = urllib.request.urlopen(request, timeout=50)
@@ -88,6 +89,13 @@ class PreparedServer:
         status, data = self.post(path, stream=True, **body)
         assert status == 200, data
         return parse_events(data)
+
+    def memory(self) -> int:
+        """Bytes of the gateway and the processes that it has started."""
+        assert self._process is not None
+        table = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
+        rows = [list(map(int, line.split())) for line in table.splitlines()]
+        return sum(rss for pid, parent, rss in rows if self._process.pid in (pid, parent)) << 10
 
     def log(self) -> str:
         """What the gateway wrote."""
