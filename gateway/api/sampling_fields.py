@@ -10,10 +10,11 @@ from gateway.api.params import SamplingFields
 from gateway.api.ranges import check_range
 from gateway.flow.requests import TextPipelineLike
 from shared.errors import InvalidRequestError
+from shared.sampling_params import MAX_DRY_BREAKERS
 
 DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's."""
-MAX_DRY_BREAKERS = 16
+MAX_BREAKERS = 16
 MAX_BREAKER_LENGTH = 64
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
@@ -72,7 +73,7 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     values["ignore_eos"] = bool(fields.ignore_eos)
     values["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     _check_words("bad_words", fields.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
-    _check_words("dry_sequence_breakers", fields.dry_sequence_breakers, MAX_DRY_BREAKERS, MAX_BREAKER_LENGTH)
+    _check_words("dry_sequence_breakers", fields.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_LENGTH)
     return values
 
 
@@ -87,6 +88,9 @@ async def word_ids(fields: SamplingFields, pipeline: TextPipelineLike) -> WordId
     if fields.dry_multiplier:
         given = fields.dry_sequence_breakers
         breakers = await pipeline.tokens_containing(DEFAULT_DRY_BREAKERS if given is None else tuple(given))
+        if len(breakers) > MAX_DRY_BREAKERS:
+            message = f"dry_sequence_breakers are in {len(breakers)} tokens; at most {MAX_DRY_BREAKERS} are allowed."
+            raise InvalidRequestError(message, param="dry_sequence_breakers")
     words: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(fields.bad_words or ()):
         for ids in await _spellings(word, pipeline, f"bad_words[{index}]"):
