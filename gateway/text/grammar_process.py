@@ -10,10 +10,12 @@ Frames on standard input and output: four bytes of length, little-endian, and a 
 from __future__ import annotations
 
 import random
+import re
 import resource
 import struct
 import sys
 import threading
+import time
 from collections import OrderedDict
 from typing import BinaryIO
 
@@ -26,9 +28,12 @@ MAX_CPU_SECONDS = 10
 """For one grammar. The gateway ends the process sooner; this is for one whose gateway is gone."""
 STACK_SIZE = 1 << 21
 """Bytes. A worker's threads have four times as much, so that what passes here cannot overrun them."""
-NUM_STEPS = 48
-"""Bytes of text that are tried after the first."""
+NUM_STEPS = 256
+"""Bytes of text that are tried: what a text of some length overtaxes is found out before it is streamed."""
+WALK_SECONDS = 0.25
+"""Processor time for that."""
 MAX_TOKENIZERS = 4
+_NOT_ZERO = re.compile(rb"[^\0]")
 HEADER = struct.Struct("<I")
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """A worker's."""
@@ -89,9 +94,11 @@ class _Judge:
             return Verdict(str(error) or type(error).__name__)
 
     def _try(self, job: Job) -> str | None:
-        matcher = LLMatcher(self._tokenizer(job), job.source, log_level=0, limits=_LIMITS)
+        tokenizer = self._tokenizer(job)
+        matcher = LLMatcher(tokenizer, job.source, log_level=0, limits=_LIMITS)
         chooser = random.Random(0)
-        for step in range(NUM_STEPS + 1):
+        began = time.process_time()
+        for step in range(NUM_STEPS):
             if matcher.is_error():
                 return matcher.get_error() or "it cannot be used"
             if matcher.is_stopped() and step:
@@ -99,7 +106,10 @@ class _Judge:
             allowed = _set_bits(matcher.compute_bitmask())
             if matcher.is_error() or not allowed:
                 return matcher.get_error() or "no text satisfies it"
-            matcher.consume_token(chooser.choice(allowed))
+            longer = [token_id for token_id in allowed if token_id != tokenizer.eos_token]
+            if not longer or time.process_time() - began > WALK_SECONDS:
+                return None
+            matcher.consume_token(chooser.choice(longer))
         return None
 
     def _tokenizer(self, job: Job) -> LLTokenizer:
@@ -117,7 +127,12 @@ class _Judge:
 
 
 def _set_bits(mask: bytes) -> list[int]:
-    return [8 * index + bit for index, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    return [
+        8 * found.start() + bit
+        for found in _NOT_ZERO.finditer(mask)
+        for bit in range(8)
+        if mask[found.start()] >> bit & 1
+    ]
 
 
 def _limit_cpu() -> None:
