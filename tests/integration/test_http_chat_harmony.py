@@ -64,6 +64,8 @@ async def test_reasoning_and_answer(tmp_path: Path) -> None:
     answer = await say(tmp_path / "d", THOUGHT, max_tokens=12)
     assert "Let me see.".startswith(answer["reasoning"][:1]) and answer["reasoning"]
     assert answer["content"] == "" and answer["finish_reason"] == "length"
+    answer = await say(tmp_path / "e", THOUGHT, max_tokens=5)
+    assert (answer["reasoning"], answer["content"], answer["finish_reason"]) == ("", "", "length")
 
 
 async def test_a_call(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ class HarmonySplitter:
             if mark in (OPENING, CHANNEL):
                 source.begin_trial(mark)
                 header = yield from source.line_to(MESSAGE, _MAX_HEADER)
+                if header is None and not (yield from source.peek()):
+                    return  # The text ends in a header, which says nothing.
                 taken = source.end_trial()
                 self._inside = header is not None and _is_analysis(header)
                 is_call = header is None or _RECIPIENT.search(header) is not None
