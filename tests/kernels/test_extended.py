@@ -1,0 +1,363 @@
+"""The rarer filters: both implementations beside an independent model of each, row by row in Python's floats."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.sampling import extended
+from kernels.sampling.dispatch import CpuOps
+from kernels.sampling.inputs import ExtendInputs, Feature
+from kernels.sampling.philox import XTC_STREAM, philox4x32
+
+PLAIN = {
+    "temperature": 1.0,
+    "min_p": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "mirostat": 0,
+    "mu": 0.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+}
+ROWS = [
+    {},
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 0.3, "temperature": 2.0},
+    {"typical_p": 0.6},
+    {"typical_p": 0.2, "temperature": 0.5},
+    {"typical_p": 0.9, "top_k": 5, "top_p": 0.7, "min_p": 0.02},
+    {"typical_p": 1e-9},
+    {"xtc_probability": 1.0},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.02, "temperature": 1.5},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.03, "top_k": 6, "typical_p": 0.8},
+    {"dynatemp_range": 0.7},
+    {"dynatemp_range": 2.0, "dynatemp_exponent": 0.5, "top_p": 0.8},
+    {"mirostat": 2, "mu": 3.0},
+    {"mirostat": 2, "mu": -4.0},
+    {"mirostat": 2, "mu": 1e9},
+    {"mirostat": 1, "mu": 3.0},
+    {"mirostat": 1, "mu": 6.5, "temperature": 1.7},
+    {"mirostat": 1, "mu": -3.0},
+    {"mirostat": 1, "mu": 1e9, "top_k": 1},
+    {"top_n_sigma": 1.5, "dynatemp_range": 0.3, "min_p": 0.01, "typical_p": 0.95, "top_k": 30, "top_p": 0.9,
+     "xtc_probability": 0.7, "xtc_threshold": 0.05},
+    {"mirostat": 2, "mu": 5.0, "top_n_sigma": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.04},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    ops = CpuOps(2)
+    ops.compile()
+    return ops
+
+
+def make(wishes, vocab, *, spread=2.0, step=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    size = len(wishes)
+    logits = torch.randn(size, vocab, generator=generator) * spread
+    if step:
+        logits = (logits / step).round() * step
+    rows = [PLAIN | wish for wish in wishes]
+
+    def column(name, dtype=torch.float32):
+        return torch.tensor([row[name] for row in rows], dtype=dtype)
+
+    inputs = ExtendInputs(
+        rows=torch.arange(size),
+        features=Feature(63),
+        temperature=column("temperature"),
+        log_min_p=column("min_p").log(),
+        top_k=column("top_k", torch.int64),
+        top_p=column("top_p", torch.float64),
+        typical_p=column("typical_p"),
+        top_n_sigma=column("top_n_sigma"),
+        dynatemp_range=column("dynatemp_range"),
+        dynatemp_exponent=column("dynatemp_exponent"),
+        mirostat=column("mirostat", torch.int64),
+        mu=column("mu"),
+        xtc_coin=(column("xtc_probability", torch.float64) * 2**24 - 0.5).ceil().long(),
+        log_xtc_threshold=column("xtc_threshold").log(),
+        key=torch.randint(0, 2**32, (2, size), generator=generator),
+        position=torch.randint(0, 2**17, (size,), generator=generator),
+        choice=torch.randint(0, 128, (size,), generator=generator),
+    )
+    return logits, inputs
+
+
+def model(row, wish, coin):
+    """What stays of a row: token id -> (logit - largest) / temperature; and -log2 of each token's probability."""
+    wish = PLAIN | wish
+    left = {i: x for i, x in enumerate(row) if x > -math.inf}
+    highest = max(left.values())
+    if wish["top_n_sigma"]:
+        mean = math.fsum(left.values()) / len(left)
+        sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in left.values()) / len(left))
+        left = {i: x for i, x in left.items() if x >= float(np.float32(highest - wish["top_n_sigma"] * sigma))}
+    temperature = wish["temperature"]
+    if wish["dynatemp_range"]:
+        total = math.fsum(math.exp(x - highest) for x in left.values())
+        shares = [math.exp(x - highest) / total for x in left.values()]
+        entropy = -math.fsum(p * math.log(p) for p in shares if p)
+        low, high = max(temperature - wish["dynatemp_range"], 0), temperature + wish["dynatemp_range"]
+        share = entropy / math.log(len(left)) if len(left) > 1 else 0
+        temperature = max(low + (high - low) * share ** wish["dynatemp_exponent"], 1e-5)
+    left = {i: float((np.float32(x) - np.float32(highest)) / np.float32(temperature)) for i, x in left.items()}
+    surprise = surprises(left)
+    if wish["mirostat"] == 2:
+        best = min(left, key=lambda i: (-left[i], i))
+        left = {i: s for i, s in left.items() if surprise[i] <= wish["mu"] or i == best}
+    elif wish["mirostat"] == 1:
+        left = first(left, estimate_k(left, wish["mu"]))
+    else:
+        if wish["min_p"]:
+            left = {i: s for i, s in left.items() if s >= math.log(np.float32(wish["min_p"]))}
+        if wish["typical_p"] < 1:
+            left = typical(left, float(np.float32(wish["typical_p"])))
+        if wish["top_k"]:
+            left = first(left, wish["top_k"])
+        left = nucleus(left, wish["top_p"])
+    if coin < wish["xtc_probability"]:
+        total = math.fsum(math.exp(s) for s in left.values())
+        above = [i for i in ordered(left) if math.exp(left[i]) / total >= wish["xtc_threshold"]]
+        for i in above[:-1]:
+            del left[i]
+    return left, surprise
+
+
+def ordered(left):
+    return sorted(left, key=lambda i: (-left[i], i))
+
+
+def surprises(left):
+    total = math.fsum(math.exp(s) for s in left.values())
+    return {i: (math.log(total) - s) / math.log(2) for i, s in left.items()}
+
+
+def first(left, count):
+    return {i: left[i] for i in ordered(left)[:count]}
+
+
+def nucleus(left, top_p):
+    total = math.fsum(math.exp(s) for s in left.values())
+    kept, before = {}, 0.0
+    for i in ordered(left):
+        if top_p < 1 and kept and before >= top_p * total:
+            break
+        kept[i] = left[i]
+        before += math.exp(left[i])
+    return kept
+
+
+def typical(left, typical_p):
+    total = math.fsum(math.exp(s) for s in left.values())
+    mean = float(np.float32(math.fsum(math.exp(s) * s for s in left.values()) / total))
+    kept, before = {}, 0.0
+    for i in sorted(left, key=lambda i: (float(np.float32(abs(np.float32(left[i]) - np.float32(mean)))), i)):
+        if kept and before >= typical_p * total:
+            break
+        kept[i] = left[i]
+        before += math.exp(left[i])
+    largest = max(kept.values())
+    return {i: float(np.float32(s) - np.float32(largest)) for i, s in kept.items()}
+
+
+def estimate_k(left, mu):
+    """Basu et al. 2021, algorithm 1, with probabilities rather than logits."""
+    total = math.fsum(math.exp(s) for s in left.values())
+    shares = [math.exp(left[i]) / total for i in ordered(left)[:100]]
+    if len(shares) < 2:
+        return 1
+    t = [math.log((i + 2) / (i + 1)) for i in range(len(shares) - 1)]
+    b = [math.log(p / q) for p, q in pairwise(shares)]
+    slope = sum(x * y for x, y in zip(t, b)) / sum(x * x for x in t)
+    if slope < 1e-6:
+        return len(left)
+    excess = slope - 1
+    ratio = excess / (1 - len(left) ** -excess)
+    log_k = (math.log(ratio) + mu * math.log(2)) / slope
+    return len(left) if log_k > math.log(len(left)) else max(int(math.exp(log_k)), 1)
+
+
+def coins(inputs):
+    counter = torch.tensor([[0, p, c, XTC_STREAM] for p, c in zip(inputs.position.tolist(), inputs.choice.tolist())])
+    words = philox4x32(counter, inputs.key.t())[:, 0]
+    return [((word >> 8) + 0.5) / 2**24 for word in words.tolist()]
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize(("vocab", "step"), [(1, 0.0), (2, 0.0), (7, 0.0), (65, 0.25), (131, 0.0), (1009, 0.0)])
+def test_what_stays_is_what_the_model_keeps(name, vocab, step, cpu):
+    for seed in range(4):
+        logits, inputs = make(ROWS, vocab, step=step, seed=seed)
+        rows, flips = logits.tolist(), coins(inputs)
+        log_mass = cpu.extend(logits, inputs) if name == "cpu" else extended.extend(logits, inputs)
+        for i, wish in enumerate(ROWS):
+            expected, surprise = model(rows[i], wish, flips[i])
+            kept = {j: x for j, x in enumerate(logits[i].tolist()) if x > -math.inf}
+            assert kept.keys() == expected.keys(), (wish, seed)
+            for j, value in kept.items():
+                assert value == pytest.approx(expected[j], rel=1e-5, abs=1e-5)
+                if wish.get("mirostat"):
+                    bits = (float(log_mass[i]) - value) / math.log(2)
+                    assert bits == pytest.approx(surprise[j], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(("vocab", "spread"), [(49152, 3.0), (50257, 1.0), (4099, 200.0)])
+def test_large_rows_on_the_cpu_keep_what_the_reference_keeps(vocab, spread, cpu):
+    logits, inputs = make(ROWS, vocab, spread=spread)
+    expected = logits.clone()
+    masses = extended.extend(expected, inputs)
+    found = cpu.extend(logits, inputs)
+    uses = inputs.mirostat > 0
+    torch.testing.assert_close(found[uses], masses[uses], rtol=1e-6, atol=1e-6)
+    for i in range(len(ROWS)):
+        differs = (expected[i] > -math.inf) != (logits[i] > -math.inf)
+        # Sums of the two differ by about 1e-7, so a token may fall on the other side of a border.
+        assert differs.sum() <= 2, ROWS[i]
+        both = (expected[i] > -math.inf) & (logits[i] > -math.inf)
+        torch.testing.assert_close(logits[i][both], expected[i][both], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_unusable_rows_stay_unusable_and_alone(name, cpu):
+    logits, inputs = make(ROWS, 99)
+    good = logits.clone()
+    run = cpu.extend if name == "cpu" else extended.extend
+    run(good, inputs)
+    logits[3, 5] = math.nan
+    logits[7] = -math.inf
+    logits[13, 98] = math.inf
+    logits[16] = math.nan
+    run(logits, inputs)
+    assert logits[3].isnan().any() and logits[16].isnan().all()
+    assert (logits[7] == -math.inf).all()
+    assert not logits[13].amax().isfinite()
+    others = [i for i in range(len(ROWS)) if i not in (3, 7, 13, 16)]
+    assert torch.equal(logits[others], good[others])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.0] * 9,
+        [-3e38] * 9,
+        [3e38, -3e38, 3e38] * 3,
+        [-math.inf] * 8 + [4.0],
+        [1e30] + [-1e30] * 8,
+        [5.0] + [-1e4] * 8,
+    ],
+)
+def test_extreme_rows_keep_something_finite(name, row, cpu):
+    logits, inputs = make(ROWS, 9)
+    logits[:] = torch.tensor(row)
+    (cpu.extend if name == "cpu" else extended.extend)(logits, inputs)
+    assert not logits.isnan().any()
+    assert logits.amax(dim=-1).isfinite().all()
+    if name == "cpu":
+        expected = torch.tensor(row).repeat(len(ROWS), 1)
+        extended.extend(expected, inputs)
+        assert torch.equal(logits > -math.inf, expected > -math.inf)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_grammar_comes_before_the_filters(name, cpu):
+    run = cpu.extend if name == "cpu" else extended.extend
+    logits, inputs = make(ROWS, 77)
+    allowed = torch.rand(3, 96, generator=torch.Generator().manual_seed(1)) < 0.3
+    words = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32))
+    mask_rows = torch.tensor([i % 4 - 1 for i in range(len(ROWS))])
+    masked = logits.clone()
+    for i, mask_row in enumerate(mask_rows.tolist()):
+        if mask_row >= 0:
+            masked[i, ~allowed[mask_row, :77]] = -math.inf
+            logits[i, ~allowed[mask_row, :77]] = math.nan  # is not looked at
+    expected_mass = run(masked, inputs)
+    found_mass = run(logits, replace(inputs, mask=words, mask_rows=mask_rows))
+    assert torch.equal(masked, logits)
+    assert torch.equal(expected_mass, found_mass)
+
+
+def pick(inputs, index):
+    columns = {
+        field.name: getattr(inputs, field.name)[index]
+        for field in fields(inputs)
+        if isinstance(getattr(inputs, field.name), torch.Tensor) and field.name != "key"
+    }
+    return replace(inputs, **columns | {"key": inputs.key[:, index], "rows": torch.arange(len(index))})
+
+
+def test_rows_are_independent_of_neighbours_and_of_place(cpu):
+    logits, inputs = make(ROWS, 12289)
+    together = logits.clone()
+    masses = cpu.extend(together, inputs)
+    order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
+    shuffled = logits[order]
+    assert torch.equal(cpu.extend(shuffled, pick(inputs, order)), masses[order])
+    assert torch.equal(shuffled, together[order])
+    for i in range(len(ROWS)):
+        alone = logits[i : i + 1].clone()
+        cpu.extend(alone, pick(inputs, torch.tensor([i])))
+        assert torch.equal(alone[0], together[i])
+
+
+def test_rows_that_are_not_named_stay(cpu):
+    for run in (cpu.extend, extended.extend):
+        logits, inputs = make(ROWS[:4], 40)
+        all_rows = torch.cat((logits, torch.full((3, 40), 7.0)))
+        run(all_rows, replace(inputs, rows=torch.tensor([6, 1, 3, 0])))
+        assert not torch.equal(all_rows[1], logits[1])
+        assert torch.equal(all_rows[[2]], logits[[2]])
+        assert (all_rows[[4, 5]] == 7.0).all()
+
+
+def test_the_coin_falls_as_often_as_it_should():
+    size = 20_000
+    _, inputs = make([{"xtc_probability": 0.3}], 1)
+    many = pick(inputs, torch.zeros(size, dtype=torch.int64))
+    many = replace(many, position=torch.arange(size))
+    share = extended.tossed(many).double().mean().item()
+    assert abs(share - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / size)
+    assert not extended.tossed(replace(many, xtc_coin=torch.zeros(size, dtype=torch.int64))).any()
+    assert extended.tossed(replace(many, xtc_coin=torch.full((size,), 2**24))).all()
+
+
+def test_random_wishes(cpu):
+    """Any combination, on rows with many equal logits."""
+    rng = random.Random(5)
+    wishes = [
+        {
+            "temperature": rng.choice([0.3, 1.0, 2.0]),
+            "min_p": rng.choice([0.0, 0.05]),
+            "top_k": rng.choice([0, 3, 20]),
+            "top_p": rng.choice([1.0, 0.9, 0.3]),
+            "typical_p": rng.choice([1.0, 0.9, 0.2]),
+            "top_n_sigma": rng.choice([0.0, 0.7, 2.0]),
+            "dynatemp_range": rng.choice([0.0, 0.4]),
+            "mirostat": rng.choice([0, 0, 1, 2]),
+            "mu": rng.uniform(0, 8),
+            "xtc_probability": rng.choice([0.0, 1.0]),
+            "xtc_threshold": rng.choice([0.0, 0.03, 0.3]),
+        }
+        for _ in range(300)
+    ]
+    logits, inputs = make(wishes, 203, step=0.5, seed=9)
+    expected = logits.clone()
+    extended.extend(expected, inputs)
+    cpu.extend(logits, inputs)
+    same = ((logits > -math.inf) == (expected > -math.inf)).all(dim=1)
+    assert same.double().mean() > 0.98  # sums that fall on a border to the last bit may differ
+    torch.testing.assert_close(logits[same], expected[same], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,204 @@
+"""DRY, bad words and allowed ids: both implementations beside brute force."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.sampling import dry, reference
+from kernels.sampling.dispatch import CpuOps
+from kernels.sampling.inputs import (
+    MAX_DRY_EXPONENT,
+    MAX_DRY_PENALTY,
+    AllowedInputs,
+    BadWordsInputs,
+    DryInputs,
+)
+
+STRIDE = 700
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    ops = CpuOps(2)
+    ops.compile()
+    return ops
+
+
+@pytest.fixture(params=["torch", "cpu"])
+def ops(request, compiled):
+    if request.param == "cpu":
+        return compiled
+
+    class Torch:
+        penalize_repetitions = staticmethod(dry.penalize_repetitions)
+        allow_only = staticmethod(reference.allow_only)
+        forbid_words = staticmethod(reference.forbid_words)
+
+    return Torch
+
+
+def bits(ids, vocab):
+    flags = np.zeros(-(-vocab // 32) * 32, dtype=bool)
+    flags[list(ids)] = True
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
+
+
+def table(texts):
+    """Token ids of requests, with what an earlier request left behind them."""
+    tokens = torch.full((len(texts), STRIDE), 1, dtype=torch.int32)
+    for i, text in enumerate(texts):
+        tokens[i, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    return tokens
+
+
+def dry_inputs(texts, wishes, vocab):
+    """wishes: (multiplier, base, allowed_length, last_n, breakers) of each text."""
+    order = list(reversed(range(len(texts))))
+    tokens = table([texts[i] for i in order])
+    breakers = torch.stack([bits(wishes[i][4], vocab) for i in order])
+    windows = [len(text) if wish[3] < 0 else min(wish[3], len(text)) for text, wish in zip(texts, wishes)]
+    return DryInputs(
+        rows=torch.arange(len(texts)),
+        table_rows=torch.tensor(order),
+        token_ids=tokens,
+        length=torch.tensor([len(text) for text in texts]),
+        last_n=torch.tensor([wish[3] for wish in wishes]),
+        multiplier=torch.tensor([float(wish[0]) for wish in wishes]),
+        base=torch.tensor([float(wish[1]) for wish in wishes]),
+        allowed_length=torch.tensor([wish[2] for wish in wishes]),
+        breakers=breakers,
+        longest=max(windows),
+        longest_match=max(wish[2] for wish in wishes) + MAX_DRY_EXPONENT,
+    )
+
+
+def brute_force(text, multiplier, base, allowed, last_n, breakers):
+    """Token -> penalty, by comparing every place with the end."""
+    text = text if last_n < 0 else text[max(len(text) - last_n, 0) :]
+    longest: dict[int, int] = {}
+    for end in range(1, len(text)):
+        length = 0
+        while end - length > 0 and text[end - 1 - length] == text[-1 - length] and text[-1 - length] not in breakers:
+            length += 1
+            if length == allowed + MAX_DRY_EXPONENT:
+                break
+        if text[end] not in breakers:
+            longest[text[end]] = max(longest.get(text[end], 0), length)
+    return {
+        token: min(multiplier * base ** (length - allowed), MAX_DRY_PENALTY)
+        for token, length in longest.items()
+        if length >= allowed
+    }
+
+
+def check_dry(ops, texts, wishes, vocab):
+    logits = torch.randn(len(texts), vocab, generator=torch.Generator().manual_seed(3))
+    expected = logits.clone()
+    for i, (text, wish) in enumerate(zip(texts, wishes)):
+        for token, penalty in brute_force(text, *wish).items():
+            expected[i, token] -= np.float32(penalty)
+    ops.penalize_repetitions(logits, dry_inputs(texts, wishes, vocab))
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+    return logits
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 33])
+def test_dry_is_brute_force(vocab, ops):
+    rng = random.Random(vocab)
+    texts = [[rng.randrange(vocab) for _ in range(rng.choice([0, 1, 2, 5, 40, 300]))] for _ in range(30)]
+    wishes = [
+        (
+            rng.choice([0.8, 3.0]),
+            rng.choice([1.0, 1.75, 4.0]),
+            rng.choice([1, 2, 5]),
+            rng.choice([-1, -1, 3, 17, 1000]),
+            set(rng.sample(range(vocab), rng.choice([0, 0, 1]))),
+        )
+        for _ in texts
+    ]
+    check_dry(ops, texts, wishes, vocab)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7, 100])
+def test_long_repetitions_are_penalized_finitely(period, ops):
+    texts = [[3 + i % period for i in range(600)]] * 4
+    wishes = [(100.0, 10.0, 1, -1, ()), (0.8, 1.75, 2, -1, ()), (1.0, 1.0, 1024, -1, ()), (2.0, 2.0, 50, 200, ())]
+    logits = check_dry(ops, texts, wishes, 128)
+    assert logits.isfinite().all()
+    assert (logits / 1e-5).isfinite().all()
+
+
+def test_dry_in_a_known_text(ops):
+    # "1 2 3 4 | 1 2 3" would go on with 4; 5 has followed 3 too, but only after two of these tokens.
+    text = [9, 2, 3, 5, 1, 2, 3, 4, 8, 1, 2, 3]
+    logits = torch.zeros(1, 16)
+    ops.penalize_repetitions(logits, dry_inputs([text], [(1.0, 2.0, 2, -1, ())], 16))
+    assert logits[0].tolist() == [-2.0 if i == 4 else -1.0 if i == 5 else 0.0 for i in range(16)]
+    logits.zero_()
+    ops.penalize_repetitions(logits, dry_inputs([text], [(1.0, 2.0, 2, -1, (2,))], 16))
+    assert not logits.any()  # only one token since the breaker
+
+
+def test_dry_rows_are_independent(ops):
+    rng = random.Random(1)
+    texts = [[rng.randrange(4) for _ in range(rng.randrange(2, 90))] for _ in range(9)]
+    wishes = [(rng.random(), 1.5, rng.randrange(1, 9), rng.choice([-1, 20]), ()) for _ in texts]
+    together = torch.zeros(9, 50)
+    ops.penalize_repetitions(together, dry_inputs(texts, wishes, 50))
+    for i in range(9):
+        alone = torch.zeros(1, 50)
+        ops.penalize_repetitions(alone, dry_inputs([texts[i]], [wishes[i]], 50))
+        assert torch.equal(alone[0], together[i])
+
+
+def bad_words_inputs(texts, words_of):
+    flat = [[(t, len(word) - 1 - j) for word in words for j, t in enumerate(word)] for words in words_of]
+    width = max(len(tokens) for tokens in flat)
+    padded = torch.tensor([tokens + [(-1, 0)] * (width - len(tokens)) for tokens in flat], dtype=torch.int32)
+    return BadWordsInputs(
+        rows=torch.arange(len(texts)),
+        table_rows=torch.arange(len(texts)),
+        ids=padded[:, :, 0],
+        left=padded[:, :, 1],
+        token_ids=table(texts),
+        length=torch.tensor([len(text) for text in texts]),
+    )
+
+
+def test_bad_words_are_brute_force(ops):
+    rng = random.Random(2)
+    texts = [[rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 9]))] for _ in range(40)]
+    words_of = [
+        [[rng.randrange(3) for _ in range(rng.randrange(1, 5))] for _ in range(rng.randrange(1, 9))] for _ in texts
+    ]
+    logits = torch.randn(40, 35, generator=torch.Generator().manual_seed(3))
+    logits[5, 1] = math.nan
+    expected = logits.clone()
+    for i, (text, words) in enumerate(zip(texts, words_of)):
+        for word in words:
+            before = word[:-1]
+            if len(before) <= len(text) and text[len(text) - len(before) :] == before:
+                expected[i, word[-1]] = -math.inf
+    ops.forbid_words(logits, bad_words_inputs(texts, words_of))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab", [1, 32, 45, 1000])
+def test_only_allowed_ids_stay(vocab, ops):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=generator)
+    allowed = torch.rand(3, vocab, generator=generator) < 0.4
+    kept = logits.clone()
+    expected = logits.clone()
+    for row, table_row in ((4, 2), (0, 0), (3, 2)):
+        expected[row, ~allowed[table_row]] = -math.inf
+        logits[row, ~allowed[table_row]] = math.nan  # is not looked at
+    words = torch.stack([bits(flags.nonzero().flatten().tolist(), vocab) for flags in allowed])
+    ops.allow_only(logits, AllowedInputs(torch.tensor([4, 0, 3]), torch.tensor([2, 0, 2]), words))
+    assert torch.equal(logits, expected)
+    assert torch.equal(logits[[1, 2, 5]], kept[[1, 2, 5]])
