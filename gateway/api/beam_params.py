@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.api.params import SamplingFields
+from gateway.api.structured_fields import TextFormat
 from gateway.flow.beam_search import BeamParams
 from shared.errors import InvalidRequestError
 from shared.sampling_params import MAX_LOGPROBS
@@ -52,7 +53,7 @@ def beam_params(fields: SamplingFields, n: int, best_of: int) -> BeamParams | No
         return None
     for name, idle in _IDLE.items():
         value = getattr(fields, name, None)
-        if value is not None and value not in idle and not _is_plain_text(name, value):
+        if value is not None and value not in idle and not isinstance(value, TextFormat):
             raise InvalidRequestError(f"{name} cannot be combined with use_beam_search.", param=name)
     penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
     if not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
@@ -66,7 +67,3 @@ def beam_params(fields: SamplingFields, n: int, best_of: int) -> BeamParams | No
             f"Beam search has at most {MAX_LOGPROBS} beams, got {best_of}.", param="best_of" if best_of > n else "n"
         )
     return BeamParams(width=best_of, num_returned=n, length_penalty=penalty, early_stopping=early)
-
-
-def _is_plain_text(name: str, value: object) -> bool:
-    return name == "response_format" and getattr(value, "type", None) == "text"
