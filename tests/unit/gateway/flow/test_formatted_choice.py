@@ -128,6 +128,14 @@ def test_a_call_that_a_stop_string_cuts_off_is_none_to_act_upon() -> None:
     assert delta.finish_reason == "tool_calls" and len(calls_of(delta)) == 1
 
 
+def test_a_mark_that_ends_the_choice_is_read() -> None:
+    """As gpt-oss ends with the mark behind a call; a hidden token that is no mark has no text."""
+    closing = tokenizer().token_to_id("</tool_call>")
+    choice = make(special=True)
+    delta = feed(choice, ids_of(CALL), Finish(FinishReason.STOP, stop_token_id=closing))
+    assert (delta.text, delta.finish_reason) == ("", "tool_calls") and len(calls_of(delta)) == 1
+
+
 def test_a_stop_string_does_not_count_before_min_tokens() -> None:
     sampling = SamplingParams(max_tokens=400, min_tokens=len(ids_of(THOUGHT + "a song")))
     delta = say(make("song", sampling=sampling), THOUGHT + "a song and a song")

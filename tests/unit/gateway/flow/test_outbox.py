@@ -8,6 +8,7 @@ import pytest
 
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import FULL_AT_TOKENS, Outbox
+from gateway.text.message_parser import ToolCallDelta
 from shared.messages import TokenLogprobs
 
 
@@ -35,6 +36,21 @@ async def test_ids_without_text_wait_for_their_text() -> None:
     outbox.put(TextDelta(0, "", [3]))
     outbox.put(TextDelta(0, "", [], None, "length"))
     assert outbox.take() == TextDelta(0, "", [3], None, "length")
+
+
+async def test_reasoning_and_calls_are_worth_delivering() -> None:
+    outbox = Outbox(10, never)
+    for news in (
+        TextDelta(0, "", [1], reasoning="Hm"),
+        TextDelta(0, "", [2], tool_calls=[ToolCallDelta(0, id="c", name="f")]),
+        TextDelta(0, "", [3], tool_calls=[ToolCallDelta(0, "{")], num_reasoning_tokens=1),
+    ):
+        outbox.put(news)
+        assert outbox.take() == news
+    outbox.put(TextDelta(0, "", [4], num_reasoning_tokens=1))
+    assert outbox.take() is None
+    outbox.put(TextDelta(0, "", [5], reasoning="m", num_reasoning_tokens=1))
+    assert outbox.take() == TextDelta(0, "", [4, 5], reasoning="m", num_reasoning_tokens=2)
 
 
 async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
