@@ -3,6 +3,7 @@
 What a schema leaves open, a weak model fills up to max_tokens: white space, digits. Both are bounded here:
 
 - Between two tokens stands at most one space, or one line break with up to INDENT spaces.
+- A text of a format that has an endless part (fractions of a second) has a length.
 - A number has up to 15 digits before its point and NUM_DECIMALS behind it, and no exponent, unless the schema's own
   bounds or `multipleOf` ask for more.
 """
@@ -24,6 +25,8 @@ MAX_DEPTH = 64
 MAX_NODES = 20_000
 
 WHITESPACE = rf" |\n {{0,{INDENT}}}"
+
+FORMAT_LENGTHS = {"time": 32, "date-time": 48, "duration": 48, "email": 254, "hostname": 253, "uri": 2048}
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -156,6 +159,9 @@ class _Bounder:
 
     def _bound_values(self, node: dict[str, Any]) -> None:
         """Bounds what this schema itself allows."""
+        length = FORMAT_LENGTHS.get(str(node.get("format")))
+        if length is not None and "maxLength" not in node and node.get("minLength", 0) in range(length):
+            node["maxLength"] = length
         kinds = node.get("type")
         kinds = [kinds] if isinstance(kinds, str) else kinds
         anything = kinds is None
