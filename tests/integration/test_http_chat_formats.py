@@ -386,6 +386,29 @@ async def test_arguments_of_endless_structure_are_refused() -> None:
         assert status == 400 and body["error"]["code"] == "too_many_values"
 
 
+async def test_what_a_template_refuses_is_a_clear_400(tmp_path: Path) -> None:
+    """64, 67: roles in an order that the model does not know, a system message for a model without such."""
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    bundle = make_bundle(tokenizer().to_str().encode(), template)
+    user = {"role": "user", "content": "a"}
+    async with talking(tmp_path, "Yes.", bundle=bundle) as (gateway, _):
+        for messages, words in (
+            ([user, user], "Conversation roles must alternate"),
+            ([{"role": "system", "content": "x"}, user], "System role not supported"),
+            ([{"role": "developer", "content": "x"}, user], "System role not supported"),
+        ):
+            for stream in (False, True):
+                status, body, _ = await gateway.chat(model=MODEL, messages=messages, stream=stream)
+                assert status == 400 and words in body["error"]["message"]
+                assert body["error"]["type"] == "invalid_request_error"
+        answer = await both(gateway, messages=[{"role": "system", "content": ""}, user])
+        assert answer["content"] == "Yes."
+
+
 async def test_flags_that_mean_nothing_keep_a_worker_out(tmp_path: Path) -> None:
     for number, flag in enumerate(({"reasoning_parser": "r2"}, {"tool_call_parser": "r2"})):
         directory = tmp_path / str(number)

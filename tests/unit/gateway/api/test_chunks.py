@@ -13,6 +13,7 @@ from gateway.api.envelope import Detail, Envelope
 from gateway.api.fan_in import Tally
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
+from gateway.text.message_parser import ToolCallDelta
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -49,6 +50,28 @@ def test_chat_chunks(text, model, index, usage):
         }
         for delta, reason in deltas
     ]
+
+
+@given(text=TEXT, reasoning=TEXT, arguments=TEXT, begins=st.booleans(), shown=st.booleans(), ids=st.booleans())
+def test_chunks_of_all_that_a_message_has(text, reasoning, arguments, begins, shown, ids):
+    """26, 27: a chunk for each piece, in the order of a message; what is told of the tokens is in the first."""
+    detail = Detail(token_bytes=lambda token_id: bytes([token_id]), token_ids=ids, prompts=[[9]])
+    chunks = ChatChunks(envelope("m"), Tally(1), detail, include_usage=False, show_reasoning=shown)
+    chunks.encode(0, 0, TextDelta(0, "", []))
+    call = ToolCallDelta(2, arguments, **({"id": "c", "name": "f"} if begins else {}))
+    delta = TextDelta(0, text, [1, 2], reasoning=reasoning, tool_calls=[call], num_reasoning_tokens=1)
+    choices = [chunk["choices"][0] for chunk in events(chunks.encode(0, 0, delta))]
+    expected = [{"reasoning_content": reasoning, "reasoning": reasoning}] if reasoning and shown else []
+    expected += [{"content": text}] if text else []
+    if begins:
+        first = {"index": 2, "id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+        expected.append({"tool_calls": [first]})
+    if arguments:
+        expected.append({"tool_calls": [{"index": 2, "function": {"arguments": arguments}}]})
+    assert [choice["delta"] for choice in choices] == (expected or [{"content": ""}] * ids)
+    token_ids = [choice.get("token_ids") for choice in choices]
+    assert token_ids == ([[1, 2], *([None] * (len(choices) - 1))] if ids else [None] * len(choices))
+    assert all(choice["finish_reason"] is None for choice in choices)
 
 
 @given(text=TEXT, model=TEXT, reason=st.sampled_from([None, "length"]), usage=st.booleans())
