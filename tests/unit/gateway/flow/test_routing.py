@@ -72,3 +72,17 @@ def test_one_worker_needs_no_thought() -> None:
     only = Worker("only")
     assert router.choose([only], PROMPT, b"") is only
     assert len(router._pages) == 0
+
+
+def test_the_same_key_goes_to_the_same_of_equal_workers() -> None:
+    workers = [Worker(str(index)) for index in range(4)]
+    first = {key: Router().choose(workers, PROMPT, b"", key).name for key in map(str, range(40))}
+    assert len(set(first.values())) == 4
+    for key, name in first.items():
+        # Another gateway, another order; and fewer workers move only those that lose theirs.
+        assert Router().choose(workers[::-1], PROMPT, b"", key).name == name
+        fewer = [worker for worker in workers if worker.name != "2"]
+        assert name == "2" or Router().choose(fewer, PROMPT, b"", key).name == name
+    assert {Router().choose(workers, PROMPT, bytes([salt]), "1").name for salt in range(40)} == set(first.values())
+    workers[0].num_sequences = 1
+    assert all(Router().choose(workers, PROMPT, b"", key) is not workers[0] for key in first)
