@@ -58,7 +58,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
     error: str | None
 
 
-class _Bytes:
+class ByteVocabulary:
     """A vocabulary of all bytes and a model's special tokens: enough to try a grammar, and much smaller than the
     model's own."""
 
@@ -117,7 +117,7 @@ class _Judge:
         tokenizer = self._tokenizers.get(key)
         if tokenizer is None:
             tokenizer = LLTokenizer(
-                TokenizerWrapper(_Bytes(job.vocab_size, job.special_ids)), slices=LLTokenizer.json_slices()
+                TokenizerWrapper(ByteVocabulary(job.vocab_size, job.special_ids)), slices=LLTokenizer.json_slices()
             )
             self._tokenizers[key] = tokenizer
             if len(self._tokenizers) > MAX_TOKENIZERS:
