@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from shared.messages import Finish, FinishReason, Output, Submit
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_executor import EOS_TOKEN_ID, FakeExecutor, FakeHandle, generate
+from worker.constraint import Constraints
 from worker.kv.manager import KVManager
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -42,6 +43,7 @@ class Harness:
         clock=lambda: 0.0,
         corrupt=lambda plan: set(),
         kv_class=KVManager,
+        constraints: Constraints | None = None,
     ) -> None:
         self.kv = kv_class(
             num_pages=num_pages,
@@ -55,7 +57,7 @@ class Harness:
             max_model_len=max_model_len,
             eos_token_ids=(EOS_TOKEN_ID,),
         )
-        self.scheduler = Scheduler(config, self.kv, clock=clock)
+        self.scheduler = Scheduler(config, self.kv, clock=clock, constraints=constraints)
         self.executor = FakeExecutor(
             max_num_seqs=max_num_seqs,
             num_pages=num_pages,
@@ -82,7 +84,7 @@ class Harness:
     def step(self, milliseconds: float = 1.0) -> StepPlan | None:
         """One pass of the engine loop: submits at most one plan, lands the oldest where the pipeline is full."""
         plan = self.scheduler.schedule() if len(self._flights) < self.executor.depth else None
-        assert plan is not None or self._flights or not self.scheduler.has_requests, "requests wait and nothing runs"
+        assert plan is not None or self._flights or not self.scheduler.has_computable, "requests wait and nothing runs"
         self._pause()
         if plan is not None:
             self._flights.append((plan, self.executor.submit(plan)))

@@ -12,8 +12,9 @@ from hashlib import blake2b
 
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
+from tests.fakes.fake_grammars import FakeState, allows
 from worker.executor.executor import ExecutorError
-from worker.scheduler.plan import NewRow, SampledToken, ScheduledTokens, StepPlan, StepResult
+from worker.scheduler.plan import NOTHING_LEFT, NewRow, SampledToken, ScheduledTokens, StepPlan, StepResult
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 2
@@ -34,16 +35,35 @@ def next_token(tokens: list[int], num_prompt_tokens: int, sampling: SamplingPara
     return 3 + (number >> 8) % (VOCAB_SIZE - 4)
 
 
+def masked(token: int, mask: bytes) -> int:
+    """The token, or where it is not allowed another that is and does not end the text."""
+    if token < 0 or allows(mask, token):
+        return token
+    others = [other for other in range(EOS_TOKEN_ID + 1, VOCAB_SIZE - 1) if allows(mask, other)]
+    return others[token % len(others)] if others else NOTHING_LEFT
+
+
 def generate(
-    prompt: list[int], sampling: SamplingParams, choice: int, max_model_len: int, num_prompt_tokens: int | None = None
+    prompt: list[int],
+    sampling: SamplingParams,
+    choice: int,
+    max_model_len: int,
+    num_prompt_tokens: int | None = None,
+    grammar: str = "",
 ) -> list[int]:
     """The text of a request that runs alone, as token ids, without any scheduler."""
+    state = FakeState(grammar) if grammar else None
     boundary = num_prompt_tokens if num_prompt_tokens is not None else len(prompt)
     tokens = list(prompt)
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS_TOKEN_ID})
     while len(tokens) - boundary < sampling.max_tokens and len(tokens) < max_model_len:
-        tokens.append(next_token(tokens, boundary, sampling, choice))
+        token = next_token(tokens, boundary, sampling, choice)
+        if state is not None and token not in state.allowed() + [EOS_TOKEN_ID] * state.may_end:
+            token = state.allowed()[token % len(state.allowed())]
+        tokens.append(token)
         if tokens[-1] in stops and len(tokens) - boundary > sampling.min_tokens:
+            break
+        if state is not None and state.consume(token) and state.is_complete:
             break
     return tokens[len(prompt) :]
 
@@ -141,7 +161,7 @@ class FakeExecutor:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for item in plan.scheduled:
             self._check_reads(item, written)
-            self._read(item, sampled, prompt_logprobs)
+            self._read(item, plan.masks, sampled, prompt_logprobs)
         return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs)
 
     def _write(self, item: ScheduledTokens, corrupted: bool) -> list[tuple[int, int, int]]:
@@ -162,7 +182,11 @@ class FakeExecutor:
                 assert slot not in written, "a row reads a page that this very step writes"
 
     def _read(
-        self, item: ScheduledTokens, sampled: list[SampledToken], prompt_logprobs: dict[int, list[TokenLogprobs]]
+        self,
+        item: ScheduledTokens,
+        masks: list[bytes],
+        sampled: list[SampledToken],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> None:
         row = self._rows[item.row]
         end = item.start + item.count
@@ -182,6 +206,7 @@ class FakeExecutor:
         if item.sample:
             assert end == len(row.tokens), "a token is sampled that is not the next one"
             token = next_token(tokens, row.num_prompt_tokens, row.sampling, row.choice)
+            token = masked(token, masks[item.mask]) if item.mask >= 0 else token
             row.tokens.append(max(token, 0))
             alternatives = row.sampling.logprobs
             logprobs = self._logprob(token, alternatives) if alternatives is not None and token >= 0 else None

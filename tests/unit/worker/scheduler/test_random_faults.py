@@ -119,7 +119,9 @@ class FaultWalk:
         tokens, finish = self.harness.tokens[key], self.harness.finishes.get(key)
         limit = self.harness.scheduler.config.max_model_len
         poisoned = POISON_TOKEN_ID in submit.token_ids
-        text = [] if poisoned else generate(submit.token_ids, submit.sampling, choice, limit, submit.num_prompt_tokens)
+        text: list[int] = []
+        if not poisoned:
+            text = generate(submit.token_ids, submit.sampling, choice, limit, submit.num_prompt_tokens, submit.grammar)
         assert tokens == text[: len(tokens)]
         if finish is None:
             assert key in self.gone

@@ -1,0 +1,103 @@
+"""Grammars without a library, compiled when a test says so.
+
+The source `mod 5 for 9`: the n-th token is a multiple of 5 plus n modulo 5, nine of them are a whole text, and from the
+fifth on it may end. `bad` does not compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shared.errors import InvalidRequestError
+
+END = 2
+_IDS = range(3, 96)
+
+
+class FakeState:
+    """One text's place in such a grammar."""
+
+    def __init__(self, source: str) -> None:
+        _, modulus, _, length = source.split()
+        self.modulus, self.length = int(modulus), int(length)
+        self.taken: list[int] = []
+        self.error = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.taken) == self.length
+
+    @property
+    def may_end(self) -> bool:
+        return 2 * len(self.taken) >= self.length
+
+    def allowed(self) -> list[int]:
+        rest = len(self.taken) % self.modulus
+        return [token_id for token_id in _IDS if token_id % self.modulus == rest] if not self.is_complete else []
+
+    def consume(self, token_id: int) -> bool:
+        if token_id not in self.allowed():
+            return False
+        self.taken.append(token_id)
+        return True
+
+
+class FakePending:
+    def __init__(self, grammars: FakeGrammars, source: str) -> None:
+        self._grammars = grammars
+        self._source = source
+        self._num_polls = 0
+        self.closed = False
+
+    def poll(self) -> bool:
+        assert not self.closed
+        self._num_polls += 1
+        return self._grammars.is_ready(self._source, self._num_polls)
+
+    def open(self) -> FakeState:
+        self.release()
+        if self._source == "bad":
+            raise InvalidRequestError("the grammar is bad", code="invalid_grammar")
+        state = FakeState(self._source)
+        self._grammars.states.append(state)
+        return state
+
+    def release(self) -> None:
+        assert not self.closed, "a pending grammar is opened or released twice"
+        self.closed = True
+        self._grammars.num_pending -= 1
+
+
+class FakeGrammars:
+    """
+    Args:
+        is_ready: whether a source is compiled when it is asked for the n-th time for one choice.
+
+    Attributes:
+        num_pending: choices that wait.
+        states: all that were opened.
+    """
+
+    def __init__(self, vocab_size: int, is_ready: Callable[[str, int], bool] = lambda source, num_polls: True) -> None:
+        self.vocab_size = vocab_size
+        self.is_ready = is_ready
+        self.num_pending = 0
+        self.states: list[FakeState] = []
+
+    def prepare(self, source: str) -> FakePending:
+        self.num_pending += 1
+        return FakePending(self, source)
+
+    def fill(self, states: Sequence[FakeState], masks: np.ndarray) -> np.ndarray:
+        assert masks.shape == (len(states), -(-self.vocab_size // 32))
+        masks[:] = 0
+        for row, state in zip(masks, states, strict=True):
+            for token_id in state.allowed() + [END] * state.may_end:
+                row[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return np.array([state.may_end for state in states], dtype=bool)
+
+
+def allows(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id // 8] >> token_id % 8 & 1)
