@@ -73,7 +73,7 @@ async def test_a_client_that_goes_cancels_every_beam_at_the_worker(tmp_path) -> 
             async with searcher(core, 3).submit(make_request([5], max_tokens=400, n=3)) as search:
                 task = asyncio.ensure_future(anext(aiter(search)))
                 await until(lambda: len(worker.submits()) > 3)
-                worker.faults.no_finish = True  # from here on no beam ends by itself
+                worker.delay = 60.0  # from here on no beam ends by itself
                 await until(lambda: worker.num_running == 3)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
