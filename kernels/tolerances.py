@@ -10,3 +10,10 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.bfloat16: (1.6e-2, 1.6e-2),
     torch.float8_e4m3fn: (2e-3, 2e-3),  # sums of FP8 products on Hopper, which keeps some 14 bits of 128 of them
 }
+
+
+def of_attention(dtype: torch.dtype, kv_format: str) -> tuple[float, float]:
+    """Of attention with queries of `dtype` over cells of a KVFormat: beside float16, weights of quantized values are
+    bfloat16 (kernels/gpu/kv_cells.py)."""
+    quantized = kv_format != "dense" and dtype is torch.float16
+    return TOLERANCES[torch.bfloat16 if quantized else dtype]

@@ -6,12 +6,15 @@ reach, else tile by tile in two passes, of which the second finds its input in t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.activation.reference import Activation
 from kernels.gpu.activation_codes import (
+    LARGEST,
     ROW_FORMATS,
     encode,
     larger_magnitude,
@@ -22,6 +25,7 @@ from kernels.gpu.activation_codes import (
     store_tile,
 )
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 from kernels.gpu.rounding import rounded
 from kernels.quantized import ActivationQuantization, Activations
 
@@ -123,22 +127,27 @@ def activation_and_mul(
     if rows:
         size, num_warps = tile(width, outs.format, 64 if torch.version.hip else 32)
         wide = outs.format in ROW_FORMATS and width > size
-        kernel = wide_row_kernel if wide else activation_and_mul_kernel
-        kernel[(rows,) if wide else (rows, triton.cdiv(width, size))](
-            gate_up,
-            outs.out,
-            outs.scales,
-            WIDTH=width,
-            TILE=size,
-            ACTIVATION=activation,
-            FORMAT=outs.format,
-            LARGEST_CODE=outs.largest,
-            NATIVE=outs.native,
-            num_warps=num_warps,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        variant = _variant(width, size, num_warps, wide, activation, outs.format, outs.native)
+        variant((rows,) if wide else (rows, -(-width // size)), gate_up, outs.out, outs.scales)
     return outs.result(gate_up.dtype)
+
+
+@functools.cache
+def _variant(
+    width: int, size: int, num_warps: int, wide: bool, activation: Activation, format: str, native: bool
+) -> Variant:
+    return Variant(
+        wide_row_kernel if wide else activation_and_mul_kernel,
+        WIDTH=width,
+        TILE=size,
+        ACTIVATION=activation,
+        FORMAT=format,
+        LARGEST_CODE=LARGEST.get(format, 1.0),
+        NATIVE=native,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
 
 
 _FORMATS = ("dense", "fp8_token", "fp8_block", "int8_token", "fp8_tensor")

@@ -38,7 +38,9 @@ class KVPages:
 def quantize_cells(cells: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., head_dim] floats -> codes as KVPages stores them and [...] float32 scales. A cell of zeros has scale 0."""
     wide = cells.float()
-    scales = wide.abs().amax(dim=-1) / LARGEST[kv_format]
+    largest = wide.abs().amax(dim=-1)
+    # By a tensor: torch divides by a number on a GPU as a product with its reciprocal, which is rounded once more.
+    scales = largest / torch.full_like(largest, LARGEST[kv_format])
     scaled = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     if kv_format == "fp8":
         return scaled.to(torch.float8_e4m3fn), scales

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +15,16 @@ from kernels.attention_decode.inputs import DecodeScratch
 from kernels.attention_decode.triton import Tile
 from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.kv_cells import PRODUCTS, cell_constants, cell_pointers, compiled_cells, weight_type
-from kernels.gpu.launch import native_fp8, product_type
+from kernels.gpu.kv_cells import (
+    PRODUCTS,
+    CellStrides,
+    cell_constants,
+    cell_pointers,
+    compiled_cells,
+    scale_strides,
+    weight_type,
+)
+from kernels.gpu.launch import Variant, native_fp8, product_type
 from kernels.gpu.split_attention import attend_keys, load_queries, store_rows
 
 
@@ -173,14 +183,17 @@ def attention_cascade(
     num_items = cascade.items.shape[0]
     if num_items == 0:
         return
-    native, product = native_fp8(query.device), product_type(query.dtype)
+    native = native_fp8(query.device)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, torch.version.hip is not None)
-    attention_cascade_kernel[(num_items, geometry.num_kv_heads)](
+    pointers = cell_pointers(pages, native)
+    strides = CellStrides(pointers[0].stride(), pointers[1].stride(), scale_strides(pages))
+    _variant(geometry, pages.format, strides, chosen, query.dtype, native)(
+        (num_items, geometry.num_kv_heads),
         scratch.sums,
         scratch.maxima,
         scratch.weights,
         query,
-        *cell_pointers(pages, native),
+        *pointers,
         inputs.block_table,
         inputs.cu_seqlens_q,
         work.partials,
@@ -188,14 +201,29 @@ def attention_cascade(
         cascade.items,
         cascade.ends,
         inputs.block_table.stride(0),
-        geometry.scale,
-        geometry.softcap or 1.0,
-        **cell_constants(geometry, pages),
-        ROWS=tile_rows(query.dtype, geometry.num_heads // geometry.num_kv_heads),
+        float(geometry.scale),
+        float(geometry.softcap or 1.0),
+    )
+
+
+@functools.cache
+def _variant(
+    geometry: AttentionGeometry,
+    kv_format: KVFormat,
+    strides: CellStrides,
+    chosen: Tile,
+    dtype: torch.dtype,
+    native: bool,
+) -> Variant:
+    product = product_type(dtype)
+    return Variant(
+        attention_cascade_kernel,
+        **cell_constants(geometry, kv_format, strides),
+        ROWS=tile_rows(dtype, geometry.num_heads // geometry.num_kv_heads),
         KEYS=chosen.keys,
         NATIVE=native,
         PRODUCT=product,
-        WEIGHT=weight_type(product, pages.format),
+        WEIGHT=weight_type(product, kv_format),
         HAS_SOFTCAP=geometry.softcap is not None,
         HAS_WINDOW=False,
         num_warps=chosen.num_warps,

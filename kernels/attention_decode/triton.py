@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,17 @@ from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention_decode.inputs import DecodeScratch
 from kernels.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.kv_cells import POINTERS, PRODUCTS, cell_constants, cell_pointers, compiled_cells, weight_type
-from kernels.gpu.launch import native_fp8, num_processors, product_type
+from kernels.gpu.kv_cells import (
+    POINTERS,
+    PRODUCTS,
+    CellStrides,
+    cell_constants,
+    cell_pointers,
+    compiled_cells,
+    scale_strides,
+    weight_type,
+)
+from kernels.gpu.launch import Variant, native_fp8, num_processors, product_type
 from kernels.gpu.split_attention import attend_keys, load_queries, merge_weights, normalizer, store_rows
 
 MAX_ROWS = 128
@@ -218,7 +228,8 @@ def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip:
     if rows <= 16 and kv_format == "dense":
         return Tile(keys=16 if wide else 32, num_warps=4, num_stages=5, programs=4)
     if rows <= 16:
-        return Tile(keys=32, num_warps=4, num_stages=7, programs=3)
+        # A tile takes as long as its steps wait for one another, whatever its bytes: of small cells it has more keys.
+        return Tile(keys=32 if wide else 64, num_warps=4, num_stages=5, programs=3)
     if rows <= 64 and kv_format == "int4":
         return Tile(keys=16 if rows == 64 else 32, num_warps=4, num_stages=5, programs=2)
     return Tile(keys=32 if wide else 64, num_warps=8, num_stages=5, programs=1)
@@ -226,7 +237,7 @@ def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip:
 
 def tile_rows(max_queries: int, group: int) -> int:
     """Rows of a tile that holds the query tokens and heads that share a KV head; at least DECODE_ROWS."""
-    return max(DECODE_ROWS, int(triton.next_power_of_2(max_queries * group)))
+    return max(DECODE_ROWS, 1 << (max_queries * group - 1).bit_length())
 
 
 def _check(
@@ -274,16 +285,20 @@ def attention_decode(
     if work.max_decode_queries == 0:
         return
     rows = tile_rows(work.max_decode_queries, geometry.num_heads // geometry.num_kv_heads)
-    native, product = native_fp8(query.device), product_type(query.dtype)
+    native = native_fp8(query.device)
     chosen = tile(query.dtype, pages.format, geometry.head_dim, rows, torch.version.hip is not None)
+    pointers = cell_pointers(pages, native)
+    strides = CellStrides(pointers[0].stride(), pointers[1].stride(), scale_strides(pages))
+    variant = _variant(geometry, pages.format, strides, rows, chosen, query.dtype, native, sinks is not None)
     programs = min(num_processors(query.device) * chosen.programs, work.decode_items.shape[0] * geometry.num_kv_heads)
-    attention_decode_kernel[(programs,)](
+    variant(
+        (programs,),
         out,
         scratch.sums,
         scratch.maxima,
         scratch.weights,
         query,
-        *cell_pointers(pages, native),
+        *pointers,
         scratch.maxima if sinks is None else sinks,
         inputs.block_table,
         inputs.cu_seqlens_q,
@@ -291,24 +306,41 @@ def attention_decode(
         work.decode_items,
         work.counts,
         inputs.block_table.stride(0),
-        geometry.scale,
-        geometry.softcap or 1.0,
+        float(geometry.scale),
+        float(geometry.softcap or 1.0),
         geometry.window or 0,
-        **cell_constants(geometry, pages),
+    )
+    if inputs.max_seqlen_k > SPLIT:
+        _reduce(inputs, geometry, work, scratch, out, sinks)
+
+
+@functools.cache
+def _variant(
+    geometry: AttentionGeometry,
+    kv_format: KVFormat,
+    strides: CellStrides,
+    rows: int,
+    chosen: Tile,
+    dtype: torch.dtype,
+    native: bool,
+    has_sinks: bool,
+) -> Variant:
+    product = product_type(dtype)
+    return Variant(
+        attention_decode_kernel,
+        **cell_constants(geometry, kv_format, strides),
         ROWS=rows,
         KEYS=chosen.keys,
         NATIVE=native,
         PRODUCT=product,
-        WEIGHT=weight_type(product, pages.format),
+        WEIGHT=weight_type(product, kv_format),
         HAS_SOFTCAP=geometry.softcap is not None,
         HAS_WINDOW=geometry.window is not None,
-        HAS_SINKS=sinks is not None,
+        HAS_SINKS=has_sinks,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         enable_fp_fusion=False,
     )
-    if inputs.max_seqlen_k > SPLIT:
-        _reduce(inputs, geometry, work, scratch, out, sinks)
 
 
 def _reduce(
@@ -321,7 +353,9 @@ def _reduce(
 ) -> None:
     """Merges partial results; where no request is longer than a split there are none."""
     queries = min(work.max_decode_queries, inputs.max_seqlen_q)
-    attention_reduce_kernel[(inputs.seq_lens.shape[0], queries, geometry.num_kv_heads)](
+    variant = _reduce_variant(geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, sinks is not None)
+    variant(
+        (inputs.seq_lens.shape[0], queries, geometry.num_kv_heads),
         out,
         scratch.sums,
         scratch.maxima,
@@ -329,7 +363,14 @@ def _reduce(
         scratch.maxima if sinks is None else sinks,
         inputs.cu_seqlens_q,
         work.partials,
-        **_reduce_constants(geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, sinks is not None),
+    )
+
+
+@functools.cache
+def _reduce_variant(num_heads: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> Variant:
+    return Variant(
+        attention_reduce_kernel,
+        **_reduce_constants(num_heads, num_kv_heads, head_dim, has_sinks),
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=False,

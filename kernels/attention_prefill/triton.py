@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from kernels.attention_work.inputs import AttentionWork
 from kernels.gpu.compilations import NATIVE_FP8, Compilation, Product, Target
 from kernels.gpu.formats import decode_cells, decode_int4_high, decode_int4_low
 from kernels.gpu.kv_cells import cell_pointer, cells_of, scale_strides, weight_type
-from kernels.gpu.launch import NAMED_TYPES, TRITON_TYPES, native_fp8, nearest_target, product_type
+from kernels.gpu.launch import NAMED_TYPES, TRITON_TYPES, Variant, native_fp8, nearest_target, product_type
 from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import LOG2_E, tanh
 
@@ -296,17 +297,30 @@ def attention_prefill(
     keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
     wide = torch.float32 in (queries.dtype, pages.keys.dtype)
     product = TRITON_TYPES[torch.float32] if wide else product_type(queries.dtype)
-    attention_prefill_kernel[num_tiles, geometry.num_kv_heads](
+    strides = keys.stride(), values.stride(), scale_strides(pages)
+    variant = _variant(geometry, pages.format, chosen, *strides, sinks is not None, native, product)
+    variant(
+        (num_tiles, geometry.num_kv_heads),
         queries, keys, values,
         pages.key_scales if pages.key_scales is not None else queries,
         pages.value_scales if pages.value_scales is not None else queries,
         sinks if sinks is not None else queries,
         out, work.prefill_tiles, work.counts, inputs.cu_seqlens_q, inputs.seq_lens, inputs.block_table,
-        inputs.block_table.stride(0), geometry.scale, geometry.softcap or 0.0,
-        **_shape_constants(geometry, pages.format, chosen),
-        HAS_SINKS=sinks is not None,
-        KEY_STRIDES=keys.stride(), VALUE_STRIDES=values.stride(), SCALE_STRIDES=scale_strides(pages),
-        NATIVE=native, PRODUCT=product, WEIGHT=weight_type(product, pages.format),
+        inputs.block_table.stride(0), float(geometry.scale), float(geometry.softcap or 0.0),
+    )  # fmt: skip
+
+
+@functools.cache
+def _variant(
+    geometry: AttentionGeometry, kv_format: KVFormat, chosen: Tile, key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...], scales: tuple[int, ...], has_sinks: bool, native: bool, product: Any,
+) -> Variant:  # fmt: skip
+    return Variant(
+        attention_prefill_kernel,
+        **_shape_constants(geometry, kv_format, chosen),
+        HAS_SINKS=has_sinks,
+        KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides, SCALE_STRIDES=scales,
+        NATIVE=native, PRODUCT=product, WEIGHT=weight_type(product, kv_format),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.attention_work.inputs import MAX_SPLITS, SPLIT, AttentionWork
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 
 PROGRAMS = 8
 _LEVELS = tl.constexpr(17)  # doublings of a split that reach 2**31 keys
@@ -144,7 +147,9 @@ def build_work(
         raise ValueError(f"attention work for {work.max_requests} requests was given {num_requests}")
     if shared_lens is not None and work.window is not None:
         raise ValueError("a shared prefix is attended to as a whole, which a window does not")
-    build_work_kernel[(PROGRAMS,)](
+    variant = _variant(work.max_requests, work.window is not None, shared_lens is not None)
+    variant(
+        (PROGRAMS,),
         cu_seqlens_q,
         seq_lens,
         seq_lens if shared_lens is None else shared_lens,
@@ -157,8 +162,15 @@ def build_work(
         work.window or 0,
         work.scratch_rows,
         work.prefill_tile,
-        **_constants(work.max_requests, work.window is not None, shared_lens is not None),
-        num_warps=_num_warps(work.max_requests),
+    )
+
+
+@functools.cache
+def _variant(max_requests: int, has_window: bool, has_shared: bool) -> Variant:
+    return Variant(
+        build_work_kernel,
+        **_constants(max_requests, has_window, has_shared),
+        num_warps=_num_warps(max_requests),
         num_stages=1,
         enable_fp_fusion=False,
     )

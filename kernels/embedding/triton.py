@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 from kernels.gpu.rounding import rounded
 
 
@@ -51,20 +54,23 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dt
     out = torch.empty((tokens, width), dtype=dtype, device=weight.device)
     if tokens:
         size, num_warps = tile(width, 64 if torch.version.hip else 32)
-        embed_kernel[(tokens, triton.cdiv(width, size))](
-            token_ids,
-            weight,
-            out,
-            weight.shape[0],
-            1.0 if scale is None else scale,
-            WIDTH=width,
-            TILE=size,
-            HAS_SCALE=scale is not None,
-            num_warps=num_warps,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        variant = _variant(width, size, num_warps, scale is not None)
+        factor = 1.0 if scale is None else float(scale)
+        variant((tokens, -(-width // size)), token_ids, weight, out, weight.shape[0], factor)
     return out
+
+
+@functools.cache
+def _variant(width: int, size: int, num_warps: int, has_scale: bool) -> Variant:
+    return Variant(
+        embed_kernel,
+        WIDTH=width,
+        TILE=size,
+        HAS_SCALE=has_scale,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
 
 
 def compilations(target: Target) -> list[Compilation]:

@@ -48,9 +48,10 @@ def larger_magnitude(x, y):
 
 @triton.jit
 def reciprocal(scales):
-    """1 / scale, 0 where there is none."""
+    """1 / scale, 0 where there is none. Rounded once, as an operator's quotient on a GPU is not: it decides codes."""
     usable = scales >= _SMALLEST_SCALE
-    return tl.where(usable, 1.0 / tl.where(usable, scales, 1.0), 0.0)
+    divisor = tl.where(usable, scales, 1.0)
+    return tl.where(usable, tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor), 0.0)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,7 +48,9 @@ def compiled_cells(
     cells = torch.empty(shape, dtype=cell_type, device="meta")
     pointers = {"p_query": POINTERS[dtype], "p_keys": stored, "p_values": stored}
     factors = stored if scales is None else "*fp32"
-    constants = cell_constants(geometry, KVPages(cells, cells, scales, scales, kv_format)) | {
+    pages = KVPages(cells, cells, scales, scales, kv_format)
+    strides = CellStrides(cells.stride(), cells.stride(), scale_strides(pages))
+    constants = cell_constants(geometry, kv_format, strides) | {
         "NATIVE": target in NATIVE_FP8,
         "PRODUCT": TRITON_TYPES[dtype],
         "WEIGHT": weight_type(TRITON_TYPES[dtype], kv_format),
@@ -84,21 +86,28 @@ def scale_strides(pages: KVPages) -> tuple[int, ...]:
     return pages.key_scales.stride()
 
 
-def cell_constants(geometry: AttentionGeometry, pages: KVPages) -> dict[str, int | str]:
+class CellStrides(NamedTuple):
+    """Of page, head, slot (and dimension), in elements."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    scales: tuple[int, ...]
+
+
+def cell_constants(geometry: AttentionGeometry, kv_format: KVFormat, strides: CellStrides) -> dict[str, int | str]:
     """Strides and sizes of cells: constants, so that loads of whole vectors are known to be aligned."""
     names = [f"{kind}_{part}" for kind in "KV" for part in ("PAGE", "HEAD", "SLOT", "DIM")]
-    strides = (*pages.keys.stride(), *pages.values.stride(), *scale_strides(pages))
-    cell = geometry.head_dim // 2 if pages.format == "int4" else geometry.head_dim
+    cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
     width = max(16, int(triton.next_power_of_2(cell)))
     return {
-        **dict(zip([*names, "S_PAGE", "S_HEAD", "S_SLOT"], strides)),
+        **dict(zip([*names, "S_PAGE", "S_HEAD", "S_SLOT"], (*strides.keys, *strides.values, *strides.scales))),
         "PAGE_SIZE": geometry.page_size,
         "KV_HEADS": geometry.num_kv_heads,
         "GROUP": geometry.num_heads // geometry.num_kv_heads,
         "HEAD": geometry.head_dim,
         "WIDTH": width,
-        "HIGH_WIDTH": width if pages.format == "int4" else 16,
-        "FORMAT": pages.format,
+        "HIGH_WIDTH": width if kv_format == "int4" else 16,
+        "FORMAT": kv_format,
     }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
-from kernels.gpu.launch import NAMED_TYPES, product_type
+from kernels.gpu.launch import NAMED_TYPES, Variant, product_type
 from kernels.gpu.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.grouped_linear.inputs import ExpertOrder
 
@@ -188,13 +191,24 @@ def order_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertOrder:
     num_programs = max(triton.cdiv(num_slots, _SLOTS_PER_PROGRAM), 1)
     counts = torch.empty((num_programs, padded), dtype=torch.int32, device=device)
     ids = expert_ids.contiguous()
-    constants = {"NUM_EXPERTS": padded, "SLOTS": _SLOTS_PER_PROGRAM, "TILE": min(_SORT_TILE // padded, 128)}
-    launch = {"num_warps": _SORT_WARPS, "num_stages": 1, "enable_fp_fusion": _FP_FUSION}
-    count_experts_kernel[(num_programs,)](ids, counts, num_slots, num_experts, **constants, **launch)
-    place_slots_kernel[(num_programs,)](
-        ids, counts, slots, offsets, num_slots, num_experts, num_programs, **constants, **launch
-    )
+    grid = (num_programs,)
+    _sort_variant(count_experts_kernel, padded)(grid, ids, counts, num_slots, num_experts)
+    place = _sort_variant(place_slots_kernel, padded)
+    place(grid, ids, counts, slots, offsets, num_slots, num_experts, num_programs)
     return ExpertOrder(slots, offsets, expert_ids.shape[1])
+
+
+@functools.cache
+def _sort_variant(kernel: Any, padded: int) -> Variant:
+    return Variant(
+        kernel,
+        NUM_EXPERTS=padded,
+        SLOTS=_SLOTS_PER_PROGRAM,
+        TILE=min(_SORT_TILE // padded, 128),
+        num_warps=_SORT_WARPS,
+        num_stages=1,
+        enable_fp_fusion=_FP_FUSION,
+    )
 
 
 def grouped_linear(
@@ -229,7 +243,10 @@ def grouped_linear(
     tile = tile_for(x.dtype, num_slots, num_experts, torch.version.hip is not None, invariant)
     used = min(num_experts, num_slots)
     max_tasks = (num_slots - used) // tile.m + used
-    grouped_linear_kernel[(max_tasks * triton.cdiv(num_out, tile.n),)](
+    has_weights = slot_weights is not None
+    variant = _variant(tile, num_experts, x.dtype, bias is not None, has_weights, width % tile.k == 0)
+    variant(
+        (max_tasks * -(-num_out // tile.n),),
         x,
         weight,
         bias if bias is not None else out,
@@ -242,11 +259,21 @@ def grouped_linear(
         num_out,
         width,
         num_slots // x.shape[0],
+    )
+    return out
+
+
+@functools.cache
+def _variant(
+    tile: Tile, num_experts: int, dtype: torch.dtype, has_bias: bool, has_slot_weights: bool, even: bool
+) -> Variant:
+    return Variant(
+        grouped_linear_kernel,
         NUM_EXPERTS=max(triton.next_power_of_2(num_experts), 16),
-        HAS_BIAS=bias is not None,
-        HAS_SLOT_WEIGHTS=slot_weights is not None,
-        EVEN_K=width % tile.k == 0,
-        PRODUCT=product_type(x.dtype),
+        HAS_BIAS=has_bias,
+        HAS_SLOT_WEIGHTS=has_slot_weights,
+        EVEN_K=even,
+        PRODUCT=product_type(dtype),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -255,7 +282,6 @@ def grouped_linear(
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
     )
-    return out
 
 
 def compilations(target: Target) -> list[Compilation]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
-from kernels.gpu.launch import NAMED_TYPES, product_type
+from kernels.gpu.launch import NAMED_TYPES, Variant, product_type
 from kernels.gpu.tiles import Tile, load_operands, store_result, tile_of_program
 
 _GROUP = 8
@@ -92,18 +94,19 @@ def linear_dense(
     if rows == 0:
         return out
     tile = tile_for(x.dtype, num_out, torch.version.hip is not None)
-    linear_dense_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(num_out, tile.n),)](
-        x,
-        weight,
-        bias if bias is not None else out,
-        out,
-        rows,
-        num_out,
-        width,
-        x.stride(0),
-        HAS_BIAS=bias is not None,
-        EVEN_K=width % tile.k == 0,
-        PRODUCT=product_type(x.dtype),
+    variant = _variant(tile, x.dtype, bias is not None, width % tile.k == 0)
+    grid = (-(-rows // tile.m) * -(-num_out // tile.n),)
+    variant(grid, x, weight, bias if bias is not None else out, out, rows, num_out, width, x.stride(0))
+    return out
+
+
+@functools.cache
+def _variant(tile: Tile, dtype: torch.dtype, has_bias: bool, even: bool) -> Variant:
+    return Variant(
+        linear_dense_kernel,
+        HAS_BIAS=has_bias,
+        EVEN_K=even,
+        PRODUCT=product_type(dtype),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -112,7 +115,6 @@ def linear_dense(
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
     )
-    return out
 
 
 def compilations(target: Target) -> list[Compilation]:

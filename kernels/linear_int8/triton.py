@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 from kernels.gpu.tiles import Tile, load_operands, store_result, tile_of_program
 from kernels.quantized import QuantizedActivation
 
@@ -14,10 +17,11 @@ _GROUP = 8
 _FP_FUSION = True
 
 
-# The first fitting entry: (most rows, tile). Sums are exact, so that a row is the same in every tile.
+# The first fitting entry: (most rows, tile). Sums are exact, so that a row is the same in every tile. Stages of few
+# rows: see linear_fp8.
 _TABLE = (
-    (16, Tile(16, 32, 128, 4, 5)),
-    (64, Tile(64, 32, 128, 4, 5)),
+    (16, Tile(16, 32, 128, 4, 8)),
+    (64, Tile(64, 32, 128, 4, 8)),
     (256, Tile(64, 64, 128, 4, 4)),
     (1 << 31, Tile(128, 128, 128, 8, 3)),
 )
@@ -107,18 +111,19 @@ def linear_int8(
     if rows == 0:
         return out
     tile = tile_for(rows, torch.version.hip is not None)
-    linear_int8_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(num_out, tile.n),)](
-        x.codes,
-        x.scales,
-        codes,
-        scales,
-        bias if bias is not None else out,
-        out,
-        rows,
-        num_out,
-        width // 16,
-        HAS_BIAS=bias is not None,
-        EVEN_K=width % tile.k == 0,
+    variant = _variant(tile, bias is not None, width % tile.k == 0)
+    grid = (-(-rows // tile.m) * -(-num_out // tile.n),)
+    given = bias if bias is not None else out
+    variant(grid, x.codes, x.scales, codes, scales, given, out, rows, num_out, width // 16)
+    return out
+
+
+@functools.cache
+def _variant(tile: Tile, has_bias: bool, even: bool) -> Variant:
+    return Variant(
+        linear_int8_kernel,
+        HAS_BIAS=has_bias,
+        EVEN_K=even,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -127,7 +132,6 @@ def linear_int8(
         num_stages=tile.num_stages,
         enable_fp_fusion=_FP_FUSION,
     )
-    return out
 
 
 def compilations(target: Target) -> list[Compilation]:

@@ -257,9 +257,12 @@ _VALUES_BYTES = 1 << 26  # of a weight that are written out at a time
 def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
     """The tile table. fixed: one tile whatever the rows."""
     if fixed or num_rows <= 32:
-        stages = 2 if amd else 5 if bits == 4 else 4
-        rows = 16 if num_rows <= 16 and not fixed else _FIXED_ROWS
-        return Tile(True, rows, 64, 4 if fixed else 2, stages, split_for=256)
+        # Many small programs: an instruction waits for the one before it, and only other warps fill the time. With 256
+        # programs of two warps an H200 took five times what its memory takes.
+        stages = 2 if amd else 4
+        if num_rows <= 16 and not fixed:
+            return Tile(True, 16, 64, 4, stages, split_for=1056)
+        return Tile(True, _FIXED_ROWS, 64, 4, stages, split_for=528)
     if num_rows <= 64:
         return Tile(False, 64, 64, 4, 2 if amd else 4, split_for=132)
     return Tile(False, 64 if amd else 128, 128, 8, 2 if amd else 3, split_for=132)

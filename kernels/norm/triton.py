@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.activation_codes import outputs, signature_of, store_tile
+from kernels.gpu.activation_codes import LARGEST, outputs, signature_of, store_tile
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.launch import NAMED_TYPES, TRITON_TYPES
+from kernels.gpu.launch import NAMED_TYPES, TRITON_TYPES, Variant
 from kernels.gpu.rounding import rounded
 from kernels.quantized import ActivationQuantization, Activations
 
@@ -80,26 +82,27 @@ def add_rms_norm(
         raise ValueError("the RMS norm takes contiguous tensors")
     outs = outputs(rows, width, dtype, residual.device, quantization)
     if rows:
-        padded, num_warps = tile(width, 64 if torch.version.hip else 32)
-        add_rms_norm_kernel[(rows,)](
-            residual if delta is None else delta,
-            residual,
-            weight,
-            outs.out,
-            outs.scales,
-            eps,
-            WIDTH=width,
-            TILE=padded,
-            HAS_DELTA=delta is not None,
-            DTYPE=TRITON_TYPES[dtype],
-            FORMAT=outs.format,
-            LARGEST_CODE=outs.largest,
-            NATIVE=outs.native,
-            num_warps=num_warps,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        variant = _variant(width, dtype, delta is not None, outs.format, outs.native)
+        variant((rows,), residual if delta is None else delta, residual, weight, outs.out, outs.scales, eps)
     return outs.result(dtype)
+
+
+@functools.cache
+def _variant(width: int, dtype: torch.dtype, has_delta: bool, format: str, native: bool) -> Variant:
+    padded, num_warps = tile(width, 64 if torch.version.hip else 32)
+    return Variant(
+        add_rms_norm_kernel,
+        WIDTH=width,
+        TILE=padded,
+        HAS_DELTA=has_delta,
+        DTYPE=TRITON_TYPES[dtype],
+        FORMAT=format,
+        LARGEST_CODE=LARGEST.get(format, 1.0),
+        NATIVE=native,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
 
 
 _SIGNATURE = ("p_delta", "p_residual", "p_weight", "p_out", "p_scales", "eps")

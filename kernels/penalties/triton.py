@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 from kernels.sampling.inputs import AdjustInputs, PenaltyInputs
 
 TILE = 2048
@@ -64,6 +65,9 @@ def adjust_kernel(
             tl.store(p_row + b_id, b_logit, mask=b_first)
 
 
+_adjust = Variant(adjust_kernel, TILE=ADJUST_TILE, num_warps=4, num_stages=1, enable_fp_fusion=False)
+
+
 def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
     """See the reference; rows of the logits have no gaps, the tables have the same strides.
 
@@ -79,7 +83,8 @@ def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
         return
     if not inputs.rows.is_contiguous():
         raise ValueError("rows of adjustments lie side by side")
-    adjust_kernel[(logits.shape[0],)](
+    _adjust(
+        (logits.shape[0],),
         logits,
         logits.stride(0),
         logits.shape[1],
@@ -89,10 +94,6 @@ def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
         inputs.rows,
         inputs.position,
         inputs.position.stride(0),
-        TILE=ADJUST_TILE,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=False,
     )
 
 
@@ -127,6 +128,9 @@ def penalize_kernel(
     tl.store(p_logit, b_logit, mask=mask)
 
 
+_penalize = Variant(penalize_kernel, TILE=TILE, num_warps=4, num_stages=1, enable_fp_fusion=False)
+
+
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
     """See the reference; the tables are contiguous, rows of the logits have no gaps.
 
@@ -146,7 +150,8 @@ def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
     if not all(tensor.is_contiguous() for tensor in (*lists, counts, in_prompt)):
         raise ValueError("penalties take contiguous tensors")
     if len(inputs.rows):
-        penalize_kernel[(len(inputs.rows), triton.cdiv(vocab, TILE))](
+        _penalize(
+            (len(inputs.rows), -(-vocab // TILE)),
             logits,
             logits.stride(0),
             vocab,
@@ -157,10 +162,6 @@ def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
             inputs.repetition,
             inputs.presence,
             inputs.frequency,
-            TILE=TILE,
-            num_warps=4,
-            num_stages=1,
-            enable_fp_fusion=False,
         )
 
 

@@ -17,16 +17,21 @@ def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> Quantized
     wide = x.float()
     if quantization.format == "fp8_block":
         blocks = F.pad(wide, (0, -width % BLOCK)).view(rows, -(-width // BLOCK), BLOCK)
-        scales = blocks.abs().amax(dim=-1) / largest
+        scales = _quotient(blocks.abs().amax(dim=-1), largest)
         scaled = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)).flatten(1)[:, :width]
     else:
         fixed = quantization.scale
-        scales = wide.abs().amax(dim=-1, keepdim=True) / largest if fixed is None else fixed
+        scales = _quotient(wide.abs().amax(dim=-1, keepdim=True), largest) if fixed is None else fixed
         scaled = wide / torch.where(scales > 0, scales, 1.0)
     scaled = scaled.clamp(-largest, largest)
     if quantization.format == "int8_token":
         return QuantizedActivation(scaled.round().to(torch.int8), scales, x.dtype)
     return QuantizedActivation(scaled.to(torch.float8_e4m3fn), scales, x.dtype)
+
+
+def _quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once: by a number, torch on a GPU multiplies with the reciprocal, itself rounded."""
+    return x / torch.full_like(x, divisor)
 
 
 def dequantize(activation: QuantizedActivation) -> torch.Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.activation_codes import (
+    LARGEST,
     ROW_FORMATS,
     encode,
     larger_magnitude,
@@ -17,6 +20,7 @@ from kernels.gpu.activation_codes import (
     store_tile,
 )
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 from kernels.quantized import ActivationQuantization, QuantizedActivation
 
 
@@ -93,22 +97,24 @@ def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> Quantized
     if rows:
         size, num_warps = tile(width, outs.format, 64 if torch.version.hip else 32)
         wide = outs.format in ROW_FORMATS and width > size
-        kernel = wide_row_kernel if wide else quantize_kernel
-        kernel[(rows,) if wide else (rows, triton.cdiv(width, size))](
-            x,
-            outs.out,
-            outs.scales,
-            x.stride(0),
-            WIDTH=width,
-            TILE=size,
-            FORMAT=outs.format,
-            LARGEST_CODE=outs.largest,
-            NATIVE=outs.native,
-            num_warps=num_warps,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        variant = _variant(width, size, num_warps, wide, outs.format, outs.native)
+        variant((rows,) if wide else (rows, -(-width // size)), x, outs.out, outs.scales, x.stride(0))
     return QuantizedActivation(outs.codes, outs.scales, x.dtype)
+
+
+@functools.cache
+def _variant(width: int, size: int, num_warps: int, wide: bool, format: str, native: bool) -> Variant:
+    return Variant(
+        wide_row_kernel if wide else quantize_kernel,
+        WIDTH=width,
+        TILE=size,
+        FORMAT=format,
+        LARGEST_CODE=LARGEST[format],
+        NATIVE=native,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
 
 
 _FORMATS = ("fp8_token", "fp8_block", "int8_token", "fp8_tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kernels.attention.kv_pages import LARGEST, KVFormat, KVPages
 from kernels.gpu.compilations import NATIVE_FP8, Compilation, Target
 from kernels.gpu.formats import encode_fp8, encode_int4, encode_int8
 from kernels.gpu.kv_cells import cell_pointer, cells_of, scale_strides
-from kernels.gpu.launch import native_fp8
+from kernels.gpu.launch import Variant, native_fp8
 from kernels.gpu.rounding import rounded
 
 NUM_WARPS = 1
@@ -183,20 +184,32 @@ def rope_kv(
     native = native_fp8(qkv.device)
     norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
     keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
-    rope_kv_kernel[num_tokens, geometry.num_kv_heads](
+    strides = keys.stride(), values.stride(), scale_strides(pages)
+    variant = _variant(geometry, *strides, norms is not None, pages.format, native)
+    variant(
+        (num_tokens, geometry.num_kv_heads),
         qkv, queries, keys, values,
         pages.key_scales if pages.key_scales is not None else queries,
         pages.value_scales if pages.value_scales is not None else queries,
         inputs.positions, inputs.slot_mapping, inputs.rope_table,
         *(norms or (queries, queries)),
-        layer.norm_eps,
-        **_shape_constants(geometry),
-        KEY_STRIDES=keys.stride(), VALUE_STRIDES=values.stride(),
-        SCALE_STRIDES=scale_strides(pages),
-        HAS_NORM=norms is not None, FORMAT=pages.format, LARGEST_CODE=LARGEST.get(pages.format, 0.0), NATIVE=native,
-        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
+        float(layer.norm_eps),
     )  # fmt: skip
     return queries
+
+
+@functools.cache
+def _variant(
+    geometry: AttentionGeometry, key_strides: tuple[int, ...], value_strides: tuple[int, ...],
+    scales: tuple[int, ...], has_norm: bool, kv_format: KVFormat, native: bool,
+) -> Variant:  # fmt: skip
+    return Variant(
+        rope_kv_kernel,
+        **_shape_constants(geometry),
+        KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides, SCALE_STRIDES=scales,
+        HAS_NORM=has_norm, FORMAT=kv_format, LARGEST_CODE=LARGEST.get(kv_format, 0.0), NATIVE=native,
+        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _shape_constants(geometry: AttentionGeometry) -> dict[str, Any]:

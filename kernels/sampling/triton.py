@@ -7,8 +7,9 @@ hold the border of the filters, finish reads the row again. The maths is in READ
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +26,7 @@ from kernels.gpu.filters import (
     last_key,
     masked_logits,
 )
+from kernels.gpu.launch import Variant
 from kernels.gpu.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
 from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_tokens
 from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
@@ -65,6 +67,7 @@ class Split:
     num_warps: int
 
 
+@functools.cache
 def split(vocab: int, num_lanes: int = 32) -> Split:
     """The table of the three kernels."""
     tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
@@ -349,8 +352,6 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) 
     mask_rows = out if inputs.mask_rows is None else inputs.mask_rows
     kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
     row = (logits, logits.stride(0), vocab, mask, mask_rows, mask.stride(0), scratch)
-    tiles = {"MASK": kind, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
-    options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
     parameters = (
         out if inputs.rows is None else inputs.rows,
         *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
@@ -360,15 +361,31 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) 
         *(x for name in ("choice", "position", "top_k", "top_p") for x in _strided(getattr(inputs, name))),
     )
     grid = (num_rows, table.splits)
-    has_rows, filtered = inputs.rows is not None, inputs.any_filter and inputs.any_random
-    survey_kernel[grid](*row, **tiles, **options)
+    variants = _variants(vocab, kind, inputs.rows is not None, inputs.any_random, inputs.any_filter)
+    variants.survey(grid, *row)
     if inputs.any_random:
-        draw_kernel[grid](*row, *parameters, HAS_ROWS=has_rows, FILTER=filtered, **tiles, **options)
-    finish_kernel[(num_rows,)](
-        *row, *parameters, out, table.splits, HAS_ROWS=has_rows, RANDOM=inputs.any_random, FILTER=filtered, **tiles,
-        **options,
-    )  # fmt: skip
+        variants.draw(grid, *row, *parameters)
+    variants.finish((num_rows,), *row, *parameters, out, table.splits)
     return out
+
+
+class _Variants(NamedTuple):
+    survey: Variant
+    draw: Variant
+    finish: Variant
+
+
+@functools.cache
+def _variants(vocab: int, mask: int, has_rows: bool, random: bool, filtered: bool) -> _Variants:
+    table = split(vocab, 64 if torch.version.hip else 32)
+    tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
+    options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    rows = {"HAS_ROWS": has_rows, "FILTER": filtered and random}
+    return _Variants(
+        Variant(survey_kernel, **tiles, **options),
+        Variant(draw_kernel, **rows, **tiles, **options),
+        Variant(finish_kernel, RANDOM=random, **rows, **tiles, **options),
+    )
 
 
 def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.launch import Variant
 from kernels.step_inputs.inputs import SEGMENT_WORDS, Field, StepBuffers, StepLayout, StepShape
 
 DIFF_TILE, DIFF_WARPS = 1024, 4
@@ -122,45 +123,39 @@ class TritonStepOps:
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
-        self._constants = _constants(buffers.layout)
-        self._append_at = buffers.layout.append_at.at
+        self._apply_diffs = Variant(apply_diffs_kernel, TILE=DIFF_TILE, num_warps=DIFF_WARPS, enable_fp_fusion=False)
+        self._step_inputs = Variant(
+            step_inputs_kernel,
+            **_constants(buffers.layout),
+            TILE=TOKEN_TILE,
+            num_warps=TOKEN_WARPS,
+            enable_fp_fusion=False,
+        )
+        self._append = Variant(
+            append_kernel,
+            APPEND_AT=buffers.layout.append_at.at,
+            TILE=APPEND_TILE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
 
     def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
         """See the reference."""
         if num_segments:
             buffers = self._buffers
-            apply_diffs_kernel[num_segments, triton.cdiv(longest, DIFF_TILE)](
-                buffers.state, buffers.packed, at, TILE=DIFF_TILE, num_warps=DIFF_WARPS, enable_fp_fusion=False
-            )
+            self._apply_diffs((num_segments, -(-longest // DIFF_TILE)), buffers.state, buffers.packed, at)
 
     def step_inputs(self, shape: StepShape) -> None:
         """See the reference."""
         buffers = self._buffers
-        parts = triton.cdiv(max(shape.longest, shape.num_columns), TOKEN_TILE)
-        step_inputs_kernel[shape.num_requests, parts](
-            buffers.state,
-            buffers.packed,
-            buffers.outputs,
-            shape.num_columns,
-            **self._constants,
-            TILE=TOKEN_TILE,
-            num_warps=TOKEN_WARPS,
-            enable_fp_fusion=False,
-        )
+        grid = shape.num_requests, -(-max(shape.longest, shape.num_columns) // TOKEN_TILE)
+        self._step_inputs(grid, buffers.state, buffers.packed, buffers.outputs, shape.num_columns)
 
     def append(self, num_sampled: int, token_ids: torch.Tensor) -> None:
         """See the reference."""
         buffers = self._buffers
-        append_kernel[triton.cdiv(num_sampled, APPEND_TILE),](
-            buffers.state,
-            buffers.packed,
-            token_ids,
-            num_sampled,
-            APPEND_AT=self._append_at,
-            TILE=APPEND_TILE,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        grid = (-(-num_sampled // APPEND_TILE),)
+        self._append(grid, buffers.state, buffers.packed, token_ids, num_sampled)
 
 
 def compilations(target: Target) -> list[Compilation]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Product, Target
 from kernels.gpu.integer_codes import CODE_BLOCK, CODE_STEP, decode_integers, group_of_slot
-from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, product_type
+from kernels.gpu.launch import INTERPRETED, NAMED_TYPES, Variant, product_type
 from kernels.gpu.rounding import rounded
 from kernels.linear_weight_only.layout import PackedWeight, group_constant
 
@@ -59,8 +61,9 @@ def dequantize_kernel(
 def values_of(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
     """[last - first, in] values of some output features, computed in float32 and rounded once to `dtype`."""
     values = weight.words.new_empty((last - first, weight.num_in), dtype=dtype)
-    amd = torch.version.hip is not None
-    dequantize_kernel[(weight.words.shape[0], -(-(last - first) // _COLUMNS))](
+    variant = _variant(weight.bits, weight.group, weight.minimums is not None, dtype)
+    variant(
+        (weight.words.shape[0], -(-(last - first) // _COLUMNS)),
         weight.words,
         weight.scales,
         weight.scales if weight.minimums is None else weight.minimums,
@@ -70,17 +73,24 @@ def values_of(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -
         last,
         weight.num_in,
         weight.group_blocks,
-        BITS=weight.bits,
-        GROUP=group_constant(weight.group),
-        HAS_MINIMUM=weight.minimums is not None,
+    )
+    return values
+
+
+@functools.cache
+def _variant(bits: int, group: int, has_minimum: bool, dtype: torch.dtype) -> Variant:
+    return Variant(
+        dequantize_kernel,
+        BITS=bits,
+        GROUP=group_constant(group),
+        HAS_MINIMUM=has_minimum,
         BLOCK_N=_COLUMNS,
         PRODUCT=product_type(dtype),
-        ASM=not (INTERPRETED or amd),
+        ASM=not (INTERPRETED or torch.version.hip is not None),
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=True,
     )
-    return values
 
 
 def compilations(target: Target) -> list[Compilation]:

@@ -45,12 +45,14 @@ class Compiled:
         spilled_bytes: local memory of a thread; Triton's kernels have no other use for it.
         shared_memory: bytes of a program.
         matrix_instructions: names, each once, in order.
+        carried_bounds: numbers that a loop carries and only the bounds of an inner loop read.
     """
 
     registers: int
     spilled_bytes: int
     shared_memory: int
     matrix_instructions: tuple[str, ...]
+    carried_bounds: tuple[str, ...] = ()
 
 
 def matrix_instructions(assembly: str) -> tuple[str, ...]:
@@ -78,13 +80,50 @@ def read(asm: Mapping[str, Any], shared_memory: int, cuobjdump: str) -> Compiled
     """From the stages that Triton keeps of a compiled kernel."""
     if "cubin" not in asm:
         assembly = asm["amdgcn"]
-        return Compiled(*amd_resources(assembly), shared_memory, matrix_instructions(assembly))
+        found = *amd_resources(assembly), shared_memory, matrix_instructions(assembly)
+        return Compiled(*found, carried_bounds(asm["ttir"]))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
         command = [cuobjdump, "--dump-resource-usage", file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return Compiled(*nvidia_resources(listing), shared_memory, matrix_instructions(asm["ptx"]))
+    found = *nvidia_resources(listing), shared_memory, matrix_instructions(asm["ptx"])
+    return Compiled(*found, carried_bounds(asm["ttir"]))
+
+
+def carried_bounds(ttir: str) -> tuple[str, ...]:
+    """Names of what Triton 3.6 takes for dead: its value of the first turn then holds for all (3.9 has it right)."""
+    lines = [line.partition(" loc(")[0] for line in ttir.splitlines()]
+    return tuple(name for line in lines for name in _carried_numbers(line) if _only_bounds_loops(name, lines))
+
+
+def _carried_numbers(line: str) -> list[str]:
+    found = re.search(r"scf\.for .* iter_args\((.*?)\) -> \((.*)\)  :", line)
+    if found is None:
+        return []
+    names = re.findall(r"(%[\w.]+) = ", found[1])
+    types = re.split(r", (?![^<]*>)", found[2])
+    return [name for name, type in zip(names, types, strict=True) if not type.startswith("tensor")]
+
+
+def _only_bounds_loops(name: str, lines: list[str]) -> bool:
+    """Whether all that is made of a number ends in bounds of loops, and in some."""
+    made, bounds = {name}, False
+    for line in lines:
+        target, _, operation = line.strip().partition(" = ")
+        read, _, begun = operation.partition(" iter_args(") if "scf.for" in line else (line, "", "")
+        if not made.intersection(re.findall(r"%[\w.]+", (operation if target.startswith("%") else line))):
+            continue
+        if operation.startswith("arith."):
+            made.add(target)
+        elif "scf.for" in line:
+            carried_in = begun.partition(") ->")[0]
+            if made.intersection(re.findall(r"= (%[\w.]+)", carried_in)):
+                return False
+            bounds |= bool(made.intersection(re.findall(r"%[\w.]+", read)))
+        elif "scf.yield" not in line:
+            return False
+    return bounds
 
 
 def problems(compilation: Compilation, target: Target, compiled: Compiled) -> list[str]:
@@ -97,6 +136,7 @@ def problems(compilation: Compilation, target: Target, compiled: Compiled) -> li
     threads = compilation.num_warps * (64 if target == "gfx942" else 32)
     if threads > MAX_THREADS:
         found.append(f"has {threads} threads, {MAX_THREADS} are possible")
+    found += [f"an outer loop carries {name}, which only bounds inner ones" for name in compiled.carried_bounds]
     return found + _wrong_instructions(compilation, target, compiled.matrix_instructions)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -100,3 +102,15 @@ def make_batch(
         max_seqlen_q=max(len(ids) for ids, _, _ in requests),
         max_seqlen_k=max(lengths),
     )
+
+
+def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """The batch with its tensors there."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = value.to(device)
+        elif isinstance(value, tuple):
+            changes[field.name] = tuple(one.to(device) if isinstance(one, torch.Tensor) else one for one in value)
+    return dataclasses.replace(batch, **changes)

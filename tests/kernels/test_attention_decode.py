@@ -14,7 +14,7 @@ from kernels.attention_decode.cases import CASES, Case, Tensors, make_tensors
 from kernels.attention_decode.inputs import DecodeScratch, make_scratch
 from kernels.attention_decode.triton import attention_decode
 from kernels.attention_work.triton import build_work
-from kernels.tolerances import TOLERANCES
+from kernels.tolerances import TOLERANCES, of_attention
 
 
 def run(case: Case, tensors: Tensors) -> torch.Tensor:
@@ -41,7 +41,7 @@ def expected(case: Case, tensors: Tensors) -> torch.Tensor:
 def check(case: Case, device: torch.device) -> None:
     cpu = make_tensors(case, torch.device("cpu"))
     actual = run(case, cpu if device.type == "cpu" else make_tensors(case, device)).cpu()
-    relative, absolute = TOLERANCES[case.dtype]
+    relative, absolute = of_attention(case.dtype, case.kv_format)
     torch.testing.assert_close(
         actual.double(), expected(case, cpu), rtol=relative, atol=absolute, equal_nan=True, check_dtype=False
     )

@@ -15,7 +15,8 @@ from kernels.attention_prefill.cases import CASES, FORMATS
 from kernels.attention_prefill.triton import attention_prefill, prefill_tile
 from kernels.attention_work.inputs import AttentionWork, make_work
 from kernels.attention_work.reference import build_work
-from kernels.tolerances import TOLERANCES
+from kernels.tolerances import of_attention
+from tests.kernels.bits import assert_same_bits
 
 
 def work_of(step: Step, inputs: AttentionInputs) -> AttentionWork:
@@ -58,7 +59,7 @@ def check(step: Step) -> None:
     out = run(step, queries)
     wanted = attend(queries.double(), step.pages, step.inputs, step.geometry, step.layer)
     rows = rows_of_requests(step)
-    relative, absolute = TOLERANCES[queries.dtype]
+    relative, absolute = of_attention(queries.dtype, step.pages.format)
     torch.testing.assert_close(out[rows], wanted[rows].to(out.dtype), rtol=relative, atol=absolute)
     assert out[~rows].isnan().all()
 
@@ -103,7 +104,7 @@ def test_a_row_is_the_same_in_any_chunk_and_batch(
             step.inputs, cu_seqlens_q=bounds, seq_lens=lengths, block_table=step.inputs.block_table[:1]
         )
         part = run(step, queries[start:end].contiguous(), alone)
-        assert torch.equal(part, whole[start:end]), (start, end)
+        assert_same_bits(part, whole[start:end])
 
 
 def test_pages_beyond_the_range_of_32_bits(device: torch.device) -> None:

@@ -9,14 +9,15 @@ import torch
 
 from kernels.attention.cases import Case, Step, make_step
 from kernels.attention.inputs import AttentionInputs
-from kernels.attention.kv_pages import KVFormat
+from kernels.attention.kv_pages import KVFormat, KVPages
 from kernels.attention.reference import attend, paged_attention, rotate_and_write
 from kernels.attention_cascade.inputs import SharedPrefix, cascade_work
 from kernels.attention_cascade.triton import members_per_tile
 from kernels.dispatch import Ops, ReferenceOps
 from kernels.gpu.attention import TritonAttention
 from kernels.gpu.ops import TritonOps
-from kernels.tolerances import TOLERANCES
+from kernels.tolerances import TOLERANCES, of_attention
+from tests.kernels.bits import assert_same_bits
 
 FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
 
@@ -43,12 +44,21 @@ def check(case: Case, dtype: torch.dtype, kv_format: KVFormat, ops: Ops, device:
     query = rotate_and_write(step.qkv, expected, step.inputs, step.geometry, step.layer, torch.float64)
     wanted = attend(query.to(dtype).double(), expected, step.inputs, step.geometry, step.layer)
     out = run(ops, step)
-    rows = (step.inputs.seq_lens > 0).repeat_interleave(step.inputs.cu_seqlens_q.diff())
-    relative, absolute = TOLERANCES[dtype]
     if kv_format != "dense":
-        # A rotated key's sum in float32 may fall on the other side of a tie: one code of one value of one key.
-        absolute = max(absolute, {"fp8": 0.02, "int8": 0.005, "int4": 0.08}[kv_format])
+        # A rotated key's sum in float32 may fall on the other side of a tie, which one score can show: what counts is
+        # that nearly all cells are the reference's (test_rope_kv.py knows how far the others may be), and what is
+        # made of those that were written.
+        same = [ours == theirs for ours, theirs in zip(cells_of(step.pages), cells_of(expected))]
+        assert all(float((~one).double().mean()) < 0.002 for one in same)
+        wanted = attend(query.to(dtype).double(), step.pages, step.inputs, step.geometry, step.layer)
+    rows = (step.inputs.seq_lens > 0).repeat_interleave(step.inputs.cu_seqlens_q.diff())
+    relative, absolute = of_attention(dtype, kv_format)
     torch.testing.assert_close(out[rows], wanted[rows].to(dtype), rtol=relative, atol=absolute)
+
+
+def cells_of(pages: KVPages) -> list[torch.Tensor]:
+    """The bytes of keys and values."""
+    return [pages.keys.view(torch.uint8), pages.values.view(torch.uint8)]
 
 
 def run(ops: Ops, step: Step) -> torch.Tensor:
@@ -160,7 +170,7 @@ def test_deterministic_rows_are_the_same_in_any_batch_and_chunk(
         )
         prepared = alone.prepare_attention(part, step.geometry)
         out = alone.paged_attention(step.qkv[start:end].contiguous(), pages, prepared, step.layer)
-        assert torch.equal(out, whole[start:end])
+        assert_same_bits(out, whole[start:end])
 
 
 def test_a_step_without_tokens(device: torch.device) -> None:

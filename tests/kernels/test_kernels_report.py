@@ -31,6 +31,28 @@ def _product(product, rows: int) -> Compilation:
     return dataclasses.replace(KERNEL, product=product, rows=rows)
 
 
+_LOOPS = """
+  tt.func public @k(%n: i32 loc("n"(#loc))) {
+    %total:2 = scf.for %i = %c0 to %n step %c1 iter_args(%first = %n, %sum = %zero) -> (i32, tensor<2x4xf32>)  : i32 {
+      %next = arith.addi %first, %n : i32 loc(#loc2)
+      %end = arith.minsi %next, %n : i32 loc(#loc2)
+      %acc = scf.for %k = %first to %end step %c1 iter_args(%inner = %zero) -> (tensor<2x4xf32>)  : i32 {
+        %other = arith.addf %inner, %zero : tensor<2x4xf32> loc(#loc2)
+        scf.yield %other : tensor<2x4xf32> loc(#loc2)
+      } loc(#loc2)
+      scf.yield %next, %acc : i32, tensor<2x4xf32> loc(#loc2)
+    } loc(#loc2)
+"""
+
+
+def test_what_only_bounds_an_inner_loop_must_not_be_carried() -> None:
+    assert compiled.carried_bounds(_LOOPS) == ("%first",)
+    read = _LOOPS.replace("%other = arith.addf %inner, %zero", "%other = tt.splat %first")
+    assert compiled.carried_bounds(read) == ()  # kept alive by a reader
+    assert compiled.carried_bounds(_LOOPS.replace("%k = %first to %end", "%k = %c0 to %n")) == ()
+    assert "%first" in _problems("sm_90", carried_bounds=("%first",))[0]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_spills_shared_memory_and_threads(target) -> None:
     assert _problems(target) == []

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.dispatch import ReferenceOps
 from kernels.tolerances import TOLERANCES
-from tests.fakes.weights import make_batch
+from tests.fakes.weights import make_batch, on_device
 from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
@@ -152,15 +153,15 @@ def logits(files: ModelFiles, device: torch.device) -> torch.Tensor:
         make_batch([(list(range(3, 17)), 0, [0, 1]), ([9, 8], 0, [2])], 16),
         make_batch([([7], 14, [0, 1]), ([5], 2, [2])], 16),
     ]
-    return torch.cat([decoder.forward(step, kv) for step in steps])
+    return torch.cat([decoder.forward(on_device(step, device), kv) for step in steps])
 
 
 @pytest.mark.parametrize("kind", ["gptq", "desc_act", "awq"])
 def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ops of the CPU around the integers' product, which the interpreter runs."""
-    device = torch.device("cpu")
+    """Plain torch around the integers' product, which is Triton's."""
+    monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ReferenceOps())
     config: dict[str, Any] = {"quant_method": "awq" if kind == "awq" else "gptq", "bits": 4, "group_size": 32}
 
     def leaves(made: Made) -> dict[str, np.ndarray]:
