@@ -274,7 +274,8 @@ _COMPLEX = (
     "Current row has",
     "fuel",
     "too big",
-    "too large",
+    "schema too large",
+    "Unable to determine",
     "TooComplex",
 )
 _EMPTY = ("NoExtension", "Regex is empty")

@@ -28,7 +28,7 @@ MAX_CPU_SECONDS = 10
 """For one grammar. The gateway ends the process sooner; this is for one whose gateway is gone."""
 STACK_SIZE = 1 << 21
 """Bytes. A worker's threads have four times as much, so that what passes here cannot overrun them."""
-NUM_STEPS = 256
+NUM_STEPS = 128
 """Bytes of text that are tried: what a text of some length overtaxes is found out before it is streamed."""
 WALK_SECONDS = 0.25
 """Processor time for that."""
