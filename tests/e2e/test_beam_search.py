@@ -1,0 +1,97 @@
+"""Beam search over HTTP on a tiny random model, token for token what transformers finds with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.server import Server, wait_until
+from tests.fakes.tiny_model import write_tiny_model
+from tests.fakes.tokenizers import byte_level_json
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPTS = [[1, 50, 77, 130, 8, 8, 9], [1, 200], [1, *range(20, 60)]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    (made / "tokenizer.json").write_bytes(byte_level_json())
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with Server(("--model", str(folder), "--dtype", "float32", "--num-threads", "1")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def found(server: Server, prompt: list[int], **fields: Any) -> list[list[int]]:
+    body = {"model": "tiny", "prompt": prompt, "use_beam_search": True, "return_token_ids": True, **fields}
+    status, answer = server.request("POST", "/v1/completions", body)
+    assert status == 200, answer
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def expected(reference: Any, prompt: list[int], stop_ids: list[int], **options: Any) -> list[list[int]]:
+    sequences = reference.generate(
+        torch.tensor([prompt]), do_sample=False, eos_token_id=stop_ids, pad_token_id=0, **options
+    )
+    results = []
+    for sequence in sequences[:, len(prompt) :].tolist():
+        ends = [place for place, token in enumerate(sequence) if token in stop_ids]
+        results.append(sequence[: ends[0] + 1] if ends else sequence)
+    return results
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_the_hypotheses_are_those_of_transformers(server: Server, reference: Any, early: Any, penalty: float) -> None:
+    # Tokens that this model likes, so that hypotheses end.
+    likely = [expected(reference, prompt, [2], max_new_tokens=6)[0] for prompt in PROMPTS]
+    stops = sorted({token for ids in likely for token in ids[3:]})[:4]
+    for prompt in PROMPTS:
+        ours = found(
+            server,
+            prompt,
+            n=3,
+            best_of=5,
+            max_tokens=12,
+            length_penalty=penalty,
+            early_stopping=early,
+            stop_token_ids=stops,
+        )
+        theirs = expected(
+            reference, prompt, [2, *stops], num_beams=5, num_return_sequences=3, max_new_tokens=12,
+            length_penalty=penalty, early_stopping=early,
+        )  # fmt: skip
+        assert ours == theirs
+
+
+def test_log_probabilities_and_usage(server: Server, reference: Any) -> None:
+    body = {"model": "tiny", "prompt": PROMPTS[0], "use_beam_search": True, "n": 4, "max_tokens": 8, "logprobs": 2}
+    status, answer = server.request("POST", "/v1/completions", {**body, "return_token_ids": True, "echo": True})
+    assert status == 200, answer
+    num_prompt = len(PROMPTS[0])
+    for choice in answer["choices"]:
+        ids = choice["token_ids"]
+        with torch.no_grad():
+            rows = torch.log_softmax(reference(torch.tensor([PROMPTS[0] + ids])).logits[0], -1)
+        wanted = [float(rows[place - 1, token]) for place, token in enumerate(PROMPTS[0] + ids)][1:]
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        shown = choice["logprobs"]["token_logprobs"][1:]
+        assert shown == pytest.approx(wanted[: len(shown)], abs=1e-4) and len(shown) >= num_prompt + len(ids) - 2
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == num_prompt
+    wait_until(server.idle, 60, "all beams are gone")
