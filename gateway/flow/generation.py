@@ -86,7 +86,7 @@ class Generator:
         self.write_timeout = write_timeout
         self._metrics = metrics or GatewayMetrics(CollectorRegistry())
         self._measures: dict[str, ModelMeasures] = {}
-        self._nobody = GatewayMetrics(CollectorRegistry())
+        self._nobody = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
         self._numbers = itertools.count(1)
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -150,10 +150,9 @@ class Generator:
             self._measures[name] = ModelMeasures(self._metrics, name)
         return Measure(self._measures[name], request.arrival, request.n)
 
-    def unmeasured(self, request: GenerationRequest, entry: _Entry) -> Measure:
+    def unmeasured(self, request: GenerationRequest) -> Measure:
         """Counts for nobody: the parts of a request that is measured as one."""
-        measures = ModelMeasures(self._nobody, entry.facts.model_names[0])
-        return Measure(measures, request.arrival, request.n)
+        return Measure(self._nobody, request.arrival, request.n)
 
     def dispatch(self, request: GenerationRequest, entry: _Entry, stream: Stream) -> tuple[WorkerLink, str]:
         """Sends the request to the best worker that takes it; returns that and the id it has there.
@@ -355,7 +354,7 @@ class Reservation:
     def submit(self, part: GenerationRequest) -> Generation:
         """Sends a part."""
         generator, entry = self._generator, self._entry
-        generation = Generation(generator, part, entry, PartPermit(), generator.unmeasured(part, entry))
+        generation = Generation(generator, part, entry, PartPermit(), generator.unmeasured(part))
         generation.send()
         if not self._sent:
             self._sent = True
