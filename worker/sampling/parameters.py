@@ -168,7 +168,7 @@ class SamplingParameters:
 
     def store_mu(self, rows: torch.Tensor, mu: torch.Tensor) -> None:
         """What mirostat aims at from now on, [E] float32, in rows of the state."""
-        self._floats[:, MIROSTAT_MU].index_copy_(0, rows, mu)
+        self._floats[:, MIROSTAT_MU].index_copy_(0, rows.long(), mu)
 
     def sampling_inputs(self, sampled: SampledRows) -> SamplingInputs:
         """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere.

@@ -30,7 +30,7 @@ class SmallSampler:
         )
         self.sampler = Sampler(self.rows.sampling, ops or ReferenceOps())
 
-    def add(self, row, token_ids=(1, 2, 3), num_prompt_tokens=None, eos=(), choice=0, **sampling):
+    def add(self, row, token_ids=(1, 2, 3), num_prompt_tokens=None, eos=(), choice=0, mu=None, **sampling):
         sampling.setdefault("max_tokens", 100)
         new = NewRow(
             row=row,
@@ -39,6 +39,7 @@ class SmallSampler:
             sampling=SamplingParams(**sampling),
             eos_token_ids=list(eos),
             choice=choice,
+            mu=mu,
         )
         self.rows.stage(StepPlan(step=0, scheduled=[], new_rows=[new]))
 
