@@ -139,8 +139,8 @@ class Constraint:
         if self.grammar is None:
             return None
         if not self.grammar.consume(token_id):
-            message = f"token {token_id} was sampled, which the request's grammar does not allow"
-            return Finish(FinishReason.ERROR, message=message, code="grammar_violated")
+            message = f"the request's grammar can no longer be followed: {self.grammar.error or 'it refuses a token'}"
+            return Finish(FinishReason.ERROR, message=message, code="invalid_grammar")
         return FINISH_STOP if self.grammar.is_complete else None
 
     def close(self) -> None:
@@ -226,7 +226,8 @@ class Constraints:
             return mask.tobytes()
         grammar, thinking = constraint.grammar, constraint.thinking
         if grammar is not None and grammar.error:
-            return Finish(FinishReason.ERROR, message=grammar.error, code="invalid_grammar")
+            message = f"the request's grammar can no longer be followed: {grammar.error}"
+            return Finish(FinishReason.ERROR, message=message, code="invalid_grammar")
         if request.sampling.allowed_token_ids:
             mask = mask & self._allowed(request, constraint)
         mask = mask & ~self._bits(_completed_bad_words(request))

@@ -60,6 +60,20 @@ def byte_fallback_json() -> bytes:
     return tokenizer.to_str().encode()
 
 
+@cache
+def characters_json() -> bytes:
+    """One token for each printable character but ` and ~, 96 in all; </s> is 2, the blank 3."""
+    vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u0120": 3}
+    for code in range(33, 127):
+        if chr(code) not in "`~":
+            vocab[chr(code)] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer.to_str().encode()
+
+
 def make_bundle(tokenizer_json: bytes | None = None, chat_template: str | None = CHATML, **changes: Any) -> Bundle:
     """A bundle around a tokenizer (byte_level_json where none is given)."""
     tokenizer_json = byte_level_json() if tokenizer_json is None else tokenizer_json

@@ -26,12 +26,15 @@ from worker.stats import Counters
 COMPILE_SECONDS = 10.0
 """What takes longer is given up."""
 CACHE_BYTES = 64 << 20
-_BYTES_PER_CHARACTER = 32
-_BYTES_EACH = 1 << 15
-"""What a compiled grammar takes, roughly: its tables grow with its source."""
+_BYTES_EACH = 1 << 17
+_BYTES_PER_CHARACTER = 112
+_BYTES_PER_FURTHER = 24
+_MANY_CHARACTERS = 20_000
+"""What a compiled grammar takes, as measured: its tables grow with its source, long lists of words less."""
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """The library's own, but for the states of a lexer, of which a text makes more and more: each takes 1 to 2 KB."""
 _MAX_REASON = 300
+_NO_TOKEN = "<|pelton: end of text|>"
 _MAX_MASK_THREADS = 8
 
 log = get_logger("worker.sampling")
@@ -66,7 +69,7 @@ class _Vocabulary:
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
-        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._failure: PeltonError | None = None
@@ -90,23 +93,35 @@ class _Vocabulary:
 
     def _make(self) -> LLTokenizer:
         begin = time.monotonic()
-        source = self._tokenizer_json.decode()
-        num_ids = self._vocab_size
+        source, ends = self._tokenizer_json.decode(), [i for i in self._eos_token_ids if i < self._vocab_size]
+        absent: list[int] = []
         try:
-            if (largest := max(Tokenizer.from_str(source).get_vocab().values())) >= num_ids:
-                num_ids = largest + 1  # ids that the model lacks are cut off again
-            # Where nothing ends a text, an id behind all others stands for its end.
-            ends = self._eos_token_ids or [num_ids]
-            num_ids += not self._eos_token_ids
-            tokenizer = LLTokenizer(source, n_vocab=num_ids, eos_token=ends, slices=LLTokenizer.json_slices())
+            try:
+                tokenizer = _tokenizer(source, self._vocab_size, ends)
+            except ValueError:
+                source, ends, absent, num_ids = self._fit(source, ends)
+                tokenizer = _tokenizer(source, num_ids, ends)
         except ValueError as error:
             log.warning("tokenizer_without_grammars", reason=str(error)[:200])
             self._failure = InvalidRequestError(f"this model's tokenizer cannot follow grammars: {str(error)[:200]}")
             raise self._failure from None
         self.ends = _bits(ends, tokenizer.vocab_size)
-        self._within = _bits(range(self._vocab_size), self._vocab_size)
+        self._within = _bits(sorted(set(range(self._vocab_size)).difference(absent)), self._vocab_size)
         log.info("grammars_ready", seconds=round(time.monotonic() - begin, 2), num_ids=tokenizer.vocab_size)
         return tokenizer
+
+    def _fit(self, source: str, ends: list[int]) -> tuple[str, list[int], list[int], int]:
+        """A tokenizer with other ids than the model's: its source, the ends that it has, ids that stand for no token,
+        and the number of ids."""
+        known = Tokenizer.from_str(source)
+        ids = set(known.get_vocab().values())
+        ends = [token_id for token_id in ends if token_id in ids]
+        absent: list[int] = []
+        if not ends:
+            # The library wants one: where nothing ends a text, a token that no model has stands for its end.
+            known.add_special_tokens([_NO_TOKEN])
+            source, absent = known.to_str(), [known.get_vocab()[_NO_TOKEN]]
+        return source, ends or absent, absent, max([self._vocab_size - 1, *ids, *absent]) + 1
 
     def cut(self, wide: Words, masks: Words) -> Flags:
         """From masks over the tokenizer's ids to those over the model's; whether each text may end."""
@@ -335,7 +350,13 @@ class _Cache:
 
 
 def _cost(source: str) -> int:
-    return _BYTES_EACH + _BYTES_PER_CHARACTER * len(source)
+    many = min(len(source), _MANY_CHARACTERS)
+    return _BYTES_EACH + _BYTES_PER_CHARACTER * many + _BYTES_PER_FURTHER * (len(source) - many)
+
+
+def _tokenizer(source: str, num_ids: int, ends: list[int]) -> LLTokenizer:
+    """Raises ValueError for a tokenizer that has no byte strings, or other ids."""
+    return LLTokenizer(source, n_vocab=num_ids, eos_token=ends, slices=LLTokenizer.json_slices())
 
 
 def _bits(token_ids: Sequence[int], num_ids: int) -> Words:

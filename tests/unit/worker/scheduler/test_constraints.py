@@ -306,7 +306,7 @@ def test_a_token_that_the_grammar_refuses_fails_its_own_request():
     handle = bench.harness.executor.submit(plan)
     bench.scheduler.apply(plan, handle.result(), 1.0)
     bench.harness.drain()
-    assert bench.finish("a").code == "grammar_violated"
+    assert bench.finish("a").code == "invalid_grammar"
     assert bench.finish("b") == Finish(FinishReason.STOP)
 
 

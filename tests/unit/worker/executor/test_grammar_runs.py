@@ -1,0 +1,263 @@
+"""Grammars on a tiny model, at a temperature at which it writes anything: every text follows its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from shared.messages import FinishReason, Submit
+from shared.sampling_params import ThinkingBudget
+from shared.settings import WorkerSettings
+from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.tiny_model import write_tiny_model
+from tests.fakes.tiny_server import VOCAB, TinyServer
+from tests.fakes.tokenizers import characters_json
+from worker.constraint import Constraints
+from worker.executor.build import build_executor
+from worker.model.loading import open_model
+from worker.sampling.grammar import LLGrammars
+from worker.stats import Counters
+
+EOS = 2
+PATIENCE = 60.0
+_MADE: list[LLGrammars] = []
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": -5, "maximum": 99}, "b": {"enum": ["x", "yz"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+LARK = """start: sum
+sum: product ("+" product){0,3}
+product: NUMBER | "(" NUMBER "*" NUMBER ")"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+
+
+def is_json(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+GRAMMARS = {
+    'start: %json {"x-guidance": {"whitespace_flexible": false}, ' + json.dumps(SCHEMA)[1:]: is_json,
+    "start: /[a-c]{2,6}x/": lambda text: re.fullmatch("[a-c]{2,6}x", text),
+    LARK: lambda text: re.fullmatch(r"(\d{1,3}|\(\d{1,3}\*\d{1,3}\))(\+(\d{1,3}|\(\d{1,3}\*\d{1,3}\))){0,3}", text),
+    'start: ("yes" | "no" | "maybe, or so")': lambda text: text in ("yes", "no", "maybe, or so"),
+}
+WISHES: list[dict[str, object]] = [
+    {},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"top_p": 0.9, "top_k": 30},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 0},
+    {"min_p": 0.02, "logit_bias": {40: 5.0}},
+    {"temperature": 0.0},
+]
+
+
+def make_constraints(vocab_size: int = VOCAB, num_threads: int = 2) -> Constraints:
+    grammars = LLGrammars(
+        characters_json(),
+        vocab_size=vocab_size,
+        eos_token_ids=(EOS,),
+        counters=Counters(),
+        num_threads=num_threads,
+    )
+    grammars.warm_up()
+    _MADE.append(grammars)
+    return Constraints(grammars, vocab_size=vocab_size, eos_token_ids=(EOS,))
+
+
+@pytest.fixture(autouse=True)
+def _threads_end():
+    yield
+    while _MADE:
+        _MADE.pop().close()
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_str(characters_json().decode())
+
+
+def text_of(token_ids: list[int]) -> str:
+    return tokenizer().decode([token_id for token_id in token_ids if token_id != EOS])
+
+
+def submits(count: int) -> list[Submit]:
+    """Every third asks for no grammar; some for several choices, some with long prompts."""
+    sources = list(GRAMMARS)
+    made = []
+    for number in range(count):
+        prompt = [3 + (5 * number + step) % 90 for step in range(3 + 9 * (number % 4))]
+        sampling = {"temperature": 1.5, "seed": number, "max_tokens": 50} | WISHES[number % len(WISHES)]
+        grammar = "" if number % 3 == 2 else sources[number % len(sources)]
+        if not grammar:
+            sampling |= {"ignore_eos": True, "max_tokens": 12}
+        made.append(
+            make_submit(f"r{number}", prompt, sampling=sampling, grammar=grammar, num_choices=1 + number % 3 * 1)
+        )
+    return made
+
+
+def run(server: Harness) -> None:
+    """To the end, with time for grammars to compile."""
+    deadline = time.monotonic() + PATIENCE
+    while server.scheduler.has_requests:
+        assert time.monotonic() < deadline
+        if not server.scheduler.has_computable:
+            time.sleep(0.0005)
+        server.step()
+    server.drain()
+
+
+def outcome(server: Harness) -> dict:
+    seen = {}
+    for key, outputs in server.outputs.items():
+        logprobs = [entry for output in outputs for entry in output.logprobs or []]
+        seen[key] = (
+            server.tokens[key],
+            server.finishes[key],
+            [(one.token_id, one.rank, one.top_ids) for one in logprobs],
+        )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request alone on a server that does one thing after the other."""
+    found: dict = {}
+    for submit in submits(12):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            constraints = make_constraints(num_threads=1)
+            server = TinyServer(
+                monkeypatch, late=False, num_pages=120, max_num_batched_tokens=256, constraints=constraints
+            )
+            server.add(submit)
+            run(server)
+            found |= outcome(server)
+    return found
+
+
+def test_every_text_follows_its_grammar(alone):
+    kinds = set()
+    for submit in submits(12):
+        for choice in range(submit.num_choices):
+            tokens, finish, logprobs = alone[submit.request_id, choice]
+            if submit.grammar:
+                assert finish.reason is FinishReason.STOP
+                assert GRAMMARS[submit.grammar](text_of(tokens)), text_of(tokens)
+                kinds.add(submit.grammar)
+            if submit.sampling.logprobs is not None:
+                assert [entry[0] for entry in logprobs] == tokens
+    assert kinds == set(GRAMMARS)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
+@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, monkeypatch):
+    server = TinyServer(
+        monkeypatch,
+        late=late,
+        num_pages=num_pages,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        constraints=make_constraints(),
+    )
+    for number, submit in enumerate(submits(12)):
+        server.add(submit)
+        for _ in range(number % 4):
+            server.step()
+    run(server)
+    assert outcome(server) == alone
+    assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
+def test_texts_resumed_at_any_place_go_on_as_they_were(late, alone, monkeypatch):
+    server = TinyServer(monkeypatch, late=late, num_pages=120, constraints=make_constraints())
+    first = submits(12)[0]
+    whole = alone["r0", 0][0]
+    for length in range(len(whole) + 1):
+        server.add(
+            make_submit(
+                f"at {length}",
+                first.token_ids + whole[:length],
+                num_prompt_tokens=len(first.token_ids),
+                sampling=first.sampling,
+                grammar=first.grammar,
+            )
+        )
+    run(server)
+    for length in range(len(whole) + 1):
+        assert server.tokens[f"at {length}", 0] == whole[length:]
+        assert server.finishes[f"at {length}", 0].reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
+def test_a_budget_of_reasoning_inside_a_grammar(late, monkeypatch):
+    """`<` and `>` mark the reasoning here."""
+    vocabulary = tokenizer().get_vocab()
+    thinking = ThinkingBudget(max_tokens=6, start_ids=(vocabulary["<"],), end_ids=(vocabulary[">"], vocabulary["!"]))
+    sampling = {"temperature": 1.5, "max_tokens": 60, "thinking": thinking}
+    server = TinyServer(monkeypatch, late=late, constraints=make_constraints())
+    for seed in range(6):
+        grammar = 'start: "<" /[a-z]+/ ">!" /[0-9]{3}/'
+        server.add(make_submit(f"r{seed}", [5, 6, 7], sampling=sampling | {"seed": seed}, grammar=grammar))
+    run(server)
+    lengths = set()
+    for seed in range(6):
+        text = text_of(server.tokens[f"r{seed}", 0])
+        match = re.fullmatch(r"<([a-z]+)>!\d{3}", text)
+        assert match
+        lengths.add(len(match[1]))
+    assert max(lengths) == 6
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_write_what_one_writes(tmp_path):
+    """The model has more ids than the tokenizer: they never come."""
+    folder = write_tiny_model(tmp_path / "model")
+    texts = []
+    num_threads = torch.get_num_threads()
+    (tmp_path / "run").mkdir(mode=0o700)
+    for size in (1, 2):
+        settings = WorkerSettings(
+            model=str(folder),
+            dtype="float32",
+            num_kv_pages=64,
+            max_num_seqs=8,
+            tensor_parallel_size=size,
+            device="cpu",
+            runtime_dir=str(tmp_path / "run"),
+            num_threads=1,
+        )
+        built = build_executor(settings, open_model(str(folder), Path("/nonexistent")))
+        try:
+            server = Harness(
+                max_num_seqs=8,
+                max_model_len=built.max_model_len,
+                num_pages=built.num_pages,
+                page_size=built.page_size,
+                constraints=make_constraints(263),
+            )
+            server.executor = built.executor  # type: ignore[assignment]
+            for submit in submits(6):
+                server.add(submit)
+            run(server)
+        finally:
+            built.executor.close()
+            torch.set_num_threads(num_threads)
+        texts.append(dict(server.tokens))
+        for submit in submits(6):
+            for choice in range(submit.num_choices if submit.grammar else 0):
+                assert GRAMMARS[submit.grammar](text_of(server.tokens[submit.request_id, choice]))
+    assert texts[0] == texts[1]

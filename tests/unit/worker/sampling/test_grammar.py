@@ -1,0 +1,384 @@
+"""Grammars by llguidance: what they allow, what they cost, and what is wrong with some of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from shared.errors import InvalidRequestError, PeltonError, UnavailableError
+from tests.fakes.tokenizers import byte_fallback_json, byte_level_json, characters_json
+from worker.sampling import grammar as module
+from worker.sampling.grammar import LLGrammars, Matcher
+from worker.stats import Counters
+
+ROOT = Path(__file__).parents[4]
+PATIENCE = 60.0
+_MADE: list[LLGrammars] = []
+
+
+def make(tokenizer_json: bytes | None = None, **options) -> LLGrammars:
+    defaults: dict = {"vocab_size": 342, "eos_token_ids": (2,), "counters": Counters()}
+    _MADE.append(LLGrammars(tokenizer_json or byte_level_json(), **defaults | options))
+    return _MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def _threads_end():
+    yield
+    while _MADE:
+        _MADE.pop().close()
+
+
+def opened(grammars: LLGrammars, source: str, patience: float = PATIENCE) -> Matcher:
+    pending = grammars.prepare(source)
+    deadline = time.monotonic() + patience
+    while not pending.poll():
+        assert time.monotonic() < deadline, "not compiled in time"
+        time.sleep(0.0005)
+    return pending.open()
+
+
+def ids_of(grammars: LLGrammars, state: Matcher, vocab_size: int = 342) -> list[int]:
+    masks = np.full((1, -(-vocab_size // 32)), 0xFFFFFFFF, dtype=np.uint32)
+    grammars.fill([state], masks)
+    return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
+
+
+@cache
+def tokenizer(source: bytes) -> Tokenizer:
+    return Tokenizer.from_str(source.decode())
+
+
+def schema(number: int) -> str:
+    properties = {f"field_{number}": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}}
+    return "start: %json " + json.dumps({"type": "object", "properties": properties, "required": ["age"]})
+
+
+# ---- what is allowed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [byte_level_json, byte_fallback_json, characters_json])
+def test_a_token_is_allowed_where_its_own_bytes_may_come(source):
+    vocabulary = tokenizer(source())
+    size = vocabulary.get_vocab_size()
+    grammars = make(source(), vocab_size=size)
+    state = opened(grammars, "start: /[a-z]+,/")
+    found = ids_of(grammars, state, size)
+    texts = {token_id: vocabulary.decode([token_id]) for token_id in range(3, size)}
+    plain = {
+        token_id
+        for token_id, text in texts.items()
+        if text
+        and text.isascii()
+        and not vocabulary.id_to_token(token_id).startswith(("\u2581", "<0x"))
+        and text.removesuffix(",").isalpha()
+        and text.islower()
+    }
+    assert plain
+    assert plain <= set(found)
+    # Bytes as fallback spell letters too.
+    rest = {vocabulary.id_to_token(token_id) for token_id in set(found) - plain}
+    assert rest <= {f"<0x{ord(letter):02X}>" for letter in "abcdefghijklmnopqrstuvwxyz"}
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_allowed():
+    grammars = make(vocab_size=500)
+    state = opened(grammars, r"start: /(.|\n)*/")
+    found = ids_of(grammars, state, 500)
+    assert max(found) < 342
+    assert len(found) > 200
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_cut():
+    grammars = make(vocab_size=320)
+    state = opened(grammars, r"start: /(.|\n)*/")
+    found = ids_of(grammars, state, 320)
+    assert 2 in found
+    assert max(found) < 320
+    # And so are the bits of the last word.
+    grammars = make(vocab_size=325)
+    assert max(ids_of(grammars, opened(grammars, r"start: /(.|\n)*/"), 325)) == 324
+
+
+@pytest.mark.parametrize("eos", [(2,), (0, 2), (2, 900)])
+def test_all_end_ids_are_allowed_where_the_text_may_end(eos):
+    grammars = make(eos_token_ids=eos)
+    ends = {token_id for token_id in eos if token_id < 342}
+    state = opened(grammars, "start: /a{0,2}/")
+    a = tokenizer(byte_level_json()).token_to_id("a")
+    assert set(ids_of(grammars, state)) == {a, *ends}
+    masks = np.zeros((2, 11), dtype=np.uint32)
+    other = opened(grammars, 'start: "aa"')
+    assert grammars.fill([state, other], masks).tolist() == [True, False]
+    assert (state.consume(a), state.consume(a), state.is_complete) == (True, True, True)
+
+
+def test_where_nothing_ends_a_text_a_grammar_still_does():
+    grammars = make(eos_token_ids=())
+    a = tokenizer(byte_level_json()).token_to_id("a")
+    state = opened(grammars, "start: /a{0,2}/")
+    assert ids_of(grammars, state) == [a]
+    assert grammars.fill([state], np.zeros((1, 11), dtype=np.uint32)).tolist() == [True]
+    state.consume(a)
+    state.consume(a)
+    assert state.is_complete
+
+
+def test_masks_of_many_rows_are_those_of_each():
+    grammars, alone = make(num_threads=4), make()
+    rng = random.Random(0)
+    sources = [schema(number) for number in range(6)] + ["start: /[a-f]+x/", r"start: /(.|\n)*/"]
+    states = [opened(grammars, source) for source in sources]
+    twins = [opened(alone, source) for source in sources]
+    for _ in range(30):
+        masks = np.zeros((len(states), 11), dtype=np.uint32)
+        grammars.fill(states, masks)
+        for state, twin, mask in zip(states, twins, masks, strict=True):
+            found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            assert found == ids_of(alone, twin)
+            token = rng.choice(found)
+            if token != 2:
+                assert state.consume(token)
+                assert twin.consume(token)
+
+
+def test_special_tokens_are_spelled_by_their_ids():
+    grammars = make()
+    state = opened(grammars, 'start: <[1]> "a"')
+    assert ids_of(grammars, state) == [1]
+    assert 1 not in ids_of(grammars, opened(grammars, r"start: /(.|\n)*/"))
+
+
+# ---- what is wrong --------------------------------------------------------------------------------------------
+
+BAD = {
+    "start: /(unclosed/": "regex",
+    "start: /(?=a)b/": "regex",
+    "start: missing": "missing",
+    "start: <[999]>": "999",
+    "nonsense": "",
+    "{": "",
+    "start: root\nroot: root": "",
+    'start: %json {"$ref": "#"}': "",
+    'start: %json {"type": "wrong"}': "",
+    "start: " + "(" * 30_000 + '"a"' + ")" * 30_000: "nested",
+}
+
+
+@pytest.mark.parametrize("source", BAD, ids=range(len(BAD)))
+def test_a_bad_grammar_is_refused_with_a_reason_fit_for_a_client(source):
+    with pytest.raises(InvalidRequestError, match="the grammar cannot be used: .*" + BAD[source]) as caught:
+        opened(make(), source)
+    assert caught.value.code == "invalid_grammar"
+    assert len(caught.value.message) < 400
+    assert "backtrace" not in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_tokenizer_without_bytes_is_named():
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}, "added_tokens": []}
+    grammars = make(json.dumps(words).encode(), vocab_size=2, eos_token_ids=(1,))
+    assert not grammars.warm_up()
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="tokenizer cannot follow grammars"):
+            opened(grammars, 'start: "a"')
+
+
+def deep(count: int) -> list[str]:
+    rules = "\n".join(["start: r0", *(f"r{n}: r{n + 1}" for n in range(count)), f'r{count}: "a"'])
+    terminals = "\n".join(["start: T0", *(f'T{n}: "b" T{n + 1}? "c"' for n in range(count)), f'T{count}: "a"'])
+    links = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(count)}
+    references = {"$defs": {**links, f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+    return [rules, terminals, "start: %json " + json.dumps(references)]
+
+
+def test_chains_of_rules_do_not_overrun_the_stack():
+    """In a process of its own, which that would end."""
+    code = (
+        "from tests.unit.worker.sampling.test_grammar import *\n"
+        "grammars = make()\n"
+        "for source in deep(8000):\n"
+        "    try:\n"
+        "        print(len(ids_of(grammars, opened(grammars, source))) > 0)\n"
+        "    except InvalidRequestError:\n"
+        "        print(True)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.stdout.splitlines().count("True") == 3, result.stderr
+
+
+BOMBS = {
+    "nested repetition": "start: /(a+)+/",
+    "repetition of repetition": "start: /(x{1,1000}){1,1000}/",
+    "long repetition": "start: /.{0,100000}/",
+    "large enum": "start: %json " + json.dumps({"enum": [f"value {n} {n * 7919}" for n in range(10_000)]}),
+    "recursion": 'start: %json {"type": "object", "properties": {"a": {"$ref": "#"}}}',
+    "items": 'start: %json {"type": "array", "items": {"type": "integer"}, "minItems": 1000000000}',
+    "ambiguity": 'start: e\ne: e e | "a" | ""',
+    "alternatives": "start: " + " | ".join(f'"x{n}"' for n in range(15_000)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_explodes_is_compiled_or_refused_in_bounded_time_and_others_go_on(name):
+    grammars = make(num_threads=2)
+    neighbour = opened(grammars, r"start: /(.|\n)*/")
+    begin = time.monotonic()
+    pending = grammars.prepare(BOMBS[name])
+    masks = np.zeros((1, 11), dtype=np.uint32)
+    gaps = []
+    while not pending.poll():
+        assert time.monotonic() - begin < PATIENCE
+        before = time.monotonic()
+        grammars.fill([neighbour], masks)
+        neighbour.consume(70)
+        gaps.append(time.monotonic() - before)
+    try:
+        state = pending.open()
+    except InvalidRequestError:
+        return
+    assert max(gaps, default=0.0) < 2.0
+    rng = random.Random(1)
+    for _ in range(60):
+        before = time.monotonic()
+        found = ids_of(grammars, state)
+        assert time.monotonic() - before < 5.0
+        following = [token_id for token_id in found if token_id != 2]
+        if state.error or not following:
+            break
+        if not state.consume(rng.choice(following)):
+            assert state.error
+            break
+
+
+def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
+    """Some schemas never end. Their threads are lost, so after a few of them new grammars are refused for a while."""
+    release = threading.Event()
+    grammars = make(compile_seconds=0.2)
+    compile_for_real = module.LLMatcher
+
+    def compile_slowly(vocabulary, source, **options):
+        if "slow" in source:
+            release.wait(PATIENCE)
+        return compile_for_real(vocabulary, source, **options)
+
+    monkeypatch.setattr(module, "LLMatcher", compile_slowly)
+    try:
+        for number in range(4):
+            with pytest.raises(InvalidRequestError, match="too complex") as caught:
+                opened(grammars, f'start: "slow{number}"')
+            assert caught.value.code == "invalid_grammar"
+            if number < 3:
+                opened(grammars, f'start: "quick{number}"')
+        with pytest.raises(UnavailableError):
+            grammars.prepare('start: "another"')
+        opened(grammars, 'start: "quick0"')  # is there already
+    finally:
+        release.set()
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_seen_before_is_there_at_once_and_its_texts_are_apart():
+    counters = Counters()
+    grammars = make(counters=counters)
+    first = opened(grammars, "start: /[ab]{3}/")
+    a = tokenizer(byte_level_json()).token_to_id("a")
+    for _ in range(3):
+        assert first.consume(a)
+    begin = time.perf_counter()
+    for _ in range(100):
+        pending = grammars.prepare("start: /[ab]{3}/")
+        assert pending.poll()
+        second = pending.open()
+    assert (time.perf_counter() - begin) / 100 < 0.001
+    assert first.is_complete
+    assert not second.is_complete
+    assert a in ids_of(grammars, second)
+    assert (counters.grammar_compilations_total, counters.grammar_cache_hits_total) == (1, 100)
+    assert 0 < counters.grammar_compile_seconds_total < PATIENCE
+
+
+def test_those_that_want_the_same_wait_for_one_compilation():
+    counters, told = Counters(), threading.Semaphore(0)
+    grammars = make(counters=counters, on_compiled=told.release)
+    pending = [grammars.prepare(schema(1)) for _ in range(5)]
+    assert told.acquire(timeout=PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while not all(one.poll() for one in pending):
+        assert time.monotonic() < deadline
+    for one in pending[:2]:
+        one.release()
+    states = [one.open() for one in pending[2:]]
+    assert len({id(state.matcher) for state in states}) == 3
+    assert counters.grammar_compilations_total == 1
+
+
+def test_a_compilation_that_nobody_waits_for_is_dropped_or_kept_for_the_next():
+    counters = Counters()
+    grammars = make(counters=counters)
+    for number in range(50):
+        grammars.prepare(schema(number)).release()
+    opened(grammars, schema(99))
+    deadline = time.monotonic() + PATIENCE
+    while grammars._compilations and time.monotonic() < deadline:
+        grammars.prepare(schema(99)).release()
+    assert not grammars._compilations
+    assert 1 <= counters.grammar_compilations_total <= 51
+
+
+def test_the_cache_is_bounded_by_bytes_and_forgets_what_was_not_used_longest():
+    counters = Counters()
+    grammars = make(counters=counters, cache_bytes=5 * 160_000)
+    for number in range(8):
+        opened(grammars, schema(number))
+        opened(grammars, schema(0))
+    assert counters.grammar_compilations_total == 8
+    opened(grammars, schema(1))
+    assert counters.grammar_compilations_total == 9
+    # One that is larger than all of it is not kept, and pushes nothing out.
+    large = "start: " + " | ".join(f'"x{n}"' for n in range(4000))
+    opened(grammars, large)
+    opened(grammars, large)
+    opened(grammars, schema(0))
+    assert counters.grammar_compilations_total == 11
+
+
+def resident_megabytes() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def test_two_thousand_schemas_leave_memory_bounded():
+    grammars = make()
+    for number in range(200):
+        opened(grammars, schema(number))
+    before = resident_megabytes()
+    for number in range(200, 2200):
+        opened(grammars, schema(number))
+    assert resident_megabytes() - before < 100
+
+
+def test_idle_time_makes_the_tokenizer_once():
+    grammars = make()
+    assert grammars.warm_up()
+    assert not grammars.warm_up()
+
+
+def test_errors_that_are_not_the_clients_are_not_shown(monkeypatch):
+    def fail(*args, **options):
+        raise MemoryError("at 0x7f00")
+
+    monkeypatch.setattr(module, "LLMatcher", fail)
+    with pytest.raises(PeltonError, match=r"^the grammar cannot be used$"):
+        opened(make(), 'start: "a"')
