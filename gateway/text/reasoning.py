@@ -29,6 +29,7 @@ class ReasoningFormat:
     Attributes:
         name: as `--reasoning-parser` takes it.
         starts, ends: texts that open and close it.
+        opens: further texts with which a prompt ends inside reasoning, beside `starts`.
         others: further marks that its splitter must see.
         sign: a text in the chat templates of such models; empty: one of `ends`.
         closing: what the model is made to write to get from reasoning to the answer; empty: the first of `ends`.
@@ -40,6 +41,7 @@ class ReasoningFormat:
     name: str
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    opens: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     sign: str = ""
     closing: str = ""
@@ -63,7 +65,7 @@ class ReasoningFormat:
     def is_open(self, prompt_end: str) -> bool:
         """Whether a prompt that ends with this text leaves the model inside reasoning."""
         text = prompt_end.rstrip()
-        return any(text.endswith(start.rstrip()) for start in self.starts)
+        return any(text.endswith(start.rstrip()) for start in (*self.starts, *self.opens))
 
 
 class MarkSplitter:
@@ -224,7 +226,12 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "glm45": _THINK,
     "olmo3": _THINK,
     "mistral": _format("mistral", "[THINK]", "[/THINK]"),
-    "seed_oss": _format("seed_oss", "<seed:think>", "</seed:think>"),
+    "seed_oss": ReasoningFormat(
+        name="seed_oss",
+        starts=("<seed:think>",),
+        ends=("</seed:think>",),
+        opens=("<seed:think><seed:cot_budget_reflect>",),  # for a thinking_budget of 0
+    ),
     "kimi": _format("kimi", "\u25c1think\u25b7", "\u25c1/think\u25b7"),
     "gemma4": _format("gemma4", "<|channel>thought\n", "<channel|>"),
     "reasoning": _format("reasoning", "<reasoning>", "</reasoning>"),

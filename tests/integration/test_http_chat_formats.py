@@ -5,6 +5,7 @@ Numbers in docstrings are cases of the collected bug reports.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,26 @@ async def test_results_of_calls_go_back(tmp_path: Path) -> None:
         assert (
             "<tool_response>\nsun\n</tool_response>" in prompt and json.dumps(ARGUMENTS, ensure_ascii=False) in prompt
         )
+
+
+async def test_templates_that_know_null_get_it(tmp_path: Path) -> None:
+    """An empty content would be a turn of its own with some templates; with others null would be the word None."""
+    template = (
+        "{% for message in messages %}{% if message['tool_calls'] %}[call]{% endif %}"
+        "{% if message['content'] is not none %}[{{ message['role'] }}: {{ message['content'] }}]{% endif %}"
+        "{% endfor %}"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for number, (source, prompt) in enumerate(
+        ((template, "[user: a][call]"), (template.replace("is not none", "is string"), "[user: a][call][assistant: ]"))
+    ):
+        bundle = make_bundle(tokenizer().to_str().encode(), source)
+        directory = tmp_path / str(number)
+        await asyncio.to_thread(directory.mkdir)
+        async with talking(directory, "Yes.", bundle=bundle, tool_call_parser="hermes") as (gateway, worker):
+            await ask(gateway, messages=messages)
+            assert tokenizer().decode(worker.submits()[-1].token_ids) == prompt
 
 
 CALLED = {

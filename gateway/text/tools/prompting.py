@@ -22,6 +22,7 @@ _CALLS = re.compile(r"\btool_calls\b")
 _ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*(?:!=|>)\s*1")
 _TEXT_ARGUMENTS = re.compile(r"\barguments(?:'\]|\"\])?\s*[+~]")
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9")
+_NULL_CONTENT = re.compile(r"\bcontent(?:'\]|\"\])?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
 _NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)
 
 
@@ -35,6 +36,7 @@ class TemplateSupport:
         one_call: it refuses messages with more calls than one.
         text_arguments: it wants the arguments of calls as JSON text, not as an object.
         short_ids: it refuses ids of calls that do not have nine characters.
+        null_content: it knows messages of calls without content; an empty one would be a turn of its own.
         system: it takes system messages.
     """
 
@@ -43,6 +45,7 @@ class TemplateSupport:
     one_call: bool = False
     text_arguments: bool = False
     short_ids: bool = False
+    null_content: bool = False
     system: bool = True
 
 
@@ -56,6 +59,7 @@ def template_support(template: str | None, form: ToolFormat | None) -> TemplateS
         one_call=_ONE_CALL.search(template) is not None,
         text_arguments=_TEXT_ARGUMENTS.search(template) is not None,
         short_ids=_SHORT_IDS.search(template) is not None,
+        null_content=_NULL_CONTENT.search(template) is not None,
         system=_NO_SYSTEM.search(template) is None,
     )
     return replace(support, tools=False, calls=False) if form is FALLBACK else support
@@ -152,6 +156,8 @@ def _shaped(message: Mapping[str, Any], support: TemplateSupport, names: Mapping
         shaped.setdefault("name", names.get(identifier, ""))
         shaped["tool_call_id"] = _call_id(identifier, support)
     if calls := message.get("tool_calls"):
+        if support.null_content and not message.get("content"):
+            shaped["content"] = None
         shaped["tool_calls"] = [
             {
                 "id": _call_id(call["id"], support),
@@ -184,7 +190,8 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             continue
         if message.get("content"):
             yield {key: value for key, value in message.items() if key != "tool_calls"}
-        waiting += [{**message, "content": "", "tool_calls": [call]} for call in calls]
+        content = None if message["content"] is None else ""
+        waiting += [{**message, "content": content, "tool_calls": [call]} for call in calls]
     yield from waiting
 
 

@@ -132,6 +132,7 @@ def test_in_reasoning_tells_what_comes_next() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_that_opens_the_reasoning_is_seen(name: str) -> None:
     marks = REASONING_FORMATS[name]
+    assert all(marks.is_open(f"assistant\n{text}") for text in marks.opens)
     for start, end in pairs(marks):
         assert marks.is_open(f"assistant\n{start}") and marks.is_open(f"assistant\n{start}\n")
         assert not marks.is_open(f"{start}\n\n{end}\n\n") and not marks.is_open("assistant\n")
