@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.tools.format import MAX_PARALLEL_CALLS, Tool
-from gateway.text.tools.schema import ANY_OBJECT, arguments_expression
+from gateway.text.tools.schema import (
+    ANY_OBJECT,
+    arguments_expression,
+    arguments_schema,
+    definitions,
+    refers_elsewhere,
+    value_expression,
+)
 
 ANY_TEXT = r"/(?s:.*)/"
 
@@ -25,10 +32,26 @@ def free_arguments(tool: Tool) -> str:
     return enforced_arguments(tool) if tool.strict else ANY_OBJECT
 
 
-def object_call(tool: Tool, arguments: str, key: str = "arguments") -> str:
-    """`{"name": ..., "arguments": ...}`."""
-    head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(key)}: '
+def object_call(tool: Tool, arguments: str, key: str = "arguments", *, before: str = "") -> str:
+    """`{"name": ..., "arguments": ...}`, and what stands before it: llguidance takes the longest lexeme that it finds,
+    so where there is another text that it may also be, its first lexeme has to reach to where they differ."""
+    head = f'{before}{{"name": {json.dumps(tool.name)}, {json.dumps(key)}: '
     return f'{json.dumps(head)} {arguments} "}}"'
+
+
+def json_call(tool: Tool, key: str) -> str:
+    """The same as JSON, of which llguidance can tell it from other JSON."""
+    arguments = arguments_schema(tool)
+    if refers_elsewhere(arguments):
+        return object_call(tool, enforced_arguments(tool), key)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+        **definitions(arguments),
+    }
+    return value_expression(schema, tool, whitespace=None)
 
 
 def call_rules(tools: Sequence[Tool], expression: Callable[[Tool], str], rule: str = "t_call") -> tuple[str, ...]:

@@ -133,6 +133,11 @@ class HarmonySplitter:
         """See ReasoningSplitter."""
         return self._inside
 
+    @property
+    def done(self) -> bool:
+        """See ReasoningSplitter: a message of any kind may follow."""
+        return False
+
     def push(self, text: str) -> tuple[str, str]:
         """See ReasoningSplitter."""
         self._source.feed(text)

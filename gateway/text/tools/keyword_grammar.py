@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.text.grammar import Fragment, any_of
 from gateway.text.tools.format import Tool
-from gateway.text.tools.schema import ANY_VALUE, arguments_schema, value_expression
+from gateway.text.tools.schema import ANY_VALUE, arguments_schema, definitions, refers_elsewhere, value_expression
 
 _PLAIN = frozenset(
     {
@@ -57,14 +57,14 @@ def keyword_arguments(tool: Tool, notation: Notation, prefix: str, *, free: bool
         free: any arguments, whatever the schema says.
     """
     if free:
-        pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]*/ {json.dumps(notation.sign)} {ANY_VALUE}"
+        pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {json.dumps(notation.sign)} {ANY_VALUE}"
         return Fragment(f"({prefix}_pair ({json.dumps(notation.between)} {prefix}_pair)*)?", (pair,))
     schema = arguments_schema(tool)
     if not _is_plain(schema, notation):
         return Fragment(f"{json.dumps(notation.spread)} {value_expression(schema, tool)}")
     required = frozenset(schema.get("required", ()))
     names = list(schema.get("properties", {}))
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = definitions(schema)
     rules = []
     for index, name in enumerate(names):
         value = _value(schema["properties"][name], shared, notation, tool)
@@ -80,20 +80,8 @@ def _is_plain(schema: Mapping[str, Any], notation: Notation) -> bool:
         and schema.get("additionalProperties") is False
         and all(map(notation.is_name, properties))
         and set(schema.get("required", ())) <= properties.keys()
-        and not _refers_elsewhere(schema)
+        and not refers_elsewhere(schema)
     )
-
-
-def _refers_elsewhere(node: Any) -> bool:
-    """Whether there is a reference into something that is not handed to each argument."""
-    if isinstance(node, list):
-        return any(map(_refers_elsewhere, node))
-    if not isinstance(node, Mapping):
-        return False
-    target = node.get("$ref")
-    if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
-        return True
-    return any(map(_refers_elsewhere, node.values()))
 
 
 def _order(prefix: str, required: list[bool], notation: Notation) -> list[str]:

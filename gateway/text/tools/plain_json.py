@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import (
-    Arguments,
     call_rules,
-    enforced_arguments,
     free_arguments,
+    json_call,
     object_call,
     repeated,
     text_unless,
@@ -23,6 +22,8 @@ from gateway.text.tools.reader import Steps
 
 PYTHON_TAG = "<|python_tag|>"
 _FENCES = ("```json", "```")
+_COMMA = '", " t_call'
+_SEMICOLON = '"; " t_call'
 _CALL_BEGINS = (
     r'[ \t\r\n]*(```(json)?[ \t\r\n]*)?(\[[ \t\r\n]*)?\{[ \t\r\n]*"(name|type|id|index|arguments|parameters)"'
 )
@@ -40,11 +41,19 @@ class PlainJsonFormat:
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        return self._calls(tools, enforced_arguments, parallel=parallel)
+        rules = call_rules(tools, lambda tool: json_call(tool, "arguments"))
+        if not parallel:
+            return Fragment("t_call", rules)
+        return Fragment(any_of(["t_call", f'"[" {repeated("t_call", _COMMA, parallel=True)} "]"']), rules)
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        return text_unless(_CALL_BEGINS, self._calls(tools, free_arguments, parallel=parallel))
+        rules = call_rules(tools, lambda tool: object_call(tool, free_arguments(tool)))
+        if not parallel:
+            return text_unless(_CALL_BEGINS, Fragment("t_call", rules))
+        firsts = call_rules(tools, lambda tool: object_call(tool, free_arguments(tool), before="["), "t_first")
+        several = f'{repeated("t_first", _COMMA, parallel=True)} "]"'
+        return text_unless(_CALL_BEGINS, Fragment(any_of(["t_call", several]), (*rules, *firsts)))
 
     def new_call_id(self) -> str:
         """See ToolFormat."""
@@ -54,13 +63,6 @@ class PlainJsonFormat:
         """See ToolFormat."""
         objects = [{"name": name, "arguments": values} for name, values in calls]
         return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=False)
-
-    def _calls(self, tools: Sequence[Tool], arguments: Arguments, *, parallel: bool) -> Fragment:
-        rules = call_rules(tools, lambda tool: object_call(tool, arguments(tool)))
-        if not parallel:
-            return Fragment("t_call", rules)
-        several = repeated("t_call", '", " t_call', parallel=True)
-        return Fragment(any_of(["t_call", f'"[" {several} "]"']), rules)
 
 
 class LlamaJsonFormat:
@@ -76,11 +78,13 @@ class LlamaJsonFormat:
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        return self._calls(tools, enforced_arguments, parallel=parallel)
+        rules = call_rules(tools, lambda tool: json_call(tool, "parameters"))
+        return Fragment(f"({repeated('t_call', _SEMICOLON, parallel=parallel)})", rules)
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        calls = self._calls(tools, free_arguments, parallel=parallel)
+        rules = call_rules(tools, lambda tool: object_call(tool, free_arguments(tool), "parameters"))
+        calls = Fragment(f"({repeated('t_call', _SEMICOLON, parallel=parallel)})", rules)
         tagged = f"T_TEXT {literal(PYTHON_TAG, special_ids)} {calls.expression}"
         if PYTHON_TAG not in special_ids:
             return text_unless(_CALL_BEGINS, calls)
@@ -93,11 +97,6 @@ class LlamaJsonFormat:
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         return "; ".join(json.dumps({"name": name, "parameters": values}, ensure_ascii=False) for name, values in calls)
-
-    def _calls(self, tools: Sequence[Tool], arguments: Arguments, *, parallel: bool) -> Fragment:
-        rules = call_rules(tools, lambda tool: object_call(tool, arguments(tool), key="parameters"))
-        several = repeated("t_call", '"; " t_call', parallel=parallel)
-        return Fragment(f"({several})", rules)
 
 
 class PlainJsonParser(JsonCallParser):

@@ -49,13 +49,13 @@ class PythonicFormat:
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        return self._calls(tools, parallel=parallel, free=False)
+        return _python_list(tools, parallel=parallel, free=False)
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
         names = "|".join(re.escape(tool.name) for tool in tools)
         begins = rf"[ \t\r\n]*({re.escape(START)})?[ \t\r\n]*\[[ \t\r\n]*({names})\("
-        return text_unless(begins, self._calls(tools, parallel=parallel, free=True))
+        return text_unless(begins, _python_list(tools, parallel=parallel, free=True))
 
     def new_call_id(self) -> str:
         """See ToolFormat."""
@@ -64,10 +64,6 @@ class PythonicFormat:
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         return f"[{', '.join(render_call(name, values) for name, values in calls)}]"
-
-    def _calls(self, tools: Sequence[Tool], *, parallel: bool, free: bool) -> Fragment:
-        several = repeated("t_call", '", " t_call', parallel=parallel)
-        return Fragment(f'"[" {several} "]"', _rules(tools, free=free))
 
 
 class ToolCodeFormat:
@@ -214,14 +210,16 @@ class ToolCodeParser(_PythonCallParser):
         source = self.source
         while (yield from source.text_until((FENCE,), self.message.content)):
             source.begin_trial(FENCE)
+            called = False
             while True:
                 yield from source.space()
-                if (yield from source.accept(FENCE_END)):
+                if called and (yield from source.accept(FENCE_END)):
                     source.end_trial()
                     break
                 wrapped = yield from source.accept_any(("print(", "["))
                 if not (yield from self.read_call()):
                     break
+                called = True
                 source.begin_trial()
                 if wrapped:
                     yield from source.accept(")" if wrapped == "print(" else "]")
@@ -239,12 +237,20 @@ def render_call(name: str, values: CallArguments) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
-def _rules(tools: Sequence[Tool], *, free: bool) -> tuple[str, ...]:
+def _python_list(tools: Sequence[Tool], *, parallel: bool, free: bool) -> Fragment:
+    # The bracket and the name are one lexeme: by its bracket alone the list could be text.
+    firsts = _rules(tools, free=free, before="[", rule="t_first")
+    following = _rules(tools, free=free) if parallel else ()
+    several = repeated("t_first", '", " t_call', parallel=parallel)
+    return Fragment(f'{several} "]"', (*firsts, *following))
+
+
+def _rules(tools: Sequence[Tool], *, free: bool, before: str = "", rule: str = "t_call") -> tuple[str, ...]:
     rules: list[str] = []
 
     def call(tool: Tool) -> str:
-        arguments = keyword_arguments(tool, NOTATION, f"t_args_{len(rules)}", free=free and not tool.strict)
+        arguments = keyword_arguments(tool, NOTATION, f"{rule}_args_{len(rules)}", free=free and not tool.strict)
         rules.extend(arguments.rules)
-        return f'{json.dumps(tool.name + "(")} {arguments.expression} ")"'
+        return f'{json.dumps(before + tool.name + "(")} {arguments.expression} ")"'
 
-    return (*call_rules(tools, call), *rules)
+    return (*call_rules(tools, call, rule), *rules)

@@ -141,11 +141,28 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return schema
 
 
-def value_expression(schema: Mapping[str, Any], tool: Tool) -> str:
-    """The JSON values that follow a schema of a tool's, on one line."""
+def value_expression(schema: Mapping[str, Any], tool: Tool, *, whitespace: str | None = " ") -> str:
+    """The JSON values that follow a schema of a tool's; on one line, unless other white space is given."""
     return json_expression(
-        schema, tool.place, whitespace=" ", close_objects=_may_close(schema), lenient=not tool.strict
+        schema, tool.place, whitespace=whitespace, close_objects=_may_close(schema), lenient=not tool.strict
     )
+
+
+def refers_elsewhere(node: Any) -> bool:
+    """Whether a schema has references to other places than its definitions, so that no part of it stands alone."""
+    if isinstance(node, list):
+        return any(map(refers_elsewhere, node))
+    if not isinstance(node, Mapping):
+        return False
+    target = node.get("$ref")
+    if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
+        return True
+    return any(map(refers_elsewhere, node.values()))
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What parts of a schema may refer to."""
+    return {key: value for key, value in schema.items() if key in ("$defs", "definitions")}
 
 
 ANY_OBJECT = json_expression({"type": "object"}, "tools", whitespace=" ")

@@ -1,0 +1,210 @@
+"""Grammars of calls, followed by a model that writes by chance: what it writes is read as calls that validate."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from gateway.text.grammar import Fragment, any_of
+from gateway.text.json_schema import json_expression
+from gateway.text.tools.format import Tool
+from gateway.text.tools.formats import TOOL_FORMATS
+from gateway.text.tools.prompting import TemplateSupport, conversation
+from tests.unit.gateway.text.tools.messages import FORMATS, WHOLE_ANSWERS, Found, read
+from tests.unit.gateway.text.tools.vocabulary import accepts, holds, random_text, special_ids
+
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12, "description": 'A "name" <|call|> </tool_call>'},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "metric": {"type": "boolean"},
+        },
+        "required": ["city"],
+    },
+    "now": {},
+    "get": {"type": "object", "properties": {}},
+    "get_all": {
+        "$defs": {"Level": {"enum": ["low", "high"]}},
+        "type": "object",
+        "properties": {
+            "level": {"$ref": "#/$defs/Level"},
+            "nothing": {"type": "null"},
+            "list": {"type": "array", "items": {"type": ["number", "null"]}, "maxItems": 2},
+            "inner": {
+                "type": "object",
+                "properties": {"class": {"const": 'x"]})'}, "deep": {"anyOf": [{"type": "boolean"}, {"enum": [1]}]}},
+                "required": ["class"],
+            },
+        },
+        "required": ["inner", "nothing"],
+    },
+    "search-web": {
+        "type": "object",
+        "properties": {"not-a-name": {"type": "string", "pattern": "^[ab]{1,3}$"}, "class": {"enum": [1, 2]}},
+        "required": ["class"],
+    },
+    "pick": {"anyOf": [{"properties": {"a": {"enum": [1]}}, "required": ["a"]}, {"properties": {"b": {"enum": [2]}}}]},
+    "price": {"properties": {"amount": {"type": "string", "pattern": DECIMAL, "maxLength": 4}}, "required": ["amount"]},
+}
+TOOLS = [Tool(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
+STRICT = [
+    Tool(name=name, parameters=schema, strict=name != "now") for name, schema in SCHEMAS.items() if name != "price"
+]
+
+
+def read_message(name: str, text: str) -> Found:
+    return read(TOOL_FORMATS[name].new_parser(TOOLS), [text])
+
+
+def check_calls(found: Found, *, but: tuple[str, ...] = ("price",)) -> None:
+    assert found.num_complete == len(found.calls)
+    for name, values in found.values:
+        assert isinstance(values, dict)
+        if name not in but:
+            jsonschema.validate(values, SCHEMAS[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_enforced_is_read_and_validates(name: str, strict: bool) -> None:
+    tools = STRICT if strict else TOOLS
+    called = set()
+    fragment = TOOL_FORMATS[name].call_grammar(tools, special_ids(), parallel=False)
+    for seed in range(12):
+        found = read_message(name, random_text(fragment, seed))
+        assert len(found.calls) == 1 and found.content == ""
+        check_calls(found)
+        called.add(found.calls[0][0])
+    assert len(called) > 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_tool_can_be_forced(name: str) -> None:
+    for seed, tool in enumerate(TOOLS):
+        fragment = TOOL_FORMATS[name].call_grammar([tool], special_ids(), parallel=False)
+        found = read_message(name, random_text(fragment, seed))
+        assert [called for called, _ in found.calls] == [tool.name]
+        check_calls(found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parallel_calls_come_one_after_another(name: str) -> None:
+    fragment = TOOL_FORMATS[name].call_grammar(TOOLS, special_ids(), parallel=True)
+    most = 0
+    for seed in range(40):
+        if seed > 4 and most > 1:
+            break
+        found = read_message(name, random_text(fragment, seed))
+        assert found.calls and found.content == ""
+        check_calls(found)
+        most = max(most, len(found.calls))
+    # A harmony message is one call, and ends the turn.
+    assert most == 1 if name == "harmony" else most > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_grammars_spell_what_templates_show(name: str, parallel: bool) -> None:
+    """What a format renders of earlier calls is what its grammar makes a model write."""
+    form = TOOL_FORMATS[name]
+    several: list[tuple[str, dict[str, Any]]] = [("get_weather", {"city": "Oslo", "days": 2}), ("now", {})]
+    for tools in (TOOLS, STRICT):
+        fragment = form.call_grammar(tools, special_ids(), parallel=parallel)
+        free = form.free_grammar(tools, special_ids(), parallel=parallel)
+        for calls in ([several[0]], [several[1]]):
+            text = rendered(name, calls)
+            assert accepts(fragment, text) and accepts(free, text), text
+        assert accepts(fragment, rendered(name, several)) is (parallel and name != "harmony")
+        assert not holds(fragment, rendered(name, [("unknown", {})]))
+        assert not holds(free, rendered(name, [("unknown", {})])) or name in WHOLE_ANSWERS
+
+
+def rendered(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    text = TOOL_FORMATS[name].render_calls(calls)
+    return text.replace("'", '"')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [True, False])
+def test_structured_content_and_calls_are_told_apart(name: str, tokens: bool) -> None:
+    """response_format with tools: the message is the one or the other."""
+    ids = special_ids() if tokens else {}
+    calls = TOOL_FORMATS[name].call_grammar(TOOLS, ids, parallel=True)
+    answer = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}
+    for schema, text in ((answer, '{"name": "Al", "n": 4}'), ({"type": "array", "items": {"type": "integer"}}, "[1]")):
+        expression = any_of([json_expression(schema, "response_format"), calls.expression])
+        fragment = Fragment(expression, calls.rules)
+        for message in (text, rendered(name, [("now", {})])):
+            assert accepts(fragment, message, tokens=tokens), message
+        assert not accepts(fragment, "Hello.", tokens=tokens)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_free_text_is_free_until_a_call_begins(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    fragment = form.free_grammar(STRICT, special_ids(), parallel=True)
+    opening = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for text in ("", "Hello.", "It's { [ ``` 1 } ]\n", '{"names": 1}', "[1, 2]", "getting"):
+        assert accepts(fragment, opening + text), text
+    # What begins like a call is one, and its arguments are held to the schema where the tool is strict.
+    good = rendered(name, [("get_weather", {"city": "Oslo"})])
+    bad = rendered(name, [("get_weather", {"town": "Oslo"})])
+    loose = rendered(name, [("now", {"x": [1, {"y": None}]})]).replace("None", "null")
+    assert accepts(fragment, good) and not holds(fragment, bad) and accepts(fragment, loose)
+    if name in WHOLE_ANSWERS:
+        assert accepts(fragment, "Hello. " + bad)
+    elif name == "harmony":
+        before = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+        assert accepts(fragment, before + good) and not holds(fragment, before + bad)
+    else:
+        after = "" if name == "mistral" else "\n\nDone."
+        assert accepts(fragment, "Hello.\n" + good + after) and not holds(fragment, "Hello.\n" + bad)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - WHOLE_ANSWERS))
+def test_without_parallel_calls_the_first_one_ends_the_message(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    text = rendered(name, [("now", {})])
+    one = form.free_grammar(TOOLS, special_ids(), parallel=False)
+    assert accepts(one, text) and not holds(one, text + "\n" + text) and not holds(one, text + " and so on")
+    two = rendered(name, [("now", {}), ("now", {})])
+    assert accepts(form.free_grammar(TOOLS, special_ids(), parallel=True), two) is (name != "harmony")
+    assert not accepts(one, two)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_begun_in_free_text_is_read_and_validates(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    fragment = form.free_grammar(STRICT, special_ids(), parallel=False)
+    whole = rendered(name, [("get_all", {"inner": {"class": 'x"]})'}, "nothing": None})])
+    # Of Python, a bracket and a name of a tool begin a call.
+    beginning = whole[: whole.index("get_all")] if name != "pythonic" else "[get_all("
+    for seed in range(8):
+        found = read_message(name, random_text(fragment, seed, beginning))
+        assert len(found.calls) == 1 and found.content == ""
+        check_calls(found, but=("now",))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_marks_that_are_no_tokens_are_spelled(name: str) -> None:
+    text = rendered(name, [("get_weather", {"city": "Oslo"})])
+    form = TOOL_FORMATS[name]
+    for fragment in (form.call_grammar(TOOLS, {}, parallel=True), form.free_grammar(TOOLS, {}, parallel=True)):
+        assert accepts(fragment, text, tokens=False)
+
+
+def test_a_message_of_a_former_turn_is_written_as_the_model_writes() -> None:
+    """For templates that know no calls."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    said, tools = conversation(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}], None, TOOL_FORMATS["json"], TemplateSupport()
+    )
+    assert tools is None
+    assert accepts(TOOL_FORMATS["json"].call_grammar(TOOLS, {}, parallel=False), said[0]["content"])
+    assert json.loads(said[0]["content"]) == {"name": "now", "arguments": {}}

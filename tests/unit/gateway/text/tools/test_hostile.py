@@ -1,0 +1,157 @@
+"""Parsers on what a model may write that someone else steers: linear time, no evaluation, nothing lost, no error."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import gateway.text.tools
+from gateway.text.tools.formats import TOOL_FORMATS
+from tests.unit.gateway.text.tools.messages import FORMATS, TOOLS, Found, read, read_with
+
+SIZE = 100_000
+PIECE = 16
+"""Characters that arrive at once."""
+
+_ENDLESS = {
+    "tabs in an argument": lambda n: "[A(A=" + "\t" * n,
+    "tabs in an argument of a tool": lambda n: "[f(a=" + "\t" * n,
+    "marks": lambda n: "<tool_call>" * (n // 11),
+    "braces": lambda n: "{" * n,
+    "brackets": lambda n: "[" * n,
+    "a call of braces": lambda n: '<tool_call>{"name": "f", "arguments": ' + "{" * n,
+    "a call of nested lists": lambda n: '{"name": "f", "arguments": {"a": ' + "[" * n,
+    "nested Python": lambda n: "[f(a=" + "[({" * (n // 3),
+    "an unclosed string": lambda n: '{"name": "f", "arguments": {"a": "' + "x" * n,
+    "an unclosed Python string": lambda n: "[f(a='" + "\\'" * (n // 2),
+    "an endless name": lambda n: '<tool_call>{"name": "' + "f" * n,
+    "an endless Python name": lambda n: "[" + "f" * n,
+    "an endless number": lambda n: "[f(a=" + "0" * n,
+    "backslashes": lambda n: '[TOOL_CALLS][{"name": "f", "arguments": {"a": "' + "\\" * n,
+    "quotes": lambda n: '{"name": "f", "arguments": {' + '"' * n,
+    "beginnings of marks": lambda n: "<tool_cal" * (n // 9),
+    "white space": lambda n: " \n" * (n // 2),
+    "white space before a call": lambda n: " " * n + '<tool_call>{"name": "f"}',
+    "lists of Mistral": lambda n: "[TOOL_CALLS][" * (n // 13),
+    "names of Mistral": lambda n: "[TOOL_CALLS]" + "f" * n,
+    "calls of DeepSeek": lambda n: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" * (n // 39),
+    "names of DeepSeek": lambda n: "<｜tool▁call▁begin｜>" + "f" * n,
+    "headers": lambda n: "<|channel|>" * (n // 11),
+    "a header": lambda n: "<|start|>assistant<|channel|>commentary to=functions." + "f" * n,
+    "fences": lambda n: "```tool_code\n" * (n // 13),
+    "many calls": lambda n: '<tool_call>{"name":"f"}</tool_call>' * (n // 35),
+    "many keys": lambda n: '{"id": "x", ' + '"type": 1, ' * (n // 11),
+    "a fence of text": lambda n: "```json\n" + "a" * n,
+}
+
+_GENERAL = ("tabs in an argument", "marks", "braces", "beginnings of marks")
+
+
+def seconds(name: str, text: str) -> float:
+    """Processor time of this thread."""
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    parser = TOOL_FORMATS[name].new_parser(TOOLS)
+    gc.collect()
+    began = time.thread_time()
+    read(parser, pieces)
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_time_is_linear(name: str) -> None:
+    """CVE-2025-48887: twice the text takes about twice the time."""
+    # What is plain content to a format is so to all: a few of those are enough.
+    hostile = {what: make for what, make in _ENDLESS.items() if what in _GENERAL or is_read(name, make(600))}
+    assert len(hostile) > len(_GENERAL)
+    for what, make in hostile.items():
+        for _ in range(4):
+            once, twice = seconds(name, make(SIZE)), seconds(name, make(2 * SIZE))
+            if twice < 3 * once + 0.005:
+                break
+        else:
+            pytest.fail(f"{what}: {once:.3f} s for {SIZE} characters, {twice:.3f} s for twice as many")
+
+
+def is_read(name: str, text: str) -> bool:
+    """Whether the format's parser sees more in a text than content that it can pass on."""
+    parser = TOOL_FORMATS[name].new_parser(TOOLS)
+    content, calls = parser.push(text)
+    return bool(calls) or len(content) < len(text) - 40
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("what", _ENDLESS)
+def test_nothing_is_lost(name: str, what: str) -> None:
+    text = _ENDLESS[what](600)
+    found = read_with(TOOL_FORMATS[name], text)
+    if not found.calls:
+        assert found.content == text
+    assert read_with(TOOL_FORMATS[name], *text) == found
+
+
+@pytest.mark.parametrize("name", ["pythonic", "gemma"])
+def test_python_is_not_evaluated(name: str, tmp_path: Path) -> None:
+    """CVE-2025-9141: what is no literal ends the call, and is content."""
+    file = tmp_path / "x"
+    for value in (
+        f"__import__('os').system('touch {file}')",
+        f"open({str(file)!r}, 'w')",
+        "1 + 1",
+        "lambda: 0",
+        "[x for x in ()]",
+    ):
+        text = f"[f(a=1, b={value})]" if name == "pythonic" else f"```tool_code\nf(a=1, b={value})\n```"
+        found = read_with(TOOL_FORMATS[name], text)
+        assert [called for called, _ in found.calls] == ["f"] and found.num_complete == 0
+        assert found.calls[0][1].startswith('{"a": 1, "b": ')
+        assert found.content or "[" in found.calls[0][1]
+    assert not file.exists()
+
+
+def test_nothing_evaluates() -> None:
+    for path in Path(gateway.text.tools.__file__).parent.glob("*.py"):
+        assert not re.search(r"\b(eval|exec|literal_eval|compile)\(", path.read_text().replace("re.compile(", "")), path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", "<tool_call>nothing</tool_call>", Found("<tool_call>nothing</tool_call>", [], 0)),
+        ("hermes", '<tool_call>{"name": 5}</tool_call>', Found('<tool_call>{"name": 5}</tool_call>', [], 0)),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Found("", [("f", "{}")], 1)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}', Found("", [("f", "{}")], 1)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', Found("", [("f", '{"a": 1}')], 1)),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', Found("", [("f", '{"a": 1}')], 1)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}', Found("]}", [("f", '{"a": 1')], 0)),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> So.',
+            Found("So.", [("f", '{"a": 1')], 0),
+        ),
+        ("hermes", '<tool_call>{"name":"no_such","arguments":{}}', Found("", [("no_such", "{}")], 1)),
+        ("hermes", 'Hi <tool_call>{"name":"f"}</tool_call>, then', Found("Hi , then", [("f", "{}")], 1)),
+        ("json", '{"name": "no_such", "arguments": {}}', Found('{"name": "no_such", "arguments": {}}', [], 0)),
+        ("json", '{"answer": 42}', Found('{"answer": 42}', [], 0)),
+        ("json", '```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', Found("", [("f", '{"a": 1}')], 1)),
+        ("json", '[{"name": "f"}, 5]', Found(", 5]", [("f", "{}")], 1)),
+        ("llama3_json", '<|python_tag|>{"name": "new", "parameters": {}}', Found("", [("new", "{}")], 1)),
+        ("llama3_json", '<|python_tag|>print("x")', Found('<|python_tag|>print("x")', [], 0)),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}', Found("", [("f", '{"a": 1}')], 1)),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}", Found("", [("f", "{}")], 1)),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]', Found("", [("f", "{}")], 1)),
+        ("mistral", "[TOOL_CALLS]f{}", Found("", [("f", "{}")], 1)),
+        ("pythonic", "[link](http://x)", Found("[link](http://x)", [], 0)),
+        ("pythonic", "<|python_start|>[any(x=1)]<|python_end|>", Found("", [("any", '{"x": 1}')], 1)),
+        ("pythonic", "[f(1)]", Found("1)]", [("f", "{")], 0)),
+        ("gemma", "```tool_code\nprint(f(a=.5))\n```", Found("", [("f", '{"a": 0.5}')], 1)),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜>x", Found("<｜tool▁calls▁begin｜>x", [], 0)),
+    ],
+)
+def test_odd_calls(name: str, text: str, expected: Found) -> None:
+    found = read_with(TOOL_FORMATS[name], text)
+    assert found == expected
+    assert read_with(TOOL_FORMATS[name], *text) == expected
