@@ -17,6 +17,7 @@ def closed(properties: dict[str, Any], required: list[str] | None = None, **more
 
 
 SHORT = {"type": "string", "maxLength": 30}
+CODE = {"type": "string", "maxLength": 8}
 INT = {"type": "integer"}
 PERSON = closed({"name": SHORT, "age": INT})
 TREE = {
@@ -86,7 +87,7 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "references": (
         "An order?",
         {
-            "$defs": {"item": closed({"sku": SHORT, "count": {"type": "integer", "minimum": 1, "maximum": 99}})},
+            "$defs": {"item": closed({"sku": CODE, "count": {"type": "integer", "minimum": 1, "maximum": 99}})},
             **closed({"items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "minItems": 1, "maxItems": 2}}),
         },
     ),
