@@ -35,6 +35,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 _GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 
 
+@functools.cache
 def tile(width: int, format: str, num_lanes: int = 32) -> tuple[int, int]:
     """(TILE, num_warps) for rows of `width` outputs."""
     if format in ROW_FORMATS:

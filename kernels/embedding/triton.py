@@ -13,6 +13,7 @@ from kernels.gpu.launch import Variant
 from kernels.gpu.rounding import rounded
 
 
+@functools.cache
 def tile(width: int, num_lanes: int = 32) -> tuple[int, int]:
     """(TILE, num_warps) for rows of `width`."""
     padded = min(max(triton.next_power_of_2(width), 128), 2048)

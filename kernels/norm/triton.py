@@ -18,6 +18,7 @@ MAX_WIDTH = 32768
 """Widest row: it is held in registers between the two passes of the mean and the scaling."""
 
 
+@functools.cache
 def tile(width: int, num_lanes: int = 32) -> tuple[int, int]:
     """(TILE, num_warps) for rows of `width`. Not of their number: the order of the sum may not depend on the batch."""
     padded = max(128, triton.next_power_of_2(width))
@@ -82,14 +83,16 @@ def add_rms_norm(
         raise ValueError("the RMS norm takes contiguous tensors")
     outs = outputs(rows, width, dtype, residual.device, quantization)
     if rows:
-        variant = _variant(width, dtype, delta is not None, outs.format, outs.native)
+        padded, num_warps = tile(width, 64 if torch.version.hip else 32)
+        variant = _variant(width, padded, num_warps, dtype, delta is not None, outs.format, outs.native)
         variant((rows,), residual if delta is None else delta, residual, weight, outs.out, outs.scales, eps)
     return outs.result(dtype)
 
 
 @functools.cache
-def _variant(width: int, dtype: torch.dtype, has_delta: bool, format: str, native: bool) -> Variant:
-    padded, num_warps = tile(width, 64 if torch.version.hip else 32)
+def _variant(
+    width: int, padded: int, num_warps: int, dtype: torch.dtype, has_delta: bool, format: str, native: bool
+) -> Variant:
     return Variant(
         add_rms_norm_kernel,
         WIDTH=width,

@@ -24,6 +24,7 @@ from kernels.gpu.launch import Variant
 from kernels.quantized import ActivationQuantization, QuantizedActivation
 
 
+@functools.cache
 def tile(width: int, format: str, num_lanes: int = 32) -> tuple[int, int]:
     """(TILE, num_warps) for rows of `width`."""
     widest = 16384 if format in ROW_FORMATS else 2048

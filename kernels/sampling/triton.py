@@ -361,7 +361,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) 
         *(x for name in ("choice", "position", "top_k", "top_p") for x in _strided(getattr(inputs, name))),
     )
     grid = (num_rows, table.splits)
-    variants = _variants(vocab, kind, inputs.rows is not None, inputs.any_random, inputs.any_filter)
+    variants = _variants(table, kind, inputs.rows is not None, inputs.any_random, inputs.any_filter)
     variants.survey(grid, *row)
     if inputs.any_random:
         variants.draw(grid, *row, *parameters)
@@ -376,8 +376,7 @@ class _Variants(NamedTuple):
 
 
 @functools.cache
-def _variants(vocab: int, mask: int, has_rows: bool, random: bool, filtered: bool) -> _Variants:
-    table = split(vocab, 64 if torch.version.hip else 32)
+def _variants(table: Split, mask: int, has_rows: bool, random: bool, filtered: bool) -> _Variants:
     tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
     options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
     rows = {"HAS_ROWS": has_rows, "FILTER": filtered and random}
