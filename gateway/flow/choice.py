@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.message_parser import MessageFormat, ToolCallDelta
@@ -200,6 +198,8 @@ class FormattedChoice(Choice):
     def advance(self, output: Output, vocab_size: int) -> TextDelta:
         """See Choice."""
         delta = super().advance(output, vocab_size)
+        if delta.finish_reason is None and not (self._reasoning or self._calls or self._num_reasoning_tokens):
+            return delta
         calls, self._calls = self._calls, []
         reasoning, self._reasoning = "".join(self._reasoning), []
         num_reasoning_tokens, self._num_reasoning_tokens = self._num_reasoning_tokens, 0
@@ -207,12 +207,17 @@ class FormattedChoice(Choice):
         reason = delta.finish_reason
         if reason == "stop" and not self._named_tool and self._calls_are_complete():
             reason = "tool_calls"
-        return msgspec.structs.replace(
-            delta,
-            finish_reason=reason,
-            reasoning=reasoning,
-            tool_calls=calls,
-            num_reasoning_tokens=num_reasoning_tokens,
+        return TextDelta(
+            delta.choice,
+            delta.text,
+            delta.token_ids,
+            delta.logprobs,
+            reason,
+            delta.num_cached_tokens,
+            delta.prompt_logprobs,
+            reasoning,
+            calls,
+            num_reasoning_tokens,
         )
 
     def _calls_are_complete(self) -> bool:
@@ -230,9 +235,12 @@ class FormattedChoice(Choice):
             if splitter is not None:
                 was_reasoning = splitter.in_reasoning
                 reasoning, piece = splitter.push(piece)
-                self._num_reasoning_tokens += was_reasoning or splitter.in_reasoning
+                if was_reasoning or splitter.in_reasoning:
+                    self._num_reasoning_tokens += 1
                 if reasoning:
                     self._reasoning.append(reasoning)
+                if splitter.done:
+                    splitter = self._splitter = None
             if scanner is not None and len(self.token_ids) + index + 1 > self._min_tokens:
                 piece = scanner.push(piece)
             contents.append(self._content(piece))

@@ -37,6 +37,11 @@ class ReasoningSplitter(Protocol):
         """Whether what comes next is reasoning, as far as is known."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """Whether all that follows is said aloud, so that nobody need ask any more."""
+        ...
+
     def push(self, text: str) -> tuple[str, str]:
         """Takes the next piece; returns what is safe to show of reasoning, and of the rest."""
         ...

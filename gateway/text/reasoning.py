@@ -75,11 +75,12 @@ class MarkSplitter:
     linear time, whatever the text.
     """
 
-    __slots__ = ("_begun", "_ends", "_held", "_opened", "_space", "_starts", "_state")
+    __slots__ = ("_begun", "_end_chars", "_ends", "_held", "_opened", "_space", "_starts", "_state")
 
     def __init__(self, marks: ReasoningFormat, opened: bool) -> None:
         self._starts = marks.starts
         self._ends = marks.ends
+        self._end_chars = {end[0] for end in marks.ends}
         self._opened = opened
         self._state = _BEFORE
         self._held = ""
@@ -91,10 +92,17 @@ class MarkSplitter:
         """See ReasoningSplitter."""
         return self._state == _INSIDE or (self._state == _BEFORE and self._opened)
 
+    @property
+    def done(self) -> bool:
+        """See ReasoningSplitter."""
+        return self._state == _ALOUD
+
     def push(self, text: str) -> tuple[str, str]:
         """See ReasoningSplitter."""
         if self._state == _ALOUD:
             return "", text
+        if self._state == _INSIDE and self._is_plain(text):
+            return text, ""
         reasoning = aloud = ""
         if self._state == _BEFORE:
             text, aloud = self._push_before(text)
@@ -114,6 +122,12 @@ class MarkSplitter:
         if self._state == _BEFORE:
             return "", "".join(self._space) + held
         return "", ""
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether a piece of reasoning can be shown as it is: with nothing held back before, none of it has to be."""
+        if self._held or self._space or not self._begun or not text or text[-1].isspace():
+            return False
+        return not any(char in text for char in self._end_chars)
 
     def _push_before(self, text: str) -> tuple[str, str]:
         """What is left for the state that follows, and what is said aloud."""
