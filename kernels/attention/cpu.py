@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.attention.micro import add_page, score_page
@@ -63,107 +63,140 @@ def scratch_size(geometry: AttentionGeometry) -> int:
     return rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
 
 
+@njit(inline="always")
+def attend(
+    block: Any,
+    qkv: Any,
+    out: Any,
+    keys: Any,
+    values: Any,
+    counters: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dim: Any,
+    rotary_dim: Any,
+    page: Any,
+    bf16: Any,
+    kv_bf16: Any,
+    few_rows: Any,
+    stride: Any,
+    page_bytes: Any,
+    slot_bytes: Any,
+) -> None:
+    """One thread's part of the op. Inlined into kernels, where all from num_heads on are constants.
+
+    block[4:15] says what is the same for all layers of a step. counters: five int64 of zeros, of which the last counts
+    the tiles that are done, once for each KV head.
+    """
+    positions, slots, rope, table, table_width = block[4], block[5], block[6], block[7], block[8]
+    num_tokens, tiles, num_tiles, scratch, scratch_bytes = block[9], block[10], block[11], block[12], block[13]
+    element = 2 if bf16 else 4
+    kv_element = 2 if kv_bf16 else 4
+    group = num_heads // num_kv_heads
+    width = (num_heads + 2 * num_kv_heads) * dim
+    max_rows = (16 * group + 5) // 6 * 6
+    keys_per_block = page * max(1, 128 // page)
+    scale = vsplat(load_f32(block[14]))
+
+    while True:
+        first = atomic_add(counters, 1) * 8
+        if first >= num_tokens:
+            break
+        last = min(first + 8, num_tokens)
+        for token in range(first, last):
+            slot = load_i64(slots + token * 8)
+            row = rope + load_i32(positions + token * 4) * rotary_dim * 4
+            for h in range(num_kv_heads):
+                target = (slot // page * num_kv_heads + h) * page_bytes
+                source = qkv + (token * width + (num_heads + h) * dim) * element
+                at = keys + target + slot % page * kv_element
+                write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
+                source += num_kv_heads * dim * element
+                target += slot % page * dim * kv_element
+                for i in range(0, dim, 16):
+                    vstore(values + target + i * kv_element, vload(source + i * element, bf16), kv_bf16)
+        atomic_add(counters + 8, last - first)
+    while atomic_load(counters + 8) < num_tokens:
+        pass
+
+    query = scratch + atomic_add(counters + 16, 1) * scratch_bytes
+    sums = query + max_rows * dim * 4
+    scores = sums + max_rows * dim * 4
+    highest = scores + max_rows * stride * 4
+    totals = highest + max_rows * 4
+    while True:
+        ticket = atomic_add(counters + 24, 1)
+        if ticket >= num_tiles * num_kv_heads:
+            break
+        tile = tiles + ticket // num_kv_heads * 12
+        h = ticket % num_kv_heads
+        request, start, count = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
+        pages = table + request * table_width * 4
+        rows = count * group
+        few = count == 1 and group <= 6
+        padded = rows if few else (rows + 5) // 6 * 6
+        clear_rows(rows, padded, query, sums, highest, totals, dim)
+        for r in range(rows):
+            token = start + r // group
+            source = qkv + (token * width + (h * group + r % group) * dim) * element
+            row = rope + load_i32(positions + token * 4) * rotary_dim * 4
+            load_query(source, row, query + r * dim * 4, scale, dim, rotary_dim, bf16)
+
+        context = load_i32(positions + (start + count - 1) * 4) + 1
+        for begin in range(0, context, keys_per_block):
+            num_keys = min(keys_per_block, context - begin)
+            num_pages = (num_keys + page - 1) // page
+            for p in range(num_pages):
+                at = keys + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
+                line = scores + p * page * 4
+                if few:
+                    after = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
+                    after = keys + (after * num_kv_heads + h) * page_bytes
+                    score_page(few_rows, dim, page, kv_bf16, query, at, line, stride, 1, after, at - keys + values)
+                else:
+                    for r in range(0, padded, 6):
+                        q, target = query + r * dim * 4, line + r * stride * 4
+                        score_page(6, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
+            for r in range(rows):
+                seen = min(num_keys, load_i32(positions + (start + r // group) * 4) + 1 - begin)
+                line = scores + r * stride * 4
+                weigh(line, seen, num_keys, begin, highest + r * 4, totals + r * 4, sums + r * dim * 4, dim)
+            for p in range(num_pages):
+                at = values + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
+                used = min(page, num_keys - p * page)
+                line = scores + p * page * 4
+                if few:
+                    add_page(few_rows, dim, 4, kv_bf16, line, stride, at, sums, used)
+                else:
+                    for r in range(0, padded, 6):
+                        source, target = line + r * stride * 4, sums + r * dim * 4
+                        add_page(6, dim, 4, kv_bf16, source, stride, at, target, used)
+        for r in range(rows):
+            target = out + ((start + r // group) * num_heads + h * group + r % group) * dim * element
+            factor = vsplat(types.float32(1.0) / load_f32(totals + r * 4))
+            for i in range(0, dim, 16):
+                vstore(target + i * element, vmul(vload(sums + (r * dim + i) * 4, 0), factor), bf16)
+        atomic_add(counters + 32, 1)
+
+
 def compile_attention(
     num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, page: int, bf16: int, kv_bf16: int
 ) -> Any:
     """The kernel for one geometry; the closure holds integers only, so that numba finds it in its cache again."""
     group = num_heads // num_kv_heads
-    element = 2 if bf16 else 4
     kv_element = 2 if kv_bf16 else 4
-    width = (num_heads + 2 * num_kv_heads) * dim
     keys_per_block = page * max(1, 128 // page)
     stride = (keys_per_block + 15) // 16 * 16
     few_rows = min(group, 6)
-    max_rows = (16 * group + 5) // 6 * 6
     page_bytes = page * dim * kv_element
     slot_bytes = page * kv_element
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def attention(block: Any) -> None:
-        qkv, out, keys, values = block[0], block[1], block[2], block[3]
-        positions, slots, rope, table = block[4], block[5], block[6], block[7]
-        table_width, num_tokens, tiles, num_tiles = block[8], block[9], block[10], block[11]
-        scratch, scratch_bytes, counters = block[12], block[13], block[31]
-        scale = vsplat(load_f32(block[14]))
-
-        while True:
-            first = atomic_add(counters, 1) * 8
-            if first >= num_tokens:
-                break
-            last = min(first + 8, num_tokens)
-            for token in range(first, last):
-                slot = load_i64(slots + token * 8)
-                row = rope + load_i32(positions + token * 4) * rotary_dim * 4
-                for h in range(num_kv_heads):
-                    target = (slot // page * num_kv_heads + h) * page_bytes
-                    source = qkv + (token * width + (num_heads + h) * dim) * element
-                    at = keys + target + slot % page * kv_element
-                    write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
-                    source += num_kv_heads * dim * element
-                    target += slot % page * dim * kv_element
-                    for i in range(0, dim, 16):
-                        vstore(values + target + i * kv_element, vload(source + i * element, bf16), kv_bf16)
-            atomic_add(counters + 8, last - first)
-        while atomic_load(counters + 8) < num_tokens:
-            pass
-
-        query = scratch + atomic_add(counters + 16, 1) * scratch_bytes
-        sums = query + max_rows * dim * 4
-        scores = sums + max_rows * dim * 4
-        highest = scores + max_rows * stride * 4
-        totals = highest + max_rows * 4
-        while True:
-            ticket = atomic_add(counters + 24, 1)
-            if ticket >= num_tiles * num_kv_heads:
-                break
-            tile = tiles + ticket // num_kv_heads * 12
-            h = ticket % num_kv_heads
-            request, start, count = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
-            pages = table + request * table_width * 4
-            rows = count * group
-            few = count == 1 and group <= 6
-            padded = rows if few else (rows + 5) // 6 * 6
-            clear_rows(rows, padded, query, sums, highest, totals, dim)
-            for r in range(rows):
-                token = start + r // group
-                source = qkv + (token * width + (h * group + r % group) * dim) * element
-                row = rope + load_i32(positions + token * 4) * rotary_dim * 4
-                load_query(source, row, query + r * dim * 4, scale, dim, rotary_dim, bf16)
-
-            context = load_i32(positions + (start + count - 1) * 4) + 1
-            for begin in range(0, context, keys_per_block):
-                num_keys = min(keys_per_block, context - begin)
-                num_pages = (num_keys + page - 1) // page
-                for p in range(num_pages):
-                    at = keys + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
-                    line = scores + p * page * 4
-                    if few:
-                        after = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
-                        after = keys + (after * num_kv_heads + h) * page_bytes
-                        score_page(few_rows, dim, page, kv_bf16, query, at, line, stride, 1, after, at - keys + values)
-                    else:
-                        for r in range(0, padded, 6):
-                            q, target = query + r * dim * 4, line + r * stride * 4
-                            score_page(6, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
-                for r in range(rows):
-                    seen = min(num_keys, load_i32(positions + (start + r // group) * 4) + 1 - begin)
-                    line = scores + r * stride * 4
-                    weigh(line, seen, num_keys, begin, highest + r * 4, totals + r * 4, sums + r * dim * 4, dim)
-                for p in range(num_pages):
-                    at = values + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
-                    used = min(page, num_keys - p * page)
-                    line = scores + p * page * 4
-                    if few:
-                        add_page(few_rows, dim, 4, kv_bf16, line, stride, at, sums, used)
-                    else:
-                        for r in range(0, padded, 6):
-                            source, target = line + r * stride * 4, sums + r * dim * 4
-                            add_page(6, dim, 4, kv_bf16, source, stride, at, target, used)
-            for r in range(rows):
-                target = out + ((start + r // group) * num_heads + h * group + r % group) * dim * element
-                factor = vsplat(types.float32(1.0) / load_f32(totals + r * 4))
-                for i in range(0, dim, 16):
-                    vstore(target + i * element, vmul(vload(sums + (r * dim + i) * 4, 0), factor), bf16)
+        attend(
+            block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim, page,
+            bf16, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+        )  # fmt: skip
 
     return attention
 

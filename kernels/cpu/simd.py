@@ -304,3 +304,15 @@ def atomic_add(typing: Any, address: Any, value: Any) -> Any:
 def atomic_load(typing: Any, address: Any) -> Any:
     """An int64 that another thread may be changing."""
     return _emit(types.int64, (types.int64,), lambda b, a: b.load_atomic(pointer(b, a, I64), "seq_cst", 8))
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Tells the processor that this thread waits for another."""
+
+    def body(b: Any) -> None:
+        if b.module.triple.startswith("x86_64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
+
+    return _emit(types.void, (), body)

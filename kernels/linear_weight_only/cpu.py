@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import atomic_add
@@ -46,6 +46,32 @@ class CpuWeight:
         self.factors = scales.contiguous() if minimums is None else torch.stack((scales, minimums), dim=-1)
 
 
+@njit(inline="always")
+def dot_any(
+    bits: Any,
+    minimum: Any,
+    add: Any,
+    rows: Any,
+    x: Any,
+    row_bytes: Any,
+    codes: Any,
+    factors: Any,
+    num_blocks: Any,
+    bias: Any,
+    out: Any,
+    out_bytes: Any,
+) -> None:
+    """`dot_rows` for 1 to 8 rows, by the smallest variant that takes them."""
+    if rows == 1:
+        dot_rows(bits, minimum, add, 1, x, 1, row_bytes, codes, factors, num_blocks, bias, out, out_bytes)
+    elif rows == 2:
+        dot_rows(bits, minimum, add, 2, x, 2, row_bytes, codes, factors, num_blocks, bias, out, out_bytes)
+    elif rows <= 4:
+        dot_rows(bits, minimum, add, 4, x, rows, row_bytes, codes, factors, num_blocks, bias, out, out_bytes)
+    else:
+        dot_rows(bits, minimum, add, 8, x, rows, row_bytes, codes, factors, num_blocks, bias, out, out_bytes)
+
+
 def compile_linear(bits: int, minimum: int) -> Any:
     """The kernel for weights of 4 or 8 bits; minimum: 1 where blocks have one."""
     code_bytes = CODE_BYTES[bits]
@@ -63,18 +89,9 @@ def compile_linear(bits: int, minimum: int) -> Any:
             if first >= num_out:
                 break
             for n in range(first, min(first + share, num_out)):
-                c = codes + n * num_blocks * code_bytes
-                f = factors + n * num_blocks * factor_bytes
+                c, f = codes + n * num_blocks * code_bytes, factors + n * num_blocks * factor_bytes
                 b = bias + n * 2 if bias != 0 else 0
-                o = out + n * 2
-                if rows == 1:
-                    dot_rows(bits, minimum, 1, x, 1, row_bytes, c, f, num_blocks, b, o, out_bytes)
-                elif rows == 2:
-                    dot_rows(bits, minimum, 2, x, 2, row_bytes, c, f, num_blocks, b, o, out_bytes)
-                elif rows <= 4:
-                    dot_rows(bits, minimum, 4, x, rows, row_bytes, c, f, num_blocks, b, o, out_bytes)
-                else:
-                    dot_rows(bits, minimum, 8, x, rows, row_bytes, c, f, num_blocks, b, o, out_bytes)
+                dot_any(bits, minimum, 0, rows, x, row_bytes, c, f, num_blocks, b, out + n * 2, out_bytes)
 
     return linear
 

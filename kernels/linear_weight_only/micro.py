@@ -83,11 +83,61 @@ def _weights(builder: Any, block: Any, codes: Any, factors: Any, bits: int, mini
     return _round(builder, *(builder.fmul(half, scale) for half in halves))
 
 
+def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, add: bool, most: int) -> None:
+    x_at, there, step, codes_at, factors_at, blocks, bias_at, out_at, out_step = values
+    # Few rows wait for each other's sums, so even and odd blocks are summed apart.
+    chains = 2 if most < 4 else 1
+    sums = [[cgutils.alloca_once(builder, VEC) for _ in range(chains)] for _ in range(most)]
+    for slot in (slot for row in sums for slot in row):
+        builder.store(const(VEC, 0.0), slot)
+    last = builder.sub(there, I64(1))
+    starts = []
+    for row in range(most):
+        index = builder.select(builder.icmp_signed("<", I64(row), last), I64(row), last)
+        starts.append(builder.add(x_at, builder.mul(index, step)))
+    with cgutils.for_range_slice(builder, I64(0), blocks, I64(chains), I64) as (first, _):
+        for chain in range(chains):
+            block = builder.add(first, I64(chain))
+            weights = _weights(builder, block, codes_at, factors_at, bits, minimum)
+            offset = builder.mul(block, I64(2 * BLOCK))
+            for start, row_sums in zip(starts, sums):
+                pairs = builder.load(pointer(builder, builder.add(start, offset), _PAIRS), align=2)
+                slot = row_sums[chain]
+                builder.store(_multiply_add(builder, builder.load(slot), weights, pairs), slot)
+    added = load_bf16_scalar(builder, bias_at)
+    for row, row_sums in enumerate(sums):
+        vector = builder.load(row_sums[0])
+        for slot in row_sums[1:]:
+            vector = builder.fadd(vector, builder.load(slot))
+        total = builder.fadd(fold(builder, vector, builder.fadd), added)
+        with builder.if_then(builder.icmp_signed("<", I64(row), there)):
+            at = builder.add(out_at, builder.mul(out_step, I64(row)))
+            if add:
+                place = pointer(builder, at, F32)
+                builder.store(builder.fadd(builder.load(place), total), place)
+            else:
+                store(builder, at, splat(builder, total, 1), True)
+
+
+def _dot_function(module: Any, bits: int, minimum: bool, add: bool, most: int) -> Any:
+    """A function of the module, made once for all places that call it."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+    function = cgutils.get_or_insert_function(module, kind, f"dot_rows_{bits}_{int(minimum)}_{int(add)}_{most}")
+    if function.is_declaration:
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        _dot_body(builder, function.args, bits, minimum, add, most)
+        builder.ret_void()
+    return function
+
+
 @intrinsic(prefer_literal=True)
 def dot_rows(
     typing: Any,
     bits: Any,
     minimum: Any,
+    add: Any,
     rows: Any,
     x: Any,
     num_rows: Any,
@@ -101,45 +151,16 @@ def dot_rows(
 ) -> Any:
     """out[r] = sum over k of x[r, k] * weight[k] + bias for `num_rows` rows, at most the literal `rows`.
 
-    Literals: bits, 4 or 8; minimum, 1 where blocks have one; rows. x: bfloat16, row_bytes apart. codes: num_blocks
+    Literals: bits, 4 or 8; minimum, 1 where blocks have one; add; rows. x: bfloat16, row_bytes apart. codes: num_blocks
     times 16 or 32 bytes, factors: float32, for each block its scale and minimum; num_blocks is even. bias: the address
-    of a bfloat16, or 0. out: bfloat16, out_bytes apart. Rows that are not there are computed as the last one and not
-    written.
+    of a bfloat16, or 0. out: bfloat16, out_bytes apart; where add is 1 float32, to which the result is added. Rows that
+    are not there are computed as the last one and not written.
     """
-    width, has_minimum, most = bits.literal_value, bool(minimum.literal_value), rows.literal_value
-    # Few rows wait for each other's sums, so even and odd blocks are summed apart.
-    chains = 2 if most < 4 else 1
+    choice = bits.literal_value, bool(minimum.literal_value), bool(add.literal_value), rows.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x_at, there, step, codes_at, factors_at, blocks, bias_at, out_at, out_step = values[3:]
-        sums = [[cgutils.alloca_once(builder, VEC) for _ in range(chains)] for _ in range(most)]
-        for slot in (slot for row in sums for slot in row):
-            builder.store(const(VEC, 0.0), slot)
-        last = builder.sub(there, I64(1))
-        starts = []
-        for row in range(most):
-            index = builder.select(builder.icmp_signed("<", I64(row), last), I64(row), last)
-            starts.append(builder.add(x_at, builder.mul(index, step)))
-        with cgutils.for_range_slice(builder, I64(0), blocks, I64(chains), I64) as (first, _):
-            for chain in range(chains):
-                block = builder.add(first, I64(chain))
-                weights = _weights(builder, block, codes_at, factors_at, width, has_minimum)
-                offset = builder.mul(block, I64(2 * BLOCK))
-                for start, row_sums in zip(starts, sums):
-                    values_at = pointer(builder, builder.add(start, offset), _PAIRS)
-                    slot = row_sums[chain]
-                    total = _multiply_add(builder, builder.load(slot), weights, builder.load(values_at, align=2))
-                    builder.store(total, slot)
-        added = load_bf16_scalar(builder, bias_at)
-        for row, row_sums in enumerate(sums):
-            vector = builder.load(row_sums[0])
-            for slot in row_sums[1:]:
-                vector = builder.fadd(vector, builder.load(slot))
-            total = builder.fadd(fold(builder, vector, builder.fadd), added)
-            with builder.if_then(builder.icmp_signed("<", I64(row), there)):
-                at = builder.add(out_at, builder.mul(out_step, I64(row)))
-                store(builder, at, splat(builder, total, 1), True)
+        builder.call(_dot_function(builder.module, *choice), values[4:])
         return context.get_dummy_value()
 
-    arguments = (bits, minimum, rows, *[types.int64] * 9)
+    arguments = (bits, minimum, add, rows, *[types.int64] * 9)
     return types.void(*arguments), codegen

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.few_rows_layers.inputs import Linear
 from kernels.quantized import ActivationQuantization, Activations
 from shared.errors import ConfigurationError, ModelFileError
 from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
+from worker.quant.few_rows import FewRowsScheme
 from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
 from worker.quant.select import linear_scheme
@@ -72,6 +74,13 @@ def check_shape(weights: WeightSource, name: str, expected: tuple[int, ...]) -> 
         raise ModelFileError(f"tensor {name!r} has shape {list(shape)}, the model's description needs {list(expected)}")
 
 
+def _few_rows(scheme: LinearScheme, bias: torch.Tensor | None, parallel: ParallelContext) -> Linear | None:
+    """Between the layers of a rank alone nothing is exchanged."""
+    if isinstance(scheme, FewRowsScheme) and parallel.tp_size == 1:
+        return Linear(scheme.weight, bias)
+    return None
+
+
 class ColumnParallelLinear:
     """Outputs split over ranks; several weights (q, k and v; gate and up) are one matrix."""
 
@@ -86,6 +95,7 @@ class ColumnParallelLinear:
         place: Placement,
     ) -> None:
         """totals: output features of each part over all ranks."""
+        self._parallel = place.parallel
         self.out_features = sum(part.num_rows for part in parts)
         for part, total in zip(parts, totals):
             check_shape(weights, f"{part.name}.weight", (total, in_features))
@@ -103,6 +113,11 @@ class ColumnParallelLinear:
                 biases.append(vector if part.order is None else vector[part.order])
         self._scheme.after_load()
         self._bias = torch.cat(biases).to(place.device) if bias else None
+
+    @property
+    def few_rows(self) -> Linear | None:
+        """The layer as integers, for the op that takes all layers at once; None where it has no such form."""
+        return _few_rows(self._scheme, self._bias, self._parallel)
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:
@@ -134,6 +149,11 @@ class RowParallelLinear:
             check_shape(weights, f"{name}.bias", (shape[0],))
             if place.parallel.tp_rank == 0:  # the sum over ranks must hold it once
                 self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
+
+    @property
+    def few_rows(self) -> Linear | None:
+        """The layer as integers, for the op that takes all layers at once; None where it has no such form."""
+        return _few_rows(self._scheme, self._bias, self._parallel)
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:

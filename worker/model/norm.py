@@ -20,7 +20,7 @@ class RMSNorm:
         quantization: ActivationQuantization | None = None,
     ) -> None:
         """weight: [hidden] float32; dtype: of the result, or of the activations that `quantization` makes codes of."""
-        self._weight = weight
+        self.weight = weight
         self._quantization = quantization
         self._eps = eps
         self._dtype = dtype
@@ -28,4 +28,4 @@ class RMSNorm:
 
     def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor) -> Activations:
         """residual += delta in place; returns the normalised residual, [T, hidden]."""
-        return self._ops.add_rms_norm(delta, residual, self._weight, self._eps, self._dtype, self._quantization)
+        return self._ops.add_rms_norm(delta, residual, self.weight, self._eps, self._dtype, self._quantization)

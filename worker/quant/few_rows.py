@@ -45,6 +45,13 @@ class FewRowsScheme:
             and supported()
         )
 
+    @property
+    def weight(self) -> CpuWeight:
+        """As integers. Raises RuntimeError before `after_load`."""
+        if self._weight is None:
+            raise RuntimeError("the weight is there after after_load")
+        return self._weight
+
     def create_weights(self, out_features: int, in_features: int) -> None:
         """Allocates both formats."""
         self._many.create_weights(out_features, in_features)
@@ -72,6 +79,6 @@ class FewRowsScheme:
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias, accumulated in float32."""
         x = dense(x)
-        if 0 < x.shape[0] <= MAX_ROWS and self._weight is not None:
-            return few_rows_linear(self._bits, self._has_minimum)(x.contiguous(), self._weight, bias)
+        if 0 < x.shape[0] <= MAX_ROWS:
+            return few_rows_linear(self._bits, self._has_minimum)(x.contiguous(), self.weight, bias)
         return self._many.apply(x, bias)

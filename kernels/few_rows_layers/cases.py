@@ -1,0 +1,79 @@
+"""Models and steps for the test of small steps as one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention.cases import Case as AttentionCase
+from kernels.few_rows_layers.inputs import LayerWeights, Linear
+from kernels.linear_weight_only.cpu import BLOCK, CpuWeight
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of `num_layers` and a step; attention's shapes and requests are those of `attention`."""
+
+    attention: AttentionCase
+    hidden: int = 576
+    intermediate: int = 1536
+    num_layers: int = 2
+    bits: int = 4
+    minimum: bool = True
+    bias: bool = False
+
+
+def _step(name: str, requests: list[tuple[int, int]], **shapes: int) -> AttentionCase:
+    return AttentionCase(name, requests, **shapes)  # type: ignore[arg-type]
+
+
+CASES = [
+    Case(_step("one token", [(1, 190)])),
+    Case(_step("first token of all", [(1, 0)])),
+    Case(_step("three requests", [(1, 15), (1, 16), (1, 300)])),
+    Case(_step("eight requests", [(1, 7 * i) for i in range(8)])),
+    Case(_step("a short prompt", [(8, 0)])),
+    Case(_step("a chunk beside a decode", [(5, 33), (1, 128)])),
+    Case(_step("8 bits", [(1, 40), (1, 9)]), bits=8, minimum=False),
+    Case(_step("8 bits with minimums and biases", [(1, 40), (3, 9)]), bits=8, bias=True),
+    Case(_step("symmetric 4 bits", [(1, 40)]), minimum=False, bias=True),
+    Case(
+        _step("other shapes", [(1, 77), (2, 9)], num_heads=4, num_kv_heads=1, head_dim=128, rotary_dim=64),
+        hidden=192,
+        intermediate=320,
+        num_layers=5,
+    ),
+]
+
+
+def make_layers(case: Case, seed: int = 0) -> list[LayerWeights]:
+    """Random weights of a size that keeps the residual near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, dim = case.attention.num_heads, case.attention.head_dim
+    inner, width = heads * dim, (heads + 2 * case.attention.num_kv_heads) * dim
+
+    def linear(num_out: int, num_in: int) -> Linear:
+        low, high, dtype = (0, 16, torch.uint8) if case.bits == 4 else (-128, 128, torch.int8)
+        codes = torch.randint(low, high, (num_out, num_in), generator=generator).to(dtype)
+        blocks = (num_out, num_in // BLOCK)
+        spread = (high - low) / 3.5 * num_in**0.5
+        scales = (torch.rand(blocks, generator=generator) + 0.5) / spread
+        minimums = -scales * (8 if case.bits == 4 else 0.5) if case.minimum else None
+        bias = torch.randn(num_out, generator=generator).bfloat16() * 0.1 if case.bias else None
+        return Linear(CpuWeight(codes, scales, minimums), bias)
+
+    def norm() -> torch.Tensor:
+        return torch.rand(case.hidden, generator=generator) + 0.5
+
+    return [
+        LayerWeights(
+            norm(),
+            linear(width, case.hidden),
+            linear(case.hidden, inner),
+            norm(),
+            linear(2 * case.intermediate, case.hidden),
+            linear(case.hidden, case.intermediate),
+        )
+        for _ in range(case.num_layers)
+    ]
