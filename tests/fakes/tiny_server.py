@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -138,18 +139,35 @@ class TinyServer(Harness):
         return self.runner._graphs.num_captured
 
 
-def submits(count: int, seed: int = 0, max_tokens: int = 14) -> list[Submit]:
+WISHES: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
+    {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 3.0, 9: -100.0}},
+    {"temperature": 0.7, "min_p": 0.05, "min_tokens": 5, "ignore_eos": True},
+)
+RARER_WISHES: tuple[dict[str, object], ...] = (
+    {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.5, "ignore_eos": True},
+    {"temperature": 1.1, "typical_p": 0.8, "top_k": 30, "xtc_probability": 0.5, "xtc_threshold": 0.03},
+    {"temperature": 0.0, "dry_multiplier": 3.0, "dry_breakers": (7, 8), "ignore_eos": True},
+    {"temperature": 0.8, "mirostat": 1, "mirostat_tau": 3.0, "mirostat_eta": 0.3, "logprobs": 2},
+    {
+        "temperature": 1.5,
+        "allowed_token_ids": tuple(range(3, 40)),
+        "bad_words": ((9,), (4, 5), (5, 6, 7)),
+        "min_p": 0.01,
+    },
+    {"temperature": 0.9, "top_n_sigma": 1.5, "dynatemp_range": 0.4, "dry_multiplier": 0.8, "frequency_penalty": 0.3},
+)
+
+
+def submits(
+    count: int, seed: int = 0, max_tokens: int = 14, wishes: Sequence[dict[str, object]] = WISHES
+) -> list[Submit]:
     """Requests that share prefixes, want different things of the sampler, and some of them several choices."""
     rng = random.Random(seed)
     prefixes = [[3 + (7 * index + step) % 90 for step in range(length)] for index, length in enumerate((5, 16, 30))]
-    wishes: list[dict[str, object]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
-        {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
-        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
-        {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 3.0, 9: -100.0}},
-        {"temperature": 0.7, "min_p": 0.05, "min_tokens": 5, "ignore_eos": True},
-    ]
     return [
         make_submit(
             f"r{number}",

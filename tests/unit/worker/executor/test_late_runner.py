@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.tiny_server import TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import RARER_WISHES, TinyServer, submits, tiny_spec
 
 
 def outcome(server: TinyServer) -> dict:
@@ -74,3 +74,21 @@ def test_a_prompt_longer_than_what_one_copy_holds_goes_in_several(spec, alone, m
         server.add(submit)
     server.drain()
     assert outcome(server) == alone
+
+
+def test_state_on_the_device_survives_preemption(monkeypatch):
+    """Aims of mirostat, repetitions, bad words: what the device itself moves on, with two steps in flight."""
+    requests = submits(9, seed=3, wishes=RARER_WISHES)
+    with monkeypatch.context() as patch:
+        calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
+        for submit in requests:
+            calm.add(submit)
+        calm.drain()
+    server = TinyServer(monkeypatch, num_pages=30, max_num_seqs=6, max_num_batched_tokens=24)
+    for number, submit in enumerate(requests):
+        server.add(submit)
+        for _ in range(number % 3):
+            server.step()
+    server.drain()
+    assert outcome(server) == outcome(calm)
+    assert server.scheduler.counters.num_preemptions_total > 0

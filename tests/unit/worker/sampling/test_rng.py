@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.sampling.philox import XTC_STREAM
 from worker.sampling.rng import STREAM, gumbel_noise, philox4x32, seed_words
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "randomness.md").read_text()
 KNOWN_ANSWERS = re.findall(r"\| `((?:\w{8} ){3}\w{8})` \| `(\w{8} \w{8})` \| `((?:\w{8} ){3}\w{8})` \|", DOCUMENT)
 VECTORS = re.findall(r"\| (-?\d+) \| (\d+) \| (\d+) \| (\d+) \| `(\w{8})` \| (-?[\d.]+) \|", DOCUMENT)
+
+COINS = re.findall(r"(?m)^\| (-?\d+) \| (\d+) \| (\d+) \| `(\w{8})` \| (0\.\d+) \|", DOCUMENT)
 
 
 def words(text):
@@ -20,6 +23,7 @@ def words(text):
 def test_the_document_has_its_vectors():
     assert len(KNOWN_ANSWERS) == 3
     assert len(VECTORS) == 8
+    assert len(COINS) == 5
     # The published known answer for zeros, so that document and code cannot drift together.
     assert KNOWN_ANSWERS[0][2] == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
 
@@ -38,6 +42,14 @@ def test_vectors(seed, choice, position, token, word, noise):
     key = torch.tensor([[low], [high]])
     computed = gumbel_noise(key, torch.tensor([int(choice)]), torch.tensor([int(position)]), token + 1)
     assert computed[0, token].item() == pytest.approx(float(noise), rel=1e-7)
+
+
+@pytest.mark.parametrize("seed,choice,position,word,coin", COINS)
+def test_coins(seed, choice, position, word, coin):
+    counter = torch.tensor([0, int(position), int(choice), XTC_STREAM])
+    found = int(philox4x32(counter, torch.tensor(seed_words(int(seed))))[0])
+    assert found == int(word, 16)
+    assert ((found >> 8) + 0.5) / 2**24 == pytest.approx(float(coin), abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32) - 5])
