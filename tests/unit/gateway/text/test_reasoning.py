@@ -121,11 +121,13 @@ def test_time_is_linear_in_hostile_text(unit: str, marks: ReasoningFormat) -> No
 
 def test_in_reasoning_tells_what_comes_next() -> None:
     splitter = THINK.new_splitter(False)
-    states = []
+    states, done = [], []
     for piece in ("\n", "<think>", "a", "</thi", "nk>", "\n", "b"):
         splitter.push(piece)
         states.append(splitter.in_reasoning)
+        done.append(splitter.done)
     assert states == [False, True, True, True, False, False, False]
+    assert done == [False] * 6 + [True]
     assert THINK.new_splitter(True).in_reasoning
 
 
