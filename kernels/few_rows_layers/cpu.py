@@ -100,6 +100,23 @@ def compile_layers(
     return layers
 
 
+def compile_for(shape: Shape, bits: int, minimum: bool) -> Any:
+    """The kernel for layers of these sizes and weights of this kind."""
+    geometry = shape.geometry
+    return compile_layers(
+        bits,
+        int(minimum),
+        shape.hidden,
+        shape.intermediate,
+        geometry.num_heads,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.rotary_dim,
+        geometry.page_size,
+        int(shape.kv_dtype is torch.bfloat16),
+    )
+
+
 class FewRowsLayers:
     """The op for one model.
 
@@ -109,18 +126,7 @@ class FewRowsLayers:
 
     def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
         geometry, first = shape.geometry, layers[0].qkv.weight
-        self._function = compile_layers(
-            first.bits,
-            int(first.has_minimum),
-            shape.hidden,
-            shape.intermediate,
-            geometry.num_heads,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            geometry.rotary_dim,
-            geometry.page_size,
-            int(shape.kv_dtype is torch.bfloat16),
-        )
+        self._function = compile_for(shape, first.bits, first.has_minimum)
         self._kernel = Kernel(self._function.address)
         self._threads = num_threads()
         self._layers = list(layers)

@@ -298,6 +298,7 @@ def make_runner(
     """Allocates KV cache and rows around a decoder."""
     spec = decoder.spec
     kv = make_kv(settings, decoder, plan, parallel, device)
+    decoder.fuse_layers(kv)
     rows = RequestRows(
         max_num_seqs=settings.max_num_seqs,
         max_num_tokens=settings.max_num_batched_tokens,

@@ -66,3 +66,22 @@ class Precompilation:
             # What most GGUF files have: layers of 4 bits with a minimum, a head of 8 without.
             linear.FewRowsLinear(4, True)
             linear.FewRowsLinear(8, False)
+            self._compile_layers()
+
+    def _compile_layers(self) -> None:
+        from kernels.attention import cpu as attention
+        from kernels.few_rows_layers.cpu import Shape, compile_for
+
+        spec = self._spec
+        geometry = attention_geometry(spec, self._page_size, spec.kv_groups[0].window, self._parallel)
+        alone = self._parallel.tp_size == 1 and len(spec.kv_groups) == 1
+        if not alone or not attention.supported(geometry, self._dtype, self._kv_dtype):
+            return
+        shape = Shape(
+            hidden=spec.hidden_size,
+            intermediate=spec.intermediate_size,
+            geometry=geometry,
+            eps=spec.norm_eps,
+            kv_dtype=self._kv_dtype,
+        )
+        compile_for(shape, 4, True)
