@@ -33,6 +33,7 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("additionalProperties", "additionalItems", "items")
 _COMBINED = ("anyOf", "oneOf", "$ref")
 _FIXED = (*_COMBINED, "allOf", "enum", "const")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _CONSTRAINTS = frozenset(
     {
         *("type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required", "items"),
@@ -142,6 +143,11 @@ class _Bounder:
         if not isinstance(node, dict):
             place = f"{self._place}{path}"
             raise InvalidRequestError(f"{place} must be a JSON schema, which is an object.", param=place)
+        for name in _NUMBERS:
+            # llguidance would leave out what is no number.
+            if name in node and (isinstance(node[name], bool) or not isinstance(node[name], int | float)):
+                place = f"{self._place}{path}.{name}"
+                raise InvalidRequestError(f"{place} must be a number.", param=place)
         result = dict(node)
         for name in _MAPS:
             if isinstance(value := node.get(name), dict):
