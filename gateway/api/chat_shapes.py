@@ -7,9 +7,9 @@ from typing import Any
 
 from gateway.api.chat_message import MessageBuilder, call_deltas, reasoning_delta
 from gateway.api.chunk_frame import ChunkFrame
-from gateway.api.envelope import Detail, Envelope
+from gateway.api.envelope import Detail, Envelope, shaped_prompt_logprobs
 from gateway.api.fan_in import Tally
-from gateway.api.logprobs import chat_logprobs, prompt_logprobs
+from gateway.api.logprobs import chat_logprobs
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from shared.messages import TokenLogprobs
@@ -123,7 +123,7 @@ async def whole_chat_response(
     ]
     response = envelope.whole("chat.completion", choices, tally.usage())
     if detail.prompt_logprobs is not None:
-        response["prompt_logprobs"] = prompt_logprobs(of_prompt, detail.prompt_logprobs, detail.token_bytes)
+        response["prompt_logprobs"] = await shaped_prompt_logprobs(of_prompt, detail.prompt_logprobs, detail)
     if detail.token_ids:
         response["prompt_token_ids"] = detail.prompts[0]
     return response

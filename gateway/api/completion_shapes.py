@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.api.chunk_frame import ChunkFrame
-from gateway.api.envelope import Detail, Envelope
+from gateway.api.envelope import Detail, Envelope, shaped_prompt_logprobs
 from gateway.api.fan_in import Tally
-from gateway.api.logprobs import CompletionLogprobs, prompt_logprobs
+from gateway.api.logprobs import CompletionLogprobs
+from gateway.api.sse import is_large
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from shared.messages import TokenLogprobs
@@ -67,13 +69,13 @@ class Choices:
             logprobs = builder.add(entries, wanted)
         return Shown(text, logprobs, delta.token_ids if detail.token_ids else None, prompt_token_ids)
 
-    def prompt_fields(self, prompt_index: int) -> dict[str, Any]:
-        """What a choice of a whole response tells of its prompt."""
+    async def prompt_fields(self, prompt_index: int) -> dict[str, Any]:
+        """What the choices of a whole response tell of their prompt."""
         wanted = self._detail.prompt_logprobs
         if wanted is None:
             return {}
         entries = self._prompt_logprobs.get(prompt_index, ())
-        return {"prompt_logprobs": prompt_logprobs(entries, wanted, self._detail.token_bytes)}
+        return {"prompt_logprobs": await shaped_prompt_logprobs(entries, wanted, self._detail)}
 
 
 class CompletionChunks:
@@ -129,9 +131,13 @@ async def whole_completion_response(
     reasons: list[str | None] = [None] * num_choices
     prompts = [0] * num_choices
     async for index, prompt_index, delta in events:
-        shown[index].append(choices.show(index, prompt_index, delta))
+        if is_large(delta):
+            shown[index].append(await asyncio.to_thread(choices.show, index, prompt_index, delta))
+        else:
+            shown[index].append(choices.show(index, prompt_index, delta))
         reasons[index] = delta.finish_reason or reasons[index]
         prompts[index] = prompt_index
+    of_prompts = {prompt: await choices.prompt_fields(prompt) for prompt in set(prompts)}
     entries = [
         {
             "index": index,
@@ -139,7 +145,7 @@ async def whole_completion_response(
             "logprobs": _joined_logprobs(shown[index]),
             "finish_reason": reasons[index],
             **_joined_ids(shown[index]),
-            **choices.prompt_fields(prompts[index]),
+            **of_prompts[prompts[index]],
         }
         for index in range(num_choices)
     ]

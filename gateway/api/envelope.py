@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gateway.api.logprobs import TokenBytes, TokenNames
-from shared.messages import WorkerFacts
+from gateway.api.logprobs import LARGE_REPORT, TokenBytes, TokenNames, prompt_logprobs
+from shared.messages import TokenLogprobs, WorkerFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,15 @@ class Detail:
     def names(self) -> TokenNames:
         """How log-probabilities name tokens."""
         return TokenNames(self.token_bytes, as_token_ids=self.as_token_ids)
+
+
+async def shaped_prompt_logprobs(
+    entries: Sequence[TokenLogprobs], wanted: int, detail: Detail
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` of a response, in a thread where there are many."""
+    if len(entries) < LARGE_REPORT:
+        return prompt_logprobs(entries, wanted, detail.token_bytes)
+    return await asyncio.to_thread(prompt_logprobs, entries, wanted, detail.token_bytes)
 
 
 def fingerprint(facts: WorkerFacts) -> str:

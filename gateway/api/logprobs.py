@@ -9,6 +9,8 @@ from typing import Any
 from shared.messages import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
+LARGE_REPORT = 512
+"""Reports on so many tokens take so long to shape that other requests would notice."""
 
 TokenBytes = Callable[[int], bytes]
 
@@ -63,11 +65,22 @@ def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, A
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs], wanted: int, token_bytes: TokenBytes
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token the likeliest ones and itself, by id; null for the first."""
-    return [None if entry.logprob is None else _prompt_entry(entry, wanted, token_bytes) for entry in entries]
+    """vLLM's `prompt_logprobs`: for each prompt token the likeliest ones and itself, by id; null for the first.
+
+    Takes a second for half a million of them: call it in a thread where entries are LARGE_REPORT.
+    """
+    strings: dict[int, str] = {}
+
+    def text_of(token_id: int) -> str:
+        text = strings.get(token_id)
+        if text is None:
+            text = strings[token_id] = token_string(token_bytes(token_id))
+        return text
+
+    return [None if entry.logprob is None else _prompt_entry(entry, wanted, text_of) for entry in entries]
 
 
-def _prompt_entry(entry: TokenLogprobs, wanted: int, token_bytes: TokenBytes) -> dict[str, Any]:
+def _prompt_entry(entry: TokenLogprobs, wanted: int, text_of: Callable[[int], str]) -> dict[str, Any]:
     ranked = [
         (token_id, logprob, rank)
         for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
@@ -75,7 +88,7 @@ def _prompt_entry(entry: TokenLogprobs, wanted: int, token_bytes: TokenBytes) ->
     shown = {token_id: (logprob, rank) for token_id, logprob, rank in ranked[:wanted]}
     shown.setdefault(entry.token_id, (entry.logprob or 0.0, entry.rank))
     return {
-        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_string(token_bytes(token_id))}
+        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
         for token_id, (logprob, rank) in shown.items()
     }
 

@@ -10,6 +10,7 @@ from typing import Protocol, Self
 
 from aiohttp import web
 
+from gateway.api.logprobs import LARGE_REPORT
 from gateway.flow.events import TextDelta
 from gateway.keys import DRAIN, LIMITS, log
 from gateway.responses import dump_json, error_object
@@ -93,7 +94,11 @@ async def stream_events(
     async with SseResponse(request) as sse:
         try:
             async for index, prompt_index, delta in events:
-                if data := encoder.encode(index, prompt_index, delta):
+                if is_large(delta):
+                    data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
+                else:
+                    data = encoder.encode(index, prompt_index, delta)
+                if data:
                     await sse.send(data)
             await sse.send(encoder.end())
         except asyncio.CancelledError:
@@ -112,6 +117,11 @@ async def stream_events(
             await _fail(sse, InternalError("The server failed; the request id finds the details in its log."))
     await sse.response.write_eof()
     return sse.response
+
+
+def is_large(delta: TextDelta) -> bool:
+    """Whether shaping an event takes so long that it belongs in a thread."""
+    return delta.prompt_logprobs is not None and len(delta.prompt_logprobs) >= LARGE_REPORT
 
 
 async def _fail(sse: SseResponse, error: PeltonError) -> None:

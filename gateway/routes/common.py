@@ -13,18 +13,22 @@ from aiohttp import web
 from gateway.api.envelope import Detail, Envelope, fingerprint
 from gateway.api.fan_in import FanIn
 from gateway.api.generation_params import Common
+from gateway.api.params import CompletionFields
 from gateway.api.prompts import check_token_ids, completion_budget, truncated
 from gateway.api.sampling_fields import needs_words, word_ids
 from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.requests import GeneratorLike, ModelEntryLike
 from gateway.keys import GENERATOR, MODELS, log
-from shared.errors import ModelNotFoundError
+from shared.errors import InvalidRequestError, ModelNotFoundError
 
 MAX_MODEL_NAME = 256
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions."""
 _MAX_TRUNCATED = 131_072
 """Tokens of a prompt that is to be truncated; or eight contexts, if that is more."""
+
+MAX_PROMPT_VALUES = 1_048_576
+"""Log-probabilities of prompt tokens in a response: 20 alternatives for some 50,000 tokens."""
 
 SizedPrompt = tuple[list[int], int]
 """Ids of a prompt, and how many tokens may be generated."""
@@ -97,12 +101,31 @@ def detail_of(common: Common, entry: ModelEntryLike, prompts: Sequence[SizedProm
     )
 
 
+def _check_reports(common: Common, prompts: Sequence[SizedPrompt]) -> None:
+    """A response repeats what it tells of a prompt for each choice: 128 times a long one would be gigabytes."""
+    fields, shown = common.fields, common.shown_prompt_logprobs
+    num_repeats = 1
+    for_token = 0 if shown is None else shown + 1
+    if isinstance(fields, CompletionFields):
+        num_repeats = common.n
+        if fields.echo and fields.logprobs is not None:
+            for_token += fields.logprobs + 1
+    num_values = sum(len(ids) for ids, _ in prompts) * for_token * num_repeats
+    if num_values > MAX_PROMPT_VALUES:
+        raise InvalidRequestError(
+            f"The response would have {num_values} log-probabilities of prompt tokens; at most {MAX_PROMPT_VALUES} are "
+            "possible. Ask for fewer alternatives, choices or prompts.",
+            param="logprobs" if shown is None else "prompt_logprobs",
+        )
+
+
 @asynccontextmanager
 async def submit_all(
     request: web.Request, envelope: Envelope, common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]
 ) -> AsyncIterator[FanIn]:
     """One generation for each prompt; leaving the context cancels what is left of them."""
     facts = entry.facts
+    _check_reports(common, prompts)
     if needs_words(common.fields):
         common = dataclasses.replace(common, words=await word_ids(common.fields, entry.pipeline))
     requests = [

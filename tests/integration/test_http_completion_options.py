@@ -100,6 +100,34 @@ async def test_prompt_logprobs_in_vllms_shape():
         )
 
 
+async def test_reports_on_long_prompts_are_shaped_beside_the_loop_and_bounded(monkeypatch):
+    # 53
+    async with run_gateway(FakeGenerator(spell("z"))) as gateway:
+        text = "ab" * 1000
+        expected: list[float | None] = [None] + [-1.0] * 1999
+        _, body, _ = await gateway.complete(prompt=text, prompt_logprobs=1, echo=True, logprobs=0, n=2)
+        for choice in body["choices"]:
+            assert len(choice["prompt_logprobs"]) == 2000 and choice["prompt_logprobs"][2]["97"]["logprob"] == -1.0
+            assert choice["logprobs"]["token_logprobs"] == [*expected, -0.5] and choice["text"] == text + "z"
+        events = (await gateway.stream_complete(prompt=text, echo=True, logprobs=0))[:-1]
+        joined = [
+            value for event in events for value in (event["choices"][0]["logprobs"] or {}).get("token_logprobs", [])
+        ]
+        assert joined == [*expected, -0.5]
+        _, body, _ = await gateway.chat(messages=[{"role": "user", "content": text}], prompt_logprobs=0)
+        assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+        monkeypatch.setattr("gateway.routes.common.MAX_PROMPT_VALUES", 12_000)
+        for fields, param in (
+            ({"prompt_logprobs": 5, "n": 2}, "prompt_logprobs"),
+            ({"prompt_logprobs": 6}, "prompt_logprobs"),
+            ({"echo": True, "logprobs": 6}, "logprobs"),
+            ({"echo": True, "logprobs": 0, "n": 7}, "logprobs"),
+        ):
+            status, body, _ = await gateway.complete(prompt=text, **fields)
+            assert status == 400 and body["error"]["param"] == param
+        assert (await gateway.complete(prompt=text, prompt_logprobs=5, n=1))[0] == 200
+
+
 async def test_token_ids():
     async with run_gateway(FakeGenerator(spell("\u20acx"))) as gateway:
         _, body, _ = await gateway.complete(prompt=["a", "b"], return_token_ids=True)
