@@ -1,0 +1,286 @@
+"""The rarer parameters as requests ask for them: distributions, seeds, neighbours, state that moves on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.sampling.dispatch import ReferenceOps
+from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
+from worker.scheduler.plan import ScheduledTokens, StepPlan
+
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.0, "typical_p": 0.7, "top_k": 9},
+    {"temperature": 1.2, "top_n_sigma": 1.0},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05, "min_p": 0.01},
+    {"temperature": 0.8, "dynatemp_range": 0.5, "top_p": 0.95},
+    {"temperature": 1.0, "mirostat": 1, "mirostat_tau": 3.0},
+    {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 2.5, "mirostat_eta": 0.3},
+    {"temperature": 1.0, "dry_multiplier": 0.8, "dry_breakers": (3,)},
+    {"temperature": 0.0, "dry_multiplier": 2.0, "dry_penalty_last_n": 5, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "bad_words": ((7,), (6, 9, 11), (9, 12)), "min_tokens": 3},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(4, 25)), "logit_bias": {5: 2.0}},
+    {
+        "temperature": 1.1,
+        "typical_p": 0.95,
+        "xtc_probability": 0.4,
+        "dry_multiplier": 0.5,
+        "bad_words": ((1,),),
+        "allowed_token_ids": tuple(range(1, 39)),
+        "repetition_penalty": 1.2,
+        "logprobs": 3,
+    },
+]
+TEXT = [4, 5, 6, 9, 4, 5, 6, 9]  # of 8 tokens
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request):
+    return ReferenceOps() if request.param == "reference" else compiled_ops()
+
+
+def logits_like(seed=0, rows=1, vocab=40, spread=2.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def fill(small, kinds, first_row=0, text=TEXT):
+    for number, kind in enumerate(kinds):
+        small.add(first_row + number, token_ids=text, num_prompt_tokens=4, eos=[2], seed=number, **kind)
+
+
+def walk(small, rows, logits, start=8):
+    """Token ids [steps][rows] of several steps, each sampled id written to its row as the runner does it."""
+    found = []
+    for step, step_logits in enumerate(logits):
+        items = [ScheduledTokens(row, start + step - 1, 1, True) for row in rows]
+        sampled = small.rows.stage(StepPlan(step=step, scheduled=items)).sampled
+        tokens = small.sampler.sample(step_logits.clone(), sampled)
+        small.rows.append(sampled, tokens.token_ids)
+        found.append(tokens.token_ids.tolist())
+    return found
+
+
+def test_each_row_of_a_mixed_batch_goes_its_own_way(ops):
+    steps = [logits_like(step, rows=len(KINDS)) for step in range(12)]
+    together = SmallSampler(ops=ops)
+    fill(together, KINDS)
+    found = walk(together, range(len(KINDS)), steps)
+    for number, kind in enumerate(KINDS):
+        alone = SmallSampler(ops=ops)
+        alone.add(17, token_ids=TEXT, num_prompt_tokens=4, eos=[2], seed=number, **kind)
+        own = walk(alone, [17], [logits[number : number + 1] for logits in steps])
+        assert [ids[0] for ids in own] == [ids[number] for ids in found], kind
+
+
+def test_tables_on_a_device_give_the_same_tokens():
+    """What a GPU's path makes of the same rows: tables and their rows, and the ops that run there."""
+    steps = [logits_like(step, rows=len(KINDS)) for step in range(8)]
+    expected, small = [], None
+    for host in (True, False):
+        small = SmallSampler(ops=ReferenceOps())
+        fill(small, KINDS, first_row=3)
+        if not host:
+            small.rows.sampling._host_words = None
+        expected.append(walk(small, range(3, 3 + len(KINDS)), steps))
+    assert expected[0] == expected[1]
+
+
+def test_a_greedy_row_ignores_what_only_shapes_noise(ops):
+    small = SmallSampler(ops=ops)
+    rarer = {"typical_p": 0.01, "top_n_sigma": 0.01, "xtc_probability": 1.0, "xtc_threshold": 0.0}
+    small.add(0, temperature=0.0, **rarer)
+    small.add(1, temperature=0.0, mirostat=2, dynatemp_range=1.0)
+    logits = logits_like(4, rows=2)
+    assert small.ids(logits, [0, 1], [3, 3]) == logits.argmax(dim=1).tolist()
+
+
+def test_a_greedy_row_avoids_repetitions_and_bad_words(ops):
+    small = SmallSampler(ops=ops)
+    logits = torch.zeros(1, 40)
+    logits[0, 6], logits[0, 8], logits[0, 9] = 3.0, 2.5, 2.0
+    text = [4, 5, 6, 1, 4, 5]
+    small.add(0, token_ids=text, temperature=0.0, dry_multiplier=0.8)
+    assert small.ids(logits, [0], [6]) == [8]
+    small.add(0, token_ids=text, temperature=0.0, bad_words=((4, 5, 6), (8,)))
+    assert small.ids(logits, [0], [6]) == [9]
+    small.add(0, token_ids=text, temperature=0.0, bad_words=((5, 4, 6),))
+    assert small.ids(logits, [0], [6]) == [6]
+    small.add(0, token_ids=text, temperature=0.0)
+    assert small.ids(logits, [0], [6]) == [6]
+
+
+def test_only_allowed_ids_and_ends_are_sampled(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, eos=[2], temperature=1.5, allowed_token_ids=(11, 39), seed=1)
+    ids = small.ids(torch.zeros(300, 40), [0] * 300, list(range(3, 303)))
+    assert set(ids) == {2, 11, 39}
+    small.add(0, eos=[2], temperature=1.5, allowed_token_ids=(11, 39), ignore_eos=True, seed=1)
+    assert set(small.ids(torch.zeros(300, 40), [0] * 300, list(range(3, 303)))) == {11, 39}
+
+
+@pytest.mark.parametrize(
+    "clash",
+    [
+        {"allowed_token_ids": (5,), "bad_words": ((5,),), "ignore_eos": True},
+        {"allowed_token_ids": (2,), "min_tokens": 5},
+        {"allowed_token_ids": (5,), "bad_words": ((5,), (2,)), "temperature": 1.0, "typical_p": 0.5},
+    ],
+    ids=str,
+)
+def test_masks_that_leave_nothing_are_told_from_bad_logits(clash, ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, eos=[2], **{"temperature": 0.0} | clash)
+    small.add(1, temperature=0.0)
+    logits = torch.zeros(2, 40)
+    logits[1, 7] = 1.0
+    assert small.ids(logits, [0, 1], [3, 3]) == [-2, 7]
+    logits[0, 5] = logits[0, 2] = math.nan
+    logits[0, 9] = math.nan
+    assert small.ids(logits, [0, 1], [3, 3])[0] < 0
+
+
+@pytest.mark.parametrize("kind", KINDS[2:8] + KINDS[12:], ids=str)
+def test_a_grammar_holds_beside_everything_else(kind, ops):
+    small = SmallSampler(ops=ops)
+    for row in range(3):
+        small.add(row, token_ids=TEXT, seed=5, **kind)
+    allowed = np.zeros((1, 64), dtype=bool)
+    allowed[0, [3, 8, 21, 35]] = True
+    mask = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+    logits = logits_like(2).repeat(3, 1)
+    items = [ScheduledTokens(row, len(TEXT) - 1, 1, True) for row in range(3)]
+    sampled = small.rows.stage(StepPlan(step=1, scheduled=items)).sampled
+    rows = torch.tensor([0, -1, 0])
+    ids = small.sampler.sample(logits.clone(), replace(sampled, mask=mask, mask_rows=rows)).token_ids.tolist()
+    assert ids[0] == ids[2] and ids[0] in (3, 8, 21, 35)
+    assert ids[1] == small.ids(logits[1:2], [1], [len(TEXT)])[0] or "mirostat" in kind
+
+
+def chi_squared(ids, probabilities):
+    """Whether draws are what the probabilities say, at a level of 1e-5 (Wilson and Hilferty 1931)."""
+    counts = np.bincount(ids, minlength=len(probabilities))
+    expected = probabilities / probabilities.sum() * len(ids)
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    degrees = len(wanted) - 1
+    share = 2 / (9 * degrees)
+    limit = degrees * (1 - share + 4.265 * math.sqrt(share)) ** 3
+    assert ((observed - wanted) ** 2 / wanted).sum() < limit
+
+
+def draws(ops, row, count=20_000, **sampling):
+    small = SmallSampler(ops=ops)
+    small.add(0, seed=1234, **sampling)
+    return small.ids(row.expand(count, -1).contiguous(), [0] * count, list(range(count)))
+
+
+def test_typical_tokens_are_distributed_as_they_should_be(ops):
+    row = logits_like(3, spread=1.5)
+    p = torch.softmax(row[0].double() / 0.9, dim=0).numpy()
+    surprise = -np.log(p)
+    order = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
+    kept = np.cumsum(p[order]) - p[order] < 0.6
+    expected = np.zeros(40)
+    expected[order[kept]] = p[order[kept]]
+    assert 1 < kept.sum() < 40 and not kept[order.argsort()[p.argmax()]]
+    chi_squared(draws(ops, row, temperature=0.9, typical_p=0.6), expected)
+
+
+def test_the_likeliest_are_left_out_as_often_as_xtc_says(ops):
+    row = logits_like(3, spread=1.5)
+    p = torch.softmax(row[0].double(), dim=0).numpy()
+    above = [i for i in np.argsort(-p) if p[i] >= 0.04]
+    assert len(above) > 2
+    dropped = p.copy()
+    dropped[above[:-1]] = 0
+    expected = 0.7 * p + 0.3 * dropped / dropped.sum()
+    chi_squared(draws(ops, row, temperature=1.0, xtc_probability=0.3, xtc_threshold=0.04), expected)
+
+
+def test_a_dynamic_temperature_depends_on_the_entropy(ops):
+    for spread in (0.3, 3.0):
+        row = logits_like(3, spread=spread)
+        p = torch.softmax(row[0].double(), dim=0).numpy()
+        share = -(p * np.log(p)).sum() / math.log(40)
+        temperature = 0.4 + (1.6 - 0.4) * share**1.5
+        expected = torch.softmax(row[0].double() / temperature, dim=0).numpy()
+        found = draws(ops, row, temperature=1.0, dynatemp_range=0.6, dynatemp_exponent=1.5)
+        chi_squared(found, expected)
+
+
+def test_within_sigmas_of_the_best(ops):
+    row = logits_like(3, spread=1.5)
+    x = row[0].double().numpy()
+    expected = torch.softmax(row[0].double() / 1.3, dim=0).numpy() * (x >= x.max() - 1.2 * x.std())
+    chi_squared(draws(ops, row, temperature=1.3, top_n_sigma=1.2), expected)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_brings_the_surprise_to_its_aim(version, ops):
+    small = SmallSampler(vocab_size=3000, max_num_seqs=4, ops=ops)
+    small.add(0, temperature=1.0, mirostat=version, mirostat_tau=4.0, mirostat_eta=0.5, seed=3)
+    row = -1.1 * torch.arange(1, 3001).float().log().unsqueeze(0)  # Zipf's law, of an entropy of 6.4 bits
+    surprise = -torch.log_softmax(row[0].double(), dim=0) / math.log(2)
+    seen = [float(surprise[ids[0]]) for ids in walk(small, [0], [row] * 140, start=3)]
+    assert abs(np.mean(seen[40:]) - 4.0) < 0.25
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_goes_on_from_what_was_reported(version, ops):
+    kind = {"temperature": 1.0, "mirostat": version, "mirostat_tau": 3.0, "mirostat_eta": 0.4, "seed": 8}
+    steps = [logits_like(step) for step in range(10)]
+    small = SmallSampler(ops=ops)
+    small.add(0, **kind)
+    whole = [ids[0] for ids in walk(small, [0], steps, start=3)]
+    text, mu = [1, 2, 3], None
+    for position, logits in enumerate(steps, start=3):
+        # Every token in a new row, as if the request were preempted after each.
+        small.add(position, token_ids=text, num_prompt_tokens=3, mu=mu, **kind)
+        tokens = small.sample(logits, [position], [position])
+        mu = tokens.mu.tolist()[0]
+        text = [*text, tokens.token_ids.tolist()[0]]
+    assert text[3:] == whole
+
+
+def test_a_failed_row_keeps_its_aim(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, temperature=1.0, mirostat=2, mirostat_tau=3.0)
+    small.add(1, temperature=1.0, typical_p=0.5)
+    tokens = small.sample(torch.full((2, 40), math.nan), [0, 1], [3, 3])
+    assert tokens.token_ids.tolist() == [-1, -1]
+    assert tokens.mu.tolist()[0] == 6.0
+
+
+def test_seeds_and_choices_toss_their_own_coins(ops):
+    small = SmallSampler(ops=ops)
+    kind = {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.02}
+    for row, (seed, choice) in enumerate([(42, 0), (42, 0), (42, 1), (43, 0)]):
+        small.add(row, seed=seed, choice=choice, **kind)
+    row = logits_like(1, spread=0.5).expand(60, -1).contiguous()
+    streams = [small.ids(row, [i] * 60, list(range(60))) for i in range(4)]
+    assert streams[0] == streams[1]
+    for other in streams[2:]:
+        assert sum(a == b for a, b in zip(streams[0], other)) < 15
+
+
+def test_a_row_forgets_the_lists_of_the_request_before(ops):
+    small = SmallSampler(ops=ops)
+    logits = torch.zeros(1, 40)
+    logits[0, 7], logits[0, 9] = 3.0, 2.0
+    small.add(0, temperature=0.0, bad_words=((7,), (2, 2, 3, 9)), allowed_token_ids=(7, 9), dry_multiplier=1.0)
+    assert small.ids(logits, [0], [3]) == [9]
+    small.add(0, temperature=0.0, bad_words=((9,),))
+    assert small.ids(logits, [0], [3]) == [7]
+    small.add(0, token_ids=[7, 5, 5, 7, 5, 5], temperature=0.0, dry_multiplier=2.0, dry_breakers=(5,))
+    assert small.ids(logits, [0], [6]) == [7]
+    small.add(0, token_ids=[7, 5, 5, 7, 5, 5], temperature=0.0, dry_multiplier=2.0)
+    assert small.ids(logits, [0], [6]) == [9]
