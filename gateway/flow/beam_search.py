@@ -95,30 +95,36 @@ class BeamState:
         self._length += 1
         at_end = self._length >= self._max_tokens
         live: list[Beam] = []
-        for rank, beam in enumerate(sorted(self._continuations(reports), key=lambda beam: -beam.score)):
-            if at_end or beam.tokens[-1].token_id in self.stop_ids:
+        for rank, (score, index, place) in enumerate(self._continuations(reports)):
+            report = reports[index]
+            if at_end or report.top_ids[place] in self.stop_ids:
                 # What ends below the first `width` has better ones before it, which go on.
                 if rank < width:
-                    self._finish(beam)
+                    tokens = self._continued(index, report, place)
+                    self.finished.append(Beam(tokens, score / self._length**self._params.length_penalty))
             elif len(live) < width:
-                live.append(beam)
+                live.append(Beam(self._continued(index, report, place), score))
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[width:]
         self.live = live
         self.done = at_end or not live or not self._can_improve()
 
-    def _continuations(self, reports: Sequence[TokenLogprobs]) -> list[Beam]:
+    def _continuations(self, reports: Sequence[TokenLogprobs]) -> list[tuple[float, int, int]]:
+        """Score, index of the live beam and place in its report of whatever may follow, best first."""
         masked = self._masked_ids | (self.stop_ids if self._length <= self._min_tokens else frozenset())
-        return [
-            Beam((*beam.tokens, msgspec.structs.replace(report, token_id=token_id, logprob=logprob, rank=rank)), total)
-            for beam, report in zip(self.live, reports, strict=True)
-            for rank, (token_id, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), 1)
+        found = [
+            (beam.score + logprob, index, place)
+            for index, (beam, report) in enumerate(zip(self.live, reports, strict=True))
+            for place, (token_id, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True))
             if token_id not in masked
-            for total in [beam.score + logprob]
         ]
+        return sorted(found, key=lambda entry: -entry[0])
 
-    def _finish(self, beam: Beam) -> None:
-        self.finished.append(Beam(beam.tokens, beam.score / self._length**self._params.length_penalty))
+    def _continued(self, index: int, report: TokenLogprobs, place: int) -> tuple[TokenLogprobs, ...]:
+        chosen = msgspec.structs.replace(
+            report, token_id=report.top_ids[place], logprob=report.top_logprobs[place], rank=place + 1
+        )
+        return (*self.live[index].tokens, chosen)
 
     def _can_improve(self) -> bool:
         if len(self.finished) < self._params.width:
