@@ -66,7 +66,11 @@ async def test_too_many_choices_over_all_prompts(gateway):
     assert status == 400 and is_named(body, "prompt")
 
 
-FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+FLOATS = [
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "typical_p",
+    "typ_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "mirostat_tau",
+    "mirostat_eta", "dry_multiplier", "dry_base", "length_penalty",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("token", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999"])
@@ -79,7 +83,10 @@ async def test_numbers_that_are_not_finite(gateway, name, token):
     assert status == 400 and body["error"]["type"] == "invalid_request_error"
 
 
-INTEGERS = ["max_tokens", "top_k", "min_tokens", "n", "seed", "priority", "logprobs"]
+INTEGERS = [
+    "max_tokens", "top_k", "min_tokens", "n", "seed", "priority", "logprobs", "best_of", "mirostat", "prompt_logprobs",
+    "truncate_prompt_tokens", "dry_allowed_length", "dry_penalty_last_n",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [2**63, 2**200, 1e30, 1.0, "5", True, [], {}, -(2**200)])

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 from gateway.flow.events import TextDelta
+from gateway.text.formats import ModelFormats
+from gateway.text.message_parser import ToolCallDelta
+from gateway.text.reasoning import REASONING_FORMATS
+from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
-from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, spell
 from tests.fakes.http_gateway import run_gateway
 
 FOLDER = Path(__file__).parent
@@ -27,6 +31,39 @@ TEXT = 'H"\u2028\U0001f600'
 
 def _failing(_request: Any) -> list[Any]:
     return [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+def _speaks(*deltas: TextDelta) -> FakeGenerator:
+    """Models that think and call are prepared: what the parsers make of their text has tests of its own."""
+    return FakeGenerator(lambda _: list(deltas))
+
+
+def _thinks_and_calls() -> FakeGenerator:
+    return _speaks(
+        TextDelta(0, "", [1], reasoning="Hm", num_reasoning_tokens=1, num_cached_tokens=0),
+        TextDelta(0, "", [2], reasoning=" \U0001f600.", num_reasoning_tokens=1),
+        TextDelta(0, "Let me look.", [3, 4]),
+        TextDelta(0, "", [5, 6], tool_calls=[ToolCallDelta(0, '{"city": ', id="call_1", name="get_weather")]),
+        TextDelta(
+            0, "", [7], tool_calls=[ToolCallDelta(0, '"Bern"}'), ToolCallDelta(1, "{}", "call_2", "get_weather")]
+        ),
+        TextDelta(0, "", [8], finish_reason="tool_calls"),
+    )
+
+
+def _thinks() -> FakeGenerator:
+    return _speaks(
+        TextDelta(0, "", [1], reasoning="Hm.", num_reasoning_tokens=1),
+        TextDelta(0, "Yes.", [2], finish_reason="stop"),
+    )
+
+
+def _calls() -> FakeGenerator:
+    call = ToolCallDelta(0, "{}", id="call_1", name="get_weather")
+    return _speaks(TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="tool_calls"))
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
@@ -45,6 +82,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         FakeGenerator(spell("\u00e9")),
     ),
     "chat_stream_error": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(_failing)),
+    "chat_reasoning": ("POST", "/v1/chat/completions", CHAT, _thinks()),
+    "chat_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": TOOLS}, _calls()),
+    "chat_stream_reasoning_tools": (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, **USAGE, "tools": TOOLS},
+        _thinks_and_calls(),
+    ),
+    "chat_error_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, FakeGenerator()),
     "chat_error": ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, FakeGenerator()),
     "completion": ("POST", "/v1/completions", {**COMPLETION, "n": 2}, FakeGenerator(spell(TEXT, cached=16))),
     "completion_stream": ("POST", "/v1/completions", {**COMPLETION, **USAGE}, FakeGenerator(spell(TEXT))),
@@ -60,6 +106,37 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         {**COMPLETION, "stream": True, "logprobs": 1},
         FakeGenerator(spell("ab")),
     ),
+    "completion_scores": (
+        "POST",
+        "/v1/completions",
+        {**COMPLETION, "max_tokens": 0, "prompt_logprobs": 1, "return_token_ids": True, "service_tier": "flex"},
+        FakeGenerator(spell("ab")),
+    ),
+    "completion_stream_token_ids": (
+        "POST",
+        "/v1/completions",
+        {**COMPLETION, "stream": True, "stream_options": {"continuous_usage_stats": True}, "return_token_ids": True},
+        FakeGenerator(spell("\u00e9", "length")),
+    ),
+    "chat_token_ids": (
+        "POST",
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            "return_token_ids": True,
+            "metadata": {"a": "b"},
+            "logprobs": True,
+            "return_tokens_as_token_ids": True,
+        },
+        FakeGenerator(spell("a")),
+    ),
+    "chat_stream_token_ids": (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"continuous_usage_stats": True}, "return_token_ids": True},
+        FakeGenerator(spell("\u00e9", "length")),
+    ),
+    "completion_refused": ("POST", "/v1/completions", {**COMPLETION, "n_probs": 3}, FakeGenerator()),
     "models": ("GET", "/v1/models", None, FakeGenerator()),
     "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
     "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
@@ -72,7 +149,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
 
 
 async def _transcript(method: str, path: str, body: dict[str, Any] | None, generator: FakeGenerator) -> str:
-    async with run_gateway(generator) as gateway:
+    entry = FakeEntry(formats=ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"]))
+    async with run_gateway(generator, FakeModels(entry)) as gateway:
         headers = {"X-Request-Id": "the-request"}
         async with gateway.session.request(method, gateway.url + path, json=body, headers=headers) as response:
             raw = (await response.read()).decode()
