@@ -9,7 +9,7 @@ from kernels.gpu.ops import TritonOps
 from kernels.gpu.sampling import TritonSamplingOps
 from kernels.step_inputs.triton import TritonStepOps
 from shared.settings import WorkerSettings
-from tests.fakes.tiny_server import MAX_MODEL_LEN, TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, TinyServer, submits, tiny_spec
 from worker.executor.profile import profile_plans
 
 pytestmark = [
@@ -61,6 +61,12 @@ def test_tokens_are_those_of_the_reference_ops(device: torch.device, monkeypatch
     )
     assert server.scheduler.counters.prefix_cache_hits_total > 0
     assert server.num_captured > 0
+
+
+def test_rarer_wishes_give_the_tokens_of_the_reference_ops(device: torch.device, monkeypatch) -> None:
+    """Filters, repetitions and lists, which on a GPU are plain torch around the kernels."""
+    requests = submits(6, max_tokens=4, wishes=RARER_WISHES)
+    compare(monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=6, max_num_batched_tokens=32)
 
 
 @pytest.mark.parametrize(
