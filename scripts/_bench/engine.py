@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
+from scripts._bench import sampling
 from scripts.ceiling import LinearShapes
 from shared.settings import WorkerSettings
 from worker.executor.build import cache_directory
@@ -96,6 +97,15 @@ def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> 
     )
 
 
+def sampling_shares(decoder: Decoder, kv: KVStorage, context: int, seconds: float) -> list[dict[str, object]]:
+    """What requests that want all kinds of things, and a grammar's masks, add to a decode step."""
+    step = make_step(sampling.NUM_REQUESTS, 1, context, decoder.spec.vocab_size)
+    logits = decoder.forward(step, kv).float()
+    runs = sampling.sampling_runs(logits, context, torch.get_num_threads())
+    step_ms, *taken = alternating_ms([partial(decoder.forward, step, kv), *runs.values()], seconds)
+    return sampling.report(step_ms, dict(zip(runs, taken)))
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(prog="scripts/bench_engine", description=__doc__)
@@ -117,7 +127,8 @@ def main() -> None:
     )
     cases = [("decode", rows, 1, options.context) for rows in options.rows]
     cases += [("prefill", 1, tokens, tokens) for tokens in options.prefill]
-    pages = max(rows * -(-context // PAGE_SIZE) for _, rows, _, context in cases)
+    sizes = [(rows, context) for _, rows, _, context in cases] + [(sampling.NUM_REQUESTS, options.context)]
+    pages = max(rows * -(-context // PAGE_SIZE) for rows, context in sizes)
     kv = KVStorage(files.spec, pages, PAGE_SIZE, kv_dtype, "cpu")
     linears = LinearLayers(files.spec, dtype)
     print(f"{'':8} {'rows':>5} {'context':>7} {'step ms':>9} {'linear ms':>9} {'share':>6} {'tok/s':>8}")
@@ -132,7 +143,9 @@ def main() -> None:
         results.append(
             {"kind": kind, "rows": rows, "context": context, "ms": took, "linear_ms": ceiling, "share": share}
         )
-    print(json.dumps({"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype, "results": results}))
+    shares = sampling_shares(decoder, kv, options.context, options.seconds)
+    figures = {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype, "results": results}
+    print(json.dumps(figures | {"sampling": shares}))
 
 
 if __name__ == "__main__":
