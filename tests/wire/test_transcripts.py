@@ -19,7 +19,7 @@ from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
-from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, spell
+from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
 from tests.fakes.http_gateway import run_gateway
 
 FOLDER = Path(__file__).parent
@@ -36,9 +36,14 @@ def _failing(_request: Any) -> list[Any]:
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 
 
+class _Thinker(FakeGenerator):
+    """Of a model with formats for reasoning and calls. What parsers make of its text has tests of its own."""
+
+    formats = ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], template=SUPPORT)
+
+
 def _speaks(*deltas: TextDelta) -> FakeGenerator:
-    """Models that think and call are prepared: what the parsers make of their text has tests of its own."""
-    return FakeGenerator(lambda _: list(deltas))
+    return _Thinker(lambda _: list(deltas))
 
 
 def _thinks_and_calls() -> FakeGenerator:
@@ -90,7 +95,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         {**CHAT, **USAGE, "tools": TOOLS},
         _thinks_and_calls(),
     ),
-    "chat_error_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, FakeGenerator()),
+    "chat_error_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, _thinks()),
     "chat_error": ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, FakeGenerator()),
     "completion": ("POST", "/v1/completions", {**COMPLETION, "n": 2}, FakeGenerator(spell(TEXT, cached=16))),
     "completion_stream": ("POST", "/v1/completions", {**COMPLETION, **USAGE}, FakeGenerator(spell(TEXT))),
@@ -149,7 +154,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
 
 
 async def _transcript(method: str, path: str, body: dict[str, Any] | None, generator: FakeGenerator) -> str:
-    entry = FakeEntry(formats=ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"]))
+    entry = FakeEntry(formats=generator.formats) if isinstance(generator, _Thinker) else FakeEntry()
     async with run_gateway(generator, FakeModels(entry)) as gateway:
         headers = {"X-Request-Id": "the-request"}
         async with gateway.session.request(method, gateway.url + path, json=body, headers=headers) as response:
