@@ -166,7 +166,7 @@ class Constraints:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
-        self._eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._eos = list(eos_token_ids)
         self._not_eos = ~self._bits(self._eos)
         self.everything = b"\xff" * (4 * self._num_words)
 
@@ -247,7 +247,8 @@ class Constraints:
     def _bits(self, token_ids: Iterable[int]) -> Words:
         words: Words = np.zeros(self._num_words, dtype=np.uint32)
         for token_id in token_ids:
-            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+            if token_id < self._vocab_size:  # a model may declare ends that it does not have
+                words[token_id // 32] |= np.uint32(1 << token_id % 32)
         return words
 
     def _allowed(self, request: Request, constraint: Constraint) -> Words:

@@ -33,6 +33,8 @@ from shared.messages import (
 )
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_executor import EOS_TOKEN_ID, VOCAB_SIZE, FakeExecutor, FakeHandle, generate
+from tests.fakes.fake_grammars import FakeGrammars
+from worker.constraint import Constraints
 from worker.engine import Engine
 from worker.kv.manager import KVManager
 from worker.scheduler.plan import StepPlan, StepResult
@@ -121,7 +123,11 @@ class Limits:
 
 
 class Worker:
-    """Everything of a worker but the model."""
+    """Everything of a worker but the model.
+
+    Attributes:
+        compiled: whether grammars are, when they are asked for.
+    """
 
     def __init__(self, directory: Path, limits: Limits, fail: Callable[[StepPlan], Exception | None]) -> None:
         self.clock = Clock()
@@ -142,7 +148,10 @@ class Worker:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS_TOKEN_ID,),
         )
-        self.scheduler = Scheduler(config, self.kv, self.counters)
+        self.compiled = True
+        self.grammars = FakeGrammars(VOCAB_SIZE, lambda source, num_polls: self.compiled)
+        constraints = Constraints(self.grammars, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN_ID,))
+        self.scheduler = Scheduler(config, self.kv, self.counters, constraints=constraints)
         self.facts = WorkerFacts(
             model_names=[MODEL, "alias"],
             max_model_len=MAX_MODEL_LEN,

@@ -1,0 +1,91 @@
+"""Requests with grammars through the engine's loop and a real socket."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.messages import Cancel, Finish, FinishReason
+from worker.engine import STALL_SECONDS
+
+NINE = "mod 5 for 9"
+SAMPLING = {"max_tokens": 20, "ignore_eos": True}
+
+
+def test_a_text_follows_its_grammar_and_ends_with_it(worker):
+    client = worker.client()
+    client.submit("a", [5, 6, 7], grammar=NINE, num_choices=2, sampling=SAMPLING)
+    for choice in range(2):
+        assert client.finish("a", choice) == Finish(FinishReason.STOP)
+        assert [token % 5 for token in client.text("a", choice)] == [n % 5 for n in range(9)]
+    worker.settle()
+
+
+def test_a_grammar_that_takes_long_is_no_stall_and_holds_up_nobody(worker):
+    client = worker.client()
+    worker.compiled = False
+    client.submit("slow", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
+    stats = client.sync()
+    assert (stats.num_running, stats.num_waiting) == (0, 1)
+    for _ in range(round(2 * STALL_SECONDS / 5)):
+        worker.elapse(5.0)
+        client.sync()  # keeps the lease
+    client.submit("other", [8, 9], sampling=SAMPLING)
+    assert client.finish("other").reason is FinishReason.LENGTH
+    assert client.ended("slow") is None
+    worker.compiled = True
+    assert client.finish("slow") == Finish(FinishReason.STOP)
+    worker.settle()
+
+
+def test_while_nothing_else_is_to_do_the_loop_waits_for_the_grammar(worker):
+    client = worker.client()
+    worker.compiled = False
+    client.submit("a", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
+    client.sync()
+    worker.transport.waits.clear()
+    for _ in range(5):
+        worker.engine.step()
+    assert len(worker.transport.waits) == 5
+    worker.compiled = True
+    client.finish("a")
+
+
+@pytest.mark.parametrize("how", ["cancel", "hello", "stop"])
+def test_requests_that_compile_end_like_all_others(worker, how):
+    client = worker.client()
+    worker.compiled = False
+    client.submit("a", [5, 6, 7], grammar=NINE, num_choices=3, sampling=SAMPLING)
+    client.sync()
+    if how == "cancel":
+        client.send(Cancel("a"))
+        assert {client.finish("a", choice).reason for choice in range(3)} == {FinishReason.ABORT}
+    elif how == "hello":
+        client.hello()
+    else:
+        worker.engine.stop(now=True)
+        worker.engine.run()
+        client.read()
+        worker.pump(lambda: client.ended("a", 2) is not None, "the end")
+        assert {client.finish("a", choice).code for choice in range(3)} == {"service_unavailable"}
+    worker.settle()
+    assert worker.grammars.num_pending == 0
+
+
+def test_a_worker_that_stops_lets_a_grammar_compile_and_its_text_end(worker):
+    client = worker.client()
+    worker.compiled = False
+    client.submit("a", [5, 6, 7], grammar=NINE, sampling=SAMPLING)
+    client.sync()
+    worker.engine.stop()
+    worker.engine.step()
+    worker.compiled = True
+    worker.engine.run()
+    worker.pump(lambda: client.ended("a") is not None, "the end")
+    assert client.finish("a") == Finish(FinishReason.STOP)
+
+
+def test_a_bad_grammar_is_told_with_its_code(worker):
+    client = worker.client()
+    client.submit("a", [5, 6, 7], grammar="bad", num_choices=2)
+    assert {client.finish("a", choice).code for choice in range(2)} == {"invalid_grammar"}
+    worker.settle()
