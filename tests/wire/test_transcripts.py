@@ -71,6 +71,39 @@ def _calls() -> FakeGenerator:
     return _speaks(TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="tool_calls"))
 
 
+def _calls_twice() -> FakeGenerator:
+    """Two choices that think, speak and call."""
+    deltas = [
+        TextDelta(0, "", [1], reasoning="Hm.", num_reasoning_tokens=1, num_cached_tokens=16),
+        TextDelta(1, "One moment.", [2], num_cached_tokens=16),
+    ]
+    for choice in (0, 1):
+        for index in (0, 1):
+            call = ToolCallDelta(index, f'{{"day": {index}}}', id=f"call_{choice}{index}", name="get_weather")
+            deltas.append(TextDelta(choice, "", [3, 4], tool_calls=[call]))
+        deltas.append(TextDelta(choice, "", [5], finish_reason="tool_calls"))
+    return _speaks(*deltas)
+
+
+def _called_by_name() -> FakeGenerator:
+    call = ToolCallDelta(0, "{}", id="call_1", name="get_weather")
+    return _speaks(TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="stop"))
+
+
+NAMED = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+HISTORY = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "Rain."},
+]
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}}
+BAD_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "intt"}}}}
+
 CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "chat": ("POST", "/v1/chat/completions", CHAT, FakeGenerator(spell(TEXT, cached=16))),
     "chat_stream": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(spell(TEXT))),
@@ -95,6 +128,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         {**CHAT, **USAGE, "tools": TOOLS},
         _thinks_and_calls(),
     ),
+    "chat_tools_n": ("POST", "/v1/chat/completions", {**CHAT, "tools": TOOLS, "n": 2}, _calls_twice()),
+    "chat_stream_tools_n": ("POST", "/v1/chat/completions", {**CHAT, **USAGE, "tools": TOOLS, "n": 2}, _calls_twice()),
+    "chat_tool_named": ("POST", "/v1/chat/completions", {**CHAT, **NAMED}, _called_by_name()),
+    "chat_tool_results": ("POST", "/v1/chat/completions", {**CHAT, "messages": HISTORY, "tools": TOOLS}, _thinks()),
+    "chat_schema": ("POST", "/v1/chat/completions", {**CHAT, **SCHEMA}, FakeGenerator(spell('{"a": 1}'))),
+    "chat_stream_schema": (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, **SCHEMA, "stream": True, "logprobs": True},
+        FakeGenerator(spell('{"a"', "length")),
+    ),
+    "chat_error_schema": ("POST", "/v1/chat/completions", {**CHAT, **BAD_SCHEMA}, FakeGenerator()),
+    "chat_error_unknown": ("POST", "/v1/chat/completions", {**CHAT, "no_such": 1, "stream": True}, FakeGenerator()),
+    "chat_error_refused": ("POST", "/v1/chat/completions", {**CHAT, "functions": []}, FakeGenerator()),
     "chat_error_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, _thinks()),
     "chat_error": ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, FakeGenerator()),
     "completion": ("POST", "/v1/completions", {**COMPLETION, "n": 2}, FakeGenerator(spell(TEXT, cached=16))),
@@ -142,6 +189,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         FakeGenerator(spell("\u00e9", "length")),
     ),
     "completion_refused": ("POST", "/v1/completions", {**COMPLETION, "n_probs": 3}, FakeGenerator()),
+    "completion_best_of": ("POST", "/v1/completions", {**COMPLETION, "best_of": 3}, FakeGenerator(spell("ab"))),
+    "completion_error_suffix": ("POST", "/v1/completions", {**COMPLETION, "suffix": "."}, FakeGenerator()),
+    "tokenize_chat": ("POST", "/tokenize", {"model": MODEL, "messages": HISTORY, "tools": TOOLS}, _thinks()),
     "models": ("GET", "/v1/models", None, FakeGenerator()),
     "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
     "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
