@@ -33,6 +33,10 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("additionalProperties", "additionalItems", "items")
 _COMBINED = ("anyOf", "oneOf", "$ref")
 _FIXED = (*_COMBINED, "allOf", "enum", "const")
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
+)
+"""Keywords that demand nothing: left out, so that grammars are small and alike."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _CONSTRAINTS = frozenset(
     {
@@ -148,20 +152,31 @@ class _Bounder:
             if name in node and (isinstance(node[name], bool) or not isinstance(node[name], int | float)):
                 place = f"{self._place}{path}.{name}"
                 raise InvalidRequestError(f"{place} must be a number.", param=place)
-        result = dict(node)
+        result = {name: value for name, value in node.items() if name not in _ANNOTATIONS}
         for name in _MAPS:
-            if isinstance(value := node.get(name), dict):
-                result[name] = {key: self._bounded(child, f"{path}.{name}.{key[:64]}") for key, child in value.items()}
-        for name in (*_LISTS, *_SINGLE):
-            if isinstance(value := node.get(name), list):
-                result[name] = [self._bounded(child, f"{path}.{name}[{index}]") for index, child in enumerate(value)]
-            elif name in _SINGLE and name in node:
+            if name in node:
+                children = self._of_kind(node, name, dict, path)
+                result[name] = {key: self._bounded(one, f"{path}.{name}.{key[:64]}") for key, one in children.items()}
+        for name in _LISTS:
+            if name in node:
+                children = self._of_kind(node, name, list, path)
+                result[name] = [self._bounded(one, f"{path}.{name}[{index}]") for index, one in enumerate(children)]
+        for name in _SINGLE:
+            if isinstance(value := node.get(name), list) and name != "additionalProperties":
+                result[name] = [self._bounded(one, f"{path}.{name}[{index}]") for index, one in enumerate(value)]
+            elif name in node:
                 result[name] = self._bounded(value, f"{path}.{name}")
         if not any(name in node for name in _FIXED):
             self._bound_values(result)
         elif self._close_objects and "properties" in node:
             result.setdefault("additionalProperties", False)
         return result
+
+    def _of_kind(self, node: Mapping[str, Any], name: str, kind: type, path: str) -> Any:
+        if not isinstance(node[name], kind):
+            place = f"{self._place}{path}.{name}"
+            raise InvalidRequestError(f"{place} must be {'an object' if kind is dict else 'a list'}.", param=place)
+        return node[name]
 
     def _bound_values(self, node: dict[str, Any]) -> None:
         """Bounds what this schema itself allows."""

@@ -132,6 +132,13 @@ def test_objects_can_be_closed():
     assert not allows(closed, '{"a":{"b":1,"c":2}}') and not allows(closed, '{"a":{"b":1},"d":3}')
 
 
+def test_annotations_are_left_out_and_properties_of_their_names_are_not():
+    schema = {"type": "object", "title": "T", "properties": {"title": {"type": "string", "description": "D"}}}
+    plain = {"type": "object", "properties": {"title": {"type": "string"}}}
+    assert json_expression(schema, "p") == json_expression(plain, "p")
+    assert allows(grammar({**schema, "required": ["title"]}), '{"title":"x"}')
+
+
 def test_definitions_of_the_client_keep_their_names():
     schema = {"$defs": {"any": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/any"}}, "type": "object"}
     assert allows(grammar(schema), '{"a":null,"b":[1]}') and not allows(grammar(schema), '{"a":1}')
@@ -149,6 +156,11 @@ def nested(depth: int) -> dict:
     [
         ({"properties": {"a": 5}}, "schema.properties.a"),
         ({"items": "x"}, "schema.items"),
+        ({"$defs": None}, "schema.$defs"),
+        ({"properties": [1]}, "schema.properties"),
+        ({"items": {"anyOf": {}}}, "schema.items.anyOf"),
+        ({"additionalProperties": [{}]}, "schema.additionalProperties"),
+        ({"minimum": "5"}, "schema.minimum"),
         ({"anyOf": [{}, None]}, "schema.anyOf[1]"),
         ({"$defs": {"d": {"items": [1]}}}, "schema.$defs.d.items[0]"),
         ({"x-guidance": {"lenient": True}}, "schema"),
