@@ -31,7 +31,10 @@ _SCHEMAS = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_REFERENCE = re.compile(r"\\[1-9]|\\k<")
+_PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|$)|\(\?<?[=!]|.", re.DOTALL)
+"""An escape, a class of characters (one without an end takes all that follows), the beginning of a group that looks around, or a character."""
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
 
 
@@ -114,6 +117,7 @@ def _pattern_problem(pattern: object) -> str | None:
     # What the other dialect writes differently.
     text = re.sub(r"\\[pP]\{[^}]*\}|\\u\{[0-9a-fA-F]+\}|\\c[A-Za-z]", r"\\w", pattern)
     text = re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\k<(\w+)>", r"(?P=\1)", text))
+    text = "".join(token[0] + token[1:].replace("[", "\\[") if token[0] == "[" else token for token in _tokens(text))
     try:
         re.compile(text)
     except Warning:
@@ -181,13 +185,38 @@ def _may_close(node: Any) -> bool:
 
 
 def _without_lookaround(node: Any) -> Any:
-    """The schema less the patterns that no automaton can follow."""
+    """The schema less what no automaton can follow of its patterns: groups that look around, whole patterns with
+    references to groups."""
     if isinstance(node, list):
         return [_without_lookaround(item) for item in node]
     if not isinstance(node, dict):
         return node
-    return {
-        key: _without_lookaround(value)
-        for key, value in node.items()
-        if not (key == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
-    }
+    result = {}
+    for key, value in node.items():
+        if key != "pattern" or not isinstance(value, str):
+            result[key] = _without_lookaround(value)
+        elif (plain := _plain_pattern(value)) is not None:
+            result[key] = plain
+    return result
+
+
+def _tokens(pattern: str) -> list[str]:
+    return _PATTERN_TOKEN.findall(pattern)
+
+
+def _plain_pattern(pattern: str) -> str | None:
+    """A pattern that matches at least what this one does, without looking around; None where there is none."""
+    if _REFERENCE.search(pattern):
+        return None
+    kept: list[str] = []
+    skipped = 0
+    for token in _tokens(pattern):
+        opens = token.startswith("(")
+        if skipped:
+            skipped += 1 if opens else -1 if token == ")" else 0
+        elif _LOOKAROUND.fullmatch(token):
+            skipped = 1
+        else:
+            kept.append(token)
+    text = "".join(kept)
+    return None if skipped or _pattern_problem(text) else text

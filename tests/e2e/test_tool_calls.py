@@ -1,0 +1,153 @@
+"""The default model, whose template knows no tools and which is too weak to choose them: calls are enforced."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.e2e.server import Server
+from tests.fakes.tool_sets import TOOL_SETS
+
+MODEL = "SmolLM2-135M-Instruct"
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+WEATHER = TOOL_SETS[0][1][0]
+
+
+def ask(server: Server, question: str, tools: list[dict[str, Any]], **fields: Any) -> Any:
+    body = {"model": MODEL, "temperature": 0.0, "max_tokens": 400, "tools": tools, **fields}
+    messages = body.pop("messages", [{"role": "user", "content": question}])
+    with server.client() as client:
+        answer = client.chat.completions.create(messages=messages, **body)
+        return list(answer) if body.get("stream") else answer.choices[0]
+
+
+def parameters_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    return {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in tools}
+
+
+def check_calls(choice: Any, tools: list[dict[str, Any]]) -> None:
+    """Every call is of one of the tools, and its arguments validate."""
+    schemas = parameters_of(tools)
+    assert choice.message.tool_calls and not choice.message.content
+    for call in choice.message.tool_calls:
+        values = json.loads(call.function.arguments)
+        jsonschema.Draft202012Validator(schemas[call.function.name], format_checker=FORMATS).validate(values)
+        assert isinstance(values, dict)
+
+
+def collected(chunks: list[Any]) -> tuple[str, list[tuple[str, str]], str | None]:
+    """Content, name and arguments of each call, and the finish reason."""
+    content, calls, finish = "", [], None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index == len(calls) and call.function.arguments == ""
+                    calls.append([call.function.name, ""])
+                else:
+                    calls[call.index][1] += call.function.arguments
+    return content, [(name, arguments) for name, arguments in calls], finish
+
+
+@pytest.mark.timeout(300)
+def test_fifty_sets_of_tools(server):
+    def one(index: int) -> Any:
+        question, tools = TOOL_SETS[index]
+        return ask(server, question, tools, tool_choice="required", parallel_tool_calls=False)
+
+    with ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(one, range(len(TOOL_SETS))))
+    assert len(choices) == 50
+    for (_, tools), choice in zip(TOOL_SETS, choices, strict=True):
+        assert choice.finish_reason == "tool_calls"
+        check_calls(choice, tools)
+        assert len(choice.message.tool_calls) == 1
+    assert len({choice.message.tool_calls[0].function.name for choice in choices}) > 20
+
+
+@pytest.mark.timeout(300)
+def test_named_tools(server):
+    def one(index: int) -> Any:
+        question, tools = TOOL_SETS[index]
+        named = {"type": "function", "function": {"name": tools[-1]["function"]["name"]}}
+        return ask(server, question, tools, tool_choice=named)
+
+    sets = range(3, len(TOOL_SETS), 6)
+    with ThreadPoolExecutor(8) as pool:
+        choices = list(pool.map(one, sets))
+    for index, choice in zip(sets, choices, strict=True):
+        tools = TOOL_SETS[index][1]
+        check_calls(choice, tools)
+        (call,) = choice.message.tool_calls
+        assert call.function.name == tools[-1]["function"]["name"]
+        assert choice.finish_reason == "stop"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("index", [3, 8, 21])
+def test_a_stream_is_the_same_message(server, index):
+    question, tools = TOOL_SETS[index]
+    fields: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0, "seed": 7}
+    whole = ask(server, question, tools, **fields)
+    content, calls, finish = collected(ask(server, question, tools, stream=True, **fields))
+    assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert (content, finish) == ("", whole.finish_reason)
+
+
+@pytest.mark.timeout(300)
+def test_parallel_calls_validate_and_end(server):
+    tools = [WEATHER, TOOL_SETS[3][1][0]]
+    for seed in range(3):
+        choice = ask(
+            server,
+            "Oslo and Rome, and the lamp.",
+            tools,
+            tool_choice="required",
+            temperature=1.0,
+            seed=seed,
+            max_tokens=600,
+        )
+        if choice.finish_reason == "tool_calls":
+            check_calls(choice, tools)
+
+
+@pytest.mark.timeout(300)
+def test_a_truncated_call_is_length(server):
+    """vllm#53269: not `tool_calls` for JSON that is cut, streamed or not."""
+    fields: dict[str, Any] = {"tool_choice": "required", "max_tokens": 16}
+    whole = ask(server, "What is the weather in Oslo?", [WEATHER], **fields)
+    content, calls, finish = collected(ask(server, "What is the weather in Oslo?", [WEATHER], stream=True, **fields))
+    assert whole.finish_reason == finish == "length"
+    assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+    assert content == (whole.message.content or "")
+
+
+@pytest.mark.timeout(300)
+def test_auto_answers_in_words_or_with_calls_that_validate(server):
+    strict = json.loads(json.dumps(WEATHER))
+    strict["function"]["strict"] = True
+    for tools in ([WEATHER], [strict]):
+        choice = ask(server, "Hello! Who are you?", tools, max_tokens=60)
+        if choice.message.tool_calls:
+            assert {call.function.name for call in choice.message.tool_calls} == {"get_weather"}
+        else:
+            assert choice.message.content and choice.finish_reason in ("stop", "length")
+
+
+@pytest.mark.timeout(300)
+def test_a_tool_loop_goes_on_with_results(server):
+    """The template knows neither calls nor the role tool."""
+    call = ask(server, "What is the weather in Oslo?", [WEATHER], tool_choice="required").message.tool_calls[0]
+    messages = [
+        {"role": "user", "content": "What is the weather in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees."},
+    ]
+    choice = ask(server, "", [WEATHER], messages=messages, tool_choice="none", max_tokens=40)
+    assert choice.message.content and not choice.message.tool_calls
