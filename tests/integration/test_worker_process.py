@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from tokenizers import Tokenizer
 
 from shared import sockets, wire
 from shared.messages import (
@@ -36,6 +38,7 @@ from shared.messages import (
 )
 from shared.sampling_params import SamplingParams
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from tests.fakes.tokenizers import characters_json
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -118,11 +121,19 @@ class Gateway:
                 assert (message.nonce, message.epoch) == (nonce, self.epoch)
                 return message
 
-    def submit(self, request_id: str, max_tokens: int = 6) -> None:
+    def submit(self, request_id: str, max_tokens: int = 6, grammar: str = "") -> None:
         """Greedy, and never ended by a token."""
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        prompt = [1, 17, 99, 200]
-        self.send(Submit(request_id=request_id, model="tiny", token_ids=prompt, num_prompt_tokens=4, sampling=sampling))
+        self.send(
+            Submit(
+                request_id=request_id,
+                model="tiny",
+                token_ids=[1, 17, 99, 200],
+                num_prompt_tokens=4,
+                sampling=sampling,
+                grammar=grammar,
+            )
+        )
 
     def first_token(self, request_id: str) -> None:
         """Waits until a request has begun."""
@@ -230,6 +241,39 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path) -> None:
     assert process.end() == 0
     assert list(run.iterdir()) == []
     assert "Traceback" not in process.output()
+
+
+def test_grammars_are_followed_and_flags_reach_the_facts(start, connect, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "tokenizer.json").write_bytes(characters_json())
+    process = start("--tool-call-parser", "hermes", "--reasoning-parser", "none", model=folder)
+    gateway = connect(process.endpoint())
+    facts = gateway.hello().facts
+    assert (facts.tool_call_parser, facts.reasoning_parser) == ("hermes", "none")
+    text = Tokenizer.from_str(characters_json().decode())
+    for number in range(3):
+        gateway.submit(f"followed{number}", 40, "start: /[a-c]{4}x/")
+        gateway.submit(f"bad{number}", 40, "start: /(unclosed/")
+        assert gateway.finish(f"followed{number}") == Finish(FinishReason.STOP)
+        assert re.fullmatch("[a-c]{4}x", text.decode(gateway.text(f"followed{number}")))
+        assert gateway.finish(f"bad{number}").code == "invalid_grammar"
+    counters = gateway.ping().stats.counters
+    assert counters["grammar_compilations_total"] == 4
+    assert counters["grammar_cache_hits_total"] == 2
+    assert process.end() == 0
+    assert "Traceback" not in process.output()
+
+
+def test_a_tokenizer_without_bytes_refuses_grammars_alone(start, connect) -> None:
+    process = start()
+    gateway = connect(process.endpoint())
+    facts = gateway.hello().facts
+    assert (facts.tool_call_parser, facts.reasoning_parser) == ("auto", "auto")
+    gateway.submit("masked", 40, 'start: "a"')
+    gateway.submit("free")
+    assert "tokenizer cannot follow grammars" in gateway.finish("masked").message
+    assert gateway.finish("free").reason is FinishReason.LENGTH
+    assert process.end() == 0
 
 
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> None:
