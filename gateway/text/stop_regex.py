@@ -6,14 +6,15 @@ step looks back, so whatever the expression and the text, a character costs at m
 
 The match that ends first wins; of several that end at the same character, the one that starts first. That rule depends
 on the text alone, so any split of it into tokens gives the same result. A match is never empty. `^` and `\\A` are the
-beginning of the text that is searched (what is said aloud, after min_tokens), `$` and `\\Z` its end.
+beginning of the text that is searched (what is said aloud, after min_tokens), `$` and `\\Z` its end; with `(?m)`, `^`
+and `$` are those of lines. What depends on the next character, as `\\b` does, is decided when that is there.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
@@ -26,7 +27,7 @@ MAX_STATES = 512
 """Of a request's automaton, stop strings included; repeats are written out. Bounds the time for a character."""
 _MAX_REMEMBERED = 1024
 
-_FLAGS = re.IGNORECASE | re.DOTALL | re.VERBOSE | re.ASCII | re.UNICODE
+_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.ASCII | re.UNICODE
 _CATEGORIES = {
     op.CATEGORY_DIGIT: r"\d",
     op.CATEGORY_NOT_DIGIT: r"\D",
@@ -42,7 +43,6 @@ _REFUSED = {
     op.GROUPREF_EXISTS: "a conditional group",
     op.ATOMIC_GROUP: "an atomic group",
     op.POSSESSIVE_REPEAT: "a possessive repeat",
-    op.AT: r"\b or \B",
 }
 
 
@@ -95,23 +95,27 @@ class StopRegexes:
             raise _refusal("it is nested too deep") from None
 
 
+Condition = Callable[[str | None, str | None], bool]
+"""On a place in the text: of the characters before and behind it, None where there is none."""
+
+
 class _Automaton:
-    """States of three kinds: those that take a character, forks, and conditions on the place in the text.
+    """States of three kinds: those that take a character, forks, and gates, which conditions on the place open.
 
     Attributes:
         tests: for each state that takes a character what it takes, else None.
+        gates: the conditions of the states that are gates.
         successors: for each state where it leads.
-        closures: for each state the consuming and final states that it reaches without a character; without those
-            behind `^`, which `first` alone has.
-        first, begin: the states with which a match begins at the beginning of the text, and anywhere else.
+        closures: for each state that takes a character, and for each gate, what can be reached behind it without
+            another: such states, and the final one.
+        begin: the same for the beginning of a match.
     """
 
     def __init__(self) -> None:
         self.tests: list[_CharTest | None] = []
-        self.conditions: dict[int, str] = {}
+        self.gates: dict[int, Condition] = {}
         self.successors: list[list[int]] = []
         self.final = self._state()
-        self.final_at_end = self._state()
         self._starts: list[int] = []
         self._tests: dict[tuple[str, int], _CharTest] = {}
         self._num_repeats = 0
@@ -121,38 +125,29 @@ class _Automaton:
         self._starts.append(self._sequence(parsed, flags, self.final))
 
     def close(self) -> None:
-        """To be called when all is taken in. Raises InvalidRequestError where the empty text is a match."""
-        self.first = self._closure(self._starts, at_start=True)
-        self.begin = self._closure(self._starts, at_start=False)
-        if {self.final, self.final_at_end} & {*self.first, *self.begin}:
+        """To be called when all is taken in. Raises InvalidRequestError where the empty text could be a match."""
+        if self.final in self._closure(self._starts, through_gates=True):
             raise _refusal("an expression matches the empty text")
-        # `^` behind a character never holds.
+        self.begin = self._closure(self._starts)
         self.closures = [
-            self._closure(successors, at_start=False) if test is not None else ()
-            for test, successors in zip(self.tests, self.successors, strict=True)
+            self._closure(successors) if self.tests[state] is not None or state in self.gates else ()
+            for state, successors in enumerate(self.successors)
         ]
 
-    def _closure(self, states: Iterable[int], *, at_start: bool) -> tuple[int, ...]:
+    def _closure(self, states: Iterable[int], *, through_gates: bool = False) -> tuple[int, ...]:
         found: dict[int, None] = {}
-        seen: set[tuple[int, bool]] = set()
-        pending = [(state, False) for state in reversed(list(states))]
+        seen: set[int] = set()
+        pending = list(states)[::-1]
         while pending:
-            state, at_end = pending.pop()
-            if (state, at_end) in seen:
+            state = pending.pop()
+            if state in seen:
                 continue
-            seen.add((state, at_end))
-            condition = self.conditions.get(state)
-            if condition == "start" and not at_start:
-                continue
-            at_end = at_end or condition == "end"
-            if state == self.final:
-                found[self.final_at_end if at_end else self.final] = None
-            elif self.tests[state] is not None:
-                # Behind `$` no character can follow.
-                if not at_end:
-                    found[state] = None
+            seen.add(state)
+            is_gate = state in self.gates
+            if state == self.final or self.tests[state] is not None or (is_gate and not through_gates):
+                found[state] = None
             else:
-                pending.extend((successor, at_end) for successor in reversed(self.successors[state]))
+                pending += self.successors[state][::-1]
         return tuple(found)
 
     def _state(self, *successors: int, test: _CharTest | None = None) -> int:
@@ -176,10 +171,10 @@ class _Automaton:
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             least, most, inner = value
             return self._repeat(least, most, inner, flags, then)
-        if kind is op.AT and value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING, op.AT_END, op.AT_END_STRING):
-            state = self._state(then)
-            self.conditions[state] = "start" if value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING) else "end"
-            return state
+        if kind is op.AT:
+            gate = self._state(then)
+            self.gates[gate] = _condition(value, flags)
+            return gate
         source = _char_source(kind, value)
         test = self._tests.setdefault((source, flags), _CharTest(source, flags))
         return self._state(then, test=test)
@@ -231,13 +226,14 @@ class _CharTest:
 class RegexScanner:
     """Passes on text until an expression is found."""
 
-    __slots__ = ("_automaton", "_held", "_include", "_position", "_threads", "found")
+    __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_threads", "found")
 
     def __init__(self, stops: StopRegexes) -> None:
         self._automaton = stops.automaton
         self._include = stops.include_in_output
         self._held = ""
         self._position = 0  # of the next character
+        self._previous: str | None = None
         # State -> where the earliest match that is there began.
         self._threads: dict[int, int] = {}
         self.found: str | None = None
@@ -252,11 +248,11 @@ class RegexScanner:
             return ""
         begin = self._position - len(self._held)
         whole = self._held + text
-        final = self._automaton.final
         for char in text:
-            self._step(char)
-            if final in self._threads:
-                return self._end(whole[: self._position - begin], self._threads[final] - begin)
+            match = self._step(char)
+            if match is not None:
+                start, end = match
+                return self._end(whole[: end - begin], start - begin)
         keep_from = min(self._threads.values(), default=self._position) - begin
         self._held = whole[keep_from:]
         return whole[:keep_from]
@@ -265,7 +261,8 @@ class RegexScanner:
         """The text still held back when the sequence ends without a match; `$` matches here."""
         if self.found is not None:
             return ""
-        start = self._threads.get(self._automaton.final_at_end)
+        self._open_gates(self._threads, None)
+        start = self._threads.get(self._automaton.final)
         if start is not None:
             return self._end(self._held, start - (self._position - len(self._held)))
         held, self._held = self._held, ""
@@ -278,25 +275,63 @@ class RegexScanner:
         self._threads = {}
         return text if self._include else text[:start]
 
-    def _step(self, char: str) -> None:
+    def _step(self, char: str) -> tuple[int, int] | None:
+        """Takes a character; where the first match begins and ends, if there is one."""
         automaton, position = self._automaton, self._position
-        tests, closures = automaton.tests, automaton.closures
+        tests, closures, final = automaton.tests, automaton.closures, automaton.final
         threads = self._threads
+        # A match that begins here is the last choice for any state.
+        for state in automaton.begin:
+            threads.setdefault(state, position)
+        if automaton.gates:
+            self._open_gates(threads, char)
+            if final in threads:
+                return threads[final], position
         reached: dict[int, int] = {}
+        behind = position + 1
         for state, start in threads.items():
             test = tests[state]
             if test is not None and test(char):
                 for successor in closures[state]:
-                    if start < reached.get(successor, position):
+                    if start < reached.get(successor, behind):
                         reached[successor] = start
-        # A match that begins here is the last choice for any state.
-        for state in automaton.begin if position else automaton.first:
-            test = tests[state]
-            if test is not None and test(char):
-                for successor in closures[state]:
-                    reached.setdefault(successor, position)
         self._threads = reached
-        self._position = position + 1
+        self._position = behind
+        self._previous = char
+        return (reached[final], behind) if final in reached else None
+
+    def _open_gates(self, threads: dict[int, int], following: str | None) -> None:
+        """Adds what is behind the gates whose conditions hold before this character, or at the end."""
+        gates, closures = self._automaton.gates, self._automaton.closures
+        pending = [state for state in threads if state in gates]
+        while pending:
+            gate = pending.pop()
+            if not gates[gate](self._previous, following):
+                continue
+            start = threads[gate]
+            for successor in closures[gate]:
+                if start < threads.get(successor, self._position + 1):
+                    threads[successor] = start
+                    if successor in gates:
+                        pending.append(successor)
+
+
+def _condition(place: Any, flags: int) -> Condition:
+    lines = bool(flags & re.MULTILINE)
+    if place in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
+        line_start = lines and place is op.AT_BEGINNING
+        return lambda previous, following: previous is None or (line_start and previous == "\n")
+    if place in (op.AT_END, op.AT_END_STRING):
+        line_end = lines and place is op.AT_END
+        return lambda previous, following: following is None or (line_end and following == "\n")
+    is_word = _CharTest(r"\w", flags)
+
+    def at_boundary(previous: str | None, following: str | None) -> bool:
+        return (previous is not None and is_word(previous)) != (following is not None and is_word(following))
+
+    if place is op.AT_BOUNDARY:
+        return at_boundary
+    return lambda previous, following: not at_boundary(previous, following)
 
 
 def _char_source(kind: Any, value: Any) -> str:
@@ -328,7 +363,7 @@ def _in_class(char: str) -> str:
 
 def _checked_flags(flags: int) -> int:
     if flags & ~int(_FLAGS):
-        raise _refusal("of the flags, only a, i, s, u and x are supported")
+        raise _refusal("of the flags, only a, i, m, s, u and x are supported")
     return int(flags)
 
 

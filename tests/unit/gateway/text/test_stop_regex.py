@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 
@@ -21,17 +22,31 @@ def scan(expressions, pieces, strings=(), *, include=False):
 
 def first_match(expressions, text):
     """By trying every place: the match that ends first, of those the one that starts first."""
-    compiled = [re.compile(expression) for expression in expressions]
     for end in range(1, len(text) + 1):
+        # A look back says where the match ends, so that all of the text is there for what looks around.
+        compiled = [re.compile(rf"(?:{_plain(one)})(?<=\A[\s\S]{{{end}}})", _flags(one)) for one in expressions]
         for start in range(end):
-            if any(one.fullmatch(text, start, end) for one in compiled):
+            if any(one.match(text, start) for one in compiled):
                 return start, end
     return None
 
 
+def _flags(expression):
+    return {"(?i)": re.IGNORECASE, "(?m)": re.MULTILINE, "(?a)": re.ASCII}.get(expression[:4], 0)
+
+
+def _plain(expression):
+    """Without flags that stand before it; Python's `$` would match before a last line end too."""
+    flags = _flags(expression)
+    bare = expression[4:] if flags else expression
+    return bare if flags & re.MULTILINE else bare.replace("$", r"\Z")
+
+
 EXPRESSIONS = [
     "ab", "a+b", "a*b", "(a|b)c", "a{2,3}b", "[ab]{2}c?c", "(?:ab)+c", "a.c", "(?s:a.c)", "[^a]b", r"\n\n", r"\d+",
-    "^ab", r"\Ab", "(?i)AB", "(?i:a)B", "a(b|)c", "(a*)*b", "(a|ab)(c|bcd)", "a??b", "x|y|ab", r"\w\W", "(ab|a)(bc|c)",
+    r"\bab", r"b\b", r"a\B.", r"(\bb|c\b)+ ?a?", r"(?m)^b", r"(?m)a+$", r"(?m)^a*b$",
+    r"\d+$", "(a|$)b|b$", r"(?a)\w\b", r"(\b|a)b\b", r"a(\b|b$)", "^ab", r"\Ab", "(?i)AB", "(?i:a)B", "a(b|)c",
+    "(a*)*b", "(a|ab)(c|bcd)", "a??b", "x|y|ab", r"\w\W", "(ab|a)(bc|c)",
 ]  # fmt: skip
 TEXT = st.text("abcAB\n1 d", max_size=14)
 
@@ -44,7 +59,7 @@ TEXT = st.text("abcAB\n1 d", max_size=14)
 )
 def test_any_cutting_gives_the_first_match_and_nothing_of_it_is_shown(expressions, text, cuts, include):
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    pieces = [text[start:end] for start, end in zip(places, places[1:])]
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
     expected = first_match(expressions, text)
     shown, found = scan(expressions, pieces, include=include)
     if expected is None:
@@ -73,6 +88,8 @@ def test_the_end_of_the_text():
         assert scan([expression], "aba") == ("aba", None)
         assert scan([expression], ["a", "b", ""], include=True) == ("ab", "b")
     assert scan([r"\s+$"], ["x ", " ", "\n"]) == ("x", "  \n")
+    assert scan([r"end\b"], ["the end", "s. end", ""]) == ("the ends. ", "end")
+    assert scan([r"end\b"], ["the end", "."]) == ("the ", "end")
     assert scan(["^a$"], "a") == ("", "a") and scan(["^a$"], "aa") == ("aa", None)
 
 
@@ -107,7 +124,7 @@ def test_the_time_is_linear(expression):
         ("(unclosed", "unterminated"), ("[", "unterminated"), ("*a", "nothing to repeat"), ("\\", "escape"),
         ("(?<=x)a", "lookaround"), ("(?=a)b", "lookaround"), ("(?!a)b", "lookaround"), ("(?<=x)*", "lookaround"),
         (r"(a)\1", "backreference"), ("(?P<a>x)(?P=a)", "backreference"), ("(a)?(?(1)b|c)", "conditional"),
-        ("(?>a)", "atomic"), ("a++", "possessive"), (r"\ba", r"\\b"), ("(?m)^a", "flags"), ("(?m:^a)", "flags"),
+        ("(?>a)", "atomic"), ("a++", "possessive"), (r"\b", "empty"), ("(?m)^$", "empty"), ("(?L)a", "flag"),
         ("(x{1,1000}){1,1000}", str(MAX_STATES)), (".{0,100000}", str(MAX_STATES)), ("(?:){1000}", str(MAX_STATES)),
         ("a{1,99999999999}", "too large"), ("(" * 500 + "a" + ")" * 500, "nested"),
         ("a*", "empty"), ("$", "empty"), ("^", "empty"), ("a|", "empty"), ("(a?){3}", "empty"),
