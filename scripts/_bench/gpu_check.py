@@ -27,6 +27,8 @@ from scripts._bench import gpu_check_report, gpu_check_tests
 from scripts._bench.gpu_check_child import Child, Row, report
 
 PARTS = ("speed", "host", "kernels", "equality", "tests")
+ON_REQUEST = ("tiles",)
+"""Not among those that run when none is asked for."""
 NEEDED = ("torch", "triton")
 # What a part needs besides; the timing of kernels does with the two above and numpy and numba.
 ALSO_NEEDED = {
@@ -34,11 +36,11 @@ ALSO_NEEDED = {
     "kernels": ("numpy", "numba"),
     "tests": ("pytest", "hypothesis", "gguf", "msgspec", "structlog", "numba"),
 }
-ALSO_NEEDED |= {"host": ALSO_NEEDED["speed"], "equality": ALSO_NEEDED["speed"]}
+ALSO_NEEDED |= {"host": ALSO_NEEDED["speed"], "equality": ALSO_NEEDED["speed"], "tiles": ALSO_NEEDED["kernels"]}
 
 _SECONDS = 480.0
 # At most, of the parts that come before the tests; the tests have these for themselves and all that is left.
-_PART_SECONDS = {"machine": 60.0, "speed": 180.0, "host": 60.0, "compile": 75.0, "kernels": 120.0}
+_PART_SECONDS = {"machine": 60.0, "speed": 180.0, "host": 60.0, "compile": 75.0, "kernels": 120.0, "tiles": 200.0}
 _TESTS_SECONDS = 120.0
 _SILENCE = {"kernels": 45.0}
 _COMPILERS = 8
@@ -59,6 +61,13 @@ def run_part(part: str, argument: str) -> Iterator[Row]:
         yield from gpu_check_kernels.measure_all(
             argument.split(), torch.device("cuda", 0), gpu_check_machine.roofline()
         )
+    elif part == "tiles":
+        from scripts._bench import gpu_check_tiles
+
+        if argument:
+            gpu_check_tiles.compile_share(int(argument), _COMPILERS, torch.device("cuda", 0))
+        else:
+            yield from gpu_check_tiles.measure(gpu_check_machine.roofline(), torch.device("cuda", 0))
     elif part == "equality":
         from scripts._bench import gpu_check_equality
 
@@ -110,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
+    choices = PARTS + ON_REQUEST
+    parser.add_argument("--part", action="append", choices=choices, help="only this part (repeatable)")
     parser.add_argument("--kernel", action="append", default=[], help="only this folder of kernels/ (repeatable)")
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=["bf16", "fp8", "int4"], help="for speed")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="for all of it (default %(default).0f)")
@@ -159,6 +169,13 @@ class Check:
             self._kernels(kernels)
         for kind in weights[1:] if "speed" in parts else ():
             self._speed(kind)
+        if "tiles" in parts:
+            _say("compiling other tiles")
+            with ThreadPoolExecutor(_COMPILERS) as pool:
+                list(pool.map(lambda number: self._rows("tiles", str(number)), range(_COMPILERS)))
+            _say("time of other tiles")
+            self.found["tiles"] = self._rows("tiles")
+            self._save()
         # Neither is timed, so they run beside each other.
         _say(f"{self._left():.0f} s are left for comparisons and tests")
         equality = self._start("equality") if "equality" in parts else None

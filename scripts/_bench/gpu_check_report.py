@@ -18,6 +18,8 @@ def table(report: Mapping[str, Any]) -> list[str]:
         for found in report["kernels"].values():
             lines += _kernel(found)
         lines.append("?: the kernel's tests have not all run")
+    if "tiles" in report:
+        lines += ["", f"{'tiles':58} {'ms':>9} {'floor':>9} {'share':>6}", *_tiles(report["tiles"])]
     if "equality" in report:
         lines += ["", "GPU against CPU", *_equality(report["equality"])]
     if "host" in report:
@@ -27,6 +29,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
         lines += ["", f"{'8B model':44} {'ms':>9} {'floor':>9} {'share':>6} {head}"]
         for rows in report["speed"].values():
             lines += _speed(rows)
+        lines += ["", "kernels of a step, microseconds and launches", *_step_kernels(report["speed"])]
     if set(report) & {"speed", "host", "kernels"}:
         lines += ["", f"{'goals on an H200':34} {'goal':>9} {'measured':>12}", *gpu_check_goals.lines(report)]
     failed = list(failures(report))
@@ -131,4 +134,26 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             for key, width in (("host_us", 8), ("step_gap_us", 7), ("idle_us", 8)):
                 line += f" {row[key]:{width}.0f}" if key in row else " " * (width + 1)
         lines.append(line.rstrip())
+    return lines
+
+
+def _step_kernels(speed: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    for rows in speed.values():
+        for row in rows:
+            if "kernels" in row:
+                yield row["name"]
+                yield from (f"  {us:9.1f} {count:6.1f}  {name[:90]}" for name, count, us in row["kernels"])
+
+
+def _tiles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of each benchmark those that are at most a tenth slower than its fastest, and the table's own."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if "ms" in row:
+            best[row["name"]] = min(row["ms"], best.get(row["name"], row["ms"]))
+    lines = []
+    for row in rows:
+        tile = row.get("tile", "")
+        if "error" in row or row["ms"] <= 1.1 * best[row["name"]] or not tile.startswith("("):
+            lines.append(f"{row['name']:34} {tile:23} {_times(row)}")
     return lines

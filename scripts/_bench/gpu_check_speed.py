@@ -23,6 +23,7 @@ _WARM_UP_STEPS = 6
 _TIMED_STEPS = 48
 _PROFILED_STEPS = 12
 _REPEATS = 5
+_KERNELS = 12
 
 
 def settings_for(**values: Any) -> WorkerSettings:
@@ -89,9 +90,9 @@ def _decode(built: BuiltExecutor, count: int, context: int, floor_ms: float, num
     while built.use_idle_time():
         pass  # all graphs are captured, as an idle worker would do
     times = decode(built.executor, contexts, num_steps)
-    idle = {}
+    seen = {}
     with contextlib.suppress(RuntimeError):  # a profiler that cannot run here must not cost the times
-        idle = idle_microseconds(lambda: decode(built.executor, contexts, _PROFILED_STEPS), _PROFILED_STEPS)
+        seen = profiled(lambda: decode(built.executor, contexts, _PROFILED_STEPS), _PROFILED_STEPS)
     took = times.step_seconds * 1e3
     return {
         "ms": took,
@@ -99,7 +100,7 @@ def _decode(built: BuiltExecutor, count: int, context: int, floor_ms: float, num
         "share": floor_ms / took,
         "tokens_per_second": count / times.step_seconds,
         "host_us": times.host_seconds * 1e6,
-        **idle,
+        **seen,
     }
 
 
@@ -116,19 +117,33 @@ def _prefill(built: BuiltExecutor, count: int, length: int, floor_ms: float) -> 
     }
 
 
-def idle_microseconds(run: Callable[[], object], num_steps: int) -> dict[str, float]:
-    """How long the GPU did nothing, a step: between steps, and in all. Nothing where that cannot be seen."""
+def profiled(run: Callable[[], object], num_steps: int) -> dict[str, Any]:
+    """How long the GPU did nothing, a step, and what it did. Nothing where that cannot be seen."""
     if not torch.cuda.is_available():
         return {}
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
+    events = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA"
+    ]
     if not events:  # a profiler that saw nothing would tell of a GPU that is never idle
         return {}
-    return idle_times([(event.time_range.start, event.time_range.end) for event in events], num_steps)
+    times = idle_times([(begin, end) for _, begin, end in events], num_steps)
+    return {**times, "kernels": kernel_times(events, num_steps)}
+
+
+def kernel_times(events: Sequence[tuple[str, float, float]], num_steps: int) -> list[tuple[str, float, float]]:
+    """Name, launches a step and microseconds a step of the kernels that take most, from (name, begin, end)."""
+    found: dict[str, list[float]] = {}
+    for name, begin, end in events:
+        found.setdefault(name, []).append(end - begin)
+    rows = [(name, len(times) / num_steps, sum(times) / num_steps) for name, times in found.items()]
+    return sorted(rows, key=lambda row: -row[2])[:_KERNELS]
 
 
 def idle_times(intervals: Sequence[tuple[float, float]], num_steps: int) -> dict[str, float]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,13 +22,14 @@ from scripts._bench import (
     gpu_check_kernels,
     gpu_check_report,
     gpu_check_tests,
+    gpu_check_tiles,
 )
-from scripts._bench.gpu_check_child import Child
+from scripts._bench.gpu_check_child import ROOT, Child
 from scripts._bench.gpu_check_host import run as run_host
 from scripts._bench.gpu_check_machine import Roofline
 from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, shapes, step_cost
 from scripts._bench.gpu_check_plans import Generated, new_rows, num_pages, random_prompts, steps
-from scripts._bench.gpu_check_speed import idle_times
+from scripts._bench.gpu_check_speed import idle_times, kernel_times
 from scripts._bench.gpu_check_speed import run as run_speed
 
 MACHINE = Roofline("a GPU", bandwidth=4e12, operations=800e12, measured=True)
@@ -158,13 +162,13 @@ def test_kernels_are_timed_over_turns_and_one_failure_is_one_row():
     calls = []
     benchmark = Benchmark("copy", (lambda: calls.append(0), lambda: calls.append(1)), num_bytes=4_000_000)
 
-    def timer(run):
-        for _ in range(3):
+    def timer(runs):
+        for run in runs:
             run()
         return 0.002
 
     row = gpu_check_kernels.time_one("folder", benchmark, MACHINE, timer)
-    assert calls == [0, 1, 0]
+    assert calls == [0, 1]
     assert row["share"] == pytest.approx(0.5)
     broken = Benchmark("broken", (lambda: 1 // 0,), num_bytes=1)
     assert gpu_check_kernels.time_one("folder", broken, MACHINE, timer)["error"].startswith("ZeroDivisionError")
@@ -237,6 +241,11 @@ def test_gaps_between_kernels():
     kernels = [(0.0, 5.0), (2.0, 6.0), (7.0, 9.0), (19.0, 24.0), (25.0, 30.0)]
     assert idle_times(kernels, 2) == {"step_gap_us": 10.0, "idle_us": 6.0}
     assert idle_times([], 2) == {"step_gap_us": 0.0, "idle_us": 0.0}
+
+
+def test_the_kernels_of_a_step_that_take_most_come_first():
+    events = [("short", 0.0, 1.0), ("long", 1.0, 7.0), ("short", 8.0, 9.0), ("long", 9.0, 15.0), ("short", 16.0, 19.0)]
+    assert kernel_times(events, 2) == [("long", 1.0, 6.0), ("short", 1.5, 2.5)]
 
 
 def test_a_part_that_dies_or_hangs_is_an_error_of_its_own(tmp_path):
@@ -333,3 +342,48 @@ def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
     assert gpu_check_report.table(good)[-1] == "all passed"
     assert gpu_check_report.failures(good | {"host": [{"name": "host", "error": "hung"}]}) == ["host, host: hung"]
     assert gpu_check_report.failures(good | {"stopped": "early"}) == ["stopped early"]
+
+
+def test_tiles_other_than_the_tables_are_timed_and_those_near_the_fastest_reported(monkeypatch):
+    seen = []
+    module = SimpleNamespace(Tile=lambda *values: values, tile=lambda rows: ("own", rows))
+    run = Benchmark("a shape", (lambda: seen.append(module.tile(7)),), num_bytes=4_000_000)
+    cases = SimpleNamespace(benchmarks=lambda device: [run, Benchmark("another", (), 1)])
+    modules = {"triton": module, "cases": cases}
+    monkeypatch.setattr(gpu_check_tiles, "_module", lambda sweep, name: modules[name])
+    sweep = gpu_check_tiles.Sweep("x", "tile", ("shape",), ((1, 2), (3, 4), (5, 6)))
+    times = iter([4.0, 2.0, 2.1])
+
+    def timer(runs):
+        runs[0]()
+        return next(times)  # the last one fails
+
+    rows = list(gpu_check_tiles.measure(MACHINE, torch.device("cpu"), [sweep], timer))
+    assert seen == [("own", 7), (1, 2), (3, 4), (5, 6)]
+    assert [row.get("ms") for row in rows] == [4.0, 2.0, 2.1, None]
+    text = "\n".join(
+        gpu_check_report.table({"machine": {"error": "none"}, "tiles": [*rows, rows[0] | {"tile": "(7,)"}]})
+    )
+    assert "the table's" in text and "(1, 2)" in text and "(3, 4)" in text and "StopIteration" in text
+    assert "(7,)" not in text
+    gpu_check_tiles.compile_share(1, 2, torch.device("cpu"), [sweep])
+    assert seen[4:] == [(3, 4)]
+
+
+@pytest.mark.parametrize("sweep", gpu_check_tiles.SWEEPS, ids=lambda sweep: f"{sweep.folder} {sweep.benchmarks[0]}")
+def test_the_tiles_to_be_timed_are_tiles_of_benchmarks_that_there_are(sweep):
+    """In another process: Triton's kernels are made for its interpreter or not when they are imported."""
+    program = f"""
+import importlib, torch
+from scripts._bench import gpu_check_tiles
+sweep = gpu_check_tiles.{sweep!r}
+module = importlib.import_module("kernels." + sweep.folder + ".triton")
+assert callable(getattr(module, sweep.table)) and all(module.Tile(*tile) for tile in sweep.tiles)
+cases = importlib.import_module("kernels." + sweep.folder + ".cases")
+names = [one.name.partition(" rows=")[0] for one in cases.benchmarks(torch.device("cpu"), 64)]
+assert any(name.endswith(tuple(end.partition(" rows=")[0] for end in sweep.benchmarks)) for name in names), names
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
