@@ -105,7 +105,8 @@ def completion_budget(
     )
     if num_prompt_tokens >= limit:
         raise ContextLengthError(
-            f"The prompt has {num_prompt_tokens} tokens; the model's {name} is {limit} tokens, "
+            # LangChain knows the error by the first words.
+            f"The prompt is too long: it has {num_prompt_tokens} tokens; the model's {name} is {limit} tokens, "
             "and at least one must be left for the completion.",
             param=param,
         )

@@ -176,7 +176,7 @@ class TextPipeline:
         most = self._tokenizer.max_bytes_per_token
         if max_tokens is not None and most is not None and size > max_tokens * most:
             raise ContextLengthError(
-                f"the prompt has {size} bytes, which is at least {-(-size // most)} tokens; "
+                f"the prompt is too long: it has {size} bytes, which is at least {-(-size // most)} tokens; "
                 f"the maximum context length is {max_tokens} tokens",
                 param=param,
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -123,7 +124,8 @@ def test_errors(chat):
     with pytest.raises(openai.BadRequestError) as error:
         chat.bind(temperature=7).invoke("hello")
     assert error.value.param == "temperature"
-    # LangChain makes its own class of a prompt that is too long, by the error's code.
-    with pytest.raises(openai.BadRequestError, match="maximum context length") as too_long:
-        chat.invoke("hello " * 9000)
-    assert too_long.value.code == "context_length_exceeded"
+    # LangChain tells by the message, and its users cut a conversation then. Refused by its bytes, and by its tokens.
+    for question in ("hello " * 20_000, "x" * 5000):
+        with pytest.raises(ContextOverflowError, match="maximum context length") as too_long:
+            chat.invoke(question)
+        assert isinstance(too_long.value, openai.BadRequestError) and too_long.value.code == "context_length_exceeded"
