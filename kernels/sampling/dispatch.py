@@ -142,7 +142,8 @@ class CpuOps(ReferenceOps):
         dry = DryInputs(zero, zero, words, zero, zero, one, one, zero, bits, longest=0, longest_match=0)
         lists_cpu.dry_rows(logits.numpy(), *_columns(dry))
         lists_cpu.allow_rows(logits.numpy(), *_columns(AllowedInputs(zero, zero, bits)))
-        lists_cpu.forbid_rows(logits.numpy(), *_columns(BadWordsInputs(zero, zero, words, words, words, zero)))
+        bad_words = BadWordsInputs(zero, zero, torch.zeros((1, 1, 2), dtype=torch.int32), words, zero, width=1)
+        lists_cpu.forbid_rows(logits.numpy(), *_columns(bad_words))
         self._lists = lists_cpu
         _extend_rows(
             extended_cpu, logits.numpy(), _extend_columns(_one_extended(zero, one)), 0, 1, np.zeros(1, np.float32)
@@ -253,7 +254,8 @@ def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> Non
 def _columns(inputs: DryInputs | AllowedInputs | BadWordsInputs) -> list[np.ndarray]:
     """The fields that are tensors, in their order: the arguments of the compiled functions."""
     values = (getattr(inputs, field.name) for field in fields(inputs))
-    return [value.numpy() for value in values if isinstance(value, torch.Tensor)]
+    # Compiled once, for arrays without gaps; the tables have none.
+    return [value.contiguous().numpy() for value in values if isinstance(value, torch.Tensor)]
 
 
 def _extend_columns(inputs: ExtendInputs) -> list[np.ndarray]:

@@ -222,19 +222,18 @@ class AllowedInputs:
 class BadWordsInputs:
     """B rows of the logits whose requests forbid words.
 
-    The tokens of a row's words follow each other in the tables.
-
     Attributes:
         rows: [B] int64, rows of the logits; table_rows: [B] int64.
-        ids: [R, width], token ids; below 0: no token.
-        left: [R, width], how many tokens of the word come after this one.
+        words: [R, most, 2] int32, the tokens of a row's words one after the other: the id, and 1 for the last token of
+            a word, 2 for the one before it, and so on; 0 after the last word.
+        width: host integer, no less than the tokens of any of the B rows.
         token_ids: [R, stride] int32, what each request has so far.
         length: [B] int64, how many tokens that is.
     """
 
     rows: torch.Tensor
     table_rows: torch.Tensor
-    ids: torch.Tensor
-    left: torch.Tensor
+    words: torch.Tensor
     token_ids: torch.Tensor
     length: torch.Tensor
+    width: int

@@ -76,20 +76,21 @@ def allow_rows(logits, rows, table_rows, allowed):  # type: ignore[no-untyped-de
 
 
 @njit(**options)
-def forbid_rows(logits, rows, table_rows, ids, left, token_ids, lengths):  # type: ignore[no-untyped-def]
+def forbid_rows(logits, rows, table_rows, words, token_ids, lengths):  # type: ignore[no-untyped-def]
     """reference.forbid_words."""
     for b in range(len(rows)):
         row = logits[rows[b]]
-        words, counts = ids[table_rows[b]], left[table_rows[b]]
+        tokens_of_words = words[table_rows[b]]
         tokens = token_ids[table_rows[b], : lengths[b]]
         fits = True
-        for i in range(len(words)):
-            if words[i] < 0:
+        for i in range(len(tokens_of_words)):
+            token, place = tokens_of_words[i]
+            if place == 0:
                 break
-            at = len(tokens) - counts[i]
-            if counts[i] == 0:
+            at = len(tokens) + 1 - place
+            if place == 1:
                 if fits:
-                    row[words[i]] = _DROPPED
+                    row[token] = _DROPPED
                 fits = True
-            elif at < 0 or tokens[at] != words[i]:
+            elif at < 0 or tokens[at] != token:
                 fits = False

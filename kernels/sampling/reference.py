@@ -48,16 +48,17 @@ def allow_only(logits: torch.Tensor, inputs: AllowedInputs) -> None:
 
 def forbid_words(logits: torch.Tensor, inputs: BadWordsInputs) -> None:
     """Makes the last token of each bad word minus infinity where the others were the last ones, in place."""
-    ids, left = inputs.ids[inputs.table_rows].long(), inputs.left[inputs.table_rows].long()
+    ids, left = inputs.words[inputs.table_rows, : inputs.width].long().unbind(-1)
+    left = left - 1  # tokens of the word after this one; below 0 there is no token
     at = inputs.length.unsqueeze(1) - left
     before = inputs.token_ids[inputs.table_rows.unsqueeze(1), at.clamp(min=0, max=inputs.token_ids.shape[1] - 1)]
     differs = (left > 0) & ((at < 0) | (before != ids))
     # What differs is counted where the word ends, `left` tokens on.
-    end = torch.arange(ids.shape[1], device=ids.device) + left
+    end = torch.arange(ids.shape[1], device=ids.device) + left.clamp(min=0)
     count = torch.zeros_like(ids).scatter_add_(1, end, differs.long())
-    banned = (ids >= 0) & (left == 0) & (count == 0)
+    banned = (left == 0) & (count == 0)
     times = torch.zeros((len(ids), logits.shape[1]), device=logits.device)
-    times.scatter_add_(1, ids.clamp(min=0), banned.float())
+    times.scatter_add_(1, ids, banned.float())
     logits[inputs.rows] = torch.where(times > 0, float("-inf"), logits[inputs.rows])
 
 

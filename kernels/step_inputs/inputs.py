@@ -29,7 +29,7 @@ ADJUSTMENT_WORDS = 3
 """Of one entry: token id, value (float32), and the position from which on it holds no longer."""
 
 BAD_WORD_WORDS = 2
-"""Of one token of a bad word: its id, and how many tokens of the word come after it."""
+"""Of one token of a bad word: its id, and its place: 1 for the last one of the word, 2 for the one before; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

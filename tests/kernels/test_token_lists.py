@@ -157,16 +157,16 @@ def test_dry_rows_are_independent(ops):
 
 
 def bad_words_inputs(texts, words_of):
-    flat = [[(t, len(word) - 1 - j) for word in words for j, t in enumerate(word)] for words in words_of]
+    flat = [[(t, len(word) - j) for word in words for j, t in enumerate(word)] for words in words_of]
     width = max(len(tokens) for tokens in flat)
-    padded = torch.tensor([tokens + [(-1, 0)] * (width - len(tokens)) for tokens in flat], dtype=torch.int32)
+    padded = torch.tensor([tokens + [(0, 0)] * (width + 3 - len(tokens)) for tokens in flat], dtype=torch.int32)
     return BadWordsInputs(
         rows=torch.arange(len(texts)),
         table_rows=torch.arange(len(texts)),
-        ids=padded[:, :, 0],
-        left=padded[:, :, 1],
+        words=padded,
         token_ids=table(texts),
         length=torch.tensor([len(text) for text in texts]),
+        width=width,
     )
 
 

@@ -83,16 +83,14 @@ class RowLists:
         return table.at + row * size, np.packbits(flags, bitorder="little").view(np.int32)
 
     def _enter_bad_words(self, new: NewRow) -> Change:
-        """Its tokens, then none over those that the request before left."""
-        tokens = [
-            (token_id, len(word) - 1 - place) for word in new.sampling.bad_words for place, token_id in enumerate(word)
-        ]
+        """Its tokens, then zeros over those that the request before left."""
+        words_of = new.sampling.bad_words
+        tokens = [(token_id, len(word) - index) for word in words_of for index, token_id in enumerate(word)]
         width = self._layout.max_bad_word_tokens
         if len(tokens) > width:
             raise ValueError(f"a request has bad words of {len(tokens)} tokens; a row holds {width}")
         before = int(self._num_bad_tokens[new.row])
         words = np.zeros((max(before, len(tokens)), BAD_WORD_WORDS), dtype=np.int32)
-        words[:, 0] = -1
         if tokens:
             words[: len(tokens)] = tokens
         self._num_bad_tokens[new.row] = len(tokens)
@@ -142,14 +140,13 @@ class RowLists:
 
     def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> BadWordsInputs:
         """The words that rows forbid."""
-        width = int(self._num_bad_tokens[listed.rows].max())
         return BadWordsInputs(
             rows=listed.index,
             table_rows=sampled.device_rows.index_select(0, listed.index).long(),
-            ids=self._bad_words[:, :width, 0],
-            left=self._bad_words[:, :width, 1],
+            words=self._bad_words,
             token_ids=self._token_ids,
             length=sampled.positions.index_select(0, listed.index),
+            width=int(self._num_bad_tokens[listed.rows].max()),
         )
 
     def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> DryInputs:

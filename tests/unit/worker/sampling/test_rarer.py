@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.sampling import inputs
 from kernels.sampling.dispatch import ReferenceOps
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
+from worker.scheduler import plan
 from worker.scheduler.plan import ScheduledTokens, StepPlan
 
 KINDS = [
@@ -258,6 +260,43 @@ def test_a_failed_row_keeps_its_aim(ops):
     tokens = small.sample(torch.full((2, 40), math.nan), [0, 1], [3, 3])
     assert tokens.token_ids.tolist() == [-1, -1]
     assert tokens.mu.tolist()[0] == 6.0
+
+
+def test_rows_with_fewer_bad_words_forbid_no_more(ops):
+    small = SmallSampler(ops=ops)
+    small.add(0, temperature=0.0, bad_words=((5,),))
+    small.add(1, temperature=0.0, bad_words=((6,), (7, 8), (9, 10, 11)))
+    logits = torch.zeros(2, 40)
+    logits[:, 5], logits[:, 6], logits[:, 0] = 3.0, 2.0, 1.0
+    assert small.ids(logits, [0, 1], [3, 3]) == [6, 5]
+    logits[:, 6] = 0.0
+    assert small.ids(logits, [0, 1], [3, 3])[0] == 0
+
+
+def test_nothing_is_compiled_while_serving():
+    """What numba has compiled ahead fits whatever requests bring."""
+    from kernels.sampling import cpu, cpu_borders, extended_cpu, lists_cpu
+
+    ops = compiled_ops()
+    compiled = [
+        function
+        for module in (cpu, cpu_borders, extended_cpu, lists_cpu)
+        for function in vars(module).values()
+        if hasattr(function, "signatures")
+    ]
+    before = [len(function.signatures) for function in compiled]
+    for max_num_seqs in (1, 20):
+        small = SmallSampler(max_num_seqs=max_num_seqs, ops=ops)
+        kinds = KINDS if max_num_seqs > 1 else [KINDS[12], {"bad_words": ((1,),)}, KINDS[8]]
+        for first in range(0, len(kinds), max_num_seqs):
+            rows = range(len(kinds[first : first + max_num_seqs]))
+            fill(small, kinds[first : first + max_num_seqs])
+            walk(small, rows, [logits_like(1, rows=len(rows))])
+    assert [len(function.signatures) for function in compiled] == before
+
+
+def test_scheduler_and_sampler_say_the_same_where_masks_leave_nothing():
+    assert plan.NOTHING_LEFT == inputs.NOTHING_LEFT
 
 
 def test_seeds_and_choices_toss_their_own_coins(ops):
