@@ -19,7 +19,7 @@ from gateway.text.tools.formats import FALLBACK
 
 _TOOLS = re.compile(r"\btools\b")
 _CALLS = re.compile(r"\btool_calls\b")
-_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*(?:!=|>)\s*1")
+_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*[!=>]=?\s*1|tool_calls\[0\]")
 _TEXT_ARGUMENTS = re.compile(r"\barguments(?:'\]|\"\])?\s*[+~]")
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9")
 _NULL_CONTENT = re.compile(r"\bcontent(?:'\]|\"\])?\s+is\s+(?:not\s+)?none", re.IGNORECASE)

@@ -34,7 +34,8 @@ _SCHEMAS = (
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _REFERENCE = re.compile(r"\\[1-9]|\\k<")
 _PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|$)|\(\?<?[=!]|.", re.DOTALL)
-"""An escape, a class of characters (one without an end takes all that follows), the beginning of a group that looks around, or a character."""
+"""An escape, a class of characters (without an end: all that follows), the beginning of a group that looks around,
+or a character."""
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
 
 
