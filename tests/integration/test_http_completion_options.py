@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -62,14 +63,15 @@ async def test_a_prompt_is_scored_without_a_completion():
         assert events[-2]["choices"][0]["finish_reason"] == "length"
         _, body, _ = await gateway.complete(prompt="abc", max_tokens=0, prompt_logprobs=0)
         assert body["choices"][0]["text"] == "" and len(body["choices"][0]["prompt_logprobs"]) == 3
-        for fields, param in (
+        refused: list[tuple[dict[str, Any], str]] = [
             ({}, "max_tokens"),
             ({"echo": True, "min_tokens": 1}, "min_tokens"),
             ({"echo": True, "best_of": 2}, "best_of"),
             ({"echo": True, "use_beam_search": True}, "use_beam_search"),
             ({"echo": False, "prompt_logprobs": 1, "suffix": "x"}, "suffix"),
-        ):
-            status, body, _ = await gateway.complete(max_tokens=0, **fields)
+        ]
+        for wrong, param in refused:
+            status, body, _ = await gateway.complete(max_tokens=0, **wrong)
             assert status == 400 and body["error"]["param"] == param
         assert (await gateway.chat(max_tokens=0))[0] == 400
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from gateway.flow.beam_search import BeamParams, BeamSearcher
@@ -21,8 +22,7 @@ class ReportingWorker(FakeWorker):
 
     def _next_output(self, one):
         output = super()._next_output(one)
-        output.logprobs[:] = [REPORT]
-        return output
+        return msgspec.structs.replace(output, logprobs=[REPORT])
 
 
 def script(submit: Submit) -> list[int]:
