@@ -36,13 +36,16 @@ class TritonSamplingOps:
         self._scratch = torch.empty(0, dtype=torch.int32, device=device)
 
     def compile(self) -> None:
-        """Launches every variant but those with a grammar's mask once, on a row of zeros."""
+        """Launches every variant that the worker uses once, on a row of zeros."""
         if not self._vocab_size:
             return
         logits = torch.zeros((1, self._vocab_size), device=self._device)
         inputs = _one_row(self._device)
+        words = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
+        masked = replace(inputs, mask=words, mask_rows=torch.zeros(1, dtype=torch.int64, device=self._device))
         for random, filtered in ((False, False), (True, False), (True, True)):
-            self.sample(logits, replace(inputs, any_random=random, any_filter=filtered))
+            for row_inputs in (inputs, masked):
+                self.sample(logits, replace(row_inputs, any_random=random, any_filter=filtered))
         counts = torch.zeros((1, self._vocab_size), dtype=torch.int32, device=self._device)
         row, one = torch.zeros(1, dtype=torch.int64, device=self._device), torch.ones(1, device=self._device)
         self.penalize(logits, PenaltyInputs(row, row, counts, counts.bool(), one, one, one))

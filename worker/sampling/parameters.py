@@ -66,6 +66,7 @@ class SamplingParameters:
         self._floats = self._words.view(torch.float32)
         self._top_p = self._words.view(torch.float64)[:, TOP_P // 2]
         self._own_rows = torch.arange(num_rows, dtype=torch.int32, device=state.device)
+        self._own_index = torch.arange(num_rows, device=state.device)
         # On the CPU rows are gathered by numpy: six calls of torch would take a tenth of a small step.
         self._host_words = self._words.numpy() if state.device.type == "cpu" else None
         nothing = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
@@ -194,6 +195,9 @@ class SamplingParameters:
             _set_plain(words, extended.index)
             floats, top_p = words.view(torch.float32), words.view(torch.float64)[:, TOP_P // 2]
             rows = self._own_rows[: len(rows)]
+        mask_rows = sampled.mask_rows
+        if sampled.mask is not None and mask_rows is None:
+            mask_rows = self._own_index[: len(rows)]  # kernels are compiled for masks by index
         return SamplingInputs(
             temperature=floats[:, TEMPERATURE],
             top_k=words[:, TOP_K],
@@ -206,7 +210,7 @@ class SamplingParameters:
             any_filter=filtered,
             rows=rows,
             mask=sampled.mask,
-            mask_rows=sampled.mask_rows,
+            mask_rows=mask_rows,
         )
 
     def _greedy(self, num_sampled: int) -> SamplingInputs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shared.messages import FinishReason
+from tests.fakes.engine_harness import make_submit
 from tests.fakes.tiny_server import RARER_WISHES, TinyServer, submits, tiny_spec
 
 
@@ -92,3 +94,18 @@ def test_state_on_the_device_survives_preemption(monkeypatch):
     server.drain()
     assert outcome(server) == outcome(calm)
     assert server.scheduler.counters.num_preemptions_total > 0
+
+
+def test_masks_that_leave_nothing_end_their_request_alone(monkeypatch):
+    server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=4)
+    fine, other = submits(2)
+    clash = {"max_tokens": 9, "allowed_token_ids": (5, 6), "bad_words": ((5,), (6,)), "ignore_eos": True}
+    server.add(fine)
+    server.add(make_submit("clash", [3, 4, 5], sampling=clash))
+    server.add(other)
+    server.drain()
+    finish = server.finishes["clash", 0]
+    assert finish.reason is FinishReason.ERROR and finish.code == "invalid_request"
+    assert not server.tokens["clash", 0]
+    assert {server.finishes[submit.request_id, 0].reason for submit in (fine, other)} == {FinishReason.LENGTH}
+    assert server.scheduler.counters.invalid_logits_total == 0
