@@ -61,7 +61,7 @@ def make_layers(case: Case, seed: int = 0) -> list[LayerWeights]:
         scales = (torch.rand(blocks, generator=generator) + 0.5) / spread
         minimums = -scales * (8 if case.bits == 4 else 0.5) if case.minimum else None
         bias = torch.randn(num_out, generator=generator).bfloat16() * 0.1 if case.bias else None
-        return Linear(CpuWeight(codes, scales, minimums), bias)
+        return Linear(CpuWeight.pack(codes, scales, minimums), bias)
 
     def norm() -> torch.Tensor:
         return torch.rand(case.hidden, generator=generator) + 0.5

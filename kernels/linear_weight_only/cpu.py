@@ -14,36 +14,49 @@ from numba import cfunc, njit, types
 
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import atomic_add
-from kernels.linear_weight_only.micro import BLOCK, CODE_BYTES, dot_rows, supported
+from kernels.linear_weight_only.micro import BLOCK, CODE_BYTES, dot_rows, supported, write_blocks
 
 MAX_ROWS = 8
 """From 10 to 12 on oneDNN's products of dense weights are as fast (docs/performance-log.md)."""
 
-__all__ = ["BLOCK", "MAX_ROWS", "CpuWeight", "FewRowsLinear", "few_rows_linear", "supported"]
+__all__ = [
+    "BLOCK",
+    "CODE_BYTES",
+    "MAX_ROWS",
+    "CpuWeight",
+    "FewRowsLinear",
+    "block_values",
+    "few_rows_linear",
+    "supported",
+]
 
 
 class CpuWeight:
-    """A weight [out, in] as codes in blocks of 32 inputs.
+    """A weight [out, in] as codes in blocks of 32 inputs: value = code * scale + minimum.
 
     Args:
-        codes: [out, in] uint8, 0..15, for 4 bits; int8 for 8 bits.
-        scales: [out, in / 32] float32.
-        minimums: the same, or None where all are 0. value = code * scale + minimum.
+        codes: [out, in / 32, 16] uint8 for 4 bits, inputs 0..15 of a block in the low halves of its bytes and 16..31 in
+            the high halves, as in GGUF; [out, in / 32, 32] int8 for 8 bits.
+        factors: float32, [out, in / 32] scales, or [out, in / 32, 2] scales and minimums.
 
     Raises ValueError where the number of inputs is no multiple of 64.
     """
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> None:
-        self.num_out, self.num_in = codes.shape
+    def __init__(self, codes: torch.Tensor, factors: torch.Tensor) -> None:
+        self.num_out, self.num_in = codes.shape[0], codes.shape[1] * BLOCK
         if self.num_in % (2 * BLOCK):
             raise ValueError(f"the kernel takes two blocks of {BLOCK} inputs at a time, not {self.num_in} inputs")
         self.bits = 4 if codes.dtype is torch.uint8 else 8
-        self.has_minimum = minimums is not None
-        blocks = codes.view(self.num_out, -1, BLOCK)
-        # Inputs 0..15 of a block in the low halves of its bytes, 16..31 in the high halves, as in GGUF.
-        packed = blocks[..., :16] | blocks[..., 16:] << 4 if self.bits == 4 else blocks
-        self.codes = packed.contiguous()
-        self.factors = scales.contiguous() if minimums is None else torch.stack((scales, minimums), dim=-1)
+        self.has_minimum = factors.dim() == 3
+        self.codes = codes.contiguous()
+        self.factors = factors.contiguous()
+
+    @classmethod
+    def pack(cls, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> CpuWeight:
+        """From one code an input: codes [out, in], uint8 0..15 or int8; scales and minimums [out, in / 32] float32."""
+        blocks = codes.view(codes.shape[0], -1, BLOCK)
+        packed = blocks[..., :16] | blocks[..., 16:] << 4 if codes.dtype is torch.uint8 else blocks
+        return cls(packed, scales if minimums is None else torch.stack((scales, minimums), dim=-1))
 
 
 @njit(inline="always")
@@ -96,6 +109,46 @@ def compile_linear(bits: int, minimum: int) -> Any:
     return linear
 
 
+def compile_values(bits: int, minimum: int) -> Any:
+    """The kernel that writes a weight's values."""
+    code_bytes = CODE_BYTES[bits]
+    factor_bytes = 8 if minimum else 4
+
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True)
+    def values(block: Any) -> None:
+        codes, factors, out, num_blocks, share, counters = block[0], block[1], block[2], block[3], block[4], block[31]
+        while True:
+            first = atomic_add(counters, 1) * share
+            if first >= num_blocks:
+                break
+            count = min(share, num_blocks - first)
+            c, f = codes + first * code_bytes, factors + first * factor_bytes
+            write_blocks(bits, minimum, c, f, count, out + first * 64)
+
+    return values
+
+
+class BlockValues:
+    """Weights of 4 or 8 bits as dense ones."""
+
+    def __init__(self, bits: int, has_minimum: bool) -> None:
+        self._function = compile_values(bits, int(has_minimum))
+        self._kernel = Kernel(self._function.address)
+        self._threads = num_threads()
+
+    def __call__(self, weight: CpuWeight) -> torch.Tensor:
+        """[out, in] bfloat16, computed in float32 and rounded once."""
+        out = torch.empty((weight.num_out, weight.num_in), dtype=torch.bfloat16)
+        block = self._kernel.block
+        block[0] = weight.codes.data_ptr()
+        block[1] = weight.factors.data_ptr()
+        block[2] = out.data_ptr()
+        block[3] = out.numel() // BLOCK
+        block[4] = -(-block[3] // self._threads)
+        self._kernel.run(self._threads)
+        return out
+
+
 class FewRowsLinear:
     """The op for weights of 4 or 8 bits."""
 
@@ -126,3 +179,9 @@ class FewRowsLinear:
 def few_rows_linear(bits: int, has_minimum: bool) -> FewRowsLinear:
     """The op, compiled or read from numba's cache at its first use: one for all layers."""
     return FewRowsLinear(bits, has_minimum)
+
+
+@functools.cache
+def block_values(bits: int, has_minimum: bool) -> BlockValues:
+    """Likewise."""
+    return BlockValues(bits, has_minimum)

@@ -164,3 +164,19 @@ def dot_rows(
 
     arguments = (bits, minimum, add, rows, *[types.int64] * 9)
     return types.void(*arguments), codegen
+
+
+@intrinsic(prefer_literal=True)
+def write_blocks(typing: Any, bits: Any, minimum: Any, codes: Any, factors: Any, num_blocks: Any, out: Any) -> Any:
+    """out: the weights of num_blocks blocks, bfloat16. Literals: bits, minimum; see `dot_rows`."""
+    width, has_minimum = bits.literal_value, bool(minimum.literal_value)
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        codes_at, factors_at, blocks, out_at = values[2:]
+        with cgutils.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (block, _):
+            weights = _weights(builder, block, codes_at, factors_at, width, has_minimum)
+            target = builder.add(out_at, builder.mul(block, I64(2 * BLOCK)))
+            builder.store(weights, pointer(builder, target, _PAIRS), align=2)
+        return context.get_dummy_value()
+
+    return types.void(bits, minimum, *[types.int64] * 4), codegen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear_weight_only.cpu import MAX_ROWS, CpuWeight, FewRowsLinear, supported
+from kernels.linear_weight_only.cpu import MAX_ROWS, CpuWeight, FewRowsLinear, block_values, supported
 from worker.quant.few_rows import FewRowsScheme
 from worker.quant.gguf_formats import FORMATS, WeightFormat, row_bytes
 from worker.quant.onednn_packed import OneDNNPackedScheme
@@ -27,7 +27,7 @@ def make(bits: int, shape: tuple[int, int], *, minimum: bool) -> tuple[CpuWeight
     values = codes.float() * scales.repeat_interleave(32, dim=1)
     if minimums is not None:
         values += minimums.repeat_interleave(32, dim=1)
-    return CpuWeight(codes, scales, minimums), values.bfloat16().double()
+    return CpuWeight.pack(codes, scales, minimums), values.bfloat16().double()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,7 +56,7 @@ def test_a_row_is_the_same_beside_others_of_its_variant() -> None:
 
 def test_inputs_that_are_no_pair_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="96 inputs"):
-        CpuWeight(torch.zeros((4, 96), dtype=torch.int8), torch.ones((4, 3)), None)
+        CpuWeight.pack(torch.zeros((4, 96), dtype=torch.int8), torch.ones((4, 3)), None)
 
 
 def raw_weight(name: WeightFormat, shape: tuple[int, int]) -> RawWeight:
@@ -96,3 +96,13 @@ def test_what_the_kernel_does_not_cover_stays_dense() -> None:
     assert not isinstance(linear_scheme(torch.bfloat16, cpu, []), FewRowsScheme)
     plain = RawWeight("f32", (8, 128), torch.zeros((8, 128)))
     assert not isinstance(linear_scheme(torch.bfloat16, cpu, [plain]), FewRowsScheme)
+
+
+@pytest.mark.parametrize(("bits", "minimum"), [(4, True), (4, False), (8, False), (8, True)])
+def test_values_are_written_as_a_dense_weight(bits: int, minimum: bool) -> None:
+    weight, values = make(bits, (37, 192), minimum=minimum)
+    out = block_values(bits, minimum)(weight).double()
+    assert out.shape == values.shape
+    # A product and a sum rounded once or twice may fall to either side of the middle of two bfloat16 numbers.
+    assert (out != values).float().mean() < 1e-2
+    torch.testing.assert_close(out, values, rtol=2**-7, atol=1e-6)

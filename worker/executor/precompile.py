@@ -10,6 +10,9 @@ from worker.model.attention import attention_geometry
 from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
 
+_KINDS = ((4, True), (8, False))
+"""What most GGUF files have: layers of 4 bits with a minimum, a head of 8 without."""
+
 
 class Precompilation:
     """A thread that fills numba's cache; the model then finds its kernels there. Nothing to do on other devices.
@@ -36,6 +39,12 @@ class Precompilation:
         self._thread: threading.Thread | None = None
         if device.type == "cpu":
             import kernels.cpu.ops  # noqa: F401 - in this thread, see above
+            from kernels.linear_weight_only import cpu as linear
+
+            if dtype is torch.bfloat16 and linear.supported():
+                # What reading the weights needs itself.
+                for bits, has_minimum in _KINDS:
+                    linear.block_values(bits, has_minimum)
 
             self._thread = threading.Thread(target=self._compile, name="compile-model", daemon=True)
             self._thread.start()
@@ -63,9 +72,8 @@ class Precompilation:
         if activation.supported(width, dtype, spec.activation):
             activation.SiluAndMul(width, dtype)
         if dtype is torch.bfloat16 and linear.supported():
-            # What most GGUF files have: layers of 4 bits with a minimum, a head of 8 without.
-            linear.FewRowsLinear(4, True)
-            linear.FewRowsLinear(8, False)
+            for bits, has_minimum in _KINDS:
+                linear.FewRowsLinear(bits, has_minimum)
             self._compile_layers()
 
     def _compile_layers(self) -> None:

@@ -10,9 +10,17 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.linear_weight_only.cpu import BLOCK, MAX_ROWS, CpuWeight, few_rows_linear, supported
+from kernels.linear_weight_only.cpu import (
+    BLOCK,
+    CODE_BYTES,
+    MAX_ROWS,
+    CpuWeight,
+    block_values,
+    few_rows_linear,
+    supported,
+)
 from kernels.quantized import ActivationQuantization, Activations, dense
-from worker.quant.gguf_formats import unpack_blocks
+from worker.quant.gguf_formats import split_blocks, unpacked
 from worker.quant.onednn_packed import OneDNNPackedScheme
 from worker.quant.raw_weight import RawWeight
 
@@ -32,7 +40,7 @@ class FewRowsScheme:
         # A format without minimums is symmetric only where its codes are signed.
         self._has_minimum = any(raw.format != "q8_0" for raw in raws)
         self._many = OneDNNPackedScheme(torch.bfloat16)
-        self._codes = self._scales = self._minimums = torch.empty(0)
+        self._codes = self._factors = torch.empty(0)
         self._weight: CpuWeight | None = None
 
     @staticmethod
@@ -53,28 +61,33 @@ class FewRowsScheme:
         return self._weight
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates both formats."""
-        self._many.create_weights(out_features, in_features)
-        self._codes = torch.empty((out_features, in_features), dtype=torch.uint8 if self._bits == 4 else torch.int8)
-        self._scales = torch.empty((out_features, in_features // BLOCK))
-        self._minimums = torch.empty((out_features, in_features // BLOCK))
+        """Allocates codes and factors."""
+        blocks = (out_features, in_features // BLOCK)
+        dtype = torch.uint8 if self._bits == 4 else torch.int8
+        self._codes = torch.empty((*blocks, CODE_BYTES[self._bits]), dtype=dtype)
+        self._factors = torch.empty((*blocks, 2) if self._has_minimum else blocks)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
         """Takes output features apart."""
         raw = raw.take_rows(order)
-        self._many.load_rows(start, raw)
-        blocks = unpack_blocks(raw.format, raw.data)  # type: ignore[arg-type]
         rows = slice(start, start + raw.shape[0])
-        self._codes[rows] = blocks.codes.flatten(1)
-        scales = blocks.scales.float()
-        self._scales[rows] = scales
-        self._minimums[rows] = scales * -blocks.zero_point if blocks.minimums is None else blocks.minimums.float()
+        blocks = split_blocks(raw.format, raw.data)  # type: ignore[arg-type]
+        packed = blocks.codes if self._bits == 4 or raw.format == "q8_0" else unpacked(blocks)
+        self._codes[rows] = packed
+        if not self._has_minimum:
+            self._factors[rows] = blocks.scales
+            return
+        self._factors[rows, :, 0] = blocks.scales
+        if blocks.minimums is None:
+            self._factors[rows, :, 1] = blocks.scales.float() * -blocks.zero_point
+        else:
+            self._factors[rows, :, 1] = blocks.minimums
 
     def after_load(self) -> None:
-        """Packs both."""
-        self._many.after_load()
-        self._weight = CpuWeight(self._codes, self._scales, self._minimums if self._has_minimum else None)
-        self._codes = self._scales = self._minimums = torch.empty(0)
+        """Writes the values for the dense format and packs them."""
+        self._weight = CpuWeight(self._codes, self._factors)
+        self._many.pack(block_values(self._bits, self._has_minimum)(self._weight))
+        self._codes = self._factors = torch.empty(0)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias, accumulated in float32."""

@@ -12,7 +12,7 @@ are stored with values 0..15 in the low halves of 16 bytes and values 16..31 in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import numpy as np
@@ -73,16 +73,20 @@ class Blocks:
     """A quantized matrix taken apart: value = scales * (codes - zero_point) + minimums, block by block.
 
     Attributes:
-        codes: [rows, num_blocks, 32], int8 for q8_0, otherwise uint8.
+        codes: [rows, num_blocks, 32], int8 for q8_0, otherwise uint8; where they are still packed
+            [rows, num_blocks, 16], two in a byte.
         scales: [rows, num_blocks], float16 as in the file.
         minimums: [rows, num_blocks], float16; None where the format has none.
         zero_point: subtracted from each code.
+        fifth: [rows, num_blocks, 4] uint8, the fifth bits of codes that are still packed, bit j of the little-endian
+            word that of value j; None where codes have four bits, or eight, or are not packed.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     minimums: torch.Tensor | None
     zero_point: int
+    fifth: torch.Tensor | None = None
 
 
 def row_bytes(weight_format: WeightFormat, num_values: int) -> int:
@@ -93,27 +97,41 @@ def row_bytes(weight_format: WeightFormat, num_values: int) -> int:
     return num_values // info.block * info.block_bytes
 
 
-def unpack_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
-    """Takes packed rows apart.
+def split_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
+    """Takes rows apart; codes stay as they are packed, and are views of `data`.
 
     Args:
         data: [rows, row bytes], uint8, contiguous, on the CPU.
     """
     records = data.numpy().view(_RECORDS[weight_format])  # [rows, num_blocks]
-    scales = torch.from_numpy(records["scale"].copy())
     names = records.dtype.names or ()
-    minimums = torch.from_numpy(records["minimum"].copy()) if "minimum" in names else None
-    packed = torch.from_numpy(records["codes"])
-    if weight_format == "q8_0":
-        return Blocks(packed.contiguous(), scales, None, 0)
+    return Blocks(
+        codes=torch.from_numpy(records["codes"]),
+        scales=torch.from_numpy(records["scale"].copy()),
+        minimums=torch.from_numpy(records["minimum"].copy()) if "minimum" in names else None,
+        zero_point=_ZERO_POINTS[weight_format],
+        fifth=torch.from_numpy(records["fifth"]) if "fifth" in names else None,
+    )
+
+
+def unpacked(blocks: Blocks) -> torch.Tensor:
+    """[rows, num_blocks, 32] codes of blocks whose codes are packed; int8 for q8_0, otherwise uint8."""
+    packed = blocks.codes
+    if packed.shape[-1] == BLOCK:
+        return packed.contiguous()
     codes = torch.empty((*packed.shape[:2], BLOCK), dtype=torch.uint8)
     torch.bitwise_and(packed, 15, out=codes[..., :16])
     torch.bitwise_right_shift(packed, 4, out=codes[..., 16:])
-    if "fifth" in names:
-        # Bit j of the little-endian word is the fifth bit of value j.
-        bits = np.unpackbits(records["fifth"], axis=-1, bitorder="little")
+    if blocks.fifth is not None:
+        bits = np.unpackbits(blocks.fifth.numpy(), axis=-1, bitorder="little")
         codes |= torch.from_numpy(bits) << 4
-    return Blocks(codes, scales, minimums, _ZERO_POINTS[weight_format])
+    return codes
+
+
+def unpack_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
+    """Takes packed rows apart, one code an input; `data` as in `split_blocks`."""
+    blocks = split_blocks(weight_format, data)
+    return replace(blocks, codes=unpacked(blocks), fifth=None)
 
 
 def dequantize(weight_format: WeightFormat, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
