@@ -65,9 +65,20 @@ class Choices:
                 entries = [*self._prompt_logprobs.get(prompt_index, ()), *entries]
         logprobs = None
         if wanted is not None:
-            builder = self._logprobs.setdefault(index, CompletionLogprobs(detail.names))
+            builder = self._logprobs.get(index)
+            if builder is None:
+                builder = CompletionLogprobs(detail.names, self._num_unseen(prompt_index))
+                self._logprobs[index] = builder
             logprobs = builder.add(entries, wanted)
         return Shown(text, logprobs, delta.token_ids if detail.token_ids else None, prompt_token_ids)
+
+    def _num_unseen(self, prompt_index: int) -> int:
+        """How many characters the prompt's tokens have before its text."""
+        if self._echoes is None:
+            return 0
+        detail, text = self._detail, self._echoes[prompt_index]
+        whole = b"".join([detail.token_bytes(token_id) for token_id in detail.prompts[prompt_index]])
+        return max(len(whole.decode("utf-8", "replace")) - len(text), 0)
 
     async def prompt_fields(self, prompt_index: int) -> dict[str, Any]:
         """What the choices of a whole response tell of their prompt."""

@@ -98,12 +98,16 @@ class CompletionLogprobs:
 
     `text_offset` counts characters of the choice's text; a token that does not complete a code point starts where the
     code point does.
+
+    Args:
+        num_unseen: characters of the first tokens that the text does not show, such as those of a beginning-of-text
+            token that the prompt was given; these tokens are where the text begins.
     """
 
-    def __init__(self, names: TokenNames) -> None:
+    def __init__(self, names: TokenNames, num_unseen: int = 0) -> None:
         self._names = names
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
+        self._offset = -num_unseen
 
     def add(self, entries: Sequence[TokenLogprobs], wanted: int) -> dict[str, list[Any]]:
         """The shape for the next tokens, with `wanted` alternatives.
@@ -117,7 +121,7 @@ class CompletionLogprobs:
         for entry in entries:
             token = self._names.name(entry.token_id)
             tokens.append(token)
-            offsets.append(self._offset)
+            offsets.append(max(self._offset, 0))
             self._offset += len(self._decoder.decode(self._names.token_bytes(entry.token_id)))
             logprobs.append(None if entry.logprob is None else finite(entry.logprob))
             top.append(None if entry.logprob is None else self._alternatives(entry, wanted, token, entry.logprob))

@@ -14,6 +14,7 @@ from gateway.api.fan_in import Tally
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from gateway.text.message_parser import ToolCallDelta
+from shared.messages import TokenLogprobs
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -104,3 +105,17 @@ def test_json_is_one_line_for_everybody(text):
 @pytest.mark.parametrize("raw", ["\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\r", "\n", "\x1c", "\x1d", "\x1e"])
 def test_line_separators_are_escaped(raw):
     assert raw.encode() not in dump_json(raw)
+
+
+def test_offsets_of_a_prompt_that_was_given_a_beginning_of_text_token():
+    table = {0: b"<s>", 1: b" he", 2: b"llo", 3: b"!"}
+    detail = Detail(token_bytes=table.__getitem__, logprobs=0, prompts=[[0, 1, 2], [1, 2]])
+    choices = Choices(["hello", " hello"], detail)
+    of_prompt = [TokenLogprobs(0, None, 0, [], []), *(TokenLogprobs(token, -1.0, 1, [], []) for token in (1, 2))]
+    generated = [TokenLogprobs(3, -0.5, 1, [], [])]
+    shown = choices.show(0, 0, TextDelta(0, "!", [3], generated, "stop", prompt_logprobs=of_prompt))
+    assert shown.logprobs is not None
+    assert (shown.text, shown.logprobs["tokens"]) == ("hello!", ["<s>", " he", "llo", "!"])
+    assert shown.logprobs["text_offset"] == [0, 0, 2, 5]
+    shown = choices.show(1, 1, TextDelta(0, "!", [3], generated, "stop", prompt_logprobs=of_prompt[1:]))
+    assert shown.logprobs is not None and (shown.text, shown.logprobs["text_offset"]) == (" hello!", [0, 3, 6])
