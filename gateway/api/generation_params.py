@@ -262,6 +262,12 @@ def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:
         return False, False
     if not fields.stream:
         raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
+    if options.include_obfuscation:
+        raise InvalidRequestError(
+            "stream_options.include_obfuscation must be false: chunks are not padded.",
+            param="stream_options.include_obfuscation",
+            code="unsupported_parameter",
+        )
     continuous = bool(options.continuous_usage_stats)
     return continuous if options.include_usage is None else options.include_usage, continuous
 

@@ -39,7 +39,10 @@ def test_chat(client):
 
 def test_chat_stream(client):
     stream = client.chat.completions.create(
-        model=MODEL, messages=ask("hello"), stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=ask("hello"),
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
     )
     chunks = list(stream)
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]

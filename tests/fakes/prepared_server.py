@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,9 +50,10 @@ class PreparedServer:
 
     def __enter__(self) -> PreparedServer:
         command = [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(self.directory), *self._flags]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PELTON_")}
         self.worker.__enter__()
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
         try:
             wait_until(self._is_ready, 60, "the gateway is ready")
         except BaseException:

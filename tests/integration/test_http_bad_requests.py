@@ -125,6 +125,8 @@ async def test_parameters_out_of_their_range(gateway, name, value):
 async def test_unknown_stream_option(gateway):
     status, body, _ = await gateway.chat(stream=True, stream_options={"include_usage": True, "other": 1})
     assert status == 400 and is_named(body, "stream_options.other")
+    status, body, _ = await gateway.chat(stream=True, stream_options={"include_obfuscation": True})
+    assert status == 400 and is_named(body, "stream_options.include_obfuscation")
 
 
 @pytest.mark.parametrize(
