@@ -228,8 +228,7 @@ def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip:
     if rows <= 16 and kv_format == "dense":
         return Tile(keys=16 if wide else 32, num_warps=4, num_stages=5, programs=4)
     if rows <= 16:
-        # A tile takes as long as its steps wait for one another, whatever its bytes: of small cells it has more keys.
-        return Tile(keys=32 if wide else 64, num_warps=4, num_stages=5, programs=3)
+        return Tile(keys=32, num_warps=4, num_stages=7, programs=3)
     if rows <= 64 and kv_format == "int4":
         return Tile(keys=16 if rows == 64 else 32, num_warps=4, num_stages=5, programs=2)
     return Tile(keys=32 if wide else 64, num_warps=8, num_stages=5, programs=1)
