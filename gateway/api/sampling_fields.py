@@ -122,6 +122,8 @@ def _check_mirostat(fields: SamplingFields) -> None:
 
 
 def _typical_p(fields: SamplingFields) -> float | None:
+    if fields.typ_p is not None and not 0.0 < fields.typ_p <= 1.0:
+        raise InvalidRequestError(f"typ_p must be in (0, 1], got {fields.typ_p}.", param="typ_p")
     given = [value for value in (fields.typical_p, fields.typ_p) if value is not None]
     if len(given) == 2 and given[0] != given[1]:
         raise InvalidRequestError("typical_p and typ_p are one parameter, and differ.", param="typ_p")

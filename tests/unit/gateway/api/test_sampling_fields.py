@@ -114,7 +114,7 @@ def test_what_cannot_be(make, fields, param):
 
 
 NUMBERS = [
-    *FLOATS, *INTEGERS, "mirostat", "mirostat_tau", "mirostat_eta", "length_penalty", "truncate_prompt_tokens",
+    *FLOATS, *INTEGERS, "typ_p", "mirostat", "mirostat_tau", "mirostat_eta", "length_penalty", "truncate_prompt_tokens",
     "prompt_logprobs",
 ]  # fmt: skip
 
