@@ -25,6 +25,9 @@ from shared.errors import InternalError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, TokenLogprobs
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
 
+MAX_BEAM_TOKENS = 131_072
+"""Tokens of all beams of a prompt. In each step the worker finds every beam's pages again; others wait for that."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
@@ -168,12 +171,21 @@ class BeamSearcher:
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
             masked_ids=self._eos_token_ids - set(sampling.stop_token_ids) if sampling.ignore_eos else (),
         )
+        width = self._params.width
+        param = "n" if width == self._params.num_returned else "best_of"
         excess = state.num_alternatives - MAX_LOGPROBS
         if excess > 0:
             raise InvalidRequestError(
-                f"Beam search has at most {self._params.width - excess} beams with this model's end-of-text tokens "
-                f"and these stop_token_ids, got {self._params.width}.",
-                param="n" if self._params.width == self._params.num_returned else "best_of",
+                f"Beam search has at most {width - excess} beams with this model's end-of-text tokens and these "
+                f"stop_token_ids, got {width}.",
+                param=param,
+            )
+        num_tokens = width * (len(request.prompt_token_ids) + sampling.max_tokens)
+        if num_tokens > MAX_BEAM_TOKENS:
+            raise InvalidRequestError(
+                f"{width} beams of a prompt of {len(request.prompt_token_ids)} tokens and max_tokens = "
+                f"{sampling.max_tokens} are {num_tokens} tokens; beam search has at most {MAX_BEAM_TOKENS}.",
+                param=param,
             )
         room = dataclasses.replace(request, n=self._params.width)
         return BeamSearch(self._generator.reserve(room), request, self._params, state, self._pipeline, self._vocab_size)

@@ -216,3 +216,6 @@ def test_more_beams_than_workers_report_tokens_for():
         sampling = SamplingParams(max_tokens=2, stop_token_ids=(1, 2, 3))
         searcher(generator, width=17, num_returned=2).submit(make_request([0], sampling=sampling, n=2))
     assert refused.value.param == "best_of" and "at most 16" in refused.value.message
+    with pytest.raises(InvalidRequestError, match="131076") as refused:
+        searcher(generator, width=4, num_returned=1).submit(make_request([1] * 32_000, max_tokens=769))
+    assert refused.value.param == "best_of" and not generator.reservations
