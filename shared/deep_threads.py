@@ -51,18 +51,18 @@ class DeepThreads:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Runs the function in one of the threads; what it raises is the future's.
 
-        Raises UnavailableError where too many threads are lost.
+        Raises UnavailableError where too many threads are lost, or none can be started.
         """
         if self._num_lost >= self._max_lost:
             raise UnavailableError("Earlier work of this kind takes too long and has not ended.")
+        with self._lock:
+            starts = self._num_alive < min(self._num_threads, self._num_unfinished + 1)
+        if starts and not self._start_thread() and not self._num_alive:
+            raise UnavailableError("The server has no memory left for this kind of work.")
         work = _Work(function)
         with self._lock:
             self._num_unfinished += 1
-            starts = self._num_alive < min(self._num_threads, self._num_unfinished)
-            self._num_alive += starts
         self._queue.put(work)
-        if starts:
-            self._start_thread()
         return work.future
 
     def write_off(self, future: Future[Any]) -> None:
@@ -73,6 +73,7 @@ class DeepThreads:
                 return
             lost.lost = True
             self._num_lost += 1
+            self._num_alive -= 1
         self._start_thread()
 
     def close(self) -> None:
@@ -80,13 +81,18 @@ class DeepThreads:
         for _ in range(self._num_alive):
             self._queue.put(None)
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
         with _starting:
             before = threading.stack_size(STACK_BYTES)
             try:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            except RuntimeError:  # the system has no room for another stack
+                return False
             finally:
                 threading.stack_size(before)
+        with self._lock:
+            self._num_alive += 1
+        return True
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:

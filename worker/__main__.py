@@ -31,6 +31,8 @@ from worker.transport import Transport
 
 _LOAD_NOTICE_SECONDS = 10.0
 _ORPHAN_SECONDS = 10.0
+_WARM_UP_SECONDS = 5.0
+"""From then on idle time goes to what the first grammar would wait for; by then gateways know of the worker."""
 
 logger = log.get_logger("worker")
 
@@ -124,6 +126,7 @@ def build_engine(
         on_compiled=transport.wake,
         num_threads=num_threads(settings),
     )
+    warm_up_at = time.monotonic() + _WARM_UP_SECONDS
     constraints = Constraints(grammars, vocab_size=files.spec.vocab_size, eos_token_ids=files.eos_token_ids)
     scheduler = Scheduler(config, kv, counters, constraints=constraints)
     return Engine(
@@ -133,7 +136,7 @@ def build_engine(
         facts,
         files.bundle,
         check_executor=built.check,
-        use_idle_time=lambda: grammars.warm_up() or built.use_idle_time(),
+        use_idle_time=lambda: (time.monotonic() >= warm_up_at and grammars.warm_up()) or built.use_idle_time(),
     )
 
 

@@ -28,6 +28,7 @@ from worker.stats import Counters
 
 EOS = 2
 PATIENCE = 60.0
+NUM_REQUESTS = 12
 _MADE: list[LLGrammars] = []
 SCHEMA = {
     "type": "object",
@@ -60,6 +61,11 @@ WISHES: list[dict[str, object]] = [
     {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 0},
     {"min_p": 0.02, "logit_bias": {40: 5.0}},
     {"temperature": 0.0},
+    {"typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"mirostat": 2, "logprobs": 1},
+    {"dry_multiplier": 0.8, "top_n_sigma": 2.0, "dynatemp_range": 0.5},
+    {"bad_words": ((50, 51), (36,)), "allowed_token_ids": tuple(range(3, 95))},
+    {"min_tokens": 4, "presence_penalty": 0.5},
 ]
 
 
@@ -103,7 +109,7 @@ def submits(count: int) -> list[Submit]:
         if not grammar:
             sampling |= {"ignore_eos": True, "max_tokens": 12}
         made.append(
-            make_submit(f"r{number}", prompt, sampling=sampling, grammar=grammar, num_choices=1 + number % 3 * 1)
+            make_submit(f"r{number}", prompt, sampling=sampling, grammar=grammar, num_choices=1 + number % 2)
         )
     return made
 
@@ -135,7 +141,7 @@ def outcome(server: Harness) -> dict:
 def alone():
     """Each request alone on a server that does one thing after the other."""
     found: dict = {}
-    for submit in submits(12):
+    for submit in submits(NUM_REQUESTS):
         with pytest.MonkeyPatch.context() as monkeypatch:
             constraints = make_constraints(num_threads=1)
             server = TinyServer(
@@ -149,7 +155,7 @@ def alone():
 
 def test_every_text_follows_its_grammar(alone):
     kinds = set()
-    for submit in submits(12):
+    for submit in submits(NUM_REQUESTS):
         for choice in range(submit.num_choices):
             tokens, finish, logprobs = alone[submit.request_id, choice]
             if submit.grammar:
@@ -172,7 +178,7 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, m
         max_num_batched_tokens=24,
         constraints=make_constraints(),
     )
-    for number, submit in enumerate(submits(12)):
+    for number, submit in enumerate(submits(NUM_REQUESTS)):
         server.add(submit)
         for _ in range(number % 4):
             server.step()
@@ -184,7 +190,7 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, m
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
 def test_texts_resumed_at_any_place_go_on_as_they_were(late, alone, monkeypatch):
     server = TinyServer(monkeypatch, late=late, num_pages=120, constraints=make_constraints())
-    first = submits(12)[0]
+    first = submits(NUM_REQUESTS)[0]
     whole = alone["r0", 0][0]
     for length in range(len(whole) + 1):
         server.add(
