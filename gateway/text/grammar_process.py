@@ -9,6 +9,8 @@ Frames on standard input and output: four bytes of length, little-endian, and a 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import re
 import resource
@@ -17,12 +19,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-MAX_MEMORY = 1 << 30
+MAX_MEMORY = 640 << 20
 """Bytes of address space."""
 MAX_CPU_SECONDS = 10
 """For one grammar. The gateway ends the process sooner; this is for one whose gateway is gone."""
@@ -154,7 +157,10 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Answers until standard input ends."""
+    """Answers until standard input ends. Whatever else runs here has precedence."""
+    os.nice(5)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_SIZE)
