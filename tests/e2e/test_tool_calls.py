@@ -41,7 +41,8 @@ def check_calls(choice: Any, tools: list[dict[str, Any]]) -> None:
 
 def collected(chunks: list[Any]) -> tuple[str, list[tuple[str, str]], str | None]:
     """Content, name and arguments of each call, and the finish reason."""
-    content, calls, finish = "", [], None
+    content, finish = "", None
+    calls: list[list[str]] = []
     for chunk in chunks:
         for choice in chunk.choices:
             content += choice.delta.content or ""

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from gateway.text.tools.deepseek import DeepSeekFormat
 from gateway.text.tools.format import ToolFormat
+from gateway.text.tools.gemma import GemmaFormat
 from gateway.text.tools.harmony import HarmonyFormat
 from gateway.text.tools.hermes import HermesFormat
 from gateway.text.tools.mistral import MistralFormat
 from gateway.text.tools.plain_json import LlamaJsonFormat, PlainJsonFormat
 from gateway.text.tools.pythonic import PythonicFormat, ToolCodeFormat
+from gateway.text.tools.qwen_xml import QwenXmlFormat
 from shared.errors import ConfigurationError
 
 AUTO = "auto"
@@ -27,6 +29,9 @@ _FORMATS: tuple[ToolFormat, ...] = (
     PythonicFormat(),
     ToolCodeFormat(),
     HarmonyFormat(),
+    QwenXmlFormat(),
+    GemmaFormat("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    GemmaFormat("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     PlainJsonFormat(),
 )
 
@@ -42,6 +47,9 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"tool▁calls▁begin[\s\S]*```json", "deepseek_v3"),
     (r"tool▁calls▁begin", "deepseek_v31"),
+    (r"<start_function_call>", "functiongemma"),
+    (r"<\|tool_call>", "gemma4"),
+    (r"<tool_call>[\s\S]*<function=", "qwen3_coder"),
     (r"<tool_call>", "hermes"),
     (r"func_name1\(|<\|python_start\|>[\s\S]*\w\(", "pythonic"),
     (r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*\"parameters\"", "llama3_json"),

@@ -47,7 +47,7 @@ class LiteralReader:
                     if not (yield from self._key(open_brackets)):
                         return False
                     continue
-            elif not (yield from self._read_scalar()):
+            elif not (yield from self.read_scalar()):
                 return False
             # A value has ended, and perhaps what it stands in with it.
             while open_brackets:
@@ -78,7 +78,7 @@ class LiteralReader:
             return False
         sink('"')
         while True:
-            yield from source.run(_IN_STRING, self._sink_text)
+            yield from source.run(_IN_STRING, self.sink_text)
             if (yield from source.accept(quote)):
                 sink('"')
                 return True
@@ -88,7 +88,7 @@ class LiteralReader:
             if char == "\\":
                 yield from self._read_escape()
             else:
-                self._sink_text(char)
+                self.sink_text(char)
 
     def _close(self, open_brackets: list[str]) -> Steps[bool]:
         closer = open_brackets[-1]
@@ -110,7 +110,8 @@ class LiteralReader:
         self.sink(": ")
         return True
 
-    def _read_scalar(self) -> Steps[bool]:
+    def read_scalar(self) -> Steps[bool]:
+        """A value that holds no others."""
         if (yield from self.source.peek()) in ('"', "'"):
             return (yield from self.read_string())
         self.source.begin_trial()
@@ -125,15 +126,22 @@ class LiteralReader:
     def _read_escape(self) -> Steps[None]:
         """What follows a backslash in a string. One that means nothing stands for itself, as in Python."""
         char = yield from self.source.next_char()
-        if char in _HEX_LENGTHS:
-            digits = ""
-            while len(digits) < _HEX_LENGTHS[char] and (yield from self.source.peek()) in _HEX:
-                digits += yield from self.source.next_char()
-            self.sink(_hex_escape(char, digits))
-        else:
-            self.sink(_ESCAPES.get(char, "\\\\" + json.dumps(char, ensure_ascii=False)[1:-1]))
+        if char not in _HEX_LENGTHS:
+            # A text that ends here ends with what was written.
+            plain = "\\\\" + json.dumps(char, ensure_ascii=False)[1:-1] if char else "\\"
+            self.sink(_ESCAPES.get(char, plain))
+            return
+        digits = ""
+        while len(digits) < _HEX_LENGTHS[char]:
+            following = yield from self.source.peek()
+            if following not in _HEX:
+                self.sink(("\\\\" if following else "\\") + char + digits)
+                return
+            digits += yield from self.source.next_char()
+        self.sink(_hex_escape(char, digits))
 
-    def _sink_text(self, text: str) -> None:
+    def sink_text(self, text: str) -> None:
+        """Hands on what stands in a string."""
         self.sink(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
@@ -141,9 +149,9 @@ _HEX = tuple("0123456789abcdefABCDEF")
 
 
 def _hex_escape(kind: str, digits: str) -> str:
-    """The JSON of `\\xHH`, `\\uHHHH` or `\\UHHHHHHHH`; as it was written where digits are missing."""
-    code = int(digits or "0", 16)
-    if len(digits) < _HEX_LENGTHS[kind] or code > 0x10FFFF:
+    """The JSON of `\\xHH`, `\\uHHHH` or `\\UHHHHHHHH`; of what is no character, as it was written."""
+    code = int(digits, 16)
+    if code > 0x10FFFF:
         return f"\\\\{kind}{digits}"
     return f"\\u{code:04x}" if code <= 0xFFFF else chr(code)
 

@@ -173,8 +173,8 @@ class Source:
 class Message:
     """What has been found and not been fetched yet.
 
-    White space around calls belongs to the syntax and is not content; text behind a call is set off from text before
-    it by the space that stood before the call.
+    White space around calls belongs to the syntax and is not content; but text behind a call is set off from text
+    before it by the space that stood before the call, or else behind it.
     """
 
     def __init__(self, new_id: NewId) -> None:
@@ -185,27 +185,35 @@ class Message:
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
         self._space: list[str] = []
+        self._space_after: list[str] = []
         self._after_call = False
         self._has_content = False
 
     def content(self, text: str) -> None:
         """Text that is said."""
+        if self._after_call:
+            self._space_after.append(text[: len(text) - len(text.lstrip())])
+            text = text.lstrip()
+            if not text:
+                return
+            if self._has_content and not any(self._space):
+                self._space = self._space_after
+            self._space_after = []
+            self._after_call = False
         said = text.rstrip()
-        space = text[len(said) :]
         if said:
             self._content += self._space
-            self._content.append(said.lstrip() if self._after_call else said)
-            self._space.clear()
-            self._after_call = False
+            self._content.append(said)
+            self._space = []
             self._has_content = True
-        if not self._after_call:
-            self._space.append(space)
+        self._space.append(text[len(said) :])
 
     def begin_call(self, name: str) -> None:
         """A call of this function begins."""
         self._flush_arguments()
         if not self._has_content:
-            self._space.clear()
+            self._space = []
+        self._space_after = []
         self._after_call = True
         self._calls.append(ToolCallDelta(index=self._num_calls, id=self._new_id(), name=name))
         self._num_calls += 1
@@ -223,7 +231,7 @@ class Message:
         self._flush_arguments()
         if last and not self._after_call:
             self._content += self._space
-            self._space.clear()
+            self._space = []
         content, calls = "".join(self._content), self._calls
         self._content, self._calls = [], []
         return content, calls

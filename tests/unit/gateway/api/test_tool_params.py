@@ -196,7 +196,7 @@ def test_schemas_that_are_large() -> None:
     deep: dict[str, Any] = {}
     for _ in range(70):
         deep = {"properties": {"a": deep}}
-    wide = {"properties": {str(index): {} for index in range(21_000)}}
+    wide: dict[str, Any] = {"properties": {str(index): {} for index in range(21_000)}}
     for schema in (deep, wide):
         with pytest.raises(InvalidRequestError, match="too large"):
             check_tools(asked([tool(parameters=schema)]))

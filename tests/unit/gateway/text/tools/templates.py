@@ -127,3 +127,22 @@ CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}"""
+
+QWEN_XML = QWEN.replace(
+    """{{- '\\n<tool_call>\\n{"name": "' }}{{ tool_call.name }}{{ '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{ '}\\n</tool_call>' }}""",
+    """{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
+            {%- for key, value in tool_call.arguments|items %}
+                {{- '<parameter=' + key + '>\\n' }}{{ value | string }}{{ '\\n</parameter>\\n' }}
+            {%- endfor %}{{ '</function>\\n</tool_call>' }}""",
+)
+assert "<function=" in QWEN_XML
+
+FUNCTION_GEMMA = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}{{ '<start_of_turn>' + message['role'] + '\\n' + (message['content'] or '') }}
+    {%- for tool_call in message['tool_calls'] or [] %}
+        {{- '<start_function_call>call:' + tool_call['function']['name'] }}
+        {{- tool_call['function']['arguments'] | tojson }}
+    {%- endfor %}
+{%- endfor %}"""

@@ -1,0 +1,128 @@
+"""The calls of FunctionGemma, `<start_function_call>call:f{a:<escape>text<escape>,b:1}<end_function_call>`, and of
+Gemma 4, which are the same in other marks.
+
+Calls that are enforced have their arguments as JSON, which is read as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from gateway.text.grammar import Fragment, literal
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.calls_grammar import (
+    Arguments,
+    call_rules,
+    enforced_arguments,
+    free_arguments,
+    repeated,
+    triggered,
+)
+from gateway.text.tools.format import CallArguments, NewId, Tool, openai_call_id
+from gateway.text.tools.literals import LiteralReader
+from gateway.text.tools.reader import CallParser, Sink, Source, Steps
+
+_CALL = "call:"
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_KEY = re.compile(r"[\w.$-]+")
+_MAX_NAME = 256
+
+
+class GemmaFormat:
+    """See ToolFormat.
+
+    Args:
+        opening, closing: the marks around a call.
+        quote: the mark before and behind a text.
+    """
+
+    def __init__(self, name: str, opening: str, closing: str, quote: str) -> None:
+        self.name = name
+        self.marks = (opening, closing, quote)
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat."""
+        return GemmaParser(self.new_call_id, *self.marks)
+
+    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        one = f"{literal(self.marks[0], special_ids)} t_body"
+        return Fragment(repeated(one, one, parallel=parallel), self._rules(tools, special_ids, enforced_arguments))
+
+    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
+        """See ToolFormat."""
+        rules = self._rules(tools, special_ids, free_arguments)
+        return triggered(self.marks[0], special_ids, "t_body", rules, parallel=parallel)
+
+    def new_call_id(self) -> str:
+        """See ToolFormat."""
+        return openai_call_id()
+
+    def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
+        """See ToolFormat."""
+        opening, closing, _ = self.marks
+        texts = [f"{_CALL}{name}{json.dumps(values, ensure_ascii=False)}" for name, values in calls]
+        return "".join(f"{opening}{text}{closing}" for text in texts)
+
+    def _rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments) -> tuple[str, ...]:
+        calls = call_rules(tools, lambda tool: f"{json.dumps(_CALL + tool.name)} {arguments(tool)}")
+        return (f"t_body: t_call {literal(self.marks[1], special_ids)}", *calls)
+
+
+class GemmaParser(CallParser):
+    """Finds calls between their marks."""
+
+    def __init__(self, new_id: NewId, opening: str, closing: str, quote: str) -> None:
+        self._opening, self._closing, self._quote = opening, closing, quote
+        super().__init__(new_id)
+
+    def _read(self) -> Steps[None]:
+        source, message = self.source, self.message
+        while (yield from source.text_until((self._opening,), message.content)):
+            source.begin_trial(self._opening)
+            yield from source.accept(_CALL)
+            name = yield from source.word(_NAME, _MAX_NAME)
+            if name and (yield from source.peek()) == "{":
+                source.end_trial()
+                message.begin_call(name)
+                if (yield from _ValueReader(source, message.arguments, self._quote).read_value()):
+                    message.complete_call()
+            self._reject()
+            yield from source.accept(self._closing)
+
+
+class _ValueReader(LiteralReader):
+    """Values whose keys are bare, and whose texts stand between marks, in which nothing is escaped."""
+
+    def __init__(self, source: Source, sink: Sink, quote: str) -> None:
+        super().__init__(source, sink)
+        self._quote = quote
+
+    def read_key(self) -> Steps[bool]:
+        """See LiteralReader."""
+        if (yield from self.source.peek()) in ('"', "'"):
+            return (yield from self.read_string())
+        if (yield from self.source.accept(self._quote)):
+            return (yield from self._read_marked())
+        self.source.begin_trial()
+        key = yield from self.source.word(_KEY, _MAX_NAME)
+        if not key:
+            return False
+        self.source.end_trial()
+        self.sink(json.dumps(key, ensure_ascii=False))
+        return True
+
+    def read_scalar(self) -> Steps[bool]:
+        """See LiteralReader."""
+        if (yield from self.source.accept(self._quote)):
+            return (yield from self._read_marked())
+        return (yield from super().read_scalar())
+
+    def _read_marked(self) -> Steps[bool]:
+        self.sink('"')
+        if not (yield from self.source.text_until((self._quote,), self.sink_text)):
+            return False
+        self.sink('"')
+        return True

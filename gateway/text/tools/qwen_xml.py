@@ -1,0 +1,171 @@
+"""Qwen3-Coder's and Qwen 3.5's calls, which are tags with a value between them:
+
+    <tool_call>
+    <function=name>
+    <parameter=key>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+A value is text as it is where the function's schema says that it is a string, else JSON. Calls that are enforced are
+written as Hermes' are, in the same marks: a grammar can hold JSON to any schema, and these values only to a few.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.format import NewId, Tool
+from gateway.text.tools.hermes import CLOSE, OPEN, HermesFormat
+from gateway.text.tools.json_calls import JsonCallParser
+from gateway.text.tools.reader import Steps
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_MAX_NAME = 256
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+"""What templates make of constants in earlier calls, and models after them."""
+
+
+class QwenXmlFormat(HermesFormat):
+    """See ToolFormat."""
+
+    name = "qwen3_coder"
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat. Hermes' form is read as well."""
+        return QwenXmlParser(self.new_call_id, tools)
+
+
+class QwenXmlParser(JsonCallParser):
+    """Finds calls behind `<tool_call>`.
+
+    Args:
+        tools: whose schemas tell which values are text. Of others, a value that is no JSON is text.
+    """
+
+    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
+        self._texts = {tool.name: _texts_of(tool) for tool in tools}
+        super().__init__(new_id)
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        while (yield from source.text_until((OPEN,), self.message.content)):
+            source.begin_trial(OPEN)
+            yield from source.space()
+            if (yield from source.accept(FUNCTION)):
+                yield from self._read_function()
+            else:
+                yield from self.read_call()
+            yield from source.space()
+            self._reject()
+            yield from source.accept(CLOSE)
+
+    def _read_function(self) -> Steps[None]:
+        """A function behind its mark."""
+        source, message = self.source, self.message
+        name = ((yield from source.line_to(">", _MAX_NAME)) or "").strip()
+        if not name:
+            return
+        source.end_trial()
+        message.begin_call(name)
+        message.arguments("{")
+        separator = ""
+        while True:
+            source.begin_trial()
+            yield from source.space()
+            if (yield from source.accept(FUNCTION_END)):
+                break
+            if not (yield from source.accept(PARAMETER)):
+                return
+            key = yield from source.line_to(">", _MAX_NAME)
+            if key is None:
+                return
+            source.end_trial()
+            message.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            if not (yield from self._read_value(is_text=key in self._texts.get(name, ()))):
+                return
+        source.end_trial()
+        message.arguments("}")
+        message.complete_call()
+
+    def _read_value(self, *, is_text: bool) -> Steps[bool]:
+        """A value and its end, with a line break before and behind it that are not its own."""
+        yield from self.source.accept("\n")
+        value = _Value(self, is_text=is_text)
+        if not (yield from self.source.text_until((PARAMETER_END,), value.add)):
+            value.give_up()
+            return False
+        value.finish()
+        return True
+
+
+class _Value:
+    """Makes JSON of a value: of text as it comes, else when it is whole."""
+
+    def __init__(self, parser: QwenXmlParser, *, is_text: bool) -> None:
+        self._sink = parser.message.arguments
+        self._is_text = is_text
+        self._line_break = ""
+        self._pieces: list[str] = []
+        if is_text:
+            self._sink('"')
+
+    def add(self, text: str) -> None:
+        """More of the value."""
+        text = self._line_break + text
+        self._line_break = "\n" if text.endswith("\n") else ""
+        text = text.removesuffix("\n")
+        if self._is_text:
+            self._sink(_escaped(text))
+        else:
+            self._pieces.append(text)
+
+    def finish(self) -> None:
+        """It is whole."""
+        self._sink('"' if self._is_text else _as_json("".join(self._pieces)))
+
+    def give_up(self) -> None:
+        """It does not end."""
+        self._sink(_escaped(self._line_break) if self._is_text else "".join(self._pieces) + self._line_break)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str) -> str:
+    """A value that may be text or JSON."""
+    stripped = text.strip()
+    if stripped in _CONSTANTS:
+        return _CONSTANTS[stripped]
+    try:
+        json.loads(stripped, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return stripped
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _texts_of(tool: Tool) -> frozenset[str]:
+    """Names of the arguments that are strings."""
+    properties = tool.parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return frozenset()
+    return frozenset(name for name, schema in properties.items() if _is_text(schema))
+
+
+def _is_text(schema: object) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum")
+    if schema.get("type") is None and isinstance(values, list):
+        return all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string"

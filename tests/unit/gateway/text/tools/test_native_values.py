@@ -1,0 +1,179 @@
+"""Forms whose values are not JSON: Python's literals, Qwen's tags, Gemma's marks. Any cutting gives the same JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text.message_parser import ToolParser
+from gateway.text.tools.format import Tool
+from gateway.text.tools.formats import TOOL_FORMATS
+from tests.unit.gateway.text.tools.messages import Found, read
+
+TOOL = Tool(
+    name="f",
+    parameters={
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "color": {"enum": ["red", "blue"]},
+            "number": {"type": "integer"},
+            "flag": {"type": "boolean"},
+            "maybe": {"type": ["string", "null"]},
+            "list": {"type": "array"},
+        },
+    },
+)
+GEMMA = {
+    "functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+}
+
+
+def new_parser(name: str) -> ToolParser:
+    return TOOL_FORMATS[name].new_parser([TOOL])
+
+
+def whole(name: str, text: str) -> Found:
+    """Reads it at once, by characters, and in pieces of three."""
+    found = read(new_parser(name), [text])
+    assert read(new_parser(name), text) == found
+    assert read(new_parser(name), [text[start : start + 3] for start in range(0, len(text), 3)]) == found
+    return found
+
+
+def only_values(name: str, text: str) -> Any:
+    found = whole(name, text)
+    assert found.num_complete == 1 and found.content == ""
+    ((called, values),) = found.values
+    assert called == "f"
+    return values
+
+
+plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(value=json_values)
+def test_any_literal_of_python_is_read(value: Any) -> None:
+    assert only_values("pythonic", f"[f(x={value!r})]") == {"x": value}
+    assert only_values("pythonic", f"[f(x={value!a})]") == {"x": value}
+    assert only_values("gemma", f"```tool_code\nf(x={value!r})\n```") == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"'\x41\u00e9\U0001F600'", "Aé😀"),
+        (r"'\n\t\r\b\f\a\v\\\'\"'", "\n\t\r\b\f\a\v\\'\""),
+        (r"'\d\q'", r"\d\q"),
+        ("'a\\\nb'", "ab"),
+        (r"'\u00'", r"\u00"),
+        (r"'\UFFFFFFFF'", r"\UFFFFFFFF"),
+        ('"""a"b""c"""', 'a"b""c'),
+        ("'''it's'''", "it's"),
+        ('""', ""),
+        ("+5", 5),
+        ("-.5", -0.5),
+        ("5.", 5),
+        ("007", 7),
+        ("1_000", 1000),
+        ("1e5", 1e5),
+        ("(1, 2,)", [1, 2]),
+        ("[ ]", []),
+        ("{ }", {}),
+        ("{'a' : [True, False , None],}", {"a": [True, False, None]}),
+        ("true", True),
+        ("null", None),
+    ],
+)
+def test_literals(text: str, value: Any) -> None:
+    assert only_values("pythonic", f"[f(x={text})]") == {"x": value}
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "1.2.3", "e5", "0x10", "--1", "'a' 'b'", "[1 2]", "{1: 2}", "{'a'}", "[1", "f()", "*a"]
+)
+def test_what_is_no_literal_ends_the_call(text: str) -> None:
+    found = whole("pythonic", f"[f(y=1, x={text})] so")
+    assert found.num_complete == 0 and found.content.endswith("so") and found.calls[0][1].startswith('{"y": 1, "x": ')
+
+
+def tags(**values: str) -> str:
+    lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{lines}</function>\n</tool_call>"
+
+
+def test_values_between_tags_are_what_the_schema_says() -> None:
+    text = tags(
+        text="5", color="red", number="5", flag="True", maybe="null", list='["a", 1]', other="{x", more='{"a": 1}'
+    )
+    assert only_values("qwen3_coder", text) == {
+        "text": "5",
+        "color": "red",
+        "number": 5,
+        "flag": True,
+        "maybe": None,
+        "list": ["a", 1],
+        "other": "{x",
+        "more": {"a": 1},
+    }
+    assert only_values("qwen3_coder", tags(maybe="so", flag="false", number="many", other="NaN", more="")) == {
+        "maybe": "so",
+        "flag": False,
+        "number": "many",
+        "other": "NaN",
+        "more": "",
+    }
+    assert only_values("qwen3_coder", tags()) == {}
+
+
+@given(text=plain)
+def test_text_between_tags_is_kept_to_the_character(text: str) -> None:
+    assert only_values("qwen3_coder", tags(text=text)) == {"text": text}
+    assert only_values("qwen3_coder", tags(text="\n" + text + '\n"<tool_call>')) == {
+        "text": "\n" + text + '\n"<tool_call>'
+    }
+
+
+def test_text_between_tags_is_streamed() -> None:
+    parser = new_parser("qwen3_coder")
+    parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
+    assert [parser.push(piece)[1][0].arguments for piece in ("Hel", "lo")] == ["Hel", "lo"]
+
+
+def test_calls_between_tags_that_are_broken() -> None:
+    found = whole("qwen3_coder", "Hi <tool_call>\n<function=f>\n<parameter=text>\nOs")
+    assert found == Found("Hi", [("f", '{"text": "Os')], 0)
+    found = whole("qwen3_coder", "<tool_call>\n<function=f>\nwhat\n</function>\n</tool_call>")
+    assert found == Found("what\n</function>\n</tool_call>", [("f", "{")], 0)
+    assert whole("qwen3_coder", "<tool_call>\n<function=").content == "<tool_call>\n<function="
+    two = whole("qwen3_coder", "See:\n" + tags(number="1") + "\n" + tags(number="2"))
+    assert two == Found("See:", [("f", '{"number": 1}'), ("f", '{"number": 2}')], 2)
+
+
+@pytest.mark.parametrize("name", GEMMA)
+@given(text=plain, value=json_values)
+def test_texts_between_marks_are_kept_to_the_character(name: str, text: str, value: Any) -> None:
+    opening, closing, quote = GEMMA[name]
+    call = f"{opening}call:f{{text:{quote}{text}{quote},n:[1,{{k:true}}],v:{json.dumps(value)}}}{closing}"
+    assert only_values(name, call) == {"text": text, "n": [1, {"k": True}], "v": value}
+
+
+@pytest.mark.parametrize("name", GEMMA)
+def test_calls_between_marks(name: str) -> None:
+    opening, closing, quote = GEMMA[name]
+    one = f"{opening}call:f{{a:{quote}x}}]{quote}}}{closing}"
+    assert whole(name, f"Hi.{one}{one}\nDone.") == Found("Hi.\nDone.", [("f", '{"a": "x}]"}')] * 2, 2)
+    assert whole(name, f"{opening}call:f{{}}{closing}") == Found("", [("f", "{}")], 1)
+    assert whole(name, f"{opening}call:f{{a:{quote}x") == Found("", [("f", '{"a": "x')], 0)
+    assert whole(name, f"{opening}call: f").content == f"{opening}call: f"
+    assert whole(name, f"{opening}call:f{{a:what?}}{closing}") == Found("what?}" + closing, [("f", '{"a": ')], 0)
