@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,8 +46,6 @@ from worker.sampling.rng import seed_words
 from worker.sampling.row_lists import Change, RowLists, Words
 from worker.sampling.sampled_rows import LISTED, Integers, Listed, Needs, SampledRows, Upload
 from worker.scheduler.plan import NewRow
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class SamplingParameters:
@@ -162,10 +159,6 @@ class SamplingParameters:
             mask=sampled.mask,
             mask_rows=mask_rows,
         )
-
-    def aims_at_surprise(self, rows: Integers) -> Bools:
-        """[n] which of some rows use mirostat."""
-        return self._features[rows] & Feature.MIROSTAT > 0
 
     def store_mu(self, rows: torch.Tensor, mu: torch.Tensor) -> None:
         """What mirostat aims at from now on, [E] float32, in rows of the state."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.sampling import inputs
 from kernels.sampling.dispatch import ReferenceOps
@@ -91,6 +92,42 @@ def test_tables_on_a_device_give_the_same_tokens():
             small.rows.sampling._host_words = None
         expected.append(walk(small, range(3, 3 + len(KINDS)), steps))
     assert expected[0] == expected[1]
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what on a GPU would wait for a value of the device."""
+
+    WAITING = {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten._unique2.default,
+    }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in self.WAITING, func
+        if func is torch.ops.aten.index.Tensor:
+            assert not any(index is not None and index.dtype is torch.bool for index in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host_while_sampling():
+    # Log-probabilities have a kernel of their own there.
+    kinds = [{name: value for name, value in kind.items() if name != "logprobs"} for kind in KINDS]
+    small = SmallSampler(ops=ReferenceOps())
+    small.rows.sampling._host_words = None
+    fill(small, kinds)
+    items = [ScheduledTokens(row, len(TEXT) - 1, 1, True) for row in range(len(kinds))]
+    sampled = small.rows.stage(StepPlan(step=1, scheduled=items)).sampled
+    sampled = replace(sampled, mask=torch.full((len(kinds), 2), -1, dtype=torch.int32))
+    logits = logits_like(1, rows=len(kinds))
+    expected = small.sampler.sample(logits.clone(), sampled).token_ids
+    fill(small, kinds)
+    sampled = replace(small.rows.stage(StepPlan(step=1, scheduled=items)).sampled, mask=sampled.mask)
+    with NoReads():
+        found = small.sampler.sample(logits, sampled).token_ids
+    assert torch.equal(found, expected)
 
 
 def test_a_greedy_row_ignores_what_only_shapes_noise(ops):
