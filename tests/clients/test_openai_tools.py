@@ -259,3 +259,11 @@ def test_reasoning_before_a_call(client, stream):
         assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
     assert reasoning.strip() == "I should look." and not (content or "").strip()
     assert json.loads(arguments) == {"city": "Bern"} and finish == "tool_calls"
+
+
+def test_a_message_with_reasoning_and_calls_goes_back(client):
+    (choice,) = client.chat.completions.create(model=MODEL, messages=ask("think and call"), tools=TOOLS).choices
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "fine"}
+    messages = [*ask("think and call"), choice.message, result]
+    (final,) = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices
+    assert (final.message.content.strip(), final.message.reasoning_content.strip()) == ("Done.", "It came back.")

@@ -85,6 +85,19 @@ test("a tool loop in streams, with two calls at once", async () => {
   for (const kind of ["tool-input-start", "tool-input-delta", "tool-call", "tool-result"]) assert.ok(kinds.has(kind));
 });
 
+test("a tool loop of a model that reasons", async () => {
+  const seen = [];
+  const tools = weatherTools(seen, "fine");
+  const asked = { model, tools, prompt: "think and call", stopWhen: stepCountIs(3) };
+  const result = await generateText({ ...asked, maxRetries: 0 });
+  assert.equal(result.steps[0].reasoningText.trim(), "I should look.");
+  assert.equal(result.reasoningText.trim(), "It came back.");
+  assert.equal(result.text.trim(), "Done.");
+  const stream = streamText(asked);
+  assert.equal((await stream.text).trim(), "Done.");
+  assert.deepEqual(seen, [{ city: "Bern" }, { city: "Bern" }]);
+});
+
 test("forced calls", async () => {
   const seen = [];
   const tools = weatherTools(seen, "fine");
