@@ -20,7 +20,7 @@ NODE_FOLDER = Path(__file__).parent / "node"
 MIN_NODE = 20
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[PreparedServer]:
     """Answers as tests.clients.answers says; wants KEY."""
     with PreparedServer(ANSWERS, flags=("--api-key", KEY)) as running:
