@@ -34,6 +34,7 @@ class TritonSamplingOps:
         self._device = device
         self._vocab_size = vocab_size
         self._scratch = torch.empty(0, dtype=torch.int32, device=device)
+        self._replaced: list[torch.Tensor] = []  # captured graphs go on using it
 
     def compile(self) -> None:
         """Launches every variant that the worker uses once, on a row of zeros."""
@@ -54,6 +55,10 @@ class TritonSamplingOps:
         self.adjust(logits, AdjustInputs(entry, entry.float(), entry, rows, row))
         for num_top in (0, 8, 20):  # each number of slots that requests need
             self.logprobs(logits, row, num_top)
+
+    def compile_usual(self) -> None:
+        """The same; what few requests ask for needs no compiling here."""
+        self.compile()
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See kernels/sampling/reference.py."""
@@ -83,6 +88,7 @@ class TritonSamplingOps:
         """See kernels/sampling/reference.py."""
         needed = sampling_kernels.scratch_size(*logits.shape)
         if self._scratch.numel() < needed:
+            self._replaced.append(self._scratch)
             self._scratch = torch.empty(needed, dtype=torch.int32, device=self._device)
         return sampling_kernels.sample(logits, inputs, self._scratch)
 

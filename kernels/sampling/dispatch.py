@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -32,6 +33,10 @@ class SamplingOps(Protocol):
 
     def compile(self) -> None:
         """Compiles what is not; may run in another thread meanwhile."""
+        ...
+
+    def compile_usual(self) -> None:
+        """The same for what most requests need; the rest may follow when one first needs it."""
         ...
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
@@ -73,6 +78,9 @@ class ReferenceOps:
     def compile(self) -> None:
         """Nothing to do."""
 
+    def compile_usual(self) -> None:
+        """Nothing to do."""
+
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See reference.adjust."""
         reference.adjust(logits, inputs)
@@ -109,19 +117,26 @@ class ReferenceOps:
 class CpuOps(ReferenceOps):
     """The compiled functions, rows shared out among threads; plain torch until they are compiled.
 
-    Compiling takes seconds when the cache is empty, and greedy requests do not need it; so `compile` may run in a
-    thread of its own while the first requests are served. Both give the same ids.
+    Compiling takes seconds when the cache is empty, and greedy requests do not need it; so `compile_usual` may run in
+    a thread of its own while the first requests are served. What few requests ask for takes twice as long; it is
+    compiled in a thread once one does. Both give the same ids.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
         self._lists: Any = None
         self._extended: Any = None
+        self._compiling: threading.Thread | None = None
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "sampling") if num_threads > 1 else None
 
     def compile(self) -> None:
         """Compiles or loads from the cache; returns when it is done."""
+        self.compile_usual()
+        self._compile_the_rarer()
+
+    def compile_usual(self) -> None:
+        """Without what few requests ask for."""
         from kernels.sampling import cpu  # numba is imported only where the CPU samples
 
         logits = torch.zeros((1, 8))
@@ -131,7 +146,13 @@ class CpuOps(ReferenceOps):
         counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
         self._compiled = cpu
-        self._compile_the_rarer()
+
+    def _ask_for(self, compiled: Any) -> bool:
+        """Whether a module of the rarer functions is there; if not, it will be soon."""
+        if compiled is None and self._compiled is not None and self._compiling is None:
+            self._compiling = threading.Thread(target=self._compile_the_rarer, name="compile-sampling", daemon=True)
+            self._compiling.start()
+        return compiled is not None
 
     def _compile_the_rarer(self) -> None:
         from kernels.sampling import extended_cpu, lists_cpu
@@ -168,28 +189,28 @@ class CpuOps(ReferenceOps):
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
         """See dry.py."""
-        if self._lists is None:
+        if not self._ask_for(self._lists):
             dry.penalize_repetitions(logits, inputs)
         else:
             self._lists.dry_rows(logits.numpy(), *_columns(inputs))
 
     def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
         """See reference.allow_only."""
-        if self._lists is None:
+        if not self._ask_for(self._lists):
             reference.allow_only(logits, inputs)
         else:
             self._lists.allow_rows(logits.numpy(), *_columns(inputs))
 
     def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
         """See reference.forbid_words."""
-        if self._lists is None:
+        if not self._ask_for(self._lists):
             reference.forbid_words(logits, inputs)
         else:
             self._lists.forbid_rows(logits.numpy(), *_columns(inputs))
 
     def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
         """See extended.extend."""
-        if self._extended is None:
+        if not self._ask_for(self._extended):
             return extended.extend(logits, inputs)
         log_masses = torch.zeros(len(inputs.rows))
         columns = _extend_columns(inputs)

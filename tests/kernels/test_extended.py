@@ -335,6 +335,21 @@ def test_the_coin_falls_as_often_as_it_should():
     assert extended.tossed(replace(many, xtc_coin=torch.full((size,), 2**24))).all()
 
 
+def test_what_few_ask_for_is_compiled_when_one_asks():
+    ops = CpuOps(1)
+    ops.compile_usual()
+    logits, inputs = make(ROWS, 60)
+    expected, found = logits.clone(), logits.clone()
+    extended.extend(expected, inputs)
+    ops.extend(found, inputs)  # by plain torch
+    assert torch.equal(found, expected)
+    assert ops._compiling is not None
+    ops._compiling.join()
+    assert ops._extended is not None and ops._lists is not None
+    ops.extend(logits, inputs)
+    assert torch.equal(logits > -math.inf, expected > -math.inf)
+
+
 def test_random_wishes(cpu):
     """Any combination, on rows with many equal logits."""
     rng = random.Random(5)

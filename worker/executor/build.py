@@ -127,7 +127,7 @@ def _build(
         launch(step).result()
     if compile_beside:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
-        threading.Thread(target=ops.compile, name="compile-sampling", daemon=True).start()
+        threading.Thread(target=ops.compile_usual, name="compile-sampling", daemon=True).start()
     executor = LocalExecutor(launch, depth or device.depth, on_close=group.close if group is not None else None)
     return BuiltExecutor(
         executor=executor,
