@@ -103,19 +103,22 @@ def check_tools(request: ToolRequest) -> None:
         check_parameters(tool.parameters, tool.place)
 
 
-def tool_grammar(request: ToolRequest | None, form: ToolFormat, special_ids: Mapping[str, int]) -> ToolGrammar | None:
-    """What the calls of a request are held to; see output_grammar.
+def tool_grammar(
+    request: ToolRequest | None, form: ToolFormat, special_ids: Mapping[str, int], *, beside_content: bool = False
+) -> ToolGrammar | None:
+    """What the calls of a request are held to; None: to nothing. May take some time: call it in a thread.
 
     Args:
         special_ids: text of each special token -> its id.
+        beside_content: the content is held to a grammar, so that calls have to be part of it.
     """
-    if request is None or request.choice == "none":
+    if request is None or request.choice == "none" or not (request.constrained or beside_content):
         return None
     calls = form.call_grammar(request.callable, special_ids, parallel=request.parallel)
     free = None
     if request.constrained and not request.forced:
         free = form.free_grammar(request.callable, special_ids, parallel=request.parallel)
-    enforced = [tool for tool in request.callable if request.forced or tool.strict]
+    enforced = [tool for tool in request.callable if request.forced or beside_content or tool.strict]
     parts = tuple(Fragment(arguments_expression(tool), param=tool.place) for tool in enforced)
     return ToolGrammar(required=request.forced, calls=calls, free=free, parts=parts)
 

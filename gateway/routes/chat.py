@@ -93,7 +93,8 @@ async def _grammar(
                 param="tools",
                 code="unsupported_parameter",
             )
-        of_tools = await asyncio.to_thread(_tool_grammar, tools, formats)
+        structured = common.fields.response_format is not None or common.fields.structured_outputs is not None
+        of_tools = await asyncio.to_thread(_tool_grammar, tools, formats, structured)
     reasoning, framed = None, None
     if formats.reasoning is not None:
         reasoning = reasoning_fragment(formats.reasoning, chat.opened, formats.added_ids)
@@ -101,7 +102,9 @@ async def _grammar(
     return await request_grammar(request, common, entry, tools=of_tools, reasoning=reasoning, framed=framed)
 
 
-def _tool_grammar(tools: ToolRequest, formats: ModelFormats) -> ToolGrammar | None:
+def _tool_grammar(tools: ToolRequest, formats: ModelFormats, structured: bool) -> ToolGrammar | None:
     """Takes time with large schemas."""
     check_tools(tools)
-    return None if formats.tools is None else tool_grammar(tools, formats.tools, formats.added_ids)
+    if formats.tools is None:
+        return None
+    return tool_grammar(tools, formats.tools, formats.added_ids, beside_content=structured)

@@ -75,8 +75,9 @@ def test_grammars() -> None:
     free = tool_grammar(asked(tools), HERMES, {})
     assert free is not None and not free.required and free.free is not None and "only_f" not in str(free.free.rules)
     assert [part.param for part in free.parts] == ["tools[1].function.parameters"]
-    loose = tool_grammar(asked([tool()]), HERMES, {})
-    assert loose is not None and not loose.required and loose.free is None and not loose.parts
+    assert tool_grammar(asked([tool(parameters={"x-guidance": {}})]), HERMES, {}) is None
+    loose = tool_grammar(asked([tool()]), HERMES, {}, beside_content=True)
+    assert loose is not None and not loose.required and loose.free is None and len(loose.parts) == 1
 
 
 def test_a_function_may_say_little() -> None:
