@@ -17,10 +17,10 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from shared.deep_threads import DeepThreads
 from shared.errors import InvalidRequestError, PeltonError
 from shared.log import get_logger
 from worker.constraint import Flags, GrammarState, Words
+from worker.deep_threads import DeepThreads
 from worker.stats import Counters
 
 COMPILE_SECONDS = 10.0
@@ -36,6 +36,8 @@ _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _MAX_REASON = 300
 _NO_TOKEN = "<|pelton: end of text|>"
 _MAX_MASK_THREADS = 8
+_MANY_MASKS = 4
+"""Fewer are not worth waking other threads for: most take some 10 us."""
 
 log = get_logger("worker.sampling")
 
@@ -200,7 +202,7 @@ class LLGrammars:
             self._wide = np.zeros((max(len(matchers), 2 * len(self._wide)), width), dtype=np.uint32)
         wide = self._wide[: len(matchers)]
         row_bytes = 4 * width
-        if len(matchers) == 1 or self._num_mask_threads == 1:
+        if len(matchers) < _MANY_MASKS or self._num_mask_threads == 1:
             for matcher, row in zip(matchers, wide, strict=True):
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, row_bytes)
         else:

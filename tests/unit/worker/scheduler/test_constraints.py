@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.errors import InvalidRequestError
 from shared.messages import Finish, FinishReason
@@ -86,6 +88,20 @@ def test_whatever_happens_every_choice_with_a_grammar_ends_once(seed, depth):
     walk = GrammarWalk(seed, depth=depth, num_pages=20, max_num_seqs=5)
     walk.run(40)
     assert walk.grammars.num_pending == 0
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    depth=st.sampled_from((1, 2, 3)),
+    num_pages=st.integers(16, 40),
+    num_groups=st.integers(1, 2),
+    max_num_seqs=st.integers(1, 8),
+    max_num_batched_tokens=st.integers(8, 64),
+    corruption=st.sampled_from((0.0, 0.0, 0.05)),
+    enable_prefix_caching=st.booleans(),
+)
+def test_any_shape_of_engine_survives(seed, **options):
+    GrammarWalk(seed, **options).run(12)
 
 
 def test_the_walks_meet_what_they_are_made_for():

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shared.deep_threads import STACK_BYTES, DeepThreads
 from shared.errors import UnavailableError
+from worker.deep_threads import STACK_BYTES, DeepThreads
 
 PATIENCE = 30.0
 
