@@ -118,25 +118,30 @@ class CpuOps(ReferenceOps):
     """The compiled functions, rows shared out among threads; plain torch until they are compiled.
 
     Compiling takes seconds when the cache is empty, and greedy requests do not need it; so `compile_usual` may run in
-    a thread of its own while the first requests are served. What few requests ask for takes twice as long; it is
-    compiled in a thread once one does. Both give the same ids.
+    a thread of its own while the first requests are served. What few requests ask for takes twice as long, and is
+    compiled when one does. Both give the same ids.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
         self._lists: Any = None
         self._extended: Any = None
+        self._beside = False
         self._compiling: threading.Thread | None = None
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "sampling") if num_threads > 1 else None
 
     def compile(self) -> None:
-        """Compiles or loads from the cache; returns when it is done."""
-        self.compile_usual()
-        self._compile_the_rarer()
+        """Compiles or loads from the cache; returns when it is done. What few requests ask for waits until one does,
+        in the step that needs it: so all ranks of a group sample by the same code."""
+        self._compile()
 
     def compile_usual(self) -> None:
-        """Without what few requests ask for."""
+        """The same, but what few requests ask for will be compiled in a thread, and plain torch serves meanwhile."""
+        self._beside = True
+        self._compile()
+
+    def _compile(self) -> None:
         from kernels.sampling import cpu  # numba is imported only where the CPU samples
 
         logits = torch.zeros((1, 8))
@@ -147,12 +152,15 @@ class CpuOps(ReferenceOps):
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
         self._compiled = cpu
 
-    def _ask_for(self, compiled: Any) -> bool:
-        """Whether a module of the rarer functions is there; if not, it will be soon."""
-        if compiled is None and self._compiled is not None and self._compiling is None:
-            self._compiling = threading.Thread(target=self._compile_the_rarer, name="compile-sampling", daemon=True)
-            self._compiling.start()
-        return compiled is not None
+    def _ask_for_the_rarer(self) -> bool:
+        """Whether what few requests ask for is compiled; if not, it is now, or will be soon."""
+        if self._extended is None and self._compiled is not None:
+            if not self._beside:
+                self._compile_the_rarer()
+            elif self._compiling is None:
+                self._compiling = threading.Thread(target=self._compile_the_rarer, name="compile-sampling", daemon=True)
+                self._compiling.start()
+        return self._extended is not None
 
     def _compile_the_rarer(self) -> None:
         from kernels.sampling import extended_cpu, lists_cpu
@@ -189,28 +197,28 @@ class CpuOps(ReferenceOps):
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
         """See dry.py."""
-        if not self._ask_for(self._lists):
+        if not self._ask_for_the_rarer():
             dry.penalize_repetitions(logits, inputs)
         else:
             self._lists.dry_rows(logits.numpy(), *_columns(inputs))
 
     def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
         """See reference.allow_only."""
-        if not self._ask_for(self._lists):
+        if not self._ask_for_the_rarer():
             reference.allow_only(logits, inputs)
         else:
             self._lists.allow_rows(logits.numpy(), *_columns(inputs))
 
     def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
         """See reference.forbid_words."""
-        if not self._ask_for(self._lists):
+        if not self._ask_for_the_rarer():
             reference.forbid_words(logits, inputs)
         else:
             self._lists.forbid_rows(logits.numpy(), *_columns(inputs))
 
     def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
         """See extended.extend."""
-        if not self._ask_for(self._extended):
+        if not self._ask_for_the_rarer():
             return extended.extend(logits, inputs)
         log_masses = torch.zeros(len(inputs.rows))
         columns = _extend_columns(inputs)
