@@ -20,7 +20,7 @@ WEATHER = TOOL_SETS[0][1][0]
 def ask(server: Server, question: str, tools: list[dict[str, Any]], **fields: Any) -> Any:
     body = {"model": MODEL, "temperature": 0.0, "max_tokens": 400, "tools": tools, **fields}
     messages = body.pop("messages", [{"role": "user", "content": question}])
-    with server.client() as client:
+    with server.client().with_options(timeout=240) as client:
         answer = client.chat.completions.create(messages=messages, **body)
         return list(answer) if body.get("stream") else answer.choices[0]
 
@@ -62,7 +62,7 @@ def test_fifty_sets_of_tools(server):
         question, tools = TOOL_SETS[index]
         return ask(server, question, tools, tool_choice="required", parallel_tool_calls=False)
 
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(8) as pool:
         choices = list(pool.map(one, range(len(TOOL_SETS))))
     assert len(choices) == 50
     for (_, tools), choice in zip(TOOL_SETS, choices, strict=True):

@@ -193,7 +193,7 @@ _POOL = [*FUNCTIONS, *_OTHERS]
 NUM_SETS = 50
 
 TOOL_SETS: list[tuple[str, list[dict[str, Any]]]] = [
-    (_POOL[index][0], [_POOL[(index + 5 * place) % len(_POOL)][1] for place in range(1 + index % 3)])
+    (_POOL[index][0], [_POOL[(index + 5 * place) % len(_POOL)][1] for place in range((1, 1, 2, 1, 3)[index % 5])])
     for index in range(NUM_SETS)
 ]
 """A question, and one to three tools; the first of each set is no other set's first."""
