@@ -8,11 +8,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gateway.text.grammar import Fragment, any_of
+from gateway.text.grammar import Fragment, any_of, grammar_source
 from gateway.text.json_schema import json_expression
 from gateway.text.tools.format import Tool
 from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.prompting import TemplateSupport, conversation
+from shared.messages import MAX_GRAMMAR
 from tests.unit.gateway.text.tools.messages import FORMATS, WHOLE_ANSWERS, Found, read
 from tests.unit.gateway.text.tools.vocabulary import accepts, holds, random_text, special_ids
 
@@ -128,6 +129,24 @@ def test_grammars_spell_what_templates_show(name: str, parallel: bool) -> None:
 def rendered(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     text = TOOL_FORMATS[name].render_calls(calls)
     return text.replace("'", '"')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_as_many_tools_as_there_may_be(name: str) -> None:
+    tools = [
+        Tool(name=f"f{index}", parameters={"properties": {f"x{index}": {"enum": [index]}}, "required": [f"x{index}"]})
+        for index in range(128)
+    ]
+    form = TOOL_FORMATS[name]
+    for fragment in (
+        form.call_grammar(tools, special_ids(), parallel=True),
+        form.free_grammar(tools, {}, parallel=False),
+    ):
+        assert len(grammar_source(fragment)) < MAX_GRAMMAR // 4
+    fragment = form.call_grammar(tools, special_ids(), parallel=True)
+    for index in (0, 77, 127):
+        assert accepts(fragment, rendered(name, [(f"f{index}", {f"x{index}": index})]))
+        assert not holds(fragment, rendered(name, [(f"f{index}", {f"x{index}": index + 1})]))
 
 
 @pytest.mark.parametrize("name", FORMATS)
