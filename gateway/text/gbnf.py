@@ -4,8 +4,8 @@
 characters, `.`, the name of a rule, a group, or a special token (`<name>`, `<[id]>`), each with `*`, `+`, `?`,
 `{n}`, `{n,}` or `{n,m}` behind it; `#` begins a comment. A rule ends where the next one begins.
 
-Rules that cannot contain themselves become terminals, which are much faster to follow. If `root` is one, the whole
-grammar is one regular expression. Otherwise a terminal takes as much text as it can, as in any lexer.
+Rules that cannot contain themselves become terminals, which are much faster to follow, where that changes nothing (see
+gbnf_lexing). If `root` is one, the whole grammar is one regular expression.
 """
 
 from __future__ import annotations
@@ -15,6 +15,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gateway.text.gbnf_lexing import (
+    ASCII,
+    EVERYTHING,
+    Alt,
+    Chars,
+    Loop,
+    Node,
+    Ref,
+    Seq,
+    Token,
+    safe_terminals,
+    text_node,
+)
 from shared.errors import InvalidRequestError
 
 MAX_NESTING = 100
@@ -51,11 +64,16 @@ def gbnf_to_lark(grammar: str, place: str) -> str:
 
 @dataclass(slots=True)
 class _Rule:
-    """One rule: its alternatives in Lark's syntax, in which names of rules stand between zero bytes."""
+    """One rule: its body in Lark's syntax, in which names of rules stand between zero bytes, and as a tree."""
 
-    body: list[str]
+    body: str = ""
+    node: Node = field(default_factory=lambda: Seq(()))
     names: set[str] = field(default_factory=set)
     special: bool = False
+
+
+_Part = tuple[str, Node]
+"""In Lark's syntax, and as a tree."""
 
 
 class _Parser:
@@ -63,7 +81,7 @@ class _Parser:
         self._place = place
         self._tokens = self._split(grammar)
         self._kind, self._text, self._line = next(self._tokens)
-        self._rule = _Rule([])
+        self._rule = _Rule()
 
     def rules(self) -> dict[str, _Rule]:
         rules: dict[str, _Rule] = {}
@@ -74,8 +92,8 @@ class _Parser:
             if name in rules:
                 raise self._error(f"the rule {name[:64]!r} is defined twice")
             self._next()
-            self._rule = _Rule([])
-            self._rule.body = self._alternatives(0)
+            self._rule = _Rule()
+            self._rule.body, self._rule.node = self._alternatives(0)
             rules[name] = self._rule
         return rules
 
@@ -97,28 +115,28 @@ class _Parser:
     def _next(self) -> None:
         self._kind, self._text, self._line = next(self._tokens)
 
-    def _alternatives(self, depth: int) -> list[str]:
+    def _alternatives(self, depth: int) -> _Part:
         if depth > MAX_NESTING:
             raise self._error(f"groups are nested more than {MAX_NESTING} deep")
         found = [self._sequence(depth)]
         while (self._kind, self._text) == ("mark", "|"):
             self._next()
             found.append(self._sequence(depth))
-        return found
+        return " | ".join(text for text, _ in found), Alt(tuple(node for _, node in found))
 
-    def _sequence(self, depth: int) -> str:
-        parts: list[str] = []
+    def _sequence(self, depth: int) -> _Part:
+        parts: list[_Part] = []
         while True:
             element = self._element(depth)
             if element is None:
-                return " ".join(parts) or '""'
+                return " ".join(text for text, _ in parts) or '""', Seq(tuple(node for _, node in parts))
             if self._kind == "repeat":
                 element = self._repeated(element)
             if self._kind == "repeat":
                 raise self._error(f"{self._shown()} has nothing to repeat")
             parts.append(element)
 
-    def _element(self, depth: int) -> str | None:
+    def _element(self, depth: int) -> _Part | None:
         kind, text = self._kind, self._text
         if kind == "repeat":
             raise self._error(f"{self._shown()} has nothing to repeat")
@@ -126,46 +144,52 @@ class _Parser:
             return None
         self._next()
         if text == "(":
-            inner = self._alternatives(depth + 1)
+            inner, node = self._alternatives(depth + 1)
             if self._text != ")" or self._kind != "mark":
                 raise self._error("a group is not closed")
             self._next()
-            return f"({' | '.join(inner)})"
+            return f"({inner})", node
         if kind == "name":
             self._rule.names.add(text)
-            return f"\0{text}\0"
+            return f"\0{text}\0", Ref(text)
         if kind == "special":
             self._rule.special = True
-            return text
+            return text, Token()
         if kind == "text":
-            return json.dumps(_unescaped(text[1:-1]))
-        return "/(?s:.)/" if text == "." else f"/{self._class(text[1:-1])}/"
+            plain = _unescaped(text[1:-1])
+            return json.dumps(plain), text_node(plain)
+        return ("/(?s:.)/", Chars(EVERYTHING)) if text == "." else self._class(text[1:-1])
 
-    def _repeated(self, element: str) -> str:
+    def _repeated(self, element: _Part) -> _Part:
         text = "".join(self._text.split())
+        optional, many = text in ("*", "?"), text != "?"
         if len(text) > 1:
             bounds = [int(number) for number in re.findall(r"\d+", text)]
             if max(bounds) > _MAX_REPEAT or (len(bounds) == 2 and bounds[0] > bounds[1]):
                 raise self._error(f"{self._shown()} is no range up to {_MAX_REPEAT}")
+            optional, many = bounds[0] == 0, True
         self._next()
-        return f"{element}{text}"
+        return f"{element[0]}{text}", Loop(element[1], optional, many)
 
-    def _class(self, inner: str) -> str:
+    def _class(self, inner: str) -> _Part:
         negated = inner.startswith("^")
         characters = _characters(inner[1:] if negated else inner)
         if not characters:
             raise self._error("a class of characters is empty")
         parts: list[str] = []
-        position = 0
+        mask = position = 0
         while position < len(characters):
-            first = characters[position][0]
-            if characters[position + 1 : position + 2] == [("-", False)] and position + 2 < len(characters):
-                parts.append(f"{_code(first)}-{_code(characters[position + 2][0])}")
-                position += 3
-            else:
-                parts.append(_code(first))
-                position += 1
-        return f"[{'^' if negated else ''}{''.join(parts)}]"
+            first = last = characters[position][0]
+            position += 1
+            if characters[position : position + 1] == [("-", False)] and position + 1 < len(characters):
+                last = characters[position + 1][0]
+                position += 2
+            parts.append(_code(first) if first == last else f"{_code(first)}-{_code(last)}")
+            mask |= _mask(first, last)
+        if negated:
+            # What is beyond ASCII may be excluded in part only.
+            mask = EVERYTHING & ~(mask & ASCII)
+        return f"/[{'^' if negated else ''}{''.join(parts)}]/", Chars(mask)
 
     def _shown(self) -> str:
         return repr(self._text[:32]) if self._text else "the end"
@@ -184,17 +208,31 @@ class _Writer:
         if "root" not in rules:
             raise _refusal(place, "it has no rule 'root'")
         regular = _regular(rules)
-        self._names: dict[str, str] = {}
-        for index, name in enumerate(rules):
-            plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-            self._names[name] = f"G{index}_{plain.upper()}" if name in regular else f"g{index}_{plain}"
+        self._terminals = safe_terminals({name: rule.node for name, rule in rules.items()}, regular)
+        self._plain = {
+            name: f"{index}_" + re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for index, name in enumerate(rules)
+        }
 
     def lark(self) -> str:
-        lines = [f"start: {self._names['root']}"]
-        for name, rule in self._rules.items():
-            body = re.sub(r"\0([^\0]+)\0", lambda found: self._names[found[1]], " | ".join(rule.body))
-            lines.append(f"{self._names[name]}: {body}")
+        """Of each rule the versions that are used: as a terminal, as a rule, or both."""
+        lines = [f"start: {self._name('root', 'root' in self._terminals)}"]
+        waiting = [("root", "root" in self._terminals)]
+        written: set[tuple[str, bool]] = set()
+        while waiting:
+            version = waiting.pop()
+            if version in written:
+                continue
+            written.add(version)
+            name, is_terminal = version
+            uses = {used: is_terminal or used in self._terminals for used in sorted(self._rules[name].names)}
+            pieces = self._rules[name].body.split("\0")
+            pieces[1::2] = [self._name(used, uses[used]) for used in pieces[1::2]]
+            lines.append(f"{self._name(name, is_terminal)}: {''.join(pieces)}")
+            waiting += uses.items()
         return "\n".join(lines) + "\n"
+
+    def _name(self, rule: str, is_terminal: bool) -> str:
+        return f"G{self._plain[rule].upper()}" if is_terminal else f"g{self._plain[rule]}"
 
 
 def _regular(rules: dict[str, _Rule]) -> set[str]:
@@ -239,6 +277,12 @@ def _characters(text: str) -> list[tuple[str, bool]]:
             found.append((_CONTROL.get(code, code), True))
         position = escape.end()
     return found
+
+
+def _mask(first: str, last: str) -> int:
+    low, high = ord(first), ord(last)
+    ascii_part = ((1 << (min(high, 127) + 1)) - 1) & ~((1 << low) - 1) if low < 128 else 0
+    return (ascii_part & ASCII) | (EVERYTHING & ~ASCII if high > 127 else 0)
 
 
 def _code(character: str) -> str:

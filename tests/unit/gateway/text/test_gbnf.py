@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+import itertools
+import re
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text import gbnf
 from gateway.text.gbnf import gbnf_to_lark, is_gbnf
+from gateway.text.gbnf_lexing import Alt, Chars, Loop, Node, Ref, Seq
 from shared.errors import InvalidRequestError
 from tests.fakes.grammar_text import allows, reads
 
+ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
 JSON = r"""
 # as llama.cpp has it
 root   ::= object
@@ -41,6 +57,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
     ("grammar", "good", "bad"),
     [
         ('root ::= "yes" | "no"', ["yes", "no"], ["", "maybe", "yesno"]),
+        (ARITHMETIC, ["a=1\n", "a +b2 *7= 3 \n\nx=(1+2)\n"], ["a=1", "a=\n", "=1\n"]),
         (JSON, ['{"a": [1, -2.5e3, "x\\n", {"b":null}]}', "{}"], ["[1]", "{a}", '{"a":1,}', '{"a":  1}']),
         ('root ::= [a-z]+ "b"', ["abb", "ab"], ["a", "b", "abc"]),
         ('root ::= "(" root ")" | "x"', ["x", "((x))"], ["(x", "()"]),
@@ -59,6 +76,70 @@ def test_the_same_texts(grammar, good, bad):
     lark = gbnf_to_lark(grammar, "g")
     assert [text for text in good if not allows(lark, text)] == []
     assert [text for text in bad if allows(lark, text)] == []
+
+
+def test_rules_are_terminals_only_where_that_changes_nothing():
+    lark = gbnf_to_lark(JSON, "g")
+    for rule in ("STRING", "NUMBER", "WS"):
+        assert re.search(rf"^G\d_{rule}: ", lark, re.MULTILINE)
+    assert not re.search("^G", gbnf_to_lark(ARITHMETIC, "g"), re.MULTILINE), "ws may end before a line break"
+    assert re.search("^G0_ROOT: ", gbnf_to_lark('root ::= a "b"\na ::= [ab]*', "g"), re.MULTILINE)
+
+
+ATOMS = st.sampled_from(['"a"', '"b"', "[ab]", "[a]", "r1", "r2", '""'])
+BODIES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.tuples(inner, st.sampled_from("*+?")).map(lambda pair: f"({pair[0]}){pair[1]}")
+        | st.lists(inner, min_size=1, max_size=3).map(" ".join)
+        | st.tuples(inner, inner).map(lambda pair: f"({pair[0]} | {pair[1]})")
+    ),
+    max_leaves=5,
+)
+LENGTH = 4
+TEXTS = ["".join(text) for length in range(LENGTH + 1) for text in itertools.product("ab", repeat=length)]
+
+
+def short_texts(grammar: str) -> set[str]:
+    """All texts up to LENGTH that a grammar derives, by going through the derivations."""
+    trees = {name: rule.node for name, rule in gbnf._Parser(grammar, "g").rules().items()}
+    derived: dict[str, set[str]] = {name: set() for name in trees}
+
+    def joined(left: set[str], right: set[str]) -> set[str]:
+        return {one + other for one in left for other in right if len(one + other) <= LENGTH}
+
+    def texts(node: Node) -> set[str]:
+        if isinstance(node, Chars):
+            return {character for character in "ab" if node.mask >> ord(character) & 1}
+        if isinstance(node, Ref):
+            return set(derived[node.name])
+        if isinstance(node, Alt):
+            return set().union(*map(texts, node.parts))
+        if isinstance(node, Seq):
+            return functools.reduce(joined, map(texts, node.parts), {""})
+        assert isinstance(node, Loop)
+        once = texts(node.part)
+        found = once | ({""} if node.optional else set())
+        while node.many and (more := found | joined(found, once)) != found:
+            found = more
+        return found
+
+    while True:
+        before = {name: set(found) for name, found in derived.items()}
+        for name, tree in trees.items():
+            derived[name] |= texts(tree)
+        if derived == before:
+            return derived["root"]
+
+
+@given(BODIES, BODIES, BODIES)
+def test_nothing_is_allowed_that_the_grammar_does_not_derive(root, first, second):
+    grammar = f"root ::= {root}\nr1 ::= {first}\nr2 ::= {second}\n"
+    derived = short_texts(grammar)
+    if not derived:
+        return
+    lark = gbnf_to_lark(grammar, "g")
+    assert {text for text in TEXTS if allows(lark, text)} <= derived
 
 
 def test_special_tokens():

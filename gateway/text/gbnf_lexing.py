@@ -1,0 +1,271 @@
+"""Which rules of an EBNF grammar can be terminals without changing what the grammar allows.
+
+A terminal takes as much text as it can. That is the same as trying all ways to divide a text only if no character that
+could lengthen a complete terminal can stand right behind it: where a rule says `ws "\\n"`, `ws ::= [ \\n]*` is none.
+The check is conservative; characters beyond ASCII count as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+MAX_NODES = 2000
+"""Of a grammar that is looked at; in a larger one all regular rules are terminals."""
+MAX_PASSES = 60
+MAX_POSITIONS = 200
+MAX_WORK = 200_000
+"""Positions that are looked at in all automata of a grammar."""
+_OTHERS = 1 << 128
+ASCII = _OTHERS - 1
+EVERYTHING = ASCII | _OTHERS
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One of some characters, as bits: bit i for character i, bit 128 for all that are not ASCII."""
+
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What a rule derives."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A special token, which is no text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """Parts behind each other."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alt:
+    """One of the parts."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A part once, or not at all where `optional`, or any number of times where `many`."""
+
+    part: Node
+    optional: bool
+    many: bool
+
+
+Node = Chars | Ref | Token | Seq | Alt | Loop
+
+
+def mask_of(character: str) -> int:
+    """Of one character."""
+    return 1 << ord(character) if character.isascii() else _OTHERS
+
+
+def text_node(text: str) -> Node:
+    """Exactly this text; of one that makes the grammar too large to look at, anything as large."""
+    if len(text) > MAX_NODES:
+        return Seq((Chars(EVERYTHING),) * (MAX_NODES + 1))
+    return Seq(tuple(Chars(mask_of(character)) for character in text))
+
+
+def safe_terminals(rules: Mapping[str, Node], regular: set[str]) -> set[str]:
+    """Those of the regular rules that can be terminals.
+
+    Args:
+        regular: rules that reach neither themselves nor a special token.
+    """
+    if sum(map(_size, rules.values())) > MAX_NODES:
+        return set(regular)
+    sets = _Sets(rules)
+    if not sets.converged:
+        return set(regular)
+    budget = _Budget(MAX_WORK)
+    return {name for name in rules if name in regular and not _extensions(name, rules, budget) & sets.follow[name]}
+
+
+@dataclass(slots=True)
+class _Budget:
+    left: int
+
+
+def _size(node: Node) -> int:
+    if isinstance(node, Seq | Alt):
+        return 1 + sum(map(_size, node.parts))
+    return 1 + _size(node.part) if isinstance(node, Loop) else 1
+
+
+class _Sets:
+    """What each rule can begin with and be followed by, and whether it can be empty."""
+
+    def __init__(self, rules: Mapping[str, Node]) -> None:
+        self.first = dict.fromkeys(rules, 0)
+        self.nullable = dict.fromkeys(rules, False)
+        self.follow = dict.fromkeys(rules, 0)
+        self.converged = self._settle(rules, self._begin) and self._settle(rules, self._end)
+
+    def _settle(self, rules: Mapping[str, Node], update: Callable[[str, Node], None]) -> bool:
+        for _ in range(MAX_PASSES):
+            before = (dict(self.first), dict(self.nullable), dict(self.follow))
+            for name, node in rules.items():
+                update(name, node)
+            if before == (self.first, self.nullable, self.follow):
+                return True
+        return False
+
+    def _begin(self, name: str, node: Node) -> None:
+        self.first[name], self.nullable[name] = self._start(node)
+
+    def _end(self, name: str, node: Node) -> None:
+        self._walk(node, self.follow[name])
+
+    def _start(self, node: Node) -> tuple[int, bool]:
+        """What a node begins with, and whether it can be empty."""
+        if isinstance(node, Chars):
+            return node.mask, False
+        if isinstance(node, Ref):
+            return self.first[node.name], self.nullable[node.name]
+        if isinstance(node, Token):
+            return 0, False
+        if isinstance(node, Loop):
+            first, nullable = self._start(node.part)
+            return first, nullable or node.optional
+        if isinstance(node, Alt):
+            starts = [self._start(part) for part in node.parts]
+            return _union(first for first, _ in starts), any(nullable for _, nullable in starts)
+        whole = 0
+        for part in node.parts:
+            first, nullable = self._start(part)
+            whole |= first
+            if not nullable:
+                return whole, False
+        return whole, True
+
+    def _walk(self, node: Node, after: int) -> None:
+        """Notes what follows each rule that a node names; `after`: what follows the node."""
+        if isinstance(node, Ref):
+            self.follow[node.name] |= after
+        elif isinstance(node, Alt):
+            for part in node.parts:
+                self._walk(part, after)
+        elif isinstance(node, Loop):
+            self._walk(node.part, after | (self._start(node.part)[0] if node.many else 0))
+        elif isinstance(node, Seq):
+            for part in reversed(node.parts):
+                self._walk(part, after)
+                first, nullable = self._start(part)
+                after = first | (after if nullable else 0)
+
+
+def _union(masks: Iterable[int]) -> int:
+    whole = 0
+    for mask in masks:
+        whole |= mask
+    return whole
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Of Glushkov's automaton: positions where a part can begin and end."""
+
+    first: frozenset[int]
+    last: frozenset[int]
+    nullable: bool
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _Automaton:
+    """Glushkov's, of a regular rule: each position is a character of its expression."""
+
+    def __init__(self, rules: Mapping[str, Node]) -> None:
+        self._rules = rules
+        self.masks: list[int] = []
+        self.next: list[set[int]] = []
+
+    def build(self, node: Node) -> _Piece:
+        """Adds a part. Raises _TooLarge."""
+        if isinstance(node, Chars):
+            if len(self.masks) >= MAX_POSITIONS:
+                raise _TooLarge
+            self.masks.append(node.mask)
+            self.next.append(set())
+            here = frozenset((len(self.masks) - 1,))
+            return _Piece(here, here, False)
+        if isinstance(node, Ref):
+            return self.build(self._rules[node.name])
+        if isinstance(node, Loop):
+            piece = self.build(node.part)
+            if node.many:
+                self._link(piece.last, piece.first)
+            return _Piece(piece.first, piece.last, piece.nullable or node.optional)
+        if isinstance(node, Alt):
+            pieces = [self.build(part) for part in node.parts]
+            first = frozenset().union(*(piece.first for piece in pieces))
+            last = frozenset().union(*(piece.last for piece in pieces))
+            return _Piece(first, last, any(piece.nullable for piece in pieces))
+        whole = _Piece(frozenset(), frozenset(), True)
+        for part in node.parts if isinstance(node, Seq) else ():
+            piece = self.build(part)
+            self._link(whole.last, piece.first)
+            whole = _Piece(
+                whole.first | piece.first if whole.nullable else whole.first,
+                piece.last | whole.last if piece.nullable else piece.last,
+                whole.nullable and piece.nullable,
+            )
+        return whole
+
+    def _link(self, ends: frozenset[int], begins: frozenset[int]) -> None:
+        for end in ends:
+            self.next[end] |= begins
+
+
+def _extensions(name: str, rules: Mapping[str, Node], budget: _Budget) -> int:
+    """Characters that can lengthen a complete text of a regular rule."""
+    automaton = _Automaton(rules)
+    try:
+        whole = automaton.build(rules[name])
+    except (_TooLarge, RecursionError):
+        return EVERYTHING
+    found = _union(automaton.masks[position] for position in whole.first) if whole.nullable else 0
+    symbols = _symbols(automaton.masks)
+    waiting = [_reached(whole.first, automaton.masks, symbol) for symbol in symbols]
+    seen: set[frozenset[int]] = set()
+    while waiting:
+        state = waiting.pop()
+        if not state or state in seen:
+            continue
+        seen.add(state)
+        following = frozenset().union(*(automaton.next[position] for position in state))
+        budget.left -= len(following) * len(symbols)
+        if budget.left < 0:
+            return EVERYTHING
+        if state & whole.last:
+            found |= _union(automaton.masks[position] for position in following)
+        waiting += [_reached(following, automaton.masks, symbol) for symbol in symbols]
+    return found
+
+
+def _reached(positions: frozenset[int], masks: list[int], symbol: int) -> frozenset[int]:
+    return frozenset(position for position in positions if masks[position] & symbol)
+
+
+def _symbols(masks: list[int]) -> list[int]:
+    """One character of each kind that the masks tell apart."""
+    kinds: dict[tuple[bool, ...], int] = {}
+    distinct = sorted(set(masks))
+    for bit in range(129):
+        symbol = 1 << bit
+        kinds.setdefault(tuple(bool(mask & symbol) for mask in distinct), symbol)
+    return [symbol for signature, symbol in kinds.items() if any(signature)]
