@@ -130,6 +130,7 @@ def main() -> None:
     sizes = [(rows, context) for _, rows, _, context in cases] + [(sampling.NUM_REQUESTS, options.context)]
     pages = max(rows * -(-context // PAGE_SIZE) for rows, context in sizes)
     kv = KVStorage(files.spec, pages, PAGE_SIZE, kv_dtype, "cpu")
+    decoder.fuse_layers(kv)
     linears = LinearLayers(files.spec, dtype)
     print(f"{'':8} {'rows':>5} {'context':>7} {'step ms':>9} {'linear ms':>9} {'share':>6} {'tok/s':>8}")
     results = []
