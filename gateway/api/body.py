@@ -24,6 +24,9 @@ MAX_STRUCTURE = 100_000
 """Objects, arrays and keys in a body. Both bound how long the parser may hold the interpreter (under 100 ms), and how
 much memory its result takes, whatever the body's limit: 16 MB of brackets take seconds and 600 MB."""
 MAX_STRINGS = 200_000
+MAX_DEPTH = 128
+"""Objects and arrays inside each other. What walks a value (templates, schemas) takes some calls for each, and Python
+allows a thousand."""
 
 _PARSE_IN_THREAD_ABOVE = 262_144
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -92,7 +95,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(message, code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_too_deep(value):
+        raise InvalidRequestError(f"The body is nested deeper than {MAX_DEPTH} objects and arrays.", code="too_deep")
     return value
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether a JSON value has more than MAX_DEPTH objects and arrays inside each other."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _check_structure(body: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from gateway.api.body import MAX_DEPTH, is_too_deep
 from shared.errors import InvalidRequestError
 
 MAX_MESSAGES = 4096
@@ -190,6 +191,8 @@ def _arguments(value: object, place: str) -> str:
         raise InvalidRequestError(f"{place} must be a string of JSON, and is none.", param=place) from None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{place} must be the JSON text of an object.", param=place)
+    if is_too_deep(arguments):
+        raise InvalidRequestError(f"{place} is nested deeper than {MAX_DEPTH} objects and arrays.", param=place)
     return value or "{}"
 
 

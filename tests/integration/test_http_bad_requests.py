@@ -5,6 +5,8 @@ CVE and report numbers are in comments.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from shared.errors import RateLimitError
@@ -261,10 +263,22 @@ async def test_duplicate_keys_deeper_down(gateway):
 
 async def test_deep_but_allowed_nesting_in_a_field_that_is_not_wanted(gateway):
     value: object = "x"
-    for _ in range(200):
+    for _ in range(100):
         value = [value]
     status, body, _ = await gateway.chat(stop=value)
     assert status == 400 and is_named(body, "stop")
+
+
+@pytest.mark.parametrize("depth", [127, 500, 800])
+async def test_nesting_that_would_overrun_what_walks_it(gateway, depth):
+    deep: object = {}
+    for _ in range(depth):
+        deep = {"a": deep}
+    status, body, _ = await gateway.chat(chat_template_kwargs=deep)
+    assert status == 400 and body["error"]["code"] == "too_deep"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": deep})}}
+    status, body, _ = await gateway.chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
+    assert status == 400 and is_named(body, f"messages[{len(MESSAGES)}].tool_calls[0].function.arguments")
 
 
 @pytest.mark.parametrize(

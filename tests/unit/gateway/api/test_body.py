@@ -81,6 +81,21 @@ def test_strings_are_counted_where_there_is_much_structure(monkeypatch):
         parse_object(b'{"a":["[","[","["]}')
 
 
+def test_depth_is_that_of_objects_and_arrays_together():
+    def nested(depth):
+        value = {"b": 1}
+        for index in range(depth - 1):
+            value = {"a": value, "c": [1]} if index % 2 else [value, 2]
+        return json.dumps({"x": value} if depth % 2 else value).encode()
+
+    assert parse_object(nested(body.MAX_DEPTH - 1)) and parse_object(b'{"a":"%s"}' % (b"[{" * 500))
+    wide = json.dumps({"a": [[1, {"b": []}]] * 500}).encode()
+    assert parse_object(wide)
+    for depth in (body.MAX_DEPTH, body.MAX_DEPTH + 1):
+        with pytest.raises(InvalidRequestError, match="deeper than 128"):
+            parse_object(b'{"x":%s}' % nested(depth))
+
+
 def test_surrogate_pairs_are_fine_and_halves_are_not():
     assert parse_object(b'{"a":"\\ud83d\\ude00"}') == {"a": "\U0001f600"}
     for raw in (b'{"a":"\\ud83d"}', b'{"a":"\\ude00"}', b'{"\\ud83d":1}', b'{"a":"\\ud83d\\u0041"}'):
