@@ -1,0 +1,118 @@
+"""gpt-oss's messages, sorted into reasoning, content and calls."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text.grammar import Fragment, any_of
+from gateway.text.json_schema import json_expression
+from gateway.text.reasoning import REASONING_FORMATS, detect_reasoning, reasoning_fragment
+from gateway.text.tools.format import Tool
+from gateway.text.tools.formats import TOOL_FORMATS
+from gateway.text.tools.harmony import ANALYSIS, END, FINAL, MARKS, OPENING, HarmonySplitter, final_message
+from tests.unit.gateway.text.tools import templates
+from tests.unit.gateway.text.tools.messages import Found, calls_of
+from tests.unit.gateway.text.tools.vocabulary import accepts, holds, special_ids
+
+HARMONY = TOOL_FORMATS["harmony"]
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+COMMENTARY = "<|channel|>commentary<|message|>"
+
+
+def split(pieces: list[str], *, opened: bool = False) -> tuple[str, Found]:
+    """Reasoning, and the message that a parser makes of the rest."""
+    splitter, parser = HarmonySplitter(opened), HARMONY.new_parser([])
+    reasoning, content, deltas = "", "", []
+    for piece in [*pieces, None]:
+        thought, aloud = splitter.finish() if piece is None else splitter.push(piece)
+        text, news = parser.push(aloud)
+        reasoning, content = reasoning + thought, content + text
+        deltas += news
+    text, news = parser.finish()
+    return reasoning, Found(content + text, calls_of([*deltas, *news]), parser.num_complete)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "expected"),
+    [
+        (f"{ANALYSIS}Why.{END}{OPENING}{FINAL}Hi.", "Why.", Found("Hi.", [], 0)),
+        (f"{FINAL}Hi.<|return|>", "", Found("Hi.", [], 0)),
+        (f"{ANALYSIS}Why.{END}{OPENING}{CALL}", "Why.", Found("", [("f", '{"a": 1}')], 1)),
+        (f"{ANALYSIS}A{END}{OPENING}{ANALYSIS}B{END}{OPENING}{FINAL}C", "A\n\nB", Found("C", [], 0)),
+        (f"{COMMENTARY}Let me see.{END}{OPENING}{CALL}", "", Found("Let me see.", [("f", '{"a": 1}')], 1)),
+        (f"{COMMENTARY}One.{END}{OPENING}{FINAL}Two.", "", Found("One.\n\nTwo.", [], 0)),
+        ("<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}", "", Found("", [("g", "{}")], 1)),
+        ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", "", Found("", [("browser.search", "{}")], 1)),
+        ("<|channel|>analysis to=python<|message|>x = 1<|call|>", "", Found("x = 1<|call|>", [("python", "")], 0)),
+        (CALL.replace("1", '"<|end|>"'), "", Found("", [("f", '{"a": "<|end|>"}')], 1)),
+        ("No header.", "", Found("No header.", [], 0)),
+        (f"{ANALYSIS}Cut", "Cut", Found("", [], 0)),
+        ("<|channel|>analy", "", Found("", [], 0)),
+        (CALL[:-10], "", Found("", [("f", '{"a": ')], 0)),
+        ("", "", Found("", [], 0)),
+    ],
+)
+def test_messages_are_sorted(text: str, reasoning: str, expected: Found) -> None:
+    assert split([text]) == (reasoning, expected)
+    assert split(list(text)) == (reasoning, expected)
+
+
+def test_a_prompt_may_end_inside_reasoning() -> None:
+    text = f"Why.{END}{OPENING}{FINAL}Hi."
+    assert HarmonySplitter(True).in_reasoning and not HarmonySplitter(False).in_reasoning
+    for pieces in ([text], list(text)):
+        assert split(pieces, opened=True) == ("Why.", Found("Hi.", [], 0))
+    splitter = HarmonySplitter(False)
+    splitter.push(ANALYSIS + "x")
+    assert splitter.in_reasoning
+    splitter.push(END)
+    assert not splitter.in_reasoning
+
+
+@given(
+    st.lists(st.sampled_from([*MARKS, "assistant", "analysis", "final", "to=f", " ", "{}", "x\n"]), max_size=16),
+    st.data(),
+)
+def test_any_cutting_gives_the_same(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    whole = split([text])
+    assert split(list(text)) == whole
+    place = data.draw(st.integers(0, len(text)))
+    assert split([text[:place], text[place:]]) == whole
+
+
+@pytest.mark.parametrize(
+    "part", ["<|channel|>", "<|start|>assistant", ANALYSIS, CALL, "<|chan", "x" + END, FINAL + " "]
+)
+def test_time_is_linear(part: str) -> None:
+    def seconds(size: int) -> float:
+        text = part * (size // len(part))
+        pieces = [text[start : start + 16] for start in range(0, len(text), 16)]
+        began = time.thread_time()
+        split(pieces)
+        return time.thread_time() - began
+
+    assert any(seconds(200_000) < 3 * seconds(100_000) + 0.005 for _ in range(4))
+
+
+def test_it_is_detected() -> None:
+    assert detect_reasoning(templates.GPT_OSS, {}) is REASONING_FORMATS["harmony"]
+    # Phi's templates end messages with the same mark.
+    assert detect_reasoning("{{ '<|assistant|>' + message.content + '<|end|>' }}", {"<|end|>": 5}) is None
+
+
+def test_one_grammar_of_reasoning_content_and_calls() -> None:
+    tools = [Tool(name="f", parameters={"properties": {"a": {"type": "integer"}}})]
+    reasoning = reasoning_fragment(REASONING_FORMATS["harmony"], False, special_ids())
+    calls = HARMONY.call_grammar(tools, special_ids(), parallel=True)
+    answer = final_message(Fragment(json_expression({"enum": ["yes"]}, "response_format")), special_ids())
+    either = any_of([answer.expression, calls.expression])
+    fragment = Fragment(f"{reasoning.expression} {either}", (*reasoning.rules, *answer.rules, *calls.rules))
+    for before in ("", f"{ANALYSIS}Why.{END}{OPENING}"):
+        for text in (f'{FINAL}"yes"', CALL, CALL.removesuffix("<|call|>")):
+            assert accepts(fragment, before + text), before + text
+        assert not holds(fragment, f"{before}{FINAL}no") and not holds(fragment, before + CALL.replace("1", '"1"'))
