@@ -63,6 +63,7 @@ def test_nothing_is_pickled(package):
     [
         ("gateway.__main__", {"torch", "transformers", "worker", "kernels", "multiprocessing.pool"}),
         ("worker.__main__", {"aiohttp", "gateway", "transformers"}),
+        ("worker.scheduler.scheduler", {"torch", "numba", "llguidance", "tokenizers", "zmq"}),
         ("shared.supervisor", {"aiohttp", "torch", "transformers", "numpy", "gateway", "worker", "kernels"}),
         ("shared.cli", {"aiohttp", "torch", "zmq", "msgspec", "structlog"}),
     ],

@@ -28,7 +28,7 @@ from worker.stats import Counters
 
 EOS = 2
 PATIENCE = 60.0
-NUM_REQUESTS = 12
+NUM_REQUESTS = 22
 _MADE: list[LLGrammars] = []
 SCHEMA = {
     "type": "object",
@@ -82,6 +82,15 @@ def make_constraints(vocab_size: int = VOCAB, num_threads: int = 2) -> Constrain
     return Constraints(grammars, vocab_size=vocab_size, eos_token_ids=(EOS,))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tiny matrices gain nothing by more, and a busy machine lets threads wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(autouse=True)
 def _threads_end():
     yield
@@ -108,9 +117,7 @@ def submits(count: int) -> list[Submit]:
         grammar = "" if number % 3 == 2 else sources[number % len(sources)]
         if not grammar:
             sampling |= {"ignore_eos": True, "max_tokens": 12}
-        made.append(
-            make_submit(f"r{number}", prompt, sampling=sampling, grammar=grammar, num_choices=1 + number % 2)
-        )
+        made.append(make_submit(f"r{number}", prompt, sampling=sampling, grammar=grammar, num_choices=1 + number % 2))
     return made
 
 
@@ -185,6 +192,7 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, m
     run(server)
     assert outcome(server) == alone
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
+    assert not late or server.num_captured > 0
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
@@ -233,7 +241,6 @@ def test_two_ranks_write_what_one_writes(tmp_path):
     """The model has more ids than the tokenizer: they never come."""
     folder = write_tiny_model(tmp_path / "model")
     texts = []
-    num_threads = torch.get_num_threads()
     (tmp_path / "run").mkdir(mode=0o700)
     for size in (1, 2):
         settings = WorkerSettings(
@@ -261,7 +268,6 @@ def test_two_ranks_write_what_one_writes(tmp_path):
             run(server)
         finally:
             built.executor.close()
-            torch.set_num_threads(num_threads)
         texts.append(dict(server.tokens))
         for submit in submits(6):
             for choice in range(submit.num_choices if submit.grammar else 0):
