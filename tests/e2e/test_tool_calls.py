@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 
 from tests.e2e.server import Server
@@ -152,3 +153,42 @@ def test_a_tool_loop_goes_on_with_results(server):
     ]
     choice = ask(server, "", [WEATHER], messages=messages, tool_choice="none", max_tokens=40)
     assert choice.message.content and not choice.message.tool_calls
+
+
+@pytest.mark.timeout(300)
+def test_structured_content_beside_tools(server):
+    """The message is an answer that follows response_format, or a call that validates."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for seed in range(4):
+        choice = ask(
+            server, "Who are you?", [WEATHER], response_format=form, temperature=1.0, seed=seed, max_tokens=200
+        )
+        if choice.message.tool_calls:
+            assert choice.finish_reason == "tool_calls"
+            check_calls(choice, [WEATHER])
+        elif choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), schema)
+
+
+@pytest.mark.timeout(300)
+def test_a_schema_that_cannot_be_followed_is_named(server):
+    """CVE-2025-48944, and what no grammar can follow: refused where it would have to be."""
+    bad = json.loads(json.dumps(WEATHER))
+    for change in ({"type": "stsring"}, {"type": "string", "pattern": "(unclosed"}):
+        bad["function"]["parameters"]["properties"]["city"] = change
+        for choice in ("auto", "required"):
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(
+                    server,
+                    "Oslo?",
+                    [WEATHER, {**bad, "function": {**bad["function"], "name": "g"}}],
+                    tool_choice=choice,
+                )
+            assert caught.value.param == "tools[1].function.parameters"
+    bad["function"]["parameters"]["properties"]["city"] = {"type": "array", "uniqueItems": True}
+    assert ask(server, "Oslo?", [bad], tool_choice="required").message.tool_calls
+    bad["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(server, "Oslo?", [bad], tool_choice="required")
+    assert caught.value.param == "tools[0].function.parameters"
