@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,16 +45,21 @@ def of_stream(events: list[Any]) -> Message:
     return content, reasoning, list(zip(names, arguments, strict=True))
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[PreparedServer]:
+    with PreparedServer(ANSWERS, delay=0.0) as running:
+        yield running
+
+
 @pytest.mark.parametrize("question", ["weather?", "two cities?", "think and call", "only a call", "hello", "think"])
-def test_streams_whose_pieces_are_merged_are_the_whole(question):
+def test_streams_whose_pieces_are_merged_are_the_whole(server, question):
     """reliability 2.2 #26, 2.2 #27, 2.2 #28, 2.2 #29, 2.2 #33, 2.2 #36: tokens come as fast as they can, so that
     several go into one chunk."""
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "tools": TOOLS}
-    with PreparedServer(ANSWERS, delay=0.0) as server:
-        status, body = server.post(CHAT, **fields)
-        assert status == 200
-        with ThreadPoolExecutor(NUM_STREAMS) as pool:
-            streams = list(pool.map(lambda _: server.stream(CHAT, **fields), range(NUM_STREAMS)))
+    status, body = server.post(CHAT, **fields)
+    assert status == 200
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = list(pool.map(lambda _: server.stream(CHAT, **fields), range(NUM_STREAMS)))
     expected = of_whole(body)
     assert [of_stream(events) for events in streams] == [expected] * NUM_STREAMS
     assert {events[-2]["choices"][0]["finish_reason"] for events in streams} == {body["choices"][0]["finish_reason"]}
