@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.api.params import SamplingFields
 from gateway.api.structured_fields import TextFormat
-from gateway.flow.beam_search import BeamParams
+from gateway.flow.beam_state import BeamParams
 from shared.errors import InvalidRequestError
 from shared.sampling_params import MAX_LOGPROBS
 
@@ -31,8 +31,6 @@ _IDLE: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "repetition_detection": (),
     "seed": (),
-    "stop": ([],),
-    "stop_regex": ([],),
     "response_format": (),
     "structured_outputs": (),
     "tools": ([],),

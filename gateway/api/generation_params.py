@@ -12,7 +12,7 @@ from gateway.api.params import ChatFields, CompletionFields, SamplingFields
 from gateway.api.ranges import MAX_INT32, check_range
 from gateway.api.sampling_fields import NO_WORDS, WordIds, sampling_values
 from gateway.auth import Identity
-from gateway.flow.beam_search import BeamParams
+from gateway.flow.beam_state import BeamParams
 from gateway.flow.events import GenerationRequest
 from gateway.flow.salt import Salts
 from gateway.text.message_parser import MessageFormat

@@ -1,8 +1,7 @@
 """Beam search over workers that know nothing of it.
 
 Each step sends the live beams as requests for one token, and reads the likeliest tokens from the report on it. The
-workers' prefix cache makes that cheap: all but the newest tokens of a beam are there. Scores and ends are those of
-`transformers`: a hypothesis scores the sum of its log-probabilities / length ** length_penalty.
+workers' prefix cache makes that cheap: all but the newest tokens of a beam are there.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import msgspec
 
-from gateway.flow.choice import choices_of
+from gateway.flow.beam_state import Beam, BeamParams, BeamState, BeamText
+from gateway.flow.choice import Choice, choices_of, detokenizer_of, scanners_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
 from shared.errors import InternalError, InvalidRequestError, PeltonError
@@ -27,117 +26,6 @@ from shared.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_TOKENS = 131_072
 """Tokens of all beams of a prompt. In each step the worker finds every beam's pages again; others wait for that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamParams:
-    """Attributes:
-    width: beams that live at a time, and hypotheses that are kept.
-    num_returned: the best of them, which are the choices.
-    length_penalty: above 0 favours long hypotheses, below 0 short ones.
-    early_stopping: True: end with the first `width` hypotheses; False: when no live beam scores higher at its
-        present length; "never": when none can at any length.
-    """
-
-    width: int
-    num_returned: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] | str = False
-
-
-@dataclass(frozen=True, slots=True)
-class Beam:
-    """The tokens of one beam, or of a hypothesis; `score` is their sum, or the hypothesis's own."""
-
-    tokens: tuple[TokenLogprobs, ...]
-    score: float
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The generated ids."""
-        return [token.token_id for token in self.tokens]
-
-
-class BeamState:
-    """The search itself, without workers: `advance` it with a report on each live beam until it is `done`.
-
-    Args:
-        stop_ids: tokens that end a hypothesis.
-        min_tokens: hypotheses do not end before they have as many.
-        masked_ids: tokens that are never chosen.
-    """
-
-    def __init__(
-        self,
-        params: BeamParams,
-        *,
-        max_tokens: int,
-        min_tokens: int = 0,
-        stop_ids: Collection[int] = (),
-        masked_ids: Collection[int] = (),
-    ) -> None:
-        self._params = params
-        self._max_tokens = max_tokens
-        self._min_tokens = min_tokens
-        self.stop_ids = frozenset(stop_ids)
-        self._masked_ids = frozenset(masked_ids)
-        self._length = 0
-        self.live = [Beam((), 0.0)]
-        self.finished: list[Beam] = []
-        self.done = False
-
-    @property
-    def num_alternatives(self) -> int:
-        """How many of the likeliest tokens a report must have: each beam continues in `width` ways at most, and the
-        tokens that end or are masked come on top."""
-        return self._params.width + len(self.stop_ids | self._masked_ids)
-
-    def advance(self, reports: Sequence[TokenLogprobs]) -> None:
-        """One more token; reports[i] is on what may follow live[i]."""
-        width = self._params.width
-        self._length += 1
-        at_end = self._length >= self._max_tokens
-        live: list[Beam] = []
-        for rank, (score, index, place) in enumerate(self._continuations(reports)):
-            report = reports[index]
-            if at_end or report.top_ids[place] in self.stop_ids:
-                # What ends below the first `width` has better ones before it, which go on.
-                if rank < width:
-                    tokens = self._continued(index, report, place)
-                    self.finished.append(Beam(tokens, score / self._length**self._params.length_penalty))
-            elif len(live) < width:
-                live.append(Beam(self._continued(index, report, place), score))
-        self.finished.sort(key=lambda beam: -beam.score)
-        del self.finished[width:]
-        self.live = live
-        self.done = at_end or not live or not self._can_improve()
-
-    def _continuations(self, reports: Sequence[TokenLogprobs]) -> list[tuple[float, int, int]]:
-        """Score, index of the live beam and place in its report of whatever may follow, best first."""
-        masked = self._masked_ids | (self.stop_ids if self._length <= self._min_tokens else frozenset())
-        found = [
-            (beam.score + logprob, index, place)
-            for index, (beam, report) in enumerate(zip(self.live, reports, strict=True))
-            for place, (token_id, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True))
-            if token_id not in masked
-        ]
-        return sorted(found, key=lambda entry: -entry[0])
-
-    def _continued(self, index: int, report: TokenLogprobs, place: int) -> tuple[TokenLogprobs, ...]:
-        chosen = msgspec.structs.replace(
-            report, token_id=report.top_ids[place], logprob=report.top_logprobs[place], rank=place + 1
-        )
-        return (*self.live[index].tokens, chosen)
-
-    def _can_improve(self) -> bool:
-        if len(self.finished) < self._params.width:
-            return True
-        early, penalty = self._params.early_stopping, self._params.length_penalty
-        if early is True:
-            return False
-        length = self._max_tokens if early == "never" and penalty > 0.0 else self._length
-        best: float = self.live[0].score / length**penalty
-        return best > self.finished[-1].score
 
 
 class BeamSearcher:
@@ -162,14 +50,22 @@ class BeamSearcher:
         self._vocab_size = vocab_size
 
     def submit(self, request: GenerationRequest) -> BeamSearch:
-        """See GeneratorLike. Raises InvalidRequestError where workers do not report enough for so many beams."""
+        """See GeneratorLike. Raises InvalidRequestError where workers do not report enough for so many beams, and for
+        stop strings where the model's text has reasoning, in which they do not count."""
         sampling = request.sampling
+        new_scanner = scanners_of(request)
+        if new_scanner is not None and request.format is not None and request.format.new_splitter is not None:
+            param = "stop_regex" if request.stop_regex else "stop"
+            raise InvalidRequestError(
+                f"{param} cannot be combined with use_beam_search and a model that reasons.", param=param
+            )
         state = BeamState(
             self._params,
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
             masked_ids=self._eos_token_ids - set(sampling.stop_token_ids) if sampling.ignore_eos else (),
+            text=new_scanner and BeamText(detokenizer_of(request, self._pipeline), new_scanner()),
         )
         width = self._params.width
         param = "n" if width == self._params.num_returned else "best_of"
@@ -187,8 +83,10 @@ class BeamSearcher:
                 f"{sampling.max_tokens} are {num_tokens} tokens; beam search has at most {MAX_BEAM_TOKENS}.",
                 param=param,
             )
-        room = dataclasses.replace(request, n=self._params.width)
-        return BeamSearch(self._generator.reserve(room), request, self._params, state, self._pipeline, self._vocab_size)
+        choices = choices_of(request, self._pipeline)
+        # Last of all: who has the room must be there to give it back.
+        room = self._generator.reserve(dataclasses.replace(request, n=width))
+        return BeamSearch(room, request, self._params, state, choices, self._vocab_size)
 
     def reserve(self, request: GenerationRequest) -> ReservationLike:
         """See GeneratorLike."""
@@ -204,14 +102,14 @@ class BeamSearch:
         request: GenerationRequest,
         params: BeamParams,
         state: BeamState,
-        pipeline: TextPipelineLike,
+        choices: Sequence[Choice],
         vocab_size: int,
     ) -> None:
         self._room = room
         self._request = request
         self._params = params
         self._state = state
-        self._choices = choices_of(request, pipeline)
+        self._choices = choices
         self._vocab_size = vocab_size
         self._parts: list[GenerationLike] = []
         self._first: TextDelta | None = None
@@ -269,6 +167,9 @@ class BeamSearch:
             prompt_token_ids=[*self._request.prompt_token_ids, *beam.token_ids],
             sampling=sampling,
             n=1,
+            stop=(),
+            stop_regex=(),
+            format=None,
             arrival=time.monotonic(),
         )
 

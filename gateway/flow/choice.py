@@ -33,6 +33,10 @@ class Scanner(Protocol):
         """What was held back when the text ended."""
         ...
 
+    def copy(self) -> Scanner:
+        """One that goes on from here by itself."""
+        ...
+
 
 class ChoicePipeline(Protocol):
     """What choices need of a model's text pipeline."""
@@ -49,6 +53,12 @@ def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
         return None
     stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
     return lambda: StopScanner(stops)
+
+
+def detokenizer_of(request: GenerationRequest, pipeline: ChoicePipeline) -> Detokenizer:
+    """What makes text of a choice's tokens, before the first of them."""
+    shown_ids = frozenset() if request.format is None else request.format.shown_ids
+    return pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
 
 
 class Choice:
@@ -285,11 +295,10 @@ def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> list[Cho
     message_format = request.format
     if message_format is not None and not message_format.parses:
         message_format = None
-    shown_ids = frozenset() if message_format is None else message_format.shown_ids
     choices: list[Choice] = []
     for index in range(request.n):
         scanner = None if new_scanner is None else new_scanner()
-        detokenizer = pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
+        detokenizer = detokenizer_of(request, pipeline)
         if message_format is None:
             choices.append(Choice(index, request, scanner, detokenizer))
         else:

@@ -49,14 +49,15 @@ class Detokenizer:
         shown_ids: have text although they are special.
     """
 
-    __slots__ = ("_decode", "_skipped", "_table")
+    __slots__ = ("_decode", "_decoder", "_skipped", "_table")
 
     def __init__(
         self, token_bytes: TokenBytes, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> None:
         self._table = token_bytes.table
         self._skipped = token_bytes.special_ids - shown_ids if skip_special_tokens else frozenset()
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._decoder.decode
 
     def push(self, token_id: int) -> str:
         """The text that one more token completes; may be empty. Ids without a table entry have no text."""
@@ -67,6 +68,15 @@ class Detokenizer:
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a code point that never became whole, else nothing."""
         return self._decode(b"", True)
+
+    def copy(self) -> Detokenizer:
+        """One that goes on from here by itself."""
+        other = Detokenizer.__new__(Detokenizer)
+        other._table, other._skipped = self._table, self._skipped
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        other._decode = other._decoder.decode
+        return other
 
 
 def build_token_bytes(tokenizer_config: Mapping[str, Any], vocab: Mapping[str, int]) -> TokenBytes:

@@ -226,9 +226,10 @@ class _CharTest:
 class RegexScanner:
     """Passes on text until an expression is found."""
 
-    __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_threads", "found")
+    __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_stops", "_threads", "found")
 
     def __init__(self, stops: StopRegexes) -> None:
+        self._stops = stops
         self._automaton = stops.automaton
         self._include = stops.include_in_output
         self._held = ""
@@ -267,6 +268,13 @@ class RegexScanner:
             return self._end(self._held, start - (self._position - len(self._held)))
         held, self._held = self._held, ""
         return held
+
+    def copy(self) -> RegexScanner:
+        """One that goes on from here by itself."""
+        other = RegexScanner(self._stops)
+        other._held, other._position, other._previous = self._held, self._position, self._previous
+        other._threads, other.found = dict(self._threads), self.found
+        return other
 
     def _end(self, text: str, start: int) -> str:
         """The end of a match in `text`, from `start` to its end."""

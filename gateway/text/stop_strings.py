@@ -67,6 +67,12 @@ class StopScanner:
         held, self._held = self._held, ""
         return "" if self.found is not None else held
 
+    def copy(self) -> StopScanner:
+        """One that goes on from here by itself."""
+        other = StopScanner(self._stops)
+        other._held, other._matched, other.found = self._held, list(self._matched), self.found
+        return other
+
     def _scan(self, text: str, start: int) -> tuple[int, str] | None:
         """Feeds text[start:] to the automata; returns where the first match ends in text, and what matched."""
         strings, failure, matched = self._stops.strings, self._stops.failure, self._matched

@@ -133,7 +133,7 @@ def test_numbers_of_another_kind(name, value):
     ("fields", "param"),
     [
         ({"stream": True}, "stream"), ({"temperature": 0.7}, "temperature"), ({"top_k": 5}, "top_k"),
-        ({"seed": 1}, "seed"), ({"stop": "x"}, "stop"), ({"stop_regex": "x"}, "stop_regex"), ({"top_p": 0.5}, "top_p"),
+        ({"seed": 1}, "seed"), ({"top_p": 0.5}, "top_p"),
         ({"presence_penalty": 1.0}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"bad_words": ["x"]}, "bad_words"), ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

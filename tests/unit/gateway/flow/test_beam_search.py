@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gateway.flow.beam_search import BeamParams, BeamSearcher, BeamState
+from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.beam_state import BeamParams, BeamState, BeamText
 from gateway.flow.events import TextDelta
+from gateway.text.message_parser import MessageFormat
+from gateway.text.reasoning import REASONING_FORMATS
+from gateway.text.stop_regex import RegexScanner, StopRegexes
+from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError, InvalidRequestError, WorkerLostError
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
@@ -61,6 +67,40 @@ def test_hypotheses_are_those_of_transformers(model, width, penalty, early, stop
         _without_padding(ids, stop_ids) for ids in expected.sequences
     ]
     assert [beam.score for beam in state.finished] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
+
+
+STOPS = (5, 7, 12, 19, 23, 41)
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+@pytest.mark.parametrize("as_regex", [False, True])
+def test_stop_strings_end_hypotheses_as_stop_tokens_do(model, as_regex, early):
+    """Each token is one character, so that both can say the same."""
+    detokenizer = BytePipeline().detokenizer(skip_special_tokens=True)
+    chars = [chr(token_id) for token_id in STOPS]
+    scanner = RegexScanner(StopRegexes([f"[{re.escape(''.join(chars))}]"])) if as_regex else None
+    scanner = scanner or StopScanner(StopStrings(chars))
+
+    def found(**fields):
+        state = BeamState(BeamParams(width=5, num_returned=5, early_stopping=early), max_tokens=12, **fields)
+        while not state.done:
+            state.advance([report(model, PROMPT + beam.token_ids, _VOCAB) for beam in state.live])
+        return [beam.token_ids for beam in state.finished]
+
+    hypotheses = found(text=BeamText(detokenizer, scanner))
+    assert hypotheses == found(stop_ids=STOPS) and any(len(ids) < 12 for ids in hypotheses)
+    late = found(text=BeamText(detokenizer, scanner), min_tokens=6)
+    assert all(len(ids) > 6 and not set(ids[6:-1]) & set(STOPS) for ids in late)
+    assert any(set(ids[:6]) & set(STOPS) for ids in late) and scanner.found is None
+
+
+def test_where_everything_stops_there_are_as_many_hypotheses_as_beams(model):
+    text = BeamText(
+        BytePipeline().detokenizer(skip_special_tokens=True), StopScanner(StopStrings([chr(i) for i in range(_VOCAB)]))
+    )
+    state = BeamState(BeamParams(width=4, num_returned=4), max_tokens=12, text=text)
+    state.advance([report(model, PROMPT, 20)])
+    assert state.done and [len(beam.token_ids) for beam in state.finished] == [1, 1, 1, 1]
 
 
 def _without_padding(ids, stop_ids):
@@ -166,6 +206,30 @@ async def test_parts_and_deltas():
     assert {request.sampling.logprobs for request in generator.requests} == {3}
     (room,) = generator.reservations
     assert room.request.n == 2 and room.begun and room.outcome == deltas and room.closed and not generator.live
+
+
+async def test_a_stop_string_over_several_tokens_ends_a_hypothesis():
+    for fields, text in (
+        ({"stop": ("AC",)}, ""),
+        ({"stop": ("AC",), "include_stop_str_in_output": True}, "AC"),
+        ({"stop_regex": (r"C$|[A]C",), "include_stop_str_in_output": True}, "AC"),
+    ):
+        generator = FakeGenerator(successors(TABLE))
+        deltas = await run(searcher(generator, length_penalty=0.0), make_request([9, 0], max_tokens=5, n=2, **fields))
+        assert [delta.text for delta in deltas] == ["B", text]
+        assert [delta.token_ids for delta in deltas] == [[66, EOS], [65, 67]]
+        assert [delta.finish_reason for delta in deltas] == ["stop", "stop"]
+        assert [0, 65, 67] not in [request.prompt_token_ids[1:] for request in generator.requests]
+        assert not any(request.stop or request.stop_regex or request.format for request in generator.requests)
+
+
+def test_stop_strings_where_the_model_reasons():
+    generator = FakeGenerator()
+    form = MessageFormat(new_splitter=lambda: REASONING_FORMATS["think"].new_splitter(False))
+    for fields, param in (({"stop": ("a",)}, "stop"), ({"stop": ("a",), "stop_regex": ("b",)}, "stop_regex")):
+        with pytest.raises(InvalidRequestError) as refused:
+            searcher(generator).submit(make_request([0], n=2, format=form, **fields))
+        assert refused.value.param == param and not generator.reservations
 
 
 async def test_the_end_for_length():

@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from gateway.flow.beam_search import BeamParams, BeamSearcher
+from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.beam_state import BeamParams
 from shared.errors import RateLimitError, UnavailableError, WorkerLostError
 from shared.messages import Submit, TokenLogprobs
 from shared.sampling_params import SamplingParams
