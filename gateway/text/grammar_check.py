@@ -29,7 +29,7 @@ NUM_PROCESSES = 2
 MAX_SECONDS = 1.5
 """For one grammar."""
 MAX_SECONDS_OF_BUSY_MACHINE = 10.0
-"""The same where the process has hardly been given any processor time."""
+"""Of waiting for a process that is hardly given any processor time, which is not the grammar's fault."""
 MAX_WAITING = 256
 MAX_ROUNDS = 2000
 """Grammars that one process tries: memory that llguidance keeps is given back."""
@@ -196,7 +196,7 @@ class _Process:
 
 
 async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: float) -> Verdict | None:
-    """None where the process died. Raises TimeoutError."""
+    """None where the process died. Raises TimeoutError, or UnavailableError where the machine is at fault."""
     source, sink = process.stdout, process.stdin
     if source is None or sink is None:
         raise InternalError("The process for grammars has no pipes.")
@@ -216,9 +216,10 @@ async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: f
             if done:
                 return talking.result()
             waited, used = time.monotonic() - began, _cpu_seconds(process.pid) - spent
-            # On a busy machine it is not the grammar's fault.
-            if used > timeout / 2 or waited > MAX_SECONDS_OF_BUSY_MACHINE:
+            if used > timeout / 2:
                 raise TimeoutError
+            if waited > MAX_SECONDS_OF_BUSY_MACHINE:
+                raise UnavailableError("Grammars cannot be tried now: the machine is busy.", retry_after=5.0)
             wait = timeout / 8
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -191,6 +192,16 @@ async def test_a_process_that_is_killed_is_started_again(checker):
     await checker.check('start: "a"')
     (pid,) = [process._process.pid for process in checker._all if process._process is not None]
     os.kill(pid, 9)
+    await checker.check('start: "b"')
+
+
+async def test_a_busy_machine_is_not_the_grammars_fault(checker, monkeypatch):
+    await checker.check('start: "a"')
+    monkeypatch.setattr(module, "MAX_SECONDS_OF_BUSY_MACHINE", 0.3)
+    (process,) = [one._process for one in checker._all if one._process is not None]
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(UnavailableError):
+        await checker.check('start: "b"')
     await checker.check('start: "b"')
 
 
