@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +85,12 @@ def test_flags() -> None:
         assert tool_format(name.replace("_", "-").upper(), None, {}) is TOOL_FORMATS[name]
     with pytest.raises(ConfigurationError, match="hermes"):
         tool_format("unknown", templates.QWEN, {})
+
+
+def test_names_are_documented() -> None:
+    text = (Path(__file__).parents[5] / "docs" / "API.md").read_text()
+    listed = re.search(r"`--tool-call-parser`[^.]*?, or a name: ([^.]*)\.", text)
+    assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == FORMATS
 
 
 def test_what_templates_do() -> None:
