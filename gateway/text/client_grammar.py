@@ -17,6 +17,7 @@ MAX_CHOICES = 10_000
 MAX_CHOICE_LENGTH = 262_144
 """Characters of all choices together."""
 
+_ASCII_CLASSES = "dws"
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 _REFUSED_OPTIONS = re.compile(
     r"^[ \t]*[?!]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature|stop|stop_capture|capture)\b", re.MULTILINE
@@ -24,8 +25,8 @@ _REFUSED_OPTIONS = re.compile(
 
 
 def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
-    """Exactly what a regular expression matches, from beginning to end. The syntax is that of Rust's `regex` crate,
-    without look-around.
+    r"""Exactly what a regular expression matches, from beginning to end. The syntax is that of Rust's `regex` crate,
+    without look-around; \d, \w and \s are ASCII, as in JSON Schema's patterns.
 
     Args:
         name: of the terminal, in capitals, unique in the whole grammar.
@@ -37,7 +38,8 @@ def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
         raise _refusal(place, "it ends in a backslash that escapes nothing")
     if "\n" in pattern and _VERBOSE.search(pattern):
         raise _refusal(place, "line breaks are not possible in verbose mode, (?x)")
-    return Fragment(name, (f"{name}: /{regex_to_lark(pattern, '') or '(?:)'}/",), param=place)
+    # A model that is told \d means one of ten digits: of Unicode's 700 others the likeliest token may be one.
+    return Fragment(name, (f"{name}: /{regex_to_lark(pattern, _ASCII_CLASSES) or '(?:)'}/",), param=place)
 
 
 def choice_fragment(choices: Sequence[str], name: str, place: str) -> Fragment:
