@@ -252,17 +252,18 @@ _FIXED_ROWS = 32
 # From about 600 rows on it costs less to write a weight out once and let the vendor's product read it; see README.md.
 _VALUES_ROWS = 1024
 _VALUES_BYTES = 1 << 26  # of a weight that are written out at a time
+_VALUES_TILE = 64
 
 
 def tile(num_rows: int, bits: int, fixed: bool, amd: bool) -> Tile:
     """The tile table. fixed: one tile whatever the rows."""
     if fixed or num_rows <= 32:
-        # Many small programs: an instruction waits for the one before it, and only other warps fill the time. With 256
-        # programs of two warps an H200 took five times what its memory takes.
+        # Many small programs, all that an H200 holds at a time (1188 and 792): an instruction waits for the one before
+        # it, and only other warps fill the time. 256 programs of two warps took five times what the memory takes.
         stages = 2 if amd else 4
         if num_rows <= 16 and not fixed:
-            return Tile(True, 16, 64, 4, stages, split_for=1056)
-        return Tile(True, _FIXED_ROWS, 64, 4, stages, split_for=528)
+            return Tile(True, 16, 64, 4, stages, split_for=800)
+        return Tile(True, _FIXED_ROWS, 64, 4, stages, split_for=400)
     if num_rows <= 64:
         return Tile(False, 64, 64, 4, 2 if amd else 4, split_for=132)
     return Tile(False, 64 if amd else 128, 128, 8, 2 if amd else 3, split_for=132)
@@ -354,9 +355,17 @@ def _variant(
     )
 
 
+def values_step(num_in: int) -> int:
+    """Output features that are multiplied by way of their values at a time: whole tiles of the vendor's product.
+
+    Columns of `out` that do not begin at multiples of 16 bytes would have it take kernels of a third of the speed.
+    """
+    return max(_VALUES_TILE, _VALUES_BYTES // (2 * num_in) // _VALUES_TILE * _VALUES_TILE)
+
+
 def _by_values(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """The product by way of the weight's values, some output features at a time."""
-    step = max(64, _VALUES_BYTES // (2 * weight.num_in))
+    step = values_step(weight.num_in)
     for first in range(0, weight.num_out, step):
         last = min(first + step, weight.num_out)
         values = values_of(weight, first, last, x.dtype)
@@ -393,13 +402,12 @@ def _constants(chosen: Tile, bits: int, group: int, has_minimum: bool, has_bias:
 
 _INTEGERS = ("num_rows", "num_out", "num_in", "stride_x", "num_blocks", "split_blocks", "group_blocks")
 _GROUPS = ((128, False), (128, True), (32, False), (32, True), (64, False), (64, True))
-# rows, whether fixed, split, nested: the lines of the tile table
+# rows, whether fixed, split, nested: the lines of the tile table; fixed, 32 rows are split as any others
 _ROWS = (
     (16, False, True, False),
     (16, False, False, False),
     (32, False, True, False),
     (32, False, False, False),
-    (32, True, True, False),
     (33, True, False, True),
     (64, False, True, False),
     (64, False, False, False),

@@ -97,6 +97,10 @@ class DecodeGraphs(Generic[T]):
         """Enqueues a graph that `choose` gave, on what the static buffers hold now."""
         return self._graphs[size].replay()
 
+    def outputs(self, size: Size) -> T:
+        """Where the replays of a graph that `choose` gave leave their results."""
+        return self._graphs[size].outputs
+
     def capture_next(self) -> bool:
         """While nothing else is to do: captures one more. False where all are there that ever will be."""
         seen = {1, *(size.tokens_each for size in self._asked)}

@@ -17,8 +17,9 @@ from worker.executor.forward_batch import ForwardBatch
 from worker.executor.pending_step import PendingStep, PromptReport, step_output
 from worker.executor.request_rows import PromptChunk, RequestRows, StagedStep
 from worker.executor.shared_prefixes import SharedPrefixes
+from worker.executor.tail_graphs import Tail, TailGraphs
 from worker.kv.storage import CopyBatch
-from worker.sampling.sampler import Sampler
+from worker.sampling.sampler import SampledTokens, Sampler
 from worker.scheduler.plan import StepPlan, StepResult
 
 # Rows of logits that exist at a time for prompt log-probabilities: 256 x 49,152 float32 are 48 MiB.
@@ -73,6 +74,7 @@ class ModelRunner:
         self._device = device
         self._prefixes = prefixes
         self._graphs: DecodeGraphs[torch.Tensor] | None = None
+        self._tails = TailGraphs(device, self._compute_tail, rows.clear_sampled)
         if graphs and device.captures:
             self._graphs = DecodeGraphs(
                 device,
@@ -89,6 +91,8 @@ class ModelRunner:
         decodes = (self._graphs is not None or self._prefixes is not None) and _samples_equally_many(plan)
         cascade = self._find_shared(plan, decodes)
         size = self._choose_graph(plan) if decodes and cascade is None else None
+        if size is not None:
+            self._tails.capture_next()
         staged = self._rows.stage(plan, size)
         for copies in staged.copies:
             self._kv.copy_pages(copies)
@@ -108,7 +112,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """While nothing else is to do: captures one more decode step. False where there is none left."""
-        return self._graphs is not None and self._graphs.capture_next()
+        return self._graphs is not None and (self._graphs.capture_next() or self._tails.capture_next())
 
     def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None, cascade: CascadeWork | None) -> PendingStep:
         batch, sampled, chunks = staged.batch, staged.sampled, staged.chunks
@@ -117,7 +121,12 @@ class ModelRunner:
         prompts: list[PromptReport] = []
         if size is not None and self._graphs is not None:
             # The next replay, which comes after the head, writes to the same states.
-            logits = self._model.logits(self._graphs.replay(size)[:num_sampled])
+            hidden, tail = self._graphs.replay(size), self._tails.choose(size, sampled)
+            if tail is not None:
+                # The next replay writes to the same ids, which are then still on their way to the host.
+                tokens = SampledTokens(tail.replay()[:num_sampled].clone())
+            else:
+                logits = self._model.logits(hidden[:num_sampled])
         elif batch is not None:
             batch = batch if cascade is None else replace(batch, cascade=cascade)
             hidden = self._model.hidden_states(batch, self._kv)
@@ -143,6 +152,15 @@ class ModelRunner:
     def _compute(self, size: Size) -> torch.Tensor:
         """Without the head: a graph keeps its outputs for good, and logits of all sizes would fill gigabytes."""
         return self._model.hidden_states(self._rows.graph_batch(size), self._kv)
+
+    def _compute_tail(self, tail: Tail) -> torch.Tensor:
+        """The ids of all rows of a step, padding among them."""
+        if self._graphs is None:
+            raise RuntimeError("a tail follows the graph of a decode step")
+        sampled = self._rows.graph_sampled(tail.size.num_requests, tail.needs)
+        tokens = self._sampler.sample(self._model.logits(self._graphs.outputs(tail.size)), sampled)
+        self._rows.append(sampled, tokens.token_ids)
+        return tokens.token_ids
 
     def _prompt_logprobs(self, hidden: torch.Tensor, chunks: list[PromptChunk]) -> list[PromptReport]:
         """hidden: [P, hidden], the rows of all chunks one after the other."""

@@ -24,7 +24,7 @@ from worker.executor.step_packer import StepPacker, Waitable
 from worker.kv.storage import CopyBatch
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.row_lists import MAX_ADJUSTMENTS
-from worker.sampling.sampled_rows import SampledRows
+from worker.sampling.sampled_rows import Needs, SampledRows
 from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -112,10 +112,13 @@ class RequestRows:
         self._slots, self._block_tables = layout.slot_mapping.of(outputs), layout.block_tables.of(outputs)
         self._cu_seqlens, self._seq_lens = layout.cu_seqlens.of(packed), layout.seq_lens.of(packed)
         self._sampled_rows, self._logits_indices = layout.sampled_rows.of(packed), layout.logits_indices.of(packed)
-        self._new_positions = layout.new_positions.of(packed)
+        self._new_positions, self._append_at = layout.new_positions.of(packed), layout.append_at.of(packed)
+        # The place after a row's last position: a step may write there, and none reads it.
+        self._nowhere = layout.token_stride - 1
         self._sampled_views = self._sampled_rows, self._new_positions, self._logits_indices
         self._last_batch: ForwardBatch | None = None
         self._graph_batches: dict[Size, ForwardBatch] = {}
+        self._graph_sampled: dict[tuple[int, Needs], SampledRows] = {}
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
@@ -215,6 +218,8 @@ class RequestRows:
             host.starts[num_requests:total] = host.seq_lens[num_requests:total] = 0
             bounds[num_requests + 1 : total + 1] = np.arange(num_requests + 1, total + 1) * each
             host.logits_indices[num_requests:total] = bounds[num_requests + 1 : total + 1] - 1
+            host.sampled_rows[num_requests:total] = host.new_positions[num_requests:total] = 0
+            host.append_at[num_requests:total] = self._nowhere
         shape = StepShape(
             num_requests=total,
             num_tokens=int(bounds[total]),
@@ -319,6 +324,23 @@ class RequestRows:
             batch = self._batch(shape, self._logits_indices[: size.num_requests], self._max_model_len)
             self._graph_batches[size] = batch
         return batch
+
+    def graph_sampled(self, num_requests: int, needs: Needs) -> SampledRows:
+        """The sampled rows of the static buffers, whatever they will be: what a tail is captured with."""
+        found = self._graph_sampled.get((num_requests, needs))
+        if found is None:
+            rows, positions = self._sampled_rows[:num_requests], self._new_positions[:num_requests]
+            # What is captured is noise and filters, for which a GPU's sampler looks at nothing on the host.
+            host = np.zeros(num_requests, dtype=np.int64)
+            found = SampledRows(rows=host, device_rows=rows, positions=positions, lengths=host, needs=needs)
+            self._graph_sampled[num_requests, needs] = found
+        return found
+
+    def clear_sampled(self) -> None:
+        """Makes every sampled row of the static buffers padding, whose id goes where nobody reads."""
+        self._sampled_rows.zero_()
+        self._new_positions.zero_()
+        self._append_at.fill_(self._nowhere)
 
     def clear_inputs(self) -> None:
         """Makes every request of the static buffers padding, of one token each."""

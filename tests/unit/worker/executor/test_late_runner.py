@@ -96,6 +96,47 @@ def test_state_on_the_device_survives_preemption(monkeypatch):
     assert server.scheduler.counters.num_preemptions_total > 0
 
 
+PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9})
+
+
+@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+@pytest.mark.parametrize("wishes", [PLAIN[:1], PLAIN], ids=["greedy", "greedy and random"])
+def test_sampling_that_is_captured_too_gives_the_same_texts(wishes, num_pages, monkeypatch):
+    """Steps are padded, so that ids of rows that are not there must go nowhere."""
+    requests = submits(12, seed=5, wishes=wishes)
+    with monkeypatch.context() as patch:
+        calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
+        for submit in requests:
+            calm.add(submit)
+        calm.drain()
+    server = TinyServer(monkeypatch, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24)
+    for number, submit in enumerate(requests):
+        server.add(submit)
+        for _ in range(number % 4):
+            server.step()
+        while server.runner.capture_next():
+            pass
+    server.drain()
+    assert outcome(server) == outcome(calm)
+    assert server.runner._tails.num_captured >= 2
+    assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
+
+
+def test_rows_of_padding_sample_for_nobody(monkeypatch):
+    server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=6)
+    for number in range(3):
+        server.add(make_submit(f"r{number}", [3, 4, 5 + number], sampling={"max_tokens": 12, "temperature": 0.0}))
+    rows = server.runner._rows
+    padded = []
+    while server.scheduler.has_requests:
+        server.step()
+        if server.runner._graphs.num_captured:
+            padded.append((rows._append_at[3].item(), rows._sampled_rows[3].item(), rows._new_positions[3].item()))
+    assert (rows._nowhere, 0, 0) in padded[-6:]
+    tokens = rows._token_ids
+    assert rows._nowhere == tokens.shape[1] - 1 == server.scheduler.config.max_model_len
+
+
 def test_masks_that_leave_nothing_end_their_request_alone(monkeypatch):
     server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=4)
     fine, other = submits(2)
