@@ -45,6 +45,13 @@ _ENDLESS = {
     "fences": lambda n: "```tool_code\n" * (n // 13),
     "many calls": lambda n: '<tool_call>{"name":"f"}</tool_call>' * (n // 35),
     "many keys": lambda n: '{"id": "x", ' + '"type": 1, ' * (n // 11),
+    "a value between tags": lambda n: "<tool_call><function=f><parameter=a>" + "x\n" * (n // 2),
+    "a text between tags": lambda n: "<tool_call><function=f><parameter=text>" + "</param" * (n // 7),
+    "functions": lambda n: "<tool_call><function=" * (n // 21),
+    "parameters": lambda n: "<tool_call><function=f>" + "<parameter=a>1</parameter>" * (n // 26),
+    "a text between marks": lambda n: "<start_function_call>call:f{a:<escape>" + "<esc" * (n // 4),
+    "objects between marks": lambda n: "<|tool_call>call:f{a:" + "{b:" * (n // 3),
+    "keys between marks": lambda n: "<|tool_call>call:f{" + "k" * n,
     "a fence of text": lambda n: "```json\n" + "a" * n,
 }
 
@@ -65,7 +72,11 @@ def seconds(name: str, text: str) -> float:
 def test_time_is_linear(name: str) -> None:
     """CVE-2025-48887: twice the text takes about twice the time."""
     # What is plain content to a format is so to all: a few of those are enough.
-    hostile = {what: make for what, make in _ENDLESS.items() if what in _GENERAL or is_read(name, make(600))}
+    hostile = {
+        what: make
+        for what, make in _ENDLESS.items()
+        if what in _GENERAL or (is_read(name, make(600)) and (name == "hermes" or "white space" not in what))
+    }
     assert len(hostile) > len(_GENERAL)
     for what, make in hostile.items():
         for _ in range(4):
