@@ -43,14 +43,17 @@ class ChatChunks:
             continuous_usage=continuous_usage,
         )
         self._detail = detail
+        self._tells_more = detail.token_ids or detail.logprobs is not None
         self._show_reasoning = show_reasoning
         self._prompt_shown = not detail.token_ids
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunks of one event; empty where it has nothing to show yet."""
-        detail, tail = self._detail, self._frame.tail
         begun = self._frame.has_begun(index)
-        head = self._frame.head(index)
+        head, tail = self._frame.head(index), self._frame.tail
+        if begun and delta.text and self._is_plain(delta):
+            return head + b'"content":' + dump_json(delta.text) + _PLAIN + tail
+        detail = self._detail
         chunks = b"" if begun else head + b'"role":"assistant","content":""' + _PLAIN + self._prompt_ids() + tail
         news = [b'"content":' + dump_json(delta.text)] if delta.text else []
         if delta.reasoning or delta.tool_calls:
@@ -67,6 +70,12 @@ class ChatChunks:
             reason = dump_json(delta.finish_reason)
             chunks += head + b'},"logprobs":null,"finish_reason":' + reason + self._token_ids([]) + b"}]" + tail
         return chunks
+
+    def _is_plain(self, delta: TextDelta) -> bool:
+        """Whether there is nothing to show but text: most tokens of most streams."""
+        if self._tells_more or delta.finish_reason is not None:
+            return False
+        return not delta.reasoning and not delta.tool_calls
 
     def _reasoning(self, delta: TextDelta) -> Sequence[bytes]:
         return (reasoning_delta(delta.reasoning),) if delta.reasoning and self._show_reasoning else ()

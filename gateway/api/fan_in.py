@@ -110,7 +110,14 @@ class FanIn:
         return self
 
     async def __anext__(self) -> tuple[int, int, TextDelta]:
-        prompt_index, delta = await self._next()
+        if self._tasks:
+            prompt_index, delta = await self._next_of_many()
+        else:
+            try:
+                prompt_index, delta = 0, await self._first.__anext__()
+            except StopAsyncIteration:
+                self._check_complete()
+                raise
         if self._scores_only:
             delta = _without_completion(delta)
         self._count(prompt_index, delta)
@@ -130,13 +137,7 @@ class FanIn:
             return logprobs
         return logprobs[:-1]
 
-    async def _next(self) -> tuple[int, TextDelta]:
-        if not self._tasks:
-            try:
-                return 0, await anext(self._first)
-            except StopAsyncIteration:
-                self._check_complete()
-                raise
+    async def _next_of_many(self) -> tuple[int, TextDelta]:
         while self._num_open:
             prompt_index, news = await self._queue.get()
             if isinstance(news, Exception):

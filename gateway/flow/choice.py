@@ -16,7 +16,7 @@ from gateway.text.message_parser import MessageFormat, ToolCallDelta
 from gateway.text.stop_regex import RegexScanner, StopRegexes
 from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError
-from shared.messages import Output, TokenLogprobs
+from shared.messages import Finish, Output, TokenLogprobs
 
 
 class Scanner(Protocol):
@@ -99,36 +99,29 @@ class Choice:
         Raises InternalError for an output that no correct worker sends.
         """
         self._check(output, vocab_size)
-        token_ids, logprobs = output.token_ids, output.logprobs
-        finish = output.finish
-        shown = token_ids
-        # The text of a token that ends the choice is shown only where that was asked for.
-        if finish is not None and finish.stop_token_id is not None and not self._shows(finish.stop_token_id):
-            shown = token_ids[:-1] if token_ids[-1:] == [finish.stop_token_id] else token_ids
-        text, num_used = self._text_of(shown)
-        found = num_used is not None
+        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        reason = None
+        text, num_used = self._text_of(token_ids if finish is None else self._shown_of(token_ids, finish))
         if num_used is not None:
+            reason = "stop"
             token_ids = token_ids[:num_used]
             logprobs = None if logprobs is None else logprobs[:num_used]
         elif finish is not None:
             tail, found = self._tail()
             text += tail
+            reason = "stop" if found else finish.reason.value
         self.token_ids += token_ids
-        reason = None
-        if found:
-            reason = "stop"
-        elif finish is not None:
-            reason = finish.reason.value
         self.finished = reason is not None
         return TextDelta(
-            choice=self.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            num_cached_tokens=output.num_cached_tokens,
-            prompt_logprobs=output.prompt_logprobs,
+            self.index, text, token_ids, logprobs, reason, output.num_cached_tokens, output.prompt_logprobs
         )
+
+    def _shown_of(self, token_ids: list[int], finish: Finish) -> list[int]:
+        """All but a token that ends the choice, where its text was not asked for."""
+        last = finish.stop_token_id
+        if last is None or token_ids[-1:] != [last] or self._shows(last):
+            return token_ids
+        return token_ids[:-1]
 
     def _shows(self, stop_token_id: int) -> bool:
         """Whether the text of a token that ends the choice is read."""
@@ -136,8 +129,9 @@ class Choice:
 
     def _check(self, output: Output, vocab_size: int) -> None:
         token_ids = output.token_ids
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            raise InternalError("The worker sent a token id outside the vocabulary.")
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InternalError("The worker sent a token id outside the vocabulary.")
         if len(self.token_ids) + len(token_ids) > self._max_tokens:
             raise InternalError("The worker sent more tokens than were asked for, without an end.")
         if self._wants_logprobs and _length(output.logprobs) != len(token_ids):
@@ -148,6 +142,8 @@ class Choice:
         push = self._detokenizer.push
         scanner = self._scanner
         if scanner is None:
+            if len(token_ids) == 1:
+                return push(token_ids[0]), None
             return "".join([push(token_id) for token_id in token_ids]), None
         pieces = []
         for index, token_id in enumerate(token_ids):

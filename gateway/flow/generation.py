@@ -228,7 +228,7 @@ class Generation:
                 raise self._error
             if self._num_unfinished == 0 or self._closed:
                 raise StopAsyncIteration
-            await self._outbox.wait()
+            await self._outbox.news()
 
     def close(self) -> None:
         """Cancels what is left at the worker and gives the permit back. Idempotent."""

@@ -99,33 +99,34 @@ class Outbox:
             or delta.num_cached_tokens is not None
         ):
             self._urgent[choice] = None
-        if choice in self._urgent:
-            self.wake()
-            if self._num_tokens >= FULL_AT_TOKENS and self._full_timer is None:
-                self._full_timer = asyncio.get_running_loop().call_later(self._patience, self._on_slow)
+        elif choice not in self._urgent:
+            return
+        self.wake()
+        if self._num_tokens >= FULL_AT_TOKENS and self._full_timer is None:
+            self._full_timer = asyncio.get_running_loop().call_later(self._patience, self._on_slow)
 
     def take(self) -> TextDelta | None:
         """The oldest delta that is worth delivering, or None."""
         for choice in self._urgent:
             del self._urgent[choice]
-            delta = merged(self._pending.pop(choice))
+            pending = self._pending.pop(choice)
+            delta = pending[0] if len(pending) == 1 else merged(pending)
             self._num_tokens -= len(delta.token_ids)
-            self._stop_timer()
+            if self._full_timer is not None:
+                self._stop_timer()
             return delta
         return None
 
-    async def wait(self) -> None:
-        """Until there is something to take, or something else happened to the generation."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def news(self) -> asyncio.Future[None]:
+        """To be awaited: done when there is something to take, or something else happened to the generation."""
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
 
     def wake(self) -> None:
         """Lets the consumer look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def close(self) -> None:
         """Drops what is pending."""

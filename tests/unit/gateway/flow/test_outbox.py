@@ -66,8 +66,7 @@ async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
 
 async def test_a_waiting_consumer_is_woken() -> None:
     outbox = Outbox(10, never)
-    waiting = asyncio.create_task(outbox.wait())
-    await asyncio.sleep(0)
+    waiting = outbox.news()
     outbox.put(TextDelta(0, "", [1]))
     await asyncio.sleep(0)
     assert not waiting.done()
