@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from gateway.text.tools.deepseek import DeepSeekFormat
@@ -41,21 +40,22 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
 FALLBACK = TOOL_FORMATS["json"]
 """Of models whose template says nothing: they are told what to write, see prompting."""
 
-_SIGNS: tuple[tuple[str, str], ...] = (
-    (r"<\|channel\|>", "harmony"),
-    (r"\[TOOL_CALLS\][\s\S]*\[ARGS\]", "mistral_named"),
-    (r"\[TOOL_CALLS\]", "mistral"),
-    (r"tool▁calls▁begin[\s\S]*```json", "deepseek_v3"),
-    (r"tool▁calls▁begin", "deepseek_v31"),
-    (r"<start_function_call>", "functiongemma"),
-    (r"<\|tool_call>", "gemma4"),
-    (r"<tool_call>[\s\S]*<function=", "qwen3_coder"),
-    (r"<tool_call>", "hermes"),
-    (r"func_name1\(|<\|python_start\|>[\s\S]*\w\(", "pythonic"),
-    (r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*\"parameters\"", "llama3_json"),
-    (r"<start_of_turn>", "gemma"),
+_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>",), "harmony"),
+    (("[TOOL_CALLS]", "[ARGS]"), "mistral_named"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("tool▁calls▁begin", "```json"), "deepseek_v3"),
+    (("tool▁calls▁begin",), "deepseek_v31"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|tool_call>",), "gemma4"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    (("func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<|start_header_id|>", '"parameters"'), "llama3_json"),
+    (("<start_of_turn>",), "gemma"),
 )
-"""Regular expressions for what templates say, the first that is found decides."""
+"""What templates hold, the first of which all is found decides."""
 
 
 def detect(template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
@@ -65,7 +65,7 @@ def detect(template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | N
         added_ids: text of each added token of the vocabulary -> its id.
     """
     for sign, name in _SIGNS:
-        if template is not None and re.search(sign, template):
+        if template is not None and all(text in template for text in sign):
             form = TOOL_FORMATS[name]
             # Templates of the first kind were shipped with tokenizers that had no token for the second.
             if name == "mistral_named" and added_ids and "[ARGS]" not in added_ids:
