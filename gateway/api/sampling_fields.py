@@ -61,6 +61,10 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     if fields.top_k is not None:
         check_range("top_k", fields.top_k, -1, 2**31 - 1)
         values["top_k"] = max(fields.top_k, 0)
+    if fields.top_p == 0.0:
+        # OpenAI's smallest nucleus, which here, as with vLLM, must hold something: the likeliest token.
+        del values["top_p"]
+        values["top_k"] = 1
     if fields.min_tokens is not None:
         check_range("min_tokens", fields.min_tokens, 0, 2**31 - 1)
     if (typical_p := _typical_p(fields)) is not None:

@@ -104,7 +104,7 @@ async def test_integers_out_of_range_or_of_another_type(gateway, name, value):
     [
         ("max_tokens", 0), ("max_tokens", -1), ("top_k", -2), ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -1),
         ("logprobs", 21), ("logprobs", True), ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"),
-        ("temperature", True), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1),
+        ("temperature", True), ("top_p", -0.1), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1),
         ("repetition_penalty", 0), ("repetition_penalty", -1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
         ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"258": 1}),
         ("logit_bias", {"1.0": 1}), ("logit_bias", {" 1": 1}), ("logit_bias", {"\u0661": 1}), ("logit_bias", []),

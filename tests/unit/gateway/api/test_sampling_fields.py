@@ -7,6 +7,7 @@ import pytest
 from gateway.api.accounting import accounting
 from gateway.api.generation_params import common_of_chat, common_of_completion
 from gateway.api.params import ChatFields, CompletionFields, parse_fields
+from gateway.api.refused import NO_EFFECT
 from gateway.api.sampling_fields import WordIds, needs_words, word_ids
 from gateway.auth import Identity, Scope
 from gateway.flow.salt import Salts
@@ -63,6 +64,25 @@ def test_without_fields_the_defaults_are_those_of_sampling_params(make):
         "spaces_between_special_tokens": True, "mirostat_tau": 5.0,
     }  # fmt: skip
     assert sampling(make, **nothing) == SamplingParams(seed=1, max_tokens=16)
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_nucleus_of_nothing_is_the_likeliest_token(make):
+    """OpenAI takes top_p = 0."""
+    got = sampling(make, top_p=0, top_k=40, temperature=0.8)
+    assert (got.top_k, got.top_p, got.temperature) == (1, 1.0, 0.8)
+    with pytest.raises(InvalidRequestError, match="takes the place of top_p"):
+        sampling(make, top_p=0, mirostat=1)
+
+
+def test_what_is_not_supported_and_asks_for_nothing_is_taken():
+    for name, values in NO_EFFECT.items():
+        for make, struct in ((chat, ChatFields), (completion, CompletionFields)):
+            for value in values if name not in struct.__struct_fields__ else ():
+                assert sampling(make, **{name: value}) == SamplingParams(seed=1, max_tokens=16)
+    for name, value in (("echo", 0), ("echo", True), ("best_of", 2), ("n_probs", False), ("suffix", " ")):
+        with pytest.raises(InvalidRequestError, match=f"This value of {name}"):
+            chat(**{name: value})
 
 
 def test_llama_cpp_and_vllm_names_of_one_parameter():
