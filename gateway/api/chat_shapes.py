@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import orjson
+
 from gateway.api.chat_message import MessageBuilder, call_deltas, reasoning_delta
 from gateway.api.chunk_frame import ChunkFrame
 from gateway.api.envelope import Detail, Envelope, shaped_prompt_logprobs
@@ -107,9 +109,13 @@ async def whole_chat_response(
     *,
     show_reasoning: bool = True,
 ) -> dict[str, Any]:
-    """Collects all events into a `chat.completion`."""
+    """Collects all events into a `chat.completion`.
+
+    Log-probabilities become JSON as they come: those of a long answer, all at its end, would hold up other requests.
+    """
+    names = detail.names
     messages = [MessageBuilder() for _ in range(num_choices)]
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+    logprobs: list[list[orjson.Fragment]] = [[] for _ in range(num_choices)]
     reasons: list[str | None] = [None] * num_choices
     token_ids: list[list[int]] = [[] for _ in range(num_choices)]
     of_prompt: list[TokenLogprobs] = []
@@ -117,14 +123,14 @@ async def whole_chat_response(
         messages[index].add(delta)
         token_ids[index] += delta.token_ids
         of_prompt = delta.prompt_logprobs or of_prompt
-        if delta.logprobs:
-            logprobs[index].extend(delta.logprobs)
+        if detail.logprobs is not None and delta.logprobs:
+            logprobs[index] += [orjson.Fragment(dump_json(entry)) for entry in chat_logprobs(delta.logprobs, names)]
         reasons[index] = delta.finish_reason or reasons[index]
     choices = [
         {
             "index": index,
             "message": messages[index].message(show_reasoning=show_reasoning),
-            "logprobs": _choice_logprobs(logprobs[index], detail),
+            "logprobs": None if detail.logprobs is None else {"content": logprobs[index], "refusal": None},
             "finish_reason": reasons[index],
             **({"token_ids": token_ids[index]} if detail.token_ids else {}),
         }
@@ -136,7 +142,3 @@ async def whole_chat_response(
     if detail.token_ids:
         response["prompt_token_ids"] = detail.prompts[0]
     return response
-
-
-def _choice_logprobs(entries: Sequence[TokenLogprobs], detail: Detail) -> dict[str, Any] | None:
-    return None if detail.logprobs is None else {"content": chat_logprobs(entries, detail.names), "refusal": None}

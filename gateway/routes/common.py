@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import uuid
@@ -128,10 +129,11 @@ async def submit_all(
     _check_reports(common, prompts)
     if needs_words(common.fields):
         common = dataclasses.replace(common, words=await word_ids(common.fields, entry.pipeline))
-    requests = [
-        common.generation_request(f"{envelope.identifier}-{index}", ids, max_tokens, facts.vocab_size)
-        for index, (ids, max_tokens) in enumerate(prompts)
-    ]
+    requests = []
+    for index, (ids, max_tokens) in enumerate(prompts):
+        if index:
+            await asyncio.sleep(0)  # hundreds of prompts with long lists of ids take a while: others have their turn
+        requests.append(common.generation_request(f"{envelope.identifier}-{index}", ids, max_tokens, facts.vocab_size))
     generator: GeneratorLike = request.app[GENERATOR]
     if common.beams is not None:
         generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids, facts.vocab_size)

@@ -43,10 +43,14 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param="prompt")
     token_strings = None
     if fields.return_token_strs:
-        token_strings = [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
+        token_strings = await asyncio.to_thread(_token_strings, ids, entry)
     return json_response(
         {"count": len(ids), "max_model_len": entry.facts.max_model_len, "tokens": ids, "token_strs": token_strings}
     )
+
+
+def _token_strings(ids: list[int], entry: ModelEntryLike) -> list[str]:
+    return [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
 
 
 def _check_size(fields: TokenizeFields) -> None:
