@@ -33,6 +33,12 @@ _MANY_CHARACTERS = 20_000
 """What a compiled grammar takes, as measured: its tables grow with its source, long lists of words less."""
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """The library's own, but for the states of a lexer, of which a text makes more and more: each takes 1 to 2 KB."""
+_SLOW_SECONDS = 0.05
+_MAX_SLOW = 4
+"""A text whose masks take so long so often ends: the library bounds much, but not the work of an ambiguous grammar,
+which grows with the cube of the text, and everybody's step waits for it."""
+_NUM_WATCHED = 8
+"""Steps whose masks are timed one by one after a slow one."""
 _MAX_REASON = 300
 _NO_TOKEN = "<|pelton: end of text|>"
 _MAX_MASK_THREADS = 8
@@ -45,10 +51,11 @@ log = get_logger("worker.sampling")
 class Matcher:
     """One text's place in a grammar; a GrammarState."""
 
-    __slots__ = ("matcher",)
+    __slots__ = ("_num_slow", "matcher")
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
+        self._num_slow = 0
 
     @property
     def is_complete(self) -> bool:
@@ -58,11 +65,30 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why the grammar can no longer be followed, or nothing."""
+        if self.is_too_slow:
+            return "its masks take too long: it is too ambiguous for a text of this length"
         return _reason(self.matcher) if self.matcher.is_error() else ""
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it took too long too often."""
+        return self._num_slow >= _MAX_SLOW
 
     def consume(self, token_id: int) -> bool:
         """Takes the text's next token; False where the grammar does not allow it."""
-        return self.matcher.consume_token(token_id)
+        begin = time.thread_time()
+        taken = self.matcher.consume_token(token_id)
+        self._took(time.thread_time() - begin)
+        return taken
+
+    def fill(self, row: Words) -> None:
+        """Writes the mask of the tokenizer's ids."""
+        begin = time.thread_time()
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._took(time.thread_time() - begin)
+
+    def _took(self, seconds: float) -> None:
+        self._num_slow += seconds > _SLOW_SECONDS
 
 
 class _Vocabulary:
@@ -163,6 +189,7 @@ class LLGrammars:
         self._threads = DeepThreads("compile-grammar")
         self._num_mask_threads = min(num_threads, _MAX_MASK_THREADS)
         self._executor: LLExecutor | None = None
+        self._num_watched = 0
         self._wide: Words = np.zeros((0, 0), dtype=np.uint32)
         self._cache = _Cache(cache_bytes)
         self._compilations: dict[str, _Compilation] = {}
@@ -196,20 +223,30 @@ class LLGrammars:
 
     def fill(self, states: Sequence[GrammarState], masks: Words) -> Flags:
         """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end."""
-        matchers = [state.matcher for state in states if isinstance(state, Matcher)]
+        matchers = [state for state in states if isinstance(state, Matcher)]
         width = len(self._vocabulary.ends)
         if len(self._wide) < len(matchers) or self._wide.shape[1] != width:
             self._wide = np.zeros((max(len(matchers), 2 * len(self._wide)), width), dtype=np.uint32)
         wide = self._wide[: len(matchers)]
-        row_bytes = 4 * width
-        if len(matchers) < _MANY_MASKS or self._num_mask_threads == 1:
+        if len(matchers) < _MANY_MASKS or self._num_mask_threads == 1 or self._num_watched > 0:
+            self._num_watched = max(0, self._num_watched - 1)
             for matcher, row in zip(matchers, wide, strict=True):
-                matcher.unsafe_compute_mask_ptr(row.ctypes.data, row_bytes)
+                matcher.fill(row)
         else:
-            self._executor = self._executor or LLExecutor(num_threads=self._num_mask_threads)
-            numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(numbered, wide.ctypes.data, row_bytes, len(matchers))
-        return self._vocabulary.cut(wide, masks)
+            self._fill_in_parallel(matchers, wide)
+        may_end = self._vocabulary.cut(wide, masks)
+        for index, matcher in enumerate(matchers):
+            if matcher.is_too_slow:
+                masks[index], may_end[index] = 0, False
+        return may_end
+
+    def _fill_in_parallel(self, matchers: list[Matcher], wide: Words) -> None:
+        self._executor = self._executor or LLExecutor(num_threads=self._num_mask_threads)
+        numbered = [(matcher.matcher, index) for index, matcher in enumerate(matchers)]
+        begin = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(numbered, wide.ctypes.data, 4 * wide.shape[1], len(matchers))
+        if time.perf_counter() - begin > _SLOW_SECONDS:
+            self._num_watched = _NUM_WATCHED
 
     def settle(self, compilation: _Compilation) -> bool:
         """Whether a compilation is over, well or not; the first time its outcome is kept."""

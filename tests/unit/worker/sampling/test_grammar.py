@@ -261,6 +261,27 @@ def test_what_explodes_is_compiled_or_refused_in_bounded_time_and_others_go_on(n
             break
 
 
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_a_grammar_whose_masks_grow_dearer_with_the_text_ends_it(num_rows, monkeypatch):
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.01)
+    grammars = make(num_threads=2)
+    ambiguous = opened(grammars, 'start: e\ne: e e | /[a-z]/ | ""')
+    others = [opened(grammars, "start: /[a-z]+/") for _ in range(num_rows - 1)]
+    a = tokenizer(byte_level_json()).token_to_id("a")
+    masks = np.zeros((num_rows, 11), dtype=np.uint32)
+    for _ in range(500):
+        may_end = grammars.fill([*others, ambiguous], masks)
+        if ambiguous.error:
+            break
+        for state in (*others, ambiguous):
+            assert state.consume(a)
+    assert "too ambiguous" in ambiguous.error
+    assert not masks[-1].any()
+    assert not may_end[-1]
+    assert not any(state.error for state in others)
+    assert masks[:-1].any(axis=1).all()
+
+
 def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
     """Some schemas never end. Their threads are lost, so after a few of them new grammars are refused for a while."""
     release = threading.Event()
