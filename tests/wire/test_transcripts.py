@@ -141,7 +141,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     ),
     "chat_error_schema": ("POST", "/v1/chat/completions", {**CHAT, **BAD_SCHEMA}, FakeGenerator()),
     "chat_error_unknown": ("POST", "/v1/chat/completions", {**CHAT, "no_such": 1, "stream": True}, FakeGenerator()),
-    "chat_error_refused": ("POST", "/v1/chat/completions", {**CHAT, "functions": []}, FakeGenerator()),
+    "chat_error_refused": ("POST", "/v1/chat/completions", {**CHAT, "functions": [{"name": "f"}]}, FakeGenerator()),
     "chat_error_tools": ("POST", "/v1/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, _thinks()),
     "chat_error": ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, FakeGenerator()),
     "completion": ("POST", "/v1/completions", {**COMPLETION, "n": 2}, FakeGenerator(spell(TEXT, cached=16))),
