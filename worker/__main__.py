@@ -124,7 +124,8 @@ def build_engine(
         eos_token_ids=files.eos_token_ids,
         counters=counters,
         on_compiled=transport.wake,
-        num_threads=num_threads(settings),
+        # On the CPU the model's own threads hold the cores, also between steps.
+        num_threads=1 if built.device == "cpu" else num_threads(settings),
     )
     warm_up_at = time.monotonic() + _WARM_UP_SECONDS
     constraints = Constraints(grammars, vocab_size=files.spec.vocab_size, eos_token_ids=files.eos_token_ids)
