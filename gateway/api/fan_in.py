@@ -85,7 +85,7 @@ class FanIn:
         try:
             for request in self._requests:
                 if self._generations:
-                    await asyncio.sleep(0)  # stop expressions take 10 ms to prepare, and there may be 256 prompts
+                    await asyncio.sleep(0)  # stop expressions take some ms to prepare, and there may be 256 prompts
                 self._generations.append(await self._stack.enter_async_context(self._generator.submit(request)))
         except BaseException:
             await self._stack.aclose()

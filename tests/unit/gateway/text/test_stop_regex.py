@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.stop_regex import MAX_STATES, RegexScanner, StopRegexes, check_stop_regexes
+from gateway.text.stop_regex import MAX_STATES, MAX_TRANSITIONS, RegexScanner, StopRegexes, check_stop_regexes
 from shared.errors import InvalidRequestError
 
 
@@ -127,6 +127,7 @@ def test_the_time_is_linear(expression):
         ("(?>a)", "atomic"), ("a++", "possessive"), (r"\b", "empty"), ("(?m)^$", "empty"), ("(?L)a", "flag"),
         ("(x{1,1000}){1,1000}", str(MAX_STATES)), (".{0,100000}", str(MAX_STATES)), ("(?:){1000}", str(MAX_STATES)),
         ("a{1,99999999999}", "too large"), ("(" * 500 + "a" + ")" * 500, "nested"),
+        ("(a?){250}b", str(MAX_TRANSITIONS)), ("(a*){120}b", str(MAX_TRANSITIONS)),
         ("a*", "empty"), ("$", "empty"), ("^", "empty"), ("a|", "empty"), ("(a?){3}", "empty"),
     ],
 )  # fmt: skip
