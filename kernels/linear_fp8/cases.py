@@ -53,7 +53,7 @@ def quantization(activation: ActivationFormat, device: torch.device) -> Activati
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The layers of Llama-3.1-8B at one, 16 and 2048 rows; `scale` divides their sizes."""
+    """The layers of Llama-3.1-8B at one, 16, 256 and 2048 rows; `scale` divides their sizes."""
     from kernels.linear_fp8.triton import linear_fp8
 
     generator = torch.Generator(device).manual_seed(0)
@@ -62,7 +62,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
         width, num_out = max(width // scale, BLOCK), max(num_out // scale, 16)
         for kind, activation in (KINDS[1], KINDS[2]):
             weights = [random_weight(kind, num_out, width, generator) for _ in range(4)]
-            for rows in (1, 16, max(2048 // scale, 1)):
+            for rows in (1, 16, max(256 // scale, 1), max(2048 // scale, 1)):
                 x = torch.randn((rows, width), generator=generator, device=device).bfloat16()
                 codes = quantize(x, quantization(activation, device))
                 found.append(

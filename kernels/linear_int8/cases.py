@@ -27,7 +27,7 @@ def random_weight(num_out: int, width: int, generator: torch.Generator) -> tuple
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The layers of Llama-3.1-8B at one, 16 and 2048 rows; `scale` divides their sizes."""
+    """The layers of Llama-3.1-8B at one, 16, 256 and 2048 rows; `scale` divides their sizes."""
     from kernels.linear_int8.triton import linear_int8
 
     generator = torch.Generator(device).manual_seed(0)
@@ -35,7 +35,7 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     for name, width, num_out in LLAMA_8B:
         width, num_out = max(width // scale // 16 * 16, 16), max(num_out // scale, 16)
         weights = [random_weight(num_out, width, generator) for _ in range(4)]
-        for rows in (1, 16, max(2048 // scale, 1)):
+        for rows in (1, 16, max(256 // scale, 1), max(2048 // scale, 1)):
             x = torch.randn((rows, width), generator=generator, device=device).bfloat16()
             codes = quantize(x, ActivationQuantization("int8_token"))
             found.append(

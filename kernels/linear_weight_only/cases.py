@@ -67,12 +67,13 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor,
 
 
 # The layers of Llama-3.1-8B: output features and inputs.
+_ROWS = (1, 16, 64, 256, 2048)
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     """Layers of Llama-3.1-8B, their sizes divided by `scale`."""
-    chosen: list[tuple[str, int, Literal[4, 8]]] = [(name, rows, 4) for rows in (1, 16, 64, 2048) for name in LAYERS]
+    chosen: list[tuple[str, int, Literal[4, 8]]] = [(name, rows, 4) for rows in _ROWS for name in LAYERS]
     chosen += [("gate_up", rows, 8) for rows in (1, 16)]
     return [_benchmark(name, rows, bits, device, scale) for name, rows, bits in chosen]
 

@@ -44,6 +44,12 @@ _INT4_ROWS = tuple(f"int4 {layer} rows={rows}" for rows in (1, 16) for layer in 
 _INT4_MANY = ("int4 qkv rows=64", "int4 gate_up rows=64", "int4 down rows=64")
 _EIGHT_BITS = tuple(f"{layer}{kind} rows={rows}" for rows in (1, 16) for layer in ("o", "gate_up", "down")
                     for kind in ("", " channel", " block"))  # fmt: skip
+_EIGHT_BITS_MANY = tuple(f"{layer}{kind} rows={rows}" for rows in (256, 2048) for layer in ("o", "gate_up")
+                         for kind in ("", " channel", " block"))  # fmt: skip
+_WIDE = (
+    (64, 64, 128, 4, 4), (64, 128, 128, 4, 3), (128, 64, 128, 8, 4), (128, 64, 128, 4, 4), (128, 128, 128, 8, 3),
+    (128, 128, 128, 8, 4), (128, 256, 128, 8, 3),
+)  # fmt: skip
 _SKINNY = (
     (64, 32, 128, 4, 5), (64, 32, 128, 4, 8), (64, 32, 128, 4, 10), (64, 16, 128, 4, 8), (64, 64, 128, 4, 6),
     (16, 32, 128, 4, 8), (16, 16, 256, 4, 6), (64, 32, 256, 4, 4),
@@ -74,6 +80,8 @@ SWEEPS = (
     )),
     Sweep("linear_fp8", "tile_for", _EIGHT_BITS, _SKINNY),
     Sweep("linear_int8", "tile_for", _EIGHT_BITS, _SKINNY),
+    Sweep("linear_fp8", "tile_for", _EIGHT_BITS_MANY, _WIDE),
+    Sweep("linear_int8", "tile_for", _EIGHT_BITS_MANY, _WIDE),
 )  # fmt: skip
 
 
