@@ -162,6 +162,9 @@ def common_of_completion(fields: CompletionFields, identity: Identity, salts: Sa
         )
     if fields.suffix is not None and fields.echo:
         raise InvalidRequestError("echo cannot be combined with suffix.", param="echo")
+    if fields.suffix is not None and fields.truncate_prompt_tokens is not None:
+        name = "truncate_prompt_tokens"
+        raise InvalidRequestError(f"{name} cannot be combined with suffix: it would cut the marks off.", param=name)
     echoed = fields.logprobs if fields.echo else None
     return _common(
         fields,

@@ -12,6 +12,7 @@ from gateway.api.best_of import best_choices
 from gateway.api.body import read_json
 from gateway.api.completion_shapes import Choices, CompletionChunks, whole_completion_response
 from gateway.api.fan_in import FanIn
+from gateway.api.fill_in_middle import fill_in_middle
 from gateway.api.generation_params import Common, common_of_completion
 from gateway.api.params import CompletionFields, parse_fields
 from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, split_prompts
@@ -32,7 +33,6 @@ from gateway.routes.common import (
     submit_all,
 )
 from gateway.routes.grammar import request_grammar
-from gateway.text.fill_in_middle import fill_in_middle
 from shared.errors import InvalidRequestError
 
 

@@ -245,6 +245,8 @@ async def test_suffix_in_the_marks_of_a_family():
         ]
         assert (await gateway.complete(prompt=[9999], suffix="end"))[0] == 400
         assert (await gateway.complete(suffix="end", echo=True))[1]["error"]["param"] == "echo"
+        status, body, _ = await gateway.complete(suffix="end", truncate_prompt_tokens=2)
+        assert status == 400 and body["error"]["param"] == "truncate_prompt_tokens"
         assert (await gateway.chat(suffix="end"))[1]["error"]["param"] == "suffix"
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.text.fill_in_middle import fill_in_middle
+from gateway.api.fill_in_middle import fill_in_middle
 from gateway.text.pipeline import TextPipeline, TextThreads
 from shared.errors import ContextLengthError, InvalidRequestError
 from tests.fakes.tokenizers import byte_fallback_json, byte_level_json, make_bundle
