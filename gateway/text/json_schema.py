@@ -11,6 +11,7 @@ What a schema leaves open, a weak model fills up to max_tokens: white space, dig
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,12 @@ MAX_DEPTH = 64
 MAX_NODES = 20_000
 
 WHITESPACE = rf" |\n {{0,{INDENT}}}"
+
+ESCAPES = 'nrbtf\\"'
+"""What may stand behind a backslash, where a schema names no control characters. With `u` a model could spell the name
+of a property as `\\u0061`, which llguidance takes for a further property, held to nothing."""
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
+"""In JSON text: a control character that has no shorter escape."""
 
 FORMAT_LENGTHS = {"time": 32, "date-time": 48, "duration": 48, "email": 254, "hostname": 253, "uri": 2048}
 
@@ -74,6 +81,8 @@ def json_expression(
         options = {"whitespace_flexible": False}
     if lenient:
         options["lenient"] = True
+    if not _CONTROL.search(json.dumps(schema, ensure_ascii=False)):
+        options["json_allowed_escapes"] = ESCAPES
     bounded = _Bounder(place, _is_simple(schema, place), close_objects=close_objects).whole(schema)
     return f"%json {json.dumps({**bounded, 'x-guidance': options})}"
 
@@ -147,12 +156,13 @@ class _Bounder:
         if not isinstance(node, dict):
             place = f"{self._place}{path}"
             raise InvalidRequestError(f"{place} must be a JSON schema, which is an object.", param=place)
+        result = {name: value for name, value in node.items() if name not in _ANNOTATIONS}
         for name in _NUMBERS:
             # llguidance would leave out what is no number.
             if name in node and (isinstance(node[name], bool) or not isinstance(node[name], int | float)):
                 place = f"{self._place}{path}.{name}"
                 raise InvalidRequestError(f"{place} must be a number.", param=place)
-        result = {name: value for name, value in node.items() if name not in _ANNOTATIONS}
+        _exclude_zero(result)
         for name in _MAPS:
             if name in node:
                 children = self._of_kind(node, name, dict, path)
@@ -199,6 +209,20 @@ class _Bounder:
             node.setdefault("additionalProperties", self._any())
         if (anything or "array" in (kinds or ())) and "items" not in node:
             node["items"] = self._any()
+
+
+def _exclude_zero(node: dict[str, Any]) -> None:
+    """Says without an exclusive bound that a number is not 0: llguidance lets 0 and -0 pass at one, where the other
+    bound is between -1 and 1."""
+    least = 10.0**-NUM_DECIMALS
+    if node.get("type") == "integer":
+        return
+    if node.get("exclusiveMinimum") == 0:
+        del node["exclusiveMinimum"]
+        node["minimum"] = max(node.get("minimum", least), least)
+    if node.get("exclusiveMaximum") == 0:
+        del node["exclusiveMaximum"]
+        node["maximum"] = min(node.get("maximum", -least), -least)
 
 
 def _bound_number(node: dict[str, Any], *, decimals: bool) -> None:

@@ -111,6 +111,42 @@ def test_the_schemas_own_bounds_count(schema, value):
     assert allows(grammar(schema), json.dumps(value))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.000000001"], ["0", "0.0", "-0", "0.51"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0.0}, ["-0.5", "-0.000000001"], ["0", "-0", "-0.0"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}, ["0.25"], ["0.24", "0"]),
+        ({"exclusiveMinimum": 0, "multipleOf": 0.25, "maximum": 0.5}, ["0.25"], ["0", "0.3"]),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.25"], ["0"]),
+    ],
+)
+def test_zero_can_be_excluded(bounds, good, bad):
+    source = grammar({"type": "number", **bounds})
+    assert [text for text in good if not allows(source, text)] == []
+    assert [text for text in bad if allows(source, text)] == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}}},
+        {
+            "type": "object",
+            "patternProperties": {"^a": {"type": "integer"}},
+            "additionalProperties": {"type": "string"},
+        },
+    ],
+)
+def test_no_name_is_spelled_so_that_its_schema_does_not_hold(schema):
+    assert not reads(grammar(schema), '{"\\u0061":')[0] and reads(grammar(schema), '{"b\\n":')[0]
+
+
+def test_control_characters_that_the_schema_names_can_be_written():
+    source = grammar({"enum": ["a\0b", "c\x7f", "d\n"]})
+    assert allows(source, r'"a\u0000b"') and allows(source, r'"c\u007f"') and allows(source, r'"d\n"')
+
+
 @pytest.mark.parametrize("format", ["time", "date-time", "duration"])
 def test_times_have_no_endless_digits(format):
     begin = {"time": '"20:00:00.', "date-time": '"2020-01-01T20:00:00.', "duration": '"P'}[format]
