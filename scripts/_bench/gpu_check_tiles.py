@@ -85,6 +85,9 @@ SWEEPS = (
 )  # fmt: skip
 
 
+_made: dict[str, Any] = {}
+
+
 def compile_share(number: int, of: int, device: torch.device, sweeps: Sequence[Sweep] = SWEEPS) -> None:
     """Runs every `of`th choice once, so that Triton's cache has it."""
     choices = [(sweep, tile) for sweep in sweeps for tile in sweep.tiles]
@@ -116,8 +119,12 @@ def measure(
 
 
 def _benchmarks(sweep: Sweep, device: torch.device) -> list[Benchmark]:
-    found = _module(sweep, "cases").benchmarks(device)
-    return [benchmark for benchmark in found if benchmark.name.endswith(sweep.benchmarks)]
+    """Those of the folder are kept until another is asked for: making them takes seconds."""
+    if _made.get("for") != (sweep.folder, device):
+        _made.clear()
+        _made["benchmarks"] = _module(sweep, "cases").benchmarks(device)
+        _made["for"] = sweep.folder, device
+    return [benchmark for benchmark in _made["benchmarks"] if benchmark.name.endswith(sweep.benchmarks)]
 
 
 def _module(sweep: Sweep, name: str) -> Any:

@@ -351,6 +351,7 @@ def test_tiles_other_than_the_tables_are_timed_and_those_near_the_fastest_report
     cases = SimpleNamespace(benchmarks=lambda device: [run, Benchmark("another", (), 1)])
     modules = {"triton": module, "cases": cases}
     monkeypatch.setattr(gpu_check_tiles, "_module", lambda sweep, name: modules[name])
+    monkeypatch.setattr(gpu_check_tiles, "_made", {})
     sweep = gpu_check_tiles.Sweep("x", "tile", ("shape",), ((1, 2), (3, 4), (5, 6)))
     times = iter([4.0, 2.0, 2.1])
 
