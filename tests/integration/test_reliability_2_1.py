@@ -88,7 +88,7 @@ def test_a_code_point_over_several_tokens_comes_whole(server, path):
     text, reason = both(server, path, "stop sign")
     assert (text, reason) == (f"Here: {STOP_SIGN}!", "stop")
     pieces, _ = streamed(server, path, "stop sign")
-    assert STOP_SIGN in pieces and not any("\ufffd" in piece for piece in pieces)
+    assert any(STOP_SIGN in piece for piece in pieces) and not any("\ufffd" in piece for piece in pieces)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
