@@ -42,10 +42,17 @@ _DENSE_CELLS = ("1 x 1k kv=dense", "32 x 4k kv=dense", "256 x 1k kv=dense")
 _SMALL_CELLS = ("32 x 4k kv=fp8", "32 x 4k kv=int8", "32 x 4k kv=int4")
 _INT4_ROWS = tuple(f"int4 {layer} rows={rows}" for rows in (1, 16) for layer in ("qkv", "o", "gate_up", "down"))
 _INT4_MANY = ("int4 qkv rows=64", "int4 gate_up rows=64", "int4 down rows=64")
-_EIGHT_BITS = tuple(f"{layer}{kind} rows={rows}" for rows in (1, 16) for layer in ("o", "gate_up", "down")
-                    for kind in ("", " channel", " block"))  # fmt: skip
-_EIGHT_BITS_MANY = tuple(f"{layer}{kind} rows={rows}" for rows in (256, 2048) for layer in ("o", "gate_up")
-                         for kind in ("", " channel", " block"))  # fmt: skip
+
+
+def _eight_bits(kind: str, many: bool) -> tuple[str, ...]:
+    """Names of products of 8 bits whose scales are of a kind, at few rows or many."""
+    return tuple(
+        f"{layer}{kind} rows={rows}"
+        for rows in ((256, 2048) if many else (1, 16))
+        for layer in ("o", "gate_up", "down")
+    )
+
+
 _WIDE = (
     (64, 64, 128, 4, 4), (64, 128, 128, 4, 3), (128, 64, 128, 8, 4), (128, 64, 128, 4, 4), (128, 128, 128, 8, 3),
     (128, 128, 128, 8, 4), (128, 256, 128, 8, 3),
@@ -78,10 +85,13 @@ SWEEPS = (
     Sweep("linear_weight_only", "tile", _INT4_MANY, (
         (False, 64, 64, 4, 4, 132), (False, 64, 64, 4, 4, 528), (False, 64, 128, 8, 3, 264), (False, 32, 64, 4, 4, 528),
     )),
-    Sweep("linear_fp8", "tile_for", _EIGHT_BITS, _SKINNY),
-    Sweep("linear_int8", "tile_for", _EIGHT_BITS, _SKINNY),
-    Sweep("linear_fp8", "tile_for", _EIGHT_BITS_MANY, _WIDE),
-    Sweep("linear_int8", "tile_for", _EIGHT_BITS_MANY, _WIDE),
+    Sweep("linear_fp8", "tile_for", _eight_bits(" channel", False), _SKINNY),
+    Sweep("linear_fp8", "tile_for", _eight_bits(" channel", True), _WIDE),
+    # With scales of blocks, a tile is as long as a block and not wider.
+    Sweep("linear_fp8", "tile_for", _eight_bits(" block", False), tuple(tile for tile in _SKINNY if tile[2] == 128)),
+    Sweep("linear_fp8", "tile_for", _eight_bits(" block", True), tuple(tile for tile in _WIDE if tile[1] <= 128)),
+    Sweep("linear_int8", "tile_for", _eight_bits("", False), _SKINNY),
+    Sweep("linear_int8", "tile_for", _eight_bits("", True), _WIDE),
 )  # fmt: skip
 
 
