@@ -70,7 +70,8 @@ class ChatChunks:
             chunks += head + piece + _PLAIN + tail
         if delta.finish_reason is not None:
             reason = dump_json(delta.finish_reason)
-            chunks += head + b'},"logprobs":null,"finish_reason":' + reason + self._token_ids([]) + b"}]" + tail
+            chunks += head + b'},"logprobs":null,"finish_reason":' + reason + b',"stop_reason":'
+            chunks += dump_json(delta.stop_reason) + self._token_ids([]) + b"}]" + tail
         return chunks
 
     def _is_plain(self, delta: TextDelta) -> bool:
@@ -117,6 +118,7 @@ async def whole_chat_response(
     messages = [MessageBuilder() for _ in range(num_choices)]
     logprobs: list[list[orjson.Fragment]] = [[] for _ in range(num_choices)]
     reasons: list[str | None] = [None] * num_choices
+    stops: list[int | str | None] = [None] * num_choices
     token_ids: list[list[int]] = [[] for _ in range(num_choices)]
     of_prompt: list[TokenLogprobs] = []
     async for index, _, delta in events:
@@ -125,13 +127,15 @@ async def whole_chat_response(
         of_prompt = delta.prompt_logprobs or of_prompt
         if detail.logprobs is not None and delta.logprobs:
             logprobs[index] += [orjson.Fragment(dump_json(entry)) for entry in chat_logprobs(delta.logprobs, names)]
-        reasons[index] = delta.finish_reason or reasons[index]
+        if delta.finish_reason is not None:
+            reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
     choices = [
         {
             "index": index,
             "message": messages[index].message(show_reasoning=show_reasoning),
             "logprobs": None if detail.logprobs is None else {"content": logprobs[index], "refusal": None},
             "finish_reason": reasons[index],
+            "stop_reason": stops[index],
             **({"token_ids": token_ids[index]} if detail.token_ids else {}),
         }
         for index in range(num_choices)

@@ -122,6 +122,8 @@ class CompletionChunks:
         if logprobs is None and delta.finish_reason is None and not has_ids:
             return head + dump_json(text) + _PLAIN + self._frame.tail
         rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **_id_fields(shown)}
+        if delta.finish_reason is not None:
+            rest["stop_reason"] = delta.stop_reason
         # What follows the text, without the brace that opens an object.
         return head + dump_json(text) + b"," + dump_json(rest)[1:] + b"]" + self._frame.tail
 
@@ -140,13 +142,15 @@ async def whole_completion_response(
     """Collects all events into a `text_completion`."""
     shown: list[list[Shown]] = [[] for _ in range(num_choices)]
     reasons: list[str | None] = [None] * num_choices
+    stops: list[int | str | None] = [None] * num_choices
     prompts = [0] * num_choices
     async for index, prompt_index, delta in events:
         if is_large(delta):
             shown[index].append(await asyncio.to_thread(choices.show, index, prompt_index, delta))
         else:
             shown[index].append(choices.show(index, prompt_index, delta))
-        reasons[index] = delta.finish_reason or reasons[index]
+        if delta.finish_reason is not None:
+            reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
         prompts[index] = prompt_index
     of_prompts = {prompt: await choices.prompt_fields(prompt) for prompt in set(prompts)}
     entries = [
@@ -155,6 +159,7 @@ async def whole_completion_response(
             "text": "".join([piece.text for piece in shown[index]]),
             "logprobs": _joined_logprobs(shown[index]),
             "finish_reason": reasons[index],
+            "stop_reason": stops[index],
             **_joined_ids(shown[index]),
             **of_prompts[prompts[index]],
         }

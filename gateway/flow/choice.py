@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.message_parser import MessageFormat, ToolCallDelta
@@ -74,6 +76,7 @@ class Choice:
         "_max_tokens",
         "_min_tokens",
         "_scanner",
+        "_stop_token_ids",
         "_wants_logprobs",
         "finished",
         "index",
@@ -91,6 +94,7 @@ class Choice:
         self._include_stop = request.include_stop_str_in_output
         self._max_tokens = request.sampling.max_tokens
         self._min_tokens = request.sampling.min_tokens
+        self._stop_token_ids = request.sampling.stop_token_ids
         self._wants_logprobs = request.sampling.logprobs is not None
 
     def advance(self, output: Output, vocab_size: int) -> TextDelta:
@@ -112,9 +116,16 @@ class Choice:
             reason = "stop" if found else finish.reason.value
         self.token_ids += token_ids
         self.finished = reason is not None
-        return TextDelta(
+        delta = TextDelta(
             self.index, text, token_ids, logprobs, reason, output.num_cached_tokens, output.prompt_logprobs
         )
+        return delta if reason is None else msgspec.structs.replace(delta, stop_reason=self._stop_reason(finish))
+
+    def _stop_reason(self, finish: Finish | None) -> int | str | None:
+        if self._scanner is not None and self._scanner.found is not None:
+            return self._scanner.found
+        last = None if finish is None else finish.stop_token_id
+        return last if last in self._stop_token_ids else None
 
     def _shown_of(self, token_ids: list[int], finish: Finish) -> list[int]:
         """All but a token that ends the choice, where its text was not asked for."""
@@ -224,6 +235,7 @@ class FormattedChoice(Choice):
             reasoning,
             calls,
             num_reasoning_tokens,
+            delta.stop_reason,
         )
 
     def _calls_are_complete(self) -> bool:

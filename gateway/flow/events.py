@@ -64,6 +64,8 @@ class TextDelta(msgspec.Struct, frozen=True):
         reasoning: of the model's reasoning; concatenated over a choice, all of it.
         tool_calls: news of its tool calls, in order.
         num_reasoning_tokens: how many of the token ids are reasoning.
+        stop_reason: with finish_reason, the stop string, the text that an expression matched, or the one of
+            stop_token_ids that ended the choice; None: something else did.
     """
 
     choice: int
@@ -76,3 +78,4 @@ class TextDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
     num_reasoning_tokens: int = 0
+    stop_reason: int | str | None = None

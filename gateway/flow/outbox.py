@@ -37,6 +37,7 @@ def merged(deltas: Sequence[TextDelta]) -> TextDelta:
         "".join([delta.reasoning for delta in deltas]),
         _merged_calls([call for delta in deltas for call in delta.tool_calls]),
         sum([delta.num_reasoning_tokens for delta in deltas]),
+        deltas[-1].stop_reason,
     )
 
 

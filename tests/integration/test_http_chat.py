@@ -26,6 +26,7 @@ async def test_whole_answer():
                 "message": {"role": "assistant", "content": "Hello", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ]
         prompt_tokens = len("user: hi\nassistant:")

@@ -15,7 +15,9 @@ async def test_whole_and_streamed_answer():
     async with run_gateway(FakeGenerator(spell("Hey", finish="length", cached=1))) as gateway:
         status, body, _ = await gateway.complete()
         assert status == 200 and body["object"] == "text_completion" and body["id"].startswith("cmpl-")
-        assert body["choices"] == [{"index": 0, "text": "Hey", "logprobs": None, "finish_reason": "length"}]
+        assert body["choices"] == [
+            {"index": 0, "text": "Hey", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        ]
         assert body["usage"]["prompt_tokens"] == 2 and body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
         assert gateway.generator.requests[0].sampling.max_tokens == 16
         *chunks, usage, done = await gateway.stream_complete(stream_options={"include_usage": True})

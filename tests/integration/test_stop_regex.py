@@ -57,6 +57,10 @@ def test_text_ends_where_the_expression_says(server, path, question, fields, tex
         streamed += choice["text"] if path == "/v1/completions" else choice["delta"].get("content", "")
         reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
     assert (streamed, reasons) == (whole, [reason])
+    stop = answer["choices"][0]["stop_reason"]
+    assert choice["stop_reason"] == stop and (stop is None) == (reason == "length" or whole == TEXT)
+    if stop is not None:
+        assert whole.endswith(stop) if fields.get("include_stop_str_in_output") else TEXT.startswith(whole + stop)
 
 
 def test_hostile_expressions_cost_little(server):

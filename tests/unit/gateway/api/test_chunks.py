@@ -33,10 +33,18 @@ def events(data: bytes):
     return [orjson.loads(block.removeprefix("data: ")) for block in blocks if block != "data: [DONE]"]
 
 
-@given(text=TEXT, model=TEXT, index=st.integers(0, 200), usage=st.booleans())
-def test_chat_chunks(text, model, index, usage):
+STOPS = st.none() | st.integers(0, 2**31) | TEXT
+
+
+def end_of(reason, stop):
+    """The fields of a choice that say how it ended."""
+    return {"finish_reason": None} if reason is None else {"finish_reason": reason, "stop_reason": stop}
+
+
+@given(text=TEXT, model=TEXT, index=st.integers(0, 200), usage=st.booleans(), stop=STOPS)
+def test_chat_chunks(text, model, index, usage, stop):
     chunks = ChatChunks(envelope(model), Tally(1), DETAIL, include_usage=usage)
-    sent = events(chunks.encode(index, 0, TextDelta(index, text, [1], finish_reason="stop")))
+    sent = events(chunks.encode(index, 0, TextDelta(index, text, [1], finish_reason="stop", stop_reason=stop)))
     common = {**envelope(model).chunk("chat.completion.chunk")}
     deltas = [
         ({"role": "assistant", "content": ""}, None),
@@ -46,7 +54,7 @@ def test_chat_chunks(text, model, index, usage):
     assert sent == [
         {
             **common,
-            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}],
+            "choices": [{"index": index, "delta": delta, "logprobs": None, **end_of(reason, stop)}],
             **({"usage": None} if usage else {}),
         }
         for delta, reason in deltas
@@ -75,10 +83,10 @@ def test_chunks_of_all_that_a_message_has(text, reasoning, arguments, begins, sh
     assert all(choice["finish_reason"] is None for choice in choices)
 
 
-@given(text=TEXT, model=TEXT, reason=st.sampled_from([None, "length"]), usage=st.booleans())
-def test_completion_chunks(text, model, reason, usage):
+@given(text=TEXT, model=TEXT, reason=st.sampled_from([None, "length"]), usage=st.booleans(), stop=STOPS)
+def test_completion_chunks(text, model, reason, usage, stop):
     chunks = CompletionChunks(envelope(model), Tally(1), Choices(None, DETAIL), include_usage=usage)
-    sent = events(chunks.encode(3, 1, TextDelta(1, text, [1], finish_reason=reason)))
+    sent = events(chunks.encode(3, 1, TextDelta(1, text, [1], finish_reason=reason, stop_reason=stop)))
     if not text and reason is None:
         assert sent == []
         return
@@ -89,7 +97,7 @@ def test_completion_chunks(text, model, reason, usage):
             "created": 7,
             "model": model,
             "system_fingerprint": "fp",
-            "choices": [{"index": 3, "text": text, "logprobs": None, "finish_reason": reason}],
+            "choices": [{"index": 3, "text": text, "logprobs": None, **end_of(reason, stop)}],
             **({"usage": None} if usage else {}),
         }
     ]

@@ -57,6 +57,17 @@ def test_a_stop_string_wins_over_length_in_the_same_output() -> None:
     assert (delta.text, delta.finish_reason) == ("a", "stop")
 
 
+def test_the_reason_of_a_stop_is_what_the_request_named() -> None:
+    named = SamplingParams(max_tokens=64, stop_token_ids=(2, 7))
+    assert feed(make("lo", "l"), ids_of("hello!")).stop_reason == "l"
+    assert feed(make(stop_regex=(r"\d+x",)), ids_of("12x")).stop_reason == "12x"
+    assert feed(make(sampling=named), [2], STOP).stop_reason == 2
+    assert feed(make("a", sampling=named), [*ids_of("a"), 2], STOP).stop_reason == "a"
+    assert feed(make(), [2], STOP).stop_reason is None, "the model's own end"
+    assert feed(make("x", sampling=named), ids_of("a"), LENGTH).stop_reason is None
+    assert feed(make("x", sampling=named), ids_of("a")).stop_reason is None
+
+
 def test_held_text_is_flushed_at_the_end() -> None:
     choice = make("bcd")
     assert feed(choice, ids_of("abc")).text == "a"
