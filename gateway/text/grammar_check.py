@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -30,6 +31,11 @@ MAX_SECONDS = 1.5
 """For one grammar."""
 MAX_SECONDS_OF_BUSY_MACHINE = 10.0
 """Of waiting for a process that is hardly given any processor time, which is not the grammar's fault."""
+MAX_SECONDS_TO_END = 5.0
+"""Of a process that has closed its pipes."""
+_NOT_THE_GRAMMAR = (1, -signal.SIGKILL)
+"""Exit codes of a process that could not begin, for want of threads for example, and of one that somebody else killed,
+as a system without memory does. A grammar's own limits end it otherwise."""
 MAX_WAITING = 256
 MAX_ROUNDS = 2000
 """Grammars that one process tries: memory that llguidance keeps is given back."""
@@ -140,6 +146,9 @@ class GrammarChecker:
             answer = await process.ask(job, self._timeout) or await process.ask(job, self._timeout)
         finally:
             self._idle.put_nowait(process)
+        if answer is None and process.exit_code in _NOT_THE_GRAMMAR:
+            log.error("grammar_process_ended", exit_code=process.exit_code)
+            raise _unavailable()
         if answer is None:
             log.warning("grammar_kills_process", size=len(job.source))
         reason = TOO_COMPLEX if answer is None else answer.error and plain_reason(answer.error)
@@ -148,9 +157,14 @@ class GrammarChecker:
 
 
 class _Process:
-    """One process, started when it is needed."""
+    """One process, started when it is needed.
+
+    Attributes:
+        exit_code: of the last one that ended; below 0 the signal that ended it.
+    """
 
     def __init__(self) -> None:
+        self.exit_code = 0
         self._process: asyncio.subprocess.Process | None = None
         self._rounds = 0
 
@@ -169,7 +183,7 @@ class _Process:
                 )
             except OSError as error:
                 log.error("grammar_process_not_started", reason=error.strerror)
-                raise UnavailableError("Grammars cannot be compiled at the moment.", retry_after=2.0) from None
+                raise _unavailable() from None
         return self._process
 
     async def ask(self, job: Job, timeout: float) -> Verdict | None:
@@ -178,6 +192,9 @@ class _Process:
         answer: Verdict | None = None
         try:
             answer = await _exchange(process, msgspec.msgpack.encode(job), timeout)
+            if answer is None:
+                with contextlib.suppress(TimeoutError):  # its pipes close a little before it has ended
+                    await asyncio.wait_for(process.wait(), MAX_SECONDS_TO_END)
         except TimeoutError:
             log.warning("grammar_takes_too_long", size=len(job.source))
             return Verdict(TOO_COMPLEX)
@@ -192,7 +209,7 @@ class _Process:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            self.exit_code = await process.wait()
 
 
 async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: float) -> Verdict | None:
@@ -306,6 +323,10 @@ def plain_reason(error: str) -> str:
     line = " ".join(text.split()).rstrip(".")
     line = line if len(line) <= _MAX_REASON else line[: _MAX_REASON - 3] + "..."
     return f"{place[1]}({place[2]}): {line}" if place else line
+
+
+def _unavailable() -> UnavailableError:
+    return UnavailableError("Grammars cannot be compiled at the moment.", retry_after=2.0)
 
 
 def _refusal(reason: str, param: str | None, *, with_place: bool = False) -> InvalidRequestError:

@@ -195,6 +195,25 @@ async def test_a_process_that_is_killed_is_started_again(checker):
     await checker.check('start: "b"')
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os.kill(os.getpid(), 9)",
+        "import os, sys; os.close(1); sys.stdin.buffer.read(1); sys.exit(1)",
+        "raise RuntimeError('can not start a new thread')",
+    ],
+)
+async def test_a_process_that_cannot_work_is_not_the_grammars_fault(checker, monkeypatch, tmp_path, program):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {module.sys.executable} -c "{program}"\n')
+    python.chmod(0o755)
+    with monkeypatch.context() as broken:
+        broken.setattr(module.sys, "executable", str(python))
+        with pytest.raises(UnavailableError):
+            await checker.check('start: "a"')
+    await checker.check('start: "a"')
+
+
 async def test_a_busy_machine_is_not_the_grammars_fault(checker, monkeypatch):
     await checker.check('start: "a"')
     monkeypatch.setattr(module, "MAX_SECONDS_OF_BUSY_MACHINE", 0.3)
