@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -158,8 +159,11 @@ class CpuOps(ReferenceOps):
             if not self._beside:
                 self._compile_the_rarer()
             elif self._compiling is None:
-                self._compiling = threading.Thread(target=self._compile_the_rarer, name="compile-sampling", daemon=True)
-                self._compiling.start()
+                thread = threading.Thread(target=self._compile_the_rarer, name="compile-sampling", daemon=True)
+                # Where no thread can be started a step is none the worse: plain torch serves, the next one tries again.
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+                    self._compiling = thread
         return self._extended is not None
 
     def _compile_the_rarer(self) -> None:

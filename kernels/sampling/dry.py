@@ -6,11 +6,20 @@ import torch
 
 from kernels.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY, DryInputs
 
+MAX_TOKENS = 1 << 21
+"""Tokens that are looked at together: each takes about 200 bytes."""
+
 
 def penalize_repetitions(logits: torch.Tensor, inputs: DryInputs) -> None:
     """Lowers the logits of tokens that would continue a repetition, of some rows of [S, vocab] float32, in place."""
     if inputs.longest < 2:
         return
+    size = max(1, MAX_TOKENS // inputs.longest)
+    for at in range(0, len(inputs.rows), size):
+        _penalize(logits, inputs if len(inputs.rows) <= size else inputs.part(at, at + size))
+
+
+def _penalize(logits: torch.Tensor, inputs: DryInputs) -> None:
     back = torch.arange(inputs.longest, device=logits.device)
     window = torch.where(inputs.last_n < 0, inputs.length, torch.minimum(inputs.last_n, inputs.length)).unsqueeze(1)
     there = back < window

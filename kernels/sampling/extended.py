@@ -15,6 +15,9 @@ MIROSTAT_SAMPLE = 100
 MIN_TEMPERATURE = 1e-5
 MIN_SLOPE = 1e-6
 """A distribution whose slope is below this is flat: mirostat 1 cuts nothing."""
+MAX_LOGITS = 1 << 23
+"""Logits that are looked at together; in float64, with their order and sums, they take half a gigabyte. Those of all
+rows of a large batch would take several, of which whoever sized the cache of keys and values knows nothing."""
 
 
 def extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
@@ -30,6 +33,13 @@ def extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
         [E] float32, the logarithm of the sum of exp over what the mask and top_n_sigma left, before any other filter:
         -log of the probability of a token that is kept is this less its new logit.
     """
+    size = max(1, MAX_LOGITS // logits.shape[1])
+    if len(inputs.rows) <= size:
+        return _extend(logits, inputs)
+    return torch.cat([_extend(logits, inputs.part(at, at + size)) for at in range(0, len(inputs.rows), size)])
+
+
+def _extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
     rows = _allow(logits[inputs.rows], inputs)
     highest = rows.amax(dim=-1, keepdim=True)
     left = rows

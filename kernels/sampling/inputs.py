@@ -173,6 +173,10 @@ class ExtendInputs:
     mask: torch.Tensor | None = None
     mask_rows: torch.Tensor | None = None
 
+    def part(self, start: int, end: int) -> ExtendInputs:
+        """Of the rows from `start` to before `end` of the E."""
+        return replace(self, **_sliced(self, {"mask"}, start, end))
+
 
 @dataclass(frozen=True, slots=True)
 class DryInputs:
@@ -202,6 +206,16 @@ class DryInputs:
     breakers: torch.Tensor
     longest: int
     longest_match: int
+
+    def part(self, start: int, end: int) -> DryInputs:
+        """Of the rows from `start` to before `end` of the D."""
+        return replace(self, **_sliced(self, {"token_ids", "breakers"}, start, end))
+
+
+def _sliced(inputs: ExtendInputs | DryInputs, tables: set[str], start: int, end: int) -> dict[str, Any]:
+    """What differs between rows, of some of them; `tables` belong to all."""
+    values = ((field.name, getattr(inputs, field.name)) for field in fields(inputs) if field.name not in tables)
+    return {name: value[..., start:end] for name, value in values if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,6 +324,17 @@ def test_rows_that_are_not_named_stay(cpu):
         assert (all_rows[[4, 5]] == 7.0).all()
 
 
+def test_many_rows_are_taken_in_parts(monkeypatch):
+    logits, inputs = make(ROWS, 40)
+    words = torch.full((2, 2), 0x5555AAAA, dtype=torch.int32)
+    inputs = replace(inputs, mask=words, mask_rows=torch.tensor([i % 3 - 1 for i in range(len(ROWS))]))
+    whole = logits.clone()
+    masses = extended.extend(whole, inputs)
+    monkeypatch.setattr(extended, "MAX_LOGITS", 3 * 40)
+    assert torch.equal(extended.extend(logits, inputs), masses)
+    assert torch.equal(logits, whole)
+
+
 def test_the_coin_falls_as_often_as_it_should():
     size = 20_000
     _, inputs = make([{"xtc_probability": 0.3}], 1)

@@ -124,6 +124,12 @@ def test_dry_is_brute_force(vocab, ops):
     check_dry(ops, texts, wishes, vocab)
 
 
+def test_many_tokens_are_taken_in_parts(ops, monkeypatch):
+    monkeypatch.setattr(dry, "MAX_TOKENS", 90)
+    texts = [[1, 2, 3] * (1 + number) for number in range(12)]
+    check_dry(ops, texts, [(0.8, 1.75, 1 + number % 3, -1, ()) for number in range(12)], 8)
+
+
 @pytest.mark.parametrize("period", [1, 2, 3, 7, 100])
 def test_long_repetitions_are_penalized_finitely(period, ops):
     texts = [[3 + i % period for i in range(600)]] * 4
