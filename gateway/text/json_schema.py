@@ -44,6 +44,15 @@ _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
 )
 """Keywords that demand nothing: left out, so that grammars are small and alike."""
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "minProperties": (0,),
+}
+"""Values with which keywords demand nothing, though llguidance refuses the keyword; zod writes the last propertyNames
+for every map."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _CONSTRAINTS = frozenset(
     {
@@ -156,7 +165,7 @@ class _Bounder:
         if not isinstance(node, dict):
             place = f"{self._place}{path}"
             raise InvalidRequestError(f"{place} must be a JSON schema, which is an object.", param=place)
-        result = {name: value for name, value in node.items() if name not in _ANNOTATIONS}
+        result = {name: value for name, value in node.items() if not _demands_nothing(name, value)}
         for name in _NUMBERS:
             # llguidance would leave out what is no number.
             if name in node and (isinstance(node[name], bool) or not isinstance(node[name], int | float)):
@@ -209,6 +218,11 @@ class _Bounder:
             node.setdefault("additionalProperties", self._any())
         if (anything or "array" in (kinds or ())) and "items" not in node:
             node["items"] = self._any()
+
+
+def _demands_nothing(keyword: str, value: object) -> bool:
+    idle = _IDLE.get(keyword, ())
+    return keyword in _ANNOTATIONS or any(type(value) is type(one) and value == one for one in idle)
 
 
 def _exclude_zero(node: dict[str, Any]) -> None:

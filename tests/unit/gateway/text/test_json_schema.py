@@ -175,6 +175,27 @@ def test_annotations_are_left_out_and_properties_of_their_names_are_not():
     assert allows(grammar({**schema, "required": ["title"]}), '{"title":"x"}')
 
 
+@pytest.mark.parametrize(
+    ("keyword", "idle", "busy", "rest", "text"),
+    [
+        ("uniqueItems", False, True, {"type": "array"}, "[1,1]"),
+        ("unevaluatedItems", True, False, {"type": "array"}, "[1]"),
+        ("unevaluatedProperties", {}, False, {"type": "object"}, '{"a":1}'),
+        (
+            "propertyNames",
+            {"type": "string"},
+            {"maxLength": 3},
+            {"additionalProperties": {"type": "null"}},
+            '{"a":null}',
+        ),
+        ("minProperties", 0, 1, {"type": "object", "properties": {"a": {}}}, "{}"),
+    ],
+)
+def test_keywords_that_demand_nothing_are_in_nobodys_way(keyword, idle, busy, rest, text):
+    assert allows(grammar({**rest, keyword: idle}), text)
+    assert f'"{keyword}": ' in grammar({**rest, keyword: busy}), "llguidance refuses it, or holds to it"
+
+
 def test_definitions_of_the_client_keep_their_names():
     schema = {"$defs": {"any": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/any"}}, "type": "object"}
     assert allows(grammar(schema), '{"a":null,"b":[1]}') and not allows(grammar(schema), '{"a":1}')
