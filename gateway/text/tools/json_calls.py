@@ -14,6 +14,7 @@ _SCALAR = re.compile(r"[\w.+-]+", re.ASCII)
 _BETWEEN = re.compile(r"[\w.+\-,:\s]+", re.ASCII)
 """What may stand between strings and brackets. Anything else is not JSON, so that an object that is never closed
 does not swallow what follows it."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSERS = {"{": "}", "[": "]"}
 _KEYS_BEFORE_NAME = frozenset({"type", "id", "index"})
 MAX_KEY = 256
@@ -75,11 +76,12 @@ def read_string(source: Source) -> Steps[str | None]:
 
 
 def _decoded(text: str) -> str | None:
+    """The value of a string. Half of a surrogate pair is no character and cannot be sent to a client."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return _SURROGATE.sub("\ufffd", value) if isinstance(value, str) else None
 
 
 class JsonCallParser(CallParser):
@@ -177,7 +179,7 @@ class _Call:
 
 def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
     """Takes the value of a call's arguments; false where it is malformed. Some models write them as a string that holds
-    JSON: that is unpacked. null means none."""
+    JSON: that is unpacked. null means none, and so does an empty string."""
     first = yield from source.peek()
     if first in ("{", "["):
         return (yield from read_value(source, sink))
@@ -186,6 +188,8 @@ def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
         whole = yield from _read_string(source, pieces.append)
         text = "".join(pieces)
         inner = _decoded(text) if whole else None
+        if inner is not None and not inner.strip():
+            inner = "{}"
         sink(inner if inner is not None and inner.lstrip().startswith("{") else text)
         return whole
     if not (yield from source.accept("null")):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,7 @@ from gateway.text.tools.format import Tool
 from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.harmony import ANALYSIS, END, FINAL, MARKS, OPENING, HarmonySplitter, final_message
 from tests.unit.gateway.text.tools import templates
-from tests.unit.gateway.text.tools.messages import Found, calls_of
+from tests.unit.gateway.text.tools.messages import Found, calls_of, check_linear
 from tests.unit.gateway.text.tools.vocabulary import accepts, holds, special_ids
 
 HARMONY = TOOL_FORMATS["harmony"]
@@ -89,14 +87,7 @@ def test_any_cutting_gives_the_same(parts: list[str], data: st.DataObject) -> No
     "part", ["<|channel|>", "<|start|>assistant", ANALYSIS, CALL, "<|chan", "x" + END, FINAL + " "]
 )
 def test_time_is_linear(part: str) -> None:
-    def seconds(size: int) -> float:
-        text = part * (size // len(part))
-        pieces = [text[start : start + 16] for start in range(0, len(text), 16)]
-        began = time.thread_time()
-        split(pieces)
-        return time.thread_time() - began
-
-    assert any(seconds(200_000) < 3 * seconds(100_000) + 0.005 for _ in range(4))
+    check_linear(lambda: HarmonySplitter(False), part * (100_000 // len(part)), part)
 
 
 def test_it_is_detected() -> None:

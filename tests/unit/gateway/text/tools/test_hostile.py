@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 import gateway.text.tools
 from gateway.text.tools.formats import TOOL_FORMATS
-from tests.unit.gateway.text.tools.messages import FORMATS, TOOLS, Found, read, read_with
+from tests.unit.gateway.text.tools.messages import FORMATS, TOOLS, Found, check_linear, read_with
 
-SIZE = 100_000
-PIECE = 16
-"""Characters that arrive at once."""
+SIZE = 30_000
 
 _ENDLESS = {
     "tabs in an argument": lambda n: "[A(A=" + "\t" * n,
@@ -58,19 +54,10 @@ _ENDLESS = {
 _GENERAL = ("tabs in an argument", "marks", "braces", "beginnings of marks")
 
 
-def seconds(name: str, text: str) -> float:
-    """Processor time of this thread."""
-    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-    parser = TOOL_FORMATS[name].new_parser(TOOLS)
-    gc.collect()
-    began = time.thread_time()
-    read(parser, pieces)
-    return time.thread_time() - began
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_time_is_linear(name: str) -> None:
-    """CVE-2025-48887: twice the text takes about twice the time."""
+    """CVE-2025-48887."""
+    form = TOOL_FORMATS[name]
     # What is plain content to a format is so to all: a few of those are enough.
     hostile = {
         what: make
@@ -79,12 +66,22 @@ def test_time_is_linear(name: str) -> None:
     }
     assert len(hostile) > len(_GENERAL)
     for what, make in hostile.items():
-        for _ in range(4):
-            once, twice = seconds(name, make(SIZE)), seconds(name, make(2 * SIZE))
-            if twice < 3 * once + 0.005:
-                break
-        else:
-            pytest.fail(f"{what}: {once:.3f} s for {SIZE} characters, {twice:.3f} s for twice as many")
+        check_linear(lambda: form.new_parser(TOOLS), make(SIZE), what)
+
+
+def test_a_reader_that_looks_at_all_again_is_found() -> None:
+    class Rereading:
+        text = ""
+
+        def push(self, text: str) -> None:
+            self.text += text
+            self.text.count("<tool_call>")
+
+        def finish(self) -> None:
+            self.text = ""
+
+    with pytest.raises(pytest.fail.Exception, match="rereading"):
+        check_linear(Rereading, "<tool_cal" * (SIZE // 9), "rereading")
 
 
 def is_read(name: str, text: str) -> bool:
@@ -95,13 +92,13 @@ def is_read(name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("what", _ENDLESS)
-def test_nothing_is_lost(name: str, what: str) -> None:
-    text = _ENDLESS[what](600)
-    found = read_with(TOOL_FORMATS[name], text)
-    if not found.calls:
-        assert found.content == text
-    assert read_with(TOOL_FORMATS[name], *text) == found
+def test_nothing_is_lost(name: str) -> None:
+    for what, make in _ENDLESS.items():
+        text = make(600)
+        found = read_with(TOOL_FORMATS[name], text)
+        if not found.calls:
+            assert found.content == text, what
+        assert read_with(TOOL_FORMATS[name], *text) == found, what
 
 
 @pytest.mark.parametrize("name", ["pythonic", "gemma"])
@@ -136,6 +133,7 @@ def test_nothing_evaluates() -> None:
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Found("", [("f", "{}")], 1)),
         ("hermes", '<tool_call>{"name": "f", "arguments": null}', Found("", [("f", "{}")], 1)),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', Found("", [("f", '{"a": 1}')], 1)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}', Found("", [("f", "{}")], 1)),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', Found("", [("f", '{"a": 1}')], 1)),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}', Found("]}", [("f", '{"a": 1')], 0)),
         (
@@ -166,3 +164,20 @@ def test_odd_calls(name: str, text: str, expected: Found) -> None:
     found = read_with(TOOL_FORMATS[name], text)
     assert found == expected
     assert read_with(TOOL_FORMATS[name], *text) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_half_characters_can_be_sent(name: str) -> None:
+    """A lone surrogate that a model spells by an escape has no UTF-8."""
+    for text in (
+        '<tool_call>{"name": "\\ud800", "arguments": "{\\"a\\": \\"\\udfff\\"}"}</tool_call>',
+        '[TOOL_CALLS][{"name": "\\ud800"}]',
+        '<|python_tag|>{"name": "\\ud800"}',
+        '<tool_call><function=f><parameter=a>"\\ud800"</parameter></function></tool_call>',
+        "[f(a='\\ud800')]",
+        "```tool_code\nf(a='\\ud800', b='\\U0000dc00')\n```",
+    ):
+        found = read_with(TOOL_FORMATS[name], text)
+        found.content.encode()
+        for called in found.calls:
+            "".join(called).encode()
