@@ -49,10 +49,13 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<start_function_call>",), "functiongemma"),
     (("<|tool_call>",), "gemma4"),
     (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "<arg_key>"), "json"),  # GLM's tags, which nothing here reads.
     (("<tool_call>",), "hermes"),
-    (("func_name1(",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("[func1(",), "pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (("<|start_header_id|>", '"parameters"'), "llama3_json"),
+    (("<|header_start|>", '"parameters"'), "llama3_json"),
     (("<start_of_turn>",), "gemma"),
 )
 """What templates hold, the first of which all is found decides."""

@@ -73,10 +73,14 @@ class MistralFormat:
         self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments, *, parallel: bool
     ) -> tuple[str, ...]:
         if self._named:
-            return call_rules(tools, lambda tool: f"{literal(tool.name + ARGS, special_ids)} {arguments(tool)}")
+            # Tokenizer v11 has a token for an id, and its models write one.
+            call_id = f" ({literal(CALL_ID, special_ids)} /[a-zA-Z0-9]{{9}}/)?" if CALL_ID in special_ids else ""
+            args = literal(ARGS, special_ids)
+            return call_rules(tools, lambda tool: f"{json.dumps(tool.name)}{call_id} {args} {arguments(tool)}")
         calls = call_rules(tools, lambda tool: object_call(tool, arguments(tool)))
         several = repeated("t_call", '", " t_call', parallel=parallel)
-        return (f't_list: "[" {several} "]"', *calls)
+        # SentencePiece tokenizers begin a word after a mark: `[TOOL_CALLS] [{`.
+        return (f't_list: " "? "[" {several} "]"', *calls)
 
 
 class MistralParser(JsonCallParser):

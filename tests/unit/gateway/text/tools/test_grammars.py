@@ -218,6 +218,23 @@ def test_marks_that_are_no_tokens_are_spelled(name: str) -> None:
         assert accepts(fragment, text, tokens=False)
 
 
+def test_mistral_writes_a_space_or_an_id() -> None:
+    """Of a SentencePiece tokenizer, and of v11's, whose mark of an id is a token."""
+    for name, text in (
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'),
+        ("mistral_named", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}"),
+    ):
+        form = TOOL_FORMATS[name]
+        for fragment in (
+            form.call_grammar(TOOLS, special_ids(), parallel=True),
+            form.free_grammar(TOOLS, special_ids(), parallel=False),
+        ):
+            assert accepts(fragment, text)
+        assert read_message(name, text) == Found("", [("now", "{}")], 1)
+    without = {mark: token_id for mark, token_id in special_ids().items() if mark != "[CALL_ID]"}
+    assert not accepts(TOOL_FORMATS["mistral_named"].call_grammar(TOOLS, without, parallel=True), text)
+
+
 def test_a_message_of_a_former_turn_is_written_as_the_model_writes() -> None:
     """For templates that know no calls."""
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}

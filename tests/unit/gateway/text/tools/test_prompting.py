@@ -74,6 +74,11 @@ def test_other_templates() -> None:
     assert detect(templates.CHATML, {"<tool_call>": 5}) is None and detect(None, {}) is None
     assert tool_format("auto", templates.CHATML, {}) is FALLBACK
     assert tool_format("auto", None, {}) is FALLBACK
+    # Llama 4's first template, another wording of the second one, and one with tags that nothing here reads.
+    llama4 = templates.LLAMA.replace("start_header_id", "header_start").replace("<|python_tag|>", "")
+    assert detect(llama4, {}) is TOOL_FORMATS["llama3_json"]
+    assert detect("{{ tools }} [func1(params_name=params_value)]", {}) is TOOL_FORMATS["pythonic"]
+    assert detect("{{ tools }}<tool_call>f <arg_key>a</arg_key>", {}) is FALLBACK
     # A template for a newer tokenizer than the model's.
     assert detect(templates.MINISTRAL, {"[TOOL_CALLS]": 5}) is TOOL_FORMATS["mistral"]
     assert detect(templates.MINISTRAL, {"[TOOL_CALLS]": 5, "[ARGS]": 6}) is TOOL_FORMATS["mistral_named"]
