@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from llguidance import regex_to_lark
 
 from gateway.text.gbnf import gbnf_to_lark, is_gbnf
-from gateway.text.grammar import Fragment, literal
-from shared.errors import InvalidRequestError
+from gateway.text.grammar import Fragment, literal, refusal
 
 MAX_REGEX = 32_768
 MAX_GRAMMAR_LENGTH = 262_144
@@ -33,11 +32,11 @@ def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
         place: the request field that holds the pattern.
     """
     if len(pattern) > MAX_REGEX:
-        raise _refusal(place, f"it has {len(pattern)} characters; at most {MAX_REGEX} are possible")
+        raise refusal(place, f"it has {len(pattern)} characters; at most {MAX_REGEX} are possible")
     if _ends_in_backslash(pattern):
-        raise _refusal(place, "it ends in a backslash that escapes nothing")
+        raise refusal(place, "it ends in a backslash that escapes nothing")
     if "\n" in pattern and _VERBOSE.search(pattern):
-        raise _refusal(place, "line breaks are not possible in verbose mode, (?x)")
+        raise refusal(place, "line breaks are not possible in verbose mode, (?x)")
     # A model that is told \d means one of ten digits: of Unicode's 700 others the likeliest token may be one.
     return Fragment(name, (f"{name}: /{regex_to_lark(pattern, _ASCII_CLASSES) or '(?:)'}/",), param=place)
 
@@ -45,9 +44,9 @@ def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
 def choice_fragment(choices: Sequence[str], name: str, place: str) -> Fragment:
     """One of these texts, as they stand."""
     if not 1 <= len(choices) <= MAX_CHOICES:
-        raise _refusal(place, f"it has {len(choices)} choices; 1 to {MAX_CHOICES} are possible")
+        raise refusal(place, f"it has {len(choices)} choices; 1 to {MAX_CHOICES} are possible")
     if sum(map(len, choices)) > MAX_CHOICE_LENGTH:
-        raise _refusal(place, f"the choices have more than {MAX_CHOICE_LENGTH} characters together")
+        raise refusal(place, f"the choices have more than {MAX_CHOICE_LENGTH} characters together")
     # A terminal, so that a choice may begin another one.
     spelled = " | ".join(literal(choice, {}) for choice in dict.fromkeys(choices))
     return Fragment(name, (f"{name}: {spelled}",), param=place)
@@ -60,20 +59,16 @@ def grammar_fragment(grammar: str, name: str, place: str) -> Fragment:
         name: of the rule, in small letters, unique in the whole grammar.
     """
     if not 1 <= len(grammar) <= MAX_GRAMMAR_LENGTH:
-        raise _refusal(place, f"it has {len(grammar)} characters; 1 to {MAX_GRAMMAR_LENGTH} are possible")
+        raise refusal(place, f"it has {len(grammar)} characters; 1 to {MAX_GRAMMAR_LENGTH} are possible")
     if "\0" in grammar:
-        raise _refusal(place, "it contains a zero byte")
+        raise refusal(place, "it contains a zero byte")
     if is_gbnf(grammar):
         lark = gbnf_to_lark(grammar, place)
         return Fragment(name, (f"{name}: %lark {{\n{lark}}}",), param=place)
     if option := _REFUSED_OPTIONS.search(grammar):
-        raise _refusal(place, f"the option {option[1]} of a rule is not supported")
+        raise refusal(place, f"the option {option[1]} of a rule is not supported")
     return Fragment(name, (f"{name}: %lark {{\n{grammar}\n}}",), param=place, source=grammar)
 
 
 def _ends_in_backslash(pattern: str) -> bool:
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
-
-
-def _refusal(place: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{place} cannot be used: {reason}.", param=place)

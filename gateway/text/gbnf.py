@@ -28,6 +28,7 @@ from gateway.text.gbnf_lexing import (
     safe_terminals,
     text_node,
 )
+from gateway.text.grammar import refusal
 from shared.errors import InvalidRequestError
 
 MAX_NESTING = 100
@@ -40,7 +41,7 @@ _TOKEN = re.compile(
     |(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
     |(?P<special><\[[0-9,^*-]+\]>|<[^\s<>\[][^\s<>]*>)
     |(?P<chars>\[(?:[^\]\\]|\\.)*\])
-    |(?P<repeat>[*+?]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})
+    |(?P<repeat>[*+?]|\{\s*[0-9]{1,18}\s*(?:,\s*[0-9]{0,18}\s*)?\})
     |(?P<mark>[|().])""",
     re.VERBOSE,
 )
@@ -168,6 +169,9 @@ class _Parser:
             if max(bounds) > _MAX_REPEAT or (len(bounds) == 2 and bounds[0] > bounds[1]):
                 raise self._error(f"{self._shown()} is no range up to {_MAX_REPEAT}")
             optional, many = bounds[0] == 0, True
+            if text in ("{0}", "{0,0}"):
+                self._next()
+                return '""', Seq(())  # Lark has no such range
         self._next()
         return f"{element[0]}{text}", Loop(element[1], optional, many)
 
@@ -195,8 +199,7 @@ class _Parser:
         return repr(self._text[:32]) if self._text else "the end"
 
     def _error(self, what: str) -> InvalidRequestError:
-        message = f"{self._place} cannot be used: line {self._line}: {what}."
-        return InvalidRequestError(message, param=self._place)
+        return refusal(self._place, f"line {self._line}: {what}")
 
 
 class _Writer:
@@ -204,9 +207,9 @@ class _Writer:
         self._rules = rules
         for rule in rules.values():
             for name in rule.names - rules.keys():
-                raise _refusal(place, f"there is no rule {name[:64]!r}")
+                raise refusal(place, f"there is no rule {name[:64]!r}")
         if "root" not in rules:
-            raise _refusal(place, "it has no rule 'root'")
+            raise refusal(place, "it has no rule 'root'")
         regular = _regular(rules)
         self._terminals = safe_terminals({name: rule.node for name, rule in rules.items()}, regular)
         self._plain = {
@@ -287,7 +290,3 @@ def _mask(first: str, last: str) -> int:
 
 def _code(character: str) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
-
-
-def _refusal(place: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{place} cannot be used: {reason}.", param=place)

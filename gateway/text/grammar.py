@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shared.errors import InvalidRequestError
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -50,3 +52,8 @@ def any_of(expressions: Iterable[str]) -> str:
 def grammar_source(fragment: Fragment) -> str:
     """The whole grammar of a fragment, as the worker takes it."""
     return "\n".join((f"start: {fragment.expression}", *fragment.rules)) + "\n"
+
+
+def refusal(place: str, reason: str) -> InvalidRequestError:
+    """The error of a grammar that cannot be made of what a request field holds."""
+    return InvalidRequestError(f"{place} cannot be used: {reason}.", param=place)
