@@ -8,8 +8,9 @@
     </function>
     </tool_call>
 
-A value is text as it is where the function's schema says that it is a string, else JSON. Calls that are enforced are
-written as Hermes' are, in the same marks: a grammar can hold JSON to any schema, and these values only to a few.
+A value is text as it is where the function's schema says that it is a string, or no other type that it could be; else
+JSON. Calls that are enforced are written as Hermes' are, in the same marks: a grammar can hold JSON to any schema, and
+these values only to a few.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MAX_NAME = 256
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 """What templates make of constants in earlier calls, and models after them."""
+_TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+"""What JSON schemas call the types of Python's values."""
+_Types = frozenset[str]
+_TEXT = frozenset(["string"])
 
 
 class QwenXmlFormat(HermesFormat):
@@ -44,11 +57,11 @@ class QwenXmlParser(JsonCallParser):
     """Finds calls behind `<tool_call>`.
 
     Args:
-        tools: whose schemas tell which values are text. Of others, a value that is no JSON is text.
+        tools: whose schemas tell which values are text. Where they say nothing, a value that is no JSON is text.
     """
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
-        self._texts = {tool.name: _texts_of(tool) for tool in tools}
+        self._types = {tool.name: _types_of(tool) for tool in tools}
         super().__init__(new_id)
 
     def _read(self) -> Steps[None]:
@@ -87,16 +100,16 @@ class QwenXmlParser(JsonCallParser):
             source.end_trial()
             message.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if not (yield from self._read_value(is_text=key in self._texts.get(name, ()))):
+            if not (yield from self._read_value(self._types.get(name, {}).get(key))):
                 return
         source.end_trial()
         message.arguments("}")
         message.complete_call()
 
-    def _read_value(self, *, is_text: bool) -> Steps[bool]:
+    def _read_value(self, types: _Types | None) -> Steps[bool]:
         """A value and its end, with a line break before and behind it that are not its own."""
         yield from self.source.accept("\n")
-        value = _Value(self, is_text=is_text)
+        value = _Value(self, types)
         if not (yield from self.source.text_until((PARAMETER_END,), value.add)):
             value.give_up()
             return False
@@ -107,12 +120,13 @@ class QwenXmlParser(JsonCallParser):
 class _Value:
     """Makes JSON of a value: of text as it comes, else when it is whole."""
 
-    def __init__(self, parser: QwenXmlParser, *, is_text: bool) -> None:
+    def __init__(self, parser: QwenXmlParser, types: _Types | None) -> None:
         self._sink = parser.message.arguments
-        self._is_text = is_text
+        self._types = types
+        self._is_text = types == _TEXT
         self._line_break = ""
         self._pieces: list[str] = []
-        if is_text:
+        if self._is_text:
             self._sink('"')
 
     def add(self, text: str) -> None:
@@ -127,7 +141,7 @@ class _Value:
 
     def finish(self) -> None:
         """It is whole."""
-        self._sink('"' if self._is_text else _as_json("".join(self._pieces)))
+        self._sink('"' if self._is_text else _as_json("".join(self._pieces), self._types))
 
     def give_up(self) -> None:
         """It does not end."""
@@ -135,37 +149,50 @@ class _Value:
 
 
 def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _quoted(text)[1:-1]
 
 
-def _as_json(text: str) -> str:
-    """A value that may be text or JSON."""
+def _as_json(text: str, types: _Types | None) -> str:
+    """A value that may be text or JSON: text where the JSON is of none of the types, and a string is."""
     stripped = text.strip()
-    if stripped in _CONSTANTS:
-        return _CONSTANTS[stripped]
+    stripped = _CONSTANTS.get(stripped, stripped)
     try:
-        json.loads(stripped, parse_constant=_refuse_constant)
+        value = json.loads(stripped, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return _quoted(text)
+    if types is not None and "string" in types and types.isdisjoint(_TYPE_NAMES[type(value)]):
+        return _quoted(text)
     return stripped
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _texts_of(tool: Tool) -> frozenset[str]:
-    """Names of the arguments that are strings."""
+def _types_of(tool: Tool) -> dict[str, _Types | None]:
+    """The types of each argument."""
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):
-        return frozenset()
-    return frozenset(name for name, schema in properties.items() if _is_text(schema))
+        return {}
+    return {name: _types(schema) for name, schema in properties.items()}
 
 
-def _is_text(schema: object) -> bool:
+def _types(schema: object) -> _Types | None:
+    """Names of the types that a schema's values have, as far as it says so by itself; None: any."""
     if not isinstance(schema, Mapping):
-        return False
-    values = schema.get("enum")
-    if schema.get("type") is None and isinstance(values, list):
-        return all(isinstance(value, str) for value in values)
-    return schema.get("type") == "string"
+        return None
+    kinds = schema.get("type")
+    if isinstance(kinds, (str, list)):
+        return frozenset([kinds] if isinstance(kinds, str) else kinds)
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(name for value in values for name in _TYPE_NAMES[type(value)])
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(choices, list):
+        return None
+    found = [_types(choice) for choice in choices]
+    known = [types for types in found if types is not None]
+    return frozenset[str]().union(*known) if len(known) == len(found) else None

@@ -24,6 +24,8 @@ TOOL = Tool(
             "number": {"type": "integer"},
             "flag": {"type": "boolean"},
             "maybe": {"type": ["string", "null"]},
+            "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "either": {"oneOf": [{"type": "string"}, {"type": "number"}, {"$ref": "#/$defs/X"}]},
             "list": {"type": "array"},
         },
     },
@@ -134,6 +136,15 @@ def test_values_between_tags_are_what_the_schema_says() -> None:
         "more": "",
     }
     assert only_values("qwen3_coder", tags()) == {}
+
+
+@pytest.mark.parametrize("name", ["maybe", "optional"])
+def test_a_value_that_looks_like_json_is_text_where_only_that_is_allowed(name: str) -> None:
+    """As of Python's `str | None`."""
+    for text, value in (("5", "5"), ("True", "True"), ("[1]", "[1]"), ("null", None), ("None", None), ("Oslo", "Oslo")):
+        assert only_values("qwen3_coder", tags(**{name: text})) == {name: value}
+    assert only_values("qwen3_coder", tags(either="5")) == {"either": 5}
+    assert only_values("qwen3_coder", tags(either="[1]")) == {"either": [1]}
 
 
 @given(text=plain)
