@@ -48,6 +48,11 @@ class Choices:
         self._begun: set[int] = set()
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
+    @property
+    def are_text_alone(self) -> bool:
+        """Whether nothing is told of generated tokens but their text."""
+        return self._detail.logprobs is None and not self._detail.token_ids
+
     def show(self, index: int, prompt_index: int, delta: TextDelta) -> Shown:
         """What to show of an event."""
         detail = self._detail
@@ -110,9 +115,14 @@ class CompletionChunks:
             continuous_usage=continuous_usage,
         )
         self._choices = choices
+        self._text_alone = choices.are_text_alone
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunk of one event; empty where it has nothing to show yet."""
+        if self._text_alone and delta.finish_reason is None and self._frame.has_begun(index):
+            # Most tokens of most streams. What a prompt adds is in a choice's first chunk.
+            text = delta.text
+            return self._frame.head(index) + dump_json(text) + _PLAIN + self._frame.tail if text else b""
         shown = self._choices.show(index, prompt_index, delta)
         text, logprobs = shown.text, shown.logprobs
         has_ids = bool(shown.token_ids) or shown.prompt_token_ids is not None
