@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from gateway.text.client_grammar import grammar_fragment, regex_fragment
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.json_schema import json_expression
@@ -267,15 +269,11 @@ class _Writer:
 
 
 def parsed_json(text: str, place: str) -> Any:
-    """A field that may hold JSON as text."""
+    """A field that may hold JSON as text; halves of surrogate pairs and numbers without an end are none."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         raise _error(place, "is not JSON") from None
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(text)
 
 
 def _beginning(value: object) -> str | None:

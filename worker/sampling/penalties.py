@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from kernels.sampling.inputs import PenaltyInputs
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
+from worker.sampling.sampled_rows import Integers
 
 _FIRST_SLOTS = 4
 

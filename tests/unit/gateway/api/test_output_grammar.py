@@ -159,6 +159,7 @@ def test_completions_have_both_fields():
         ({"structured_outputs": {"json": "abc"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "NaN"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"const": 1e999}'}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
@@ -180,6 +181,10 @@ def test_completions_have_both_fields():
             "structured_outputs.whitespace_pattern",
         ),
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"structural_tag": r'{"format": {"type": "regex", "pattern": "\ud800"}}'}},
+            "structured_outputs.structural_tag",
+        ),
         ({"structured_outputs": {"structural_tag": {"type": "x"}}}, "structured_outputs.structural_tag.type"),
         ({"structured_outputs": {"structural_tag": {"formats": {}}}}, "structured_outputs.structural_tag.formats"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
