@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.api.params import SamplingFields
-from gateway.api.ranges import check_range
+from gateway.api.ranges import MAX_INT32, check_range
 from gateway.flow.requests import TextPipelineLike
 from shared.errors import InvalidRequestError
 from shared.sampling_params import MAX_DRY_BREAKERS
@@ -59,14 +59,14 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     _check_mirostat(fields)
     values = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
     if fields.top_k is not None:
-        check_range("top_k", fields.top_k, -1, 2**31 - 1)
+        check_range("top_k", fields.top_k, -1, MAX_INT32)
         values["top_k"] = max(fields.top_k, 0)
     if fields.top_p == 0.0:
         # OpenAI's smallest nucleus, which here, as with vLLM, must hold something: the likeliest token.
         del values["top_p"]
         values["top_k"] = 1
     if fields.min_tokens is not None:
-        check_range("min_tokens", fields.min_tokens, 0, 2**31 - 1)
+        check_range("min_tokens", fields.min_tokens, 0, MAX_INT32)
     if (typical_p := _typical_p(fields)) is not None:
         values["typical_p"] = typical_p
     if fields.top_n_sigma is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -31,7 +30,7 @@ class BeamParams:
     width: int
     num_returned: int
     length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] | str = False
+    early_stopping: bool | str = False
 
 
 class BeamText:

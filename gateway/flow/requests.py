@@ -25,11 +25,6 @@ class TextPipelineLike(Protocol):
         ...
 
     @property
-    def template(self) -> str | None:
-        """The source of the chat template; None where there is none that can be used."""
-        ...
-
-    @property
     def takes_documents(self) -> bool:
         """Whether the chat template reads `documents`."""
         ...
