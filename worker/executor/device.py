@@ -205,7 +205,9 @@ class CudaDevice:
         self._downloads = torch.cuda.Stream(torch_device)
         self._captures = torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._buffers: dict[int, list[torch.Tensor]] = {}
+        # Buffers that are free, each with the event of its last download: making an event takes the host's time too.
+        self._buffers: dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+        self._computed = torch.cuda.Event()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Page-locked memory."""
@@ -223,8 +225,9 @@ class CudaDevice:
             size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
         capacity = max(_LEAST_BUFFER, 1 << (size - 1).bit_length()) if size else _LEAST_BUFFER
         kept = self._buffers.setdefault(capacity, [])
-        buffer = kept.pop() if kept else self.pinned((capacity,), torch.uint8)
-        self._downloads.wait_stream(torch.cuda.current_stream(self.torch_device))
+        buffer, event = kept.pop() if kept else (self.pinned((capacity,), torch.uint8), torch.cuda.Event())
+        self._computed.record(torch.cuda.current_stream(self.torch_device))
+        self._downloads.wait_event(self._computed)
         host = []
         with torch.cuda.stream(self._downloads):
             for tensor, place in zip(tensors, places):
@@ -233,9 +236,8 @@ class CudaDevice:
                 # Otherwise the memory could be given to work that does not wait for this copy.
                 tensor.record_stream(self._downloads)
                 host.append(part)
-            event = torch.cuda.Event()
             event.record(self._downloads)
-        return _CudaDownload(event, host, lambda: kept.append(buffer))
+        return _CudaDownload(event, host, lambda: kept.append((buffer, event)))
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
         """A CUDA graph; all graphs share one pool of memory, because no two run at a time."""
