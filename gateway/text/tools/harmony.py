@@ -16,22 +16,24 @@ from collections.abc import Mapping, Sequence
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import ANY_TEXT, Arguments, call_rules, enforced_arguments, free_arguments
-from gateway.text.tools.format import CallArguments, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import Source, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+ENDS = (END, CALL, RETURN)
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 OPENING = START + "assistant"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 _MAX_HEADER = 512
-_RECIPIENT = re.compile(r"\bto=([\w.-]+)", re.ASCII)
+_RECIPIENT = re.compile(r"\bto=(?!assistant\b)([\w.-]+)", re.ASCII)
+"""Who is called; what a model says to itself is no call."""
 _NAMESPACE = "functions."
 
 
-class HarmonyFormat:
+class HarmonyFormat(ToolFormat):
     """See ToolFormat."""
 
     name = "harmony"
@@ -58,10 +60,6 @@ class HarmonyFormat:
         )
         body = f"t_said* {any_of(['t_final', 't_opened'])}"
         return Fragment(body, (*rules, *self._rules(tools, special_ids, free_arguments)))
-
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
@@ -103,11 +101,14 @@ class HarmonyParser(JsonCallParser):
             source.end_trial()
             self.message.begin_call(recipient[1].removeprefix(_NAMESPACE))
             yield from source.space()
+            if (yield from source.accept_any(ENDS)):
+                self.message.arguments("{}")
+                self.message.complete_call()
+                continue
             if (yield from read_arguments(source, self.message.arguments)):
                 self.message.complete_call()
-            self._reject()
             yield from source.space()
-            yield from source.accept_any((CALL, END))
+            yield from source.accept_any(ENDS)
 
 
 class HarmonySplitter:
@@ -177,9 +178,9 @@ class HarmonySplitter:
                 elif parts[self._inside]:
                     sink("\n\n")
                 parts[self._inside] = True
-            mark = yield from source.text_until((OPENING, CHANNEL, END, CALL, RETURN), sink)
+            mark = yield from source.text_until((OPENING, CHANNEL, *ENDS), sink)
             self._inside = False
-            if is_call and mark in (END, CALL, RETURN):
+            if is_call and mark in ENDS:
                 # In a string of the arguments it is text; HarmonyParser knows.
                 self._aloud.append(mark)
             if not mark:
@@ -187,4 +188,4 @@ class HarmonySplitter:
 
 
 def _is_analysis(header: str) -> bool:
-    return header.removeprefix(CHANNEL).startswith("analysis") and _RECIPIENT.search(header) is None
+    return header.rpartition(CHANNEL)[2].startswith("analysis") and _RECIPIENT.search(header) is None
