@@ -16,16 +16,15 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import CallArguments, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
-from gateway.text.tools.reader import Steps
+from gateway.text.tools.reader import MAX_NAME, Steps
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_MAX_NAME = 256
 
 
-class DeepSeekFormat:
+class DeepSeekFormat(ToolFormat):
     """See ToolFormat.
 
     Args:
@@ -51,10 +50,6 @@ class DeepSeekFormat:
         """See ToolFormat."""
         rules = self._rules(tools, special_ids, free_arguments, parallel=parallel)
         return triggered(CALLS_BEGIN, special_ids, "t_body", rules, parallel=parallel)
-
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
@@ -107,12 +102,12 @@ class DeepSeekParser(JsonCallParser):
     def _read_one(self) -> Steps[bool]:
         """A call behind the mark of its beginning, with the mark of its end."""
         source = self.source
-        name = yield from source.line_to(SEPARATOR, _MAX_NAME)
+        name = yield from source.line_to(SEPARATOR, MAX_NAME)
         if name is None:
             return False
         fenced = name == "function" and (yield from source.peek()) != "{"
         if fenced:
-            name = yield from source.line_to("\n", _MAX_NAME)
+            name = yield from source.line_to("\n", MAX_NAME)
         if not name or not name.strip():
             return False
         source.end_trial()

@@ -76,18 +76,15 @@ class ToolRequest:
 
 
 class ToolFormat(Protocol):
-    """How a family of models writes tool calls.
+    """How a family of models writes tool calls. Formats inherit what most have in common.
 
     Attributes:
         name: as `--tool-call-parser` takes it.
         marks: texts that the parser must see; where one is a special token of the model, that token is shown.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def marks(self) -> tuple[str, ...]: ...
+    name: str
+    marks: tuple[str, ...] = ()
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """A parser for one choice. Where only its shape tells a call from content (no mark does), it is a call if
@@ -109,17 +106,12 @@ class ToolFormat(Protocol):
         ...
 
     def new_call_id(self) -> str:
-        """A fresh id of a call, of the form that the model's template takes."""
-        ...
+        """A fresh id of a call, of the form that the model's template takes; by default as OpenAI makes them."""
+        return "call_" + random_id(24)
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """Calls (name and arguments) as the model would write them, for templates that cannot."""
         ...
-
-
-def openai_call_id() -> str:
-    """An id as OpenAI makes them."""
-    return "call_" + random_id(24)
 
 
 def random_id(length: int) -> str:

@@ -20,17 +20,15 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import CallArguments, NewId, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
 from gateway.text.tools.literals import LiteralReader
-from gateway.text.tools.reader import CallParser, Sink, Source, Steps
+from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Sink, Source, Steps
 
 _CALL = "call:"
-_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _KEY = re.compile(r"[\w.$-]+")
-_MAX_NAME = 256
 
 
-class GemmaFormat:
+class GemmaFormat(ToolFormat):
     """See ToolFormat.
 
     Args:
@@ -56,10 +54,6 @@ class GemmaFormat:
         rules = self._rules(tools, special_ids, free_arguments)
         return triggered(self.marks[0], special_ids, "t_body", rules, parallel=parallel)
 
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
-
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         opening, closing, _ = self.marks
@@ -83,7 +77,7 @@ class GemmaParser(CallParser):
         while (yield from source.text_until((self._opening,), message.content)):
             source.begin_trial(self._opening)
             yield from source.accept(_CALL)
-            name = yield from source.word(_NAME, _MAX_NAME)
+            name = yield from source.word(NAME, MAX_NAME)
             if name and (yield from source.peek()) == "{":
                 source.end_trial()
                 message.begin_call(name)
@@ -107,7 +101,7 @@ class _ValueReader(LiteralReader):
         if (yield from self.source.accept(self._quote)):
             return (yield from self._read_marked())
         self.source.begin_trial()
-        key = yield from self.source.word(_KEY, _MAX_NAME)
+        key = yield from self.source.word(_KEY, MAX_NAME)
         if not key:
             return False
         self.source.end_trial()

@@ -16,14 +16,14 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import CallArguments, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser
 from gateway.text.tools.reader import Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesFormat:
+class HermesFormat(ToolFormat):
     """See ToolFormat."""
 
     name = "hermes"
@@ -44,10 +44,6 @@ class HermesFormat:
         """See ToolFormat."""
         rules = self._rules(tools, special_ids, free_arguments)
         return triggered(OPEN, special_ids, "t_body", rules, parallel=parallel)
-
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from gateway.text.tools.format import NewId
-from gateway.text.tools.reader import CallParser, Sink, Source, Steps
+from gateway.text.tools.reader import CallParser, Sink, Source, Steps, nowhere
 
 _IN_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r"[\w.+-]+", re.ASCII)
@@ -17,7 +17,6 @@ does not swallow what follows it."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSERS = {"{": "}", "[": "]"}
 _KEYS_BEFORE_NAME = frozenset({"type", "id", "index"})
-MAX_KEY = 256
 
 
 def read_value(source: Source, sink: Sink) -> Steps[bool]:
@@ -165,7 +164,7 @@ class JsonCallParser(CallParser):
             return (yield from read_arguments(source, sink))
         if call.name is None and self._known is not None and key not in _KEYS_BEFORE_NAME:
             return False
-        return (yield from read_value(source, _nowhere))
+        return (yield from read_value(source, nowhere))
 
 
 class _Call:
@@ -196,7 +195,3 @@ def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
         return False
     sink("{}")
     return True
-
-
-def _nowhere(_: str) -> None:
-    pass

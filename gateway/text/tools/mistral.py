@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 
 from gateway.text.grammar import Fragment, literal
@@ -18,16 +17,14 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     triggered,
 )
-from gateway.text.tools.format import CallArguments, Tool, random_id
+from gateway.text.tools.format import CallArguments, Tool, ToolFormat, random_id
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
-from gateway.text.tools.reader import Steps
+from gateway.text.tools.reader import MAX_NAME, NAME, Steps
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_NAME = re.compile(r"[\w.-]+", re.ASCII)
-_MAX_NAME = 256
 
 
-class MistralFormat:
+class MistralFormat(ToolFormat):
     """See ToolFormat. Ids of calls have nine characters: the templates refuse others.
 
     Args:
@@ -103,11 +100,11 @@ class MistralParser(JsonCallParser):
     def _read_named(self) -> Steps[None]:
         """`name[ARGS]{...}`, with the model's own id of the call between them or not, with the mark or not."""
         source = self.source
-        name = yield from source.word(_NAME, _MAX_NAME)
+        name = yield from source.word(NAME, MAX_NAME)
         if not name:
             return
         if (yield from source.accept(CALL_ID)):
-            yield from source.word(_NAME, _MAX_NAME)
+            yield from source.word(NAME, MAX_NAME)
         if not (yield from source.accept(ARGS)) and (yield from source.peek()) != "{":
             return
         source.end_trial()

@@ -16,7 +16,7 @@ from gateway.text.tools.calls_grammar import (
     repeated,
     text_unless,
 )
-from gateway.text.tools.format import CallArguments, NewId, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser
 from gateway.text.tools.reader import Steps
 
@@ -29,11 +29,10 @@ _CALL_BEGINS = (
 )
 
 
-class PlainJsonFormat:
+class PlainJsonFormat(ToolFormat):
     """A call, or a list of calls, in the OpenAI API's words. See ToolFormat."""
 
     name = "json"
-    marks: tuple[str, ...] = ()
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat."""
@@ -55,17 +54,13 @@ class PlainJsonFormat:
         several = f'{repeated("t_first", _COMMA, parallel=True)} "]"'
         return text_unless(_CALL_BEGINS, Fragment(any_of(["t_call", several]), (*rules, *firsts)))
 
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
-
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         objects = [{"name": name, "arguments": values} for name, values in calls]
         return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=False)
 
 
-class LlamaJsonFormat:
+class LlamaJsonFormat(ToolFormat):
     """Llama 3.1 and later: objects with `parameters`, several parted by semicolons; behind `<|python_tag|>` or not.
     See ToolFormat."""
 
@@ -89,10 +84,6 @@ class LlamaJsonFormat:
         if PYTHON_TAG not in special_ids:
             return text_unless(_CALL_BEGINS, calls)
         return text_unless(_CALL_BEGINS, Fragment(any_of([calls.expression, tagged]), calls.rules))
-
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""

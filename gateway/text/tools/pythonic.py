@@ -13,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from gateway.text.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import call_rules, repeated, text_unless, triggered
-from gateway.text.tools.format import CallArguments, NewId, Tool, openai_call_id
+from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
 from gateway.text.tools.keyword_grammar import Notation, keyword_arguments
 from gateway.text.tools.literals import LiteralReader
-from gateway.text.tools.reader import CallParser, Steps
+from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
 FENCE, FENCE_END = "```tool_code", "```"
-_NAME = re.compile(r"[\w.-]+", re.ASCII)
-_MAX_NAME = 256
 
 
 def _constant(value: object) -> str | None:
@@ -37,7 +35,7 @@ NOTATION = Notation(
 )
 
 
-class PythonicFormat:
+class PythonicFormat(ToolFormat):
     """A list of calls. See ToolFormat."""
 
     name = "pythonic"
@@ -57,20 +55,15 @@ class PythonicFormat:
         begins = rf"[ \t\r\n]*({re.escape(START)})?[ \t\r\n]*\[[ \t\r\n]*({names})\("
         return text_unless(begins, _python_list(tools, parallel=parallel, free=True))
 
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
-
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         return f"[{', '.join(render_call(name, values) for name, values in calls)}]"
 
 
-class ToolCodeFormat:
+class ToolCodeFormat(ToolFormat):
     """Calls in a fence, one on a line. See ToolFormat."""
 
     name = "gemma"
-    marks: tuple[str, ...] = ()
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat."""
@@ -84,10 +77,6 @@ class ToolCodeFormat:
         """See ToolFormat."""
         rest = self._rest(parallel=parallel)
         return triggered(FENCE, special_ids, rest, _rules(tools, free=True), parallel=parallel)
-
-    def new_call_id(self) -> str:
-        """See ToolFormat."""
-        return openai_call_id()
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
@@ -112,7 +101,7 @@ class _PythonCallParser(CallParser):
         source, message = self.source, self.message
         if not source.trying:
             source.begin_trial()
-        name = yield from source.word(_NAME, _MAX_NAME)
+        name = yield from source.word(NAME, MAX_NAME)
         if not name or not (yield from source.accept("(")):
             return False
         if self._known is not None and name not in self._known:
@@ -138,7 +127,7 @@ class _PythonCallParser(CallParser):
         separator = ""
         while not (yield from source.accept(")")):
             source.begin_trial()
-            key = yield from source.word(_NAME, _MAX_NAME)
+            key = yield from source.word(NAME, MAX_NAME)
             yield from source.space()
             if not key or not (yield from source.accept("=")):
                 return False

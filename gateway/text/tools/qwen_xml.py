@@ -22,11 +22,10 @@ from gateway.text.message_parser import ToolParser
 from gateway.text.tools.format import NewId, Tool
 from gateway.text.tools.hermes import CLOSE, OPEN, HermesFormat
 from gateway.text.tools.json_calls import JsonCallParser
-from gateway.text.tools.reader import Steps
+from gateway.text.tools.reader import MAX_NAME, Steps
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-_MAX_NAME = 256
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 """What templates make of constants in earlier calls, and models after them."""
 _TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
@@ -80,7 +79,7 @@ class QwenXmlParser(JsonCallParser):
     def _read_function(self) -> Steps[None]:
         """A function behind its mark."""
         source, message = self.source, self.message
-        name = ((yield from source.line_to(">", _MAX_NAME)) or "").strip()
+        name = ((yield from source.line_to(">", MAX_NAME)) or "").strip()
         if not name:
             return
         source.end_trial()
@@ -94,7 +93,7 @@ class QwenXmlParser(JsonCallParser):
                 break
             if not (yield from source.accept(PARAMETER)):
                 return
-            key = yield from source.line_to(">", _MAX_NAME)
+            key = yield from source.line_to(">", MAX_NAME)
             if key is None:
                 return
             source.end_trial()

@@ -19,6 +19,9 @@ Steps = Generator[None, None, _Value]
 
 Sink = Callable[[str], None]
 
+NAME = re.compile(r"[\w.-]+", re.ASCII)
+"""Of a function, where nothing closes it but a character that is none of a name."""
+MAX_NAME = 256
 _SPACE = re.compile(r"\s+")
 
 
@@ -136,7 +139,7 @@ class Source:
 
     def space(self) -> Steps[None]:
         """Takes white space."""
-        yield from self.run(_SPACE, _nowhere)
+        yield from self.run(_SPACE, nowhere)
 
     def text_until(self, marks: Sequence[str], sink: Sink) -> Steps[str]:
         """Takes text up to the first of the marks, and the mark; returns the mark, empty where the text ends first."""
@@ -284,5 +287,5 @@ class CallParser:
         self.message.content(self.source.end_trial())
 
 
-def _nowhere(_: str) -> None:
-    pass
+def nowhere(_: str) -> None:
+    """A sink of what means nothing."""
