@@ -11,6 +11,7 @@ import orjson
 from aiohttp import web
 
 from gateway.keys import LIMITS
+from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from shared.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
@@ -24,9 +25,6 @@ MAX_STRUCTURE = 100_000
 """Objects, arrays and keys in a body. Both bound how long the parser may hold the interpreter (under 100 ms), and how
 much memory its result takes, whatever the body's limit: 16 MB of brackets take seconds and 600 MB."""
 MAX_STRINGS = 200_000
-MAX_DEPTH = 128
-"""Objects and arrays inside each other. What walks a value (templates, schemas) takes some calls for each, and Python
-allows a thousand."""
 
 _PARSE_IN_THREAD_ABOVE = 262_144
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -98,21 +96,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_too_deep(value):
         raise InvalidRequestError(f"The body is nested deeper than {MAX_DEPTH} objects and arrays.", code="too_deep")
     return value
-
-
-def is_too_deep(value: object) -> bool:
-    """Whether a JSON value has more than MAX_DEPTH objects and arrays inside each other."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _check_structure(body: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from gateway.api.body import MAX_DEPTH, is_too_deep
+from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from shared.errors import InvalidRequestError
 
 MAX_MESSAGES = 4096

@@ -17,8 +17,9 @@ from gateway.api.structured_fields import (
 from gateway.text.client_grammar import choice_fragment, grammar_fragment, regex_fragment
 from gateway.text.grammar import Fragment
 from gateway.text.json_schema import json_expression
+from gateway.text.json_text import parsed_json
 from gateway.text.strict_schema import check_strict
-from gateway.text.structural_tags import parsed_json, structural_tag_fragment
+from gateway.text.structural_tags import structural_tag_fragment
 from shared.errors import InvalidRequestError
 
 MAX_WHITESPACE_PATTERN = 256

@@ -10,11 +10,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from gateway.text.client_grammar import grammar_fragment, regex_fragment
 from gateway.text.grammar import Fragment, any_of, literal
 from gateway.text.json_schema import json_expression
+from gateway.text.json_text import parsed_json
 from shared.errors import InvalidRequestError
 
 MAX_FORMATS = 2000
@@ -266,14 +265,6 @@ class _Writer:
     def _part(self, part: Fragment) -> str:
         self.rules += part.rules
         return part.expression
-
-
-def parsed_json(text: str, place: str) -> Any:
-    """A field that may hold JSON as text; halves of surrogate pairs and numbers without an end are none."""
-    try:
-        return msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        raise _error(place, "is not JSON") from None
 
 
 def _beginning(value: object) -> str | None:

@@ -78,6 +78,13 @@ CLOSE = "disable_additional_properties"
 TAG = {"format": {"type": "regex", "pattern": "x"}}
 STRUCTURES = {"triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": "!"}]}
 
+DEEP = (200, *range(980, 990), 5000)
+"""Among them what can be parsed, and not walked."""
+
+
+def nested(depth: int) -> str:
+    return '{"const":' + "[" * depth + "]" * depth + "}"
+
 
 def json_schema(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
@@ -160,6 +167,8 @@ def test_completions_have_both_fields():
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "NaN"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": '{"const": 1e999}'}}, "structured_outputs.json"),
+        *(({"structured_outputs": {"json": nested(depth)}}, "structured_outputs.json") for depth in DEEP),
+        ({"structured_outputs": {"json": '{"title": "' + "x" * 2**20 + '"}'}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
