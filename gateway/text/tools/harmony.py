@@ -18,7 +18,7 @@ from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import ANY_TEXT, Arguments, call_rules, enforced_arguments, free_arguments
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
-from gateway.text.tools.reader import Source, Steps
+from gateway.text.tools.reader import Source, Steps, read_on
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -150,8 +150,7 @@ class HarmonySplitter:
         return self._resume()
 
     def _resume(self) -> tuple[str, str]:
-        if self._steps is not None and next(self._steps, self) is self:
-            self._steps = None
+        self._steps = read_on(self._steps)
         found = "".join(self._reasoning), "".join(self._aloud)
         self._reasoning.clear()
         self._aloud.clear()

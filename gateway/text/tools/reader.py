@@ -279,12 +279,16 @@ class CallParser:
         raise NotImplementedError
 
     def _resume(self) -> None:
-        if self._steps is not None and next(self._steps, self) is self:
-            self._steps = None
+        self._steps = read_on(self._steps)
 
     def _reject(self) -> None:
         """What was tried as a call is content."""
         self.message.content(self.source.end_trial())
+
+
+def read_on(steps: Steps[None] | None) -> Steps[None] | None:
+    """Reads what is at hand; returns what is to read on, None when all has been read."""
+    return None if steps is None or next(steps, steps) is steps else steps
 
 
 def nowhere(_: str) -> None:

@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gateway.text.json_schema import json_expression
+from gateway.text.json_schema import MAX_DEPTH, MAX_NODES, json_expression
 from gateway.text.tools.format import Tool
 from shared.errors import InvalidRequestError
 
-MAX_DEPTH = 64
-MAX_NODES = 20_000
 MAX_PATTERN = 8192
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
