@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from gateway.text.grammar import Fragment, literal
@@ -18,9 +19,11 @@ from gateway.text.tools.calls_grammar import (
 )
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser
-from gateway.text.tools.reader import Steps
+from gateway.text.tools.reader import Steps, nowhere
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_TOO_MANY = re.compile(r"[\s}]+")
+"""White space, and braces that models close though none is open."""
 
 
 class HermesFormat(ToolFormat):
@@ -63,7 +66,7 @@ class HermesParser(JsonCallParser):
             self.source.begin_trial(OPEN)
             yield from self.source.space()
             while (yield from self.read_call()):
-                yield from self.source.space()
+                yield from self.source.run(_TOO_MANY, nowhere)
                 if (yield from self.source.peek()) != "{":
                     break
             self._reject()

@@ -97,13 +97,14 @@ class JsonCallParser(CallParser):
         else a trial that is on goes on. Returns whether it was a whole call.
 
         The order of the keys does not matter: arguments in front of the name are held back. A call without arguments
-        has none: `{}`. Keys that mean nothing for a call are left out.
+        has none: `{}`. Keys that mean nothing for a call are left out. Braces may be double, as Qwen 2.5 writes them.
         """
         call = _Call()
         if not self.source.trying:
             self.source.begin_trial()
         if not (yield from self.source.accept("{")):
             return False
+        is_double = yield from self.source.accept("{")
         while True:
             yield from self.source.space()
             if (yield from self.source.accept("}")):
@@ -120,6 +121,8 @@ class JsonCallParser(CallParser):
         if not call.has_arguments:
             self.message.arguments("{}")
         self.message.complete_call()
+        if is_double:
+            yield from self.source.accept("}")
         return True
 
     def read_list(self) -> Steps[bool]:
