@@ -58,7 +58,7 @@ class DeepThreads:
         with self._lock:
             starts = self._num_alive < min(self._num_threads, self._num_unfinished + 1)
         if starts and not self._start_thread() and not self._num_alive:
-            raise UnavailableError("The server has no memory left for this kind of work.")
+            raise _no_memory()
         work = _Work(function)
         with self._lock:
             self._num_unfinished += 1
@@ -74,12 +74,27 @@ class DeepThreads:
             lost.lost = True
             self._num_lost += 1
             self._num_alive -= 1
-        self._start_thread()
+        if not self._start_thread() and not self._num_alive:
+            self._refuse_queued()
 
     def close(self) -> None:
         """Lets the threads end that have nothing to do."""
         for _ in range(self._num_alive):
             self._queue.put(None)
+
+    def _refuse_queued(self) -> None:
+        """No thread is left to take what waits, and whoever waits for it would wait for ever."""
+        while True:
+            try:
+                work = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if work is None:
+                continue
+            with self._lock:
+                self._num_unfinished -= 1
+            if work.future.set_running_or_notify_cancel():
+                work.future.set_exception(_no_memory())
 
     def _start_thread(self) -> bool:
         with _starting:
@@ -106,6 +121,10 @@ class DeepThreads:
                 self._num_lost -= work.lost
             if work.lost:
                 return
+
+
+def _no_memory() -> UnavailableError:
+    return UnavailableError("The server has no memory left for this kind of work.")
 
 
 class _Work:

@@ -31,13 +31,19 @@ def threads():
 def test_it_returns_what_the_work_returns_and_raises_what_it_raises(threads):
     assert threads.submit(lambda: 7).result(PATIENCE) == 7
     with pytest.raises(KeyError):
-        threads.submit(lambda: {}[1]).result(PATIENCE)
+        threads.submit(lambda: {2: 3}[1]).result(PATIENCE)
     assert threads.submit(lambda: 8).result(PATIENCE) == 8
 
 
 def test_no_more_threads_than_asked_for_work_at_a_time(threads):
-    gate, names = threading.Event(), []
-    futures = [threads.submit(lambda: names.append(threading.get_ident()) or gate.wait(PATIENCE)) for _ in range(6)]
+    gate = threading.Event()
+    names: list[int] = []
+
+    def work():
+        names.append(threading.get_ident())
+        return gate.wait(PATIENCE)
+
+    futures = [threads.submit(work) for _ in range(6)]
     gate.set()
     assert all(future.result(PATIENCE) for future in futures)
     assert len(set(names)) <= 2
@@ -96,3 +102,24 @@ def test_work_that_is_over_cannot_be_written_off(threads):
     wait_until(lambda: not threads._running)
     threads.write_off(done)
     assert threads.num_lost == 0
+
+
+def test_where_no_thread_can_take_a_lost_ones_place_what_waits_is_refused(monkeypatch):
+    threads = DeepThreads("deep", num_threads=1, max_lost=4)
+    gate, begun = threading.Event(), threading.Event()
+    stuck = threads.submit(lambda: begun.set() or gate.wait(PATIENCE))
+    assert begun.wait(PATIENCE)
+    waiting = threads.submit(lambda: 1)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        threads.write_off(stuck)
+    with pytest.raises(UnavailableError):
+        waiting.result(PATIENCE)
+    assert threads.submit(lambda: 2).result(PATIENCE) == 2
+    gate.set()
+    assert stuck.result(PATIENCE)
+    threads.close()
