@@ -19,6 +19,8 @@ from gateway.text.tools.literals import LiteralReader
 from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
+_NAMELESS = ('"', "'", "[", "{")
+"""With what a value begins that stands in a call without its name."""
 FENCE, FENCE_END = "```tool_code", "```"
 
 
@@ -67,7 +69,7 @@ class ToolCodeFormat(ToolFormat):
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat."""
-        return ToolCodeParser(self.new_call_id)
+        return ToolCodeParser(self.new_call_id, tools)
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
@@ -89,9 +91,15 @@ class ToolCodeFormat(ToolFormat):
 
 
 class _PythonCallParser(CallParser):
-    """What both have in common: one call."""
+    """What both have in common: one call.
 
-    def __init__(self, new_id: NewId, known: frozenset[str] | None) -> None:
+    Args:
+        tools: whose properties name the values that stand in a call without their names.
+        known: names of functions; None: any may be called.
+    """
+
+    def __init__(self, new_id: NewId, tools: Sequence[Tool], known: frozenset[str] | None) -> None:
+        self._properties = {tool.name: tuple(tool.parameters.get("properties", ())) for tool in tools}
         self._known = known
         super().__init__(new_id)
 
@@ -116,22 +124,28 @@ class _PythonCallParser(CallParser):
             yield from source.space()
             whole = yield from source.accept(")")
         else:
-            whole = yield from self._read_arguments(values)
+            whole = yield from self._read_arguments(values, self._properties.get(name, ()))
         if whole:
             message.complete_call()
         return whole
 
-    def _read_arguments(self, values: LiteralReader) -> Steps[bool]:
+    def _read_arguments(self, values: LiteralReader, properties: Sequence[str]) -> Steps[bool]:
         source, message = self.source, self.message
         message.arguments("{")
         separator = ""
+        names = iter(properties)
         while not (yield from source.accept(")")):
-            source.begin_trial()
-            key = yield from source.word(NAME, MAX_NAME)
-            yield from source.space()
-            if not key or not (yield from source.accept("=")):
-                return False
-            source.end_trial()
+            if (yield from source.peek()) in _NAMELESS:
+                key = next(names, "")
+                if not key:
+                    return False
+            else:
+                source.begin_trial()
+                key = yield from source.word(NAME, MAX_NAME)
+                yield from source.space()
+                if not key or not (yield from source.accept("=")):
+                    return False
+                source.end_trial()
             message.arguments(f"{separator}{json.dumps(key)}: ")
             separator = ", "
             if not (yield from values.read_value()):
@@ -154,7 +168,7 @@ class PythonicParser(_PythonCallParser):
     """
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
-        super().__init__(new_id, frozenset(tool.name for tool in tools))
+        super().__init__(new_id, tools, frozenset(tool.name for tool in tools))
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -192,8 +206,8 @@ class PythonicParser(_PythonCallParser):
 class ToolCodeParser(_PythonCallParser):
     """Finds calls in fences; a call may be the argument of a print, or in a list."""
 
-    def __init__(self, new_id: NewId) -> None:
-        super().__init__(new_id, None)
+    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
+        super().__init__(new_id, tools, None)
 
     def _read(self) -> Steps[None]:
         source = self.source

@@ -109,6 +109,15 @@ def test_what_is_no_literal_ends_the_call(text: str) -> None:
     assert found.num_complete == 0 and found.content.endswith("so") and found.calls[0][1].startswith('{"y": 1, "x": ')
 
 
+def test_values_without_names_are_those_of_the_first_properties() -> None:
+    expected = {"text": "Oslo", "color": "red", "number": 5}
+    assert only_values("pythonic", "[f('Oslo', \"red\", number=5)]") == expected
+    assert only_values("gemma", "```tool_code\nprint(f('Oslo', 'red', number=5))\n```") == expected
+    # Of a function that nobody declared, nobody knows their names.
+    found = whole("gemma", "```tool_code\ng('Oslo')\n```")
+    assert found.num_complete == 0 and found.calls == [("g", "{")] and found.content.startswith("'Oslo')")
+
+
 def tags(**values: str) -> str:
     lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function=f>\n{lines}</function>\n</tool_call>"
