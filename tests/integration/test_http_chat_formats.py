@@ -67,7 +67,8 @@ async def test_calls_alone_have_null_for_content(tmp_path: Path) -> None:
 
 async def test_without_tools_calls_are_content(tmp_path: Path) -> None:
     async with talking(tmp_path, CALL) as (gateway, worker):
-        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        none: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
+        for fields in none:
             answer = await both(gateway, **fields)
             assert (answer["content"], answer["calls"], answer["finish_reason"]) == (CALL, [], "stop")
         assert worker.submits()[-1].grammar == ""

@@ -152,7 +152,8 @@ def first(left, count):
 
 def nucleus(left, top_p):
     total = math.fsum(math.exp(s) for s in left.values())
-    kept, before = {}, 0.0
+    kept: dict[int, float] = {}
+    before = 0.0
     for i in ordered(left):
         if top_p < 1 and kept and before >= top_p * total:
             break
@@ -164,7 +165,8 @@ def nucleus(left, top_p):
 def typical(left, typical_p):
     total = math.fsum(math.exp(s) for s in left.values())
     mean = float(np.float32(math.fsum(math.exp(s) * s for s in left.values()) / total))
-    kept, before = {}, 0.0
+    kept: dict[int, float] = {}
+    before = 0.0
     for i in sorted(left, key=lambda i: (float(np.float32(abs(np.float32(left[i]) - np.float32(mean)))), i)):
         if kept and before >= typical_p * total:
             break

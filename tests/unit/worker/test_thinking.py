@@ -71,7 +71,7 @@ def test_the_budget_is_for_all_reasoning_of_a_text_together():
     automaton.advance(3)
     assert automaton.forced == 4
     automaton.advance(4)
-    assert (automaton.forced, automaton.num_free) == (None, 2)
+    assert automaton.forced is None and automaton.num_free == 2
     automaton.advance(1)
     automaton.advance(2)
     assert automaton.forced == 3
@@ -86,4 +86,4 @@ def test_what_never_opens_or_was_dropped_bounds_nothing():
     automaton = make(0, open=True)
     assert automaton.forced == 3
     automaton.drop()
-    assert (automaton.forced, automaton.num_free) == (None, UNBOUNDED)
+    assert automaton.forced is None and automaton.num_free == UNBOUNDED

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.api import body
 from gateway.api.body import parse_object
+from gateway.text.json_text import MAX_DEPTH
 from shared.errors import InvalidRequestError
 
 VALUES = st.recursive(
@@ -83,15 +84,15 @@ def test_strings_are_counted_where_there_is_much_structure(monkeypatch):
 
 def test_depth_is_that_of_objects_and_arrays_together():
     def nested(depth):
-        value = {"b": 1}
+        value: object = {"b": 1}
         for index in range(depth - 1):
             value = {"a": value, "c": [1]} if index % 2 else [value, 2]
         return json.dumps({"x": value} if depth % 2 else value).encode()
 
-    assert parse_object(nested(body.MAX_DEPTH - 1)) and parse_object(b'{"a":"%s"}' % (b"[{" * 500))
+    assert parse_object(nested(MAX_DEPTH - 1)) and parse_object(b'{"a":"%s"}' % (b"[{" * 500))
     wide = json.dumps({"a": [[1, {"b": []}]] * 500}).encode()
     assert parse_object(wide)
-    for depth in (body.MAX_DEPTH, body.MAX_DEPTH + 1):
+    for depth in (MAX_DEPTH, MAX_DEPTH + 1):
         with pytest.raises(InvalidRequestError, match="deeper than 128"):
             parse_object(b'{"x":%s}' % nested(depth))
 

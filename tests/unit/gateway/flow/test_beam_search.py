@@ -78,8 +78,8 @@ def test_stop_strings_end_hypotheses_as_stop_tokens_do(model, as_regex, early):
     """Each token is one character, so that both can say the same."""
     detokenizer = BytePipeline().detokenizer(skip_special_tokens=True)
     chars = [chr(token_id) for token_id in STOPS]
-    scanner = RegexScanner(StopRegexes([f"[{re.escape(''.join(chars))}]"])) if as_regex else None
-    scanner = scanner or StopScanner(StopStrings(chars))
+    regexes = StopRegexes([f"[{re.escape(''.join(chars))}]"])
+    scanner = RegexScanner(regexes) if as_regex else StopScanner(StopStrings(chars))
 
     def found(**fields):
         state = BeamState(BeamParams(width=5, num_returned=5, early_stopping=early), max_tokens=12, **fields)

@@ -43,7 +43,7 @@ def ids_of(text: str) -> list[int]:
 
 def make(*stop: str, opened: bool = False, choice: str = "auto", special: bool = False, **changes: Any):
     added = {mark: tokenizer().token_to_id(mark) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")}
-    hidden = frozenset(added.values()) if special else frozenset()
+    hidden = frozenset(token_id for token_id in added.values() if token_id is not None and special)
     formats = model_formats(REASONING_FORMATS["think"], TOOL_FORMATS["hermes"], added, hidden, TemplateSupport())
     tools = ToolRequest(tools=(TOOL,), callable=(TOOL,), choice=choice)  # type: ignore[arg-type]
     request = make_request([1], stop=stop, **{"max_tokens": 4000, **changes})

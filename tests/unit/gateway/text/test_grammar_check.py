@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -205,10 +206,10 @@ async def test_a_process_that_is_killed_is_started_again(checker):
 )
 async def test_a_process_that_cannot_work_is_not_the_grammars_fault(checker, monkeypatch, tmp_path, program):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {module.sys.executable} -c "{program}"\n')
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     python.chmod(0o755)
     with monkeypatch.context() as broken:
-        broken.setattr(module.sys, "executable", str(python))
+        broken.setattr(sys, "executable", str(python))
         with pytest.raises(UnavailableError):
             await checker.check('start: "a"')
     await checker.check('start: "a"')

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from shared.errors import InvalidRequestError, PeltonError, UnavailableError
@@ -286,7 +287,7 @@ def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
     """Some schemas never end. Their threads are lost, so after a few of them new grammars are refused for a while."""
     release = threading.Event()
     grammars = make(compile_seconds=0.2)
-    compile_for_real = module.LLMatcher
+    compile_for_real = LLMatcher
 
     def compile_slowly(vocabulary, source, **options):
         if "slow" in source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
 from worker.scheduler import plan
 from worker.scheduler.plan import ScheduledTokens, StepPlan
 
-KINDS = [
+KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.0, "typical_p": 0.7, "top_k": 9},
