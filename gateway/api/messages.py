@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from shared.errors import InvalidRequestError
@@ -182,22 +182,19 @@ def _tool_call(call: object, place: str) -> dict[str, Any]:
 
 
 def _arguments(value: object, place: str) -> str:
-    """The arguments of a call, which a client sends as they came: as JSON text. Of a call without any, as none."""
+    """The arguments of a call, which a client sends as they came: as JSON text, none as those of no parameters. What a
+    model wrote need not be JSON, or whole: it stays as it is."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{place} must be a string of JSON.", param=place, code="invalid_type")
     try:
-        arguments = json.loads(value or "{}", parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        raise InvalidRequestError(f"{place} must be a string of JSON, and is none.", param=place) from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{place} must be the JSON text of an object.", param=place)
-    if is_too_deep(arguments):
+        too_deep = is_too_deep(json.loads(value or "{}"))
+    except ValueError:
+        return value
+    except RecursionError:
+        too_deep = True
+    if too_deep:
         raise InvalidRequestError(f"{place} is nested deeper than {MAX_DEPTH} objects and arrays.", param=place)
     return value or "{}"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _object(value: object, place: str, known: tuple[str, ...]) -> dict[str, Any]:

@@ -88,3 +88,25 @@ def test_errors_have_all_that_a_client_needs():
     with pytest.raises(PeltonError) as refused:
         parse_fields({"model": "m", "prompt": "x", "stream_options": {"x": 1}}, CompletionFields)
     assert refused.value.param == "stream_options.x"
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [('{"a": 1}', '{"a": 1}'), ("", "{}"), ('{"city": "Par', '{"city": "Par'), ("[1]", "[1]")]
+)
+def test_arguments_of_a_former_call_stay_as_the_model_wrote_them(sent: str, kept: str) -> None:
+    """A call that max_tokens cut off comes back in the history, and OpenAI takes it."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": sent}}
+    history = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "cut off"},
+    ]
+    assert check_messages(history)[1]["tool_calls"][0]["function"]["arguments"] == kept
+
+
+def test_arguments_of_a_former_call_are_not_nested_without_end() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}}
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_messages(history)
+    assert refusal.value.param == "messages[1].tool_calls[0].function.arguments"
