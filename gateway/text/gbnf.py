@@ -206,8 +206,9 @@ class _Writer:
     def __init__(self, rules: dict[str, _Rule], place: str) -> None:
         self._rules = rules
         for rule in rules.values():
-            for name in rule.names - rules.keys():
-                raise refusal(place, f"there is no rule {name[:64]!r}")
+            unknown = next((name for name in rule.names if name not in rules), None)
+            if unknown is not None:
+                raise refusal(place, f"there is no rule {unknown[:64]!r}")
         if "root" not in rules:
             raise refusal(place, "it has no rule 'root'")
         regular = _regular(rules)
