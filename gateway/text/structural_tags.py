@@ -17,6 +17,8 @@ from gateway.text.json_text import parsed_json
 from shared.errors import InvalidRequestError
 
 MAX_FORMATS = 2000
+MAX_TRIGGERS = 256
+"""Each tag is compared with each of them."""
 MAX_DEPTH = 32
 _TEXT = "ST_TEXT"
 
@@ -194,6 +196,8 @@ class _Writer:
         tags = _get(value, "tags", list, place)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise _error(f"{place}.triggers", "must be a list of texts, none of them empty")
+        if len(triggers) > MAX_TRIGGERS or len(tags) > MAX_FORMATS:
+            raise _error(place, f"has more than {MAX_TRIGGERS} triggers, or more than {MAX_FORMATS} tags")
         once, must = _flag(value, "stop_after_first", place), _flag(value, "at_least_one", place)
         if not last and not (once and must):
             raise _error(place, "is free text of which nothing says where it ends")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -145,3 +146,19 @@ def test_formats_inside_of_each_other_are_bounded():
         structural_tag_fragment({"format": value}, "p", {})
     with pytest.raises(InvalidRequestError):
         structural_tag_fragment({"format": of("or", elements=[INT] * 5000)}, "p", {})
+
+
+def test_ever_more_triggers_are_refused_at_once():
+    """Each tag was compared with each trigger, on the event loop: a thousand with 200,000 took many seconds."""
+    marks = [f"<f{index:06d}" for index in range(200_000)]
+    structures = [{"begin": f"{mark}>", "schema": {"type": "integer"}, "end": "</f>"} for mark in marks[-900:]]
+    start = time.process_time()
+    with pytest.raises(InvalidRequestError, match="more than 256 triggers"):
+        structural_tag_fragment({"structures": structures, "triggers": marks}, "tag", {})
+    assert time.process_time() - start < 1
+
+
+def test_a_tag_that_begins_with_two_triggers_is_refused():
+    structures = [{"begin": "<fn=a>", "schema": {"type": "integer"}, "end": "</f>"}]
+    with pytest.raises(InvalidRequestError, match="it does with 2"):
+        structural_tag_fragment({"structures": structures, "triggers": ["<f", "<fn", "<fnord"]}, "tag", {})
