@@ -13,7 +13,10 @@ from kernels.few_rows_layers.cpu import FewRowsLayers, Shape, supported
 from kernels.few_rows_layers.reference import layers as reference
 from kernels.linear_weight_only.cpu import supported as processor_supported
 
-pytestmark = pytest.mark.skipif(not processor_supported(), reason="the processor has no AVX512-BF16")
+pytestmark = [
+    pytest.mark.skipif(not processor_supported(), reason="the processor has no AVX512-BF16"),
+    pytest.mark.timeout(300),
+]
 
 
 def _copies(pages: KVPages, count: int) -> list[KVPages]:

@@ -17,6 +17,9 @@ from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
 from worker.scheduler import plan
 from worker.scheduler.plan import ScheduledTokens, StepPlan
 
+# The compiler takes 8 s of a processor for these where its cache is empty.
+pytestmark = pytest.mark.timeout(300)
+
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.8},
