@@ -15,21 +15,34 @@ Where several rules meet, in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from shared.errors import InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Submit
+from shared.sampling_params import SamplingParams
 from worker.thinking import UNBOUNDED, ThinkingAutomaton
-
-if TYPE_CHECKING:
-    from worker.request import Request
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 FINISH_STOP = Finish(FinishReason.STOP)
+
+
+class ConstrainedRequest(Protocol):
+    """What masks need of a request (worker.request.Request)."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def min_num_tokens(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def constraint(self) -> Constraint | None: ...
 
 
 class GrammarState(Protocol):
@@ -197,7 +210,7 @@ class Constraints:
             raise
         return opened
 
-    def masks(self, requests: Sequence[Request]) -> list[bytes | Finish]:
+    def masks(self, requests: Sequence[ConstrainedRequest]) -> list[bytes | Finish]:
         """What each of these, whose constraint is there, may sample next; or how it ends without a further token."""
         masks: Words = np.full((len(requests), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
         may_end: Flags = np.zeros(len(requests), dtype=np.bool_)
@@ -219,7 +232,7 @@ class Constraints:
             for index, request in enumerate(requests)
         ]
 
-    def _narrow(self, request: Request, mask: Words, may_end: bool) -> bytes | Finish:
+    def _narrow(self, request: ConstrainedRequest, mask: Words, may_end: bool) -> bytes | Finish:
         """Applies everything else that the request says of tokens."""
         constraint = request.constraint
         if constraint is None:
@@ -251,12 +264,12 @@ class Constraints:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
         return words
 
-    def _allowed(self, request: Request, constraint: Constraint) -> Words:
+    def _allowed(self, request: ConstrainedRequest, constraint: Constraint) -> Words:
         if constraint.allowed is None:
             constraint.allowed = self._bits({*request.sampling.allowed_token_ids, *self._eos, *request.stop_ids})
         return constraint.allowed
 
-    def _suppressed(self, request: Request) -> set[int]:
+    def _suppressed(self, request: ConstrainedRequest) -> set[int]:
         """What the sampler itself masks: ends of the text, while min_tokens or ignore_eos say so."""
         sampling = request.sampling
         too_short = len(request.token_ids) < request.min_num_tokens
@@ -266,7 +279,7 @@ class Constraints:
         return suppressed.union(sampling.stop_token_ids) if too_short else suppressed
 
 
-def _is_plain(request: Request) -> bool:
+def _is_plain(request: ConstrainedRequest) -> bool:
     """Whether nothing but its grammar narrows the request's next token."""
     sampling, constraint = request.sampling, request.constraint
     return not (
@@ -278,7 +291,7 @@ def _is_plain(request: Request) -> bool:
     )
 
 
-def _completed_bad_words(request: Request) -> list[int]:
+def _completed_bad_words(request: ConstrainedRequest) -> list[int]:
     """The ids that would complete a sequence of bad_words now."""
     ids = request.token_ids
     completed = []
