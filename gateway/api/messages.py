@@ -19,6 +19,10 @@ _ASSISTANT = ("assistant",)
 _REASONING = ("reasoning_content", "reasoning")
 _EMPTY_ONLY = ("audio", "function_call", "annotations")
 """Fields of an answer of OpenAI's that clients send back; taken when they hold nothing."""
+_DERIVED = "parsed"
+"""What `parse()` of OpenAI's library adds to a message that it makes of an answer: its content once more."""
+_DERIVED_ARGUMENTS = "parsed_arguments"
+"""Likewise, of a call."""
 _FIELDS: dict[str, tuple[str, ...]] = {
     "name": ROLES,
     "tool_call_id": ("tool",),
@@ -116,6 +120,8 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     for name, value in message.items():
         if name in ("role", "content") or (value is None and name in _FIELDS):
             continue
+        if name == _DERIVED and role == "assistant":
+            continue
         wanted = _FIELDS.get(name)
         shown = f"{place}.{name[:64]}"
         if wanted is None or role not in wanted:
@@ -170,7 +176,7 @@ def _tool_call(call: object, place: str) -> dict[str, Any]:
     call = _object(call, place, ("id", "type", "function", "index"))
     if call.get("type", "function") != "function":
         raise InvalidRequestError(f'{place}.type must be "function".', param=f"{place}.type")
-    function = _object(call.get("function"), f"{place}.function", ("name", "arguments"))
+    function = _object(call.get("function"), f"{place}.function", ("name", "arguments", _DERIVED_ARGUMENTS))
     return {
         "id": _text(call.get("id"), f"{place}.id"),
         "type": "function",

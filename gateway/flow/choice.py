@@ -188,6 +188,7 @@ class FormattedChoice(Choice):
         "_named_tool",
         "_num_calls",
         "_num_reasoning_tokens",
+        "_only_calls",
         "_parser",
         "_reasoning",
         "_shown_ids",
@@ -207,6 +208,7 @@ class FormattedChoice(Choice):
         self._parser = None if message_format.new_tool_parser is None else message_format.new_tool_parser()
         self._shown_ids = message_format.shown_ids
         self._named_tool = message_format.named_tool
+        self._only_calls = message_format.only_calls
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._num_reasoning_tokens = 0
@@ -286,7 +288,7 @@ class FormattedChoice(Choice):
             return aloud
         content, calls = self._parser.push(aloud)
         self._calls += calls
-        return content
+        return "" if self._only_calls else content
 
     def _end(self) -> str:
         """The content that the parser held back; nothing follows."""
@@ -294,7 +296,7 @@ class FormattedChoice(Choice):
             return ""
         content, calls = self._parser.finish()
         self._calls += calls
-        return content
+        return "" if self._only_calls else content
 
 
 def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> list[Choice]:

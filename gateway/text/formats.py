@@ -59,6 +59,7 @@ class ModelFormats:
             new_tool_parser=new_tool_parser,
             shown_ids=shown_ids,
             named_tool=request is not None and request.choice == "named",
+            only_calls=request is not None and request.forced,
         )
 
 

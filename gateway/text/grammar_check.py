@@ -319,6 +319,8 @@ def plain_reason(error: str) -> str:
     else:
         text = text.removeprefix("failed to compile JSON schema: ").removeprefix("Unsatisfiable schema: ")
         text = text.replace("Unimplemented keys: ", "not supported are the keywords ")
+        if "coerce_one_of" in text:
+            text = "alternatives of oneOf must exclude each other; anyOf may overlap"
         text = re.sub(r"^Resource '(.*)' is not present .*", r"\1 is not in the schema; others are not fetched", text)
     line = " ".join(text.split()).rstrip(".")
     line = line if len(line) <= _MAX_REASON else line[: _MAX_REASON - 3] + "..."

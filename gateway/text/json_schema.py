@@ -19,7 +19,7 @@ from shared.errors import InvalidRequestError
 
 INDENT = 20
 """The most spaces behind a line break."""
-MAX_NUMBER = 10**15
+MAX_NUMBER = 10**15 - 1
 NUM_DECIMALS = 9
 MAX_DEPTH = 64
 """Of schemas inside of schemas; llguidance takes about 60."""

@@ -78,12 +78,15 @@ class MessageFormat:
         shown_ids: special tokens whose text the parsers must see although skip_special_tokens hides others; also
             where such a token ends the choice.
         named_tool: tool_choice names a function, so that the finish reason is `stop`, as OpenAI documents.
+        only_calls: a grammar demands calls, so that nothing that is said aloud is content; what a limit cuts off is the
+            beginning of a call.
     """
 
     new_splitter: Callable[[], ReasoningSplitter] | None = None
     new_tool_parser: Callable[[], ToolParser] | None = None
     shown_ids: frozenset[int] = frozenset()
     named_tool: bool = False
+    only_calls: bool = False
 
     @property
     def parses(self) -> bool:

@@ -107,7 +107,12 @@ def test_work_that_is_over_cannot_be_written_off(threads):
 def test_where_no_thread_can_take_a_lost_ones_place_what_waits_is_refused(monkeypatch):
     threads = DeepThreads("deep", num_threads=1, max_lost=4)
     gate, begun = threading.Event(), threading.Event()
-    stuck = threads.submit(lambda: begun.set() or gate.wait(PATIENCE))
+
+    def hang() -> bool:
+        begun.set()
+        return gate.wait(PATIENCE)
+
+    stuck = threads.submit(hang)
     assert begun.wait(PATIENCE)
     waiting = threads.submit(lambda: 1)
 

@@ -110,3 +110,20 @@ def test_arguments_of_a_former_call_are_not_nested_without_end() -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         check_messages(history)
     assert refusal.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_messages_that_openais_library_has_parsed_are_taken_back() -> None:
+    """`parse()` adds to message and call what it made of them; programs append such a message to the next request."""
+    function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
+    answer = {
+        "role": "assistant",
+        "content": '{"x": 2}',
+        "parsed": {"x": 2},
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+    history = [{"role": "user", "content": "?"}, answer, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
+    taken = check_messages(history)[1]
+    assert "parsed" not in taken
+    assert taken["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    with pytest.raises(InvalidRequestError):
+        check_messages([{"role": "user", "content": "?", "parsed": 1}])

@@ -106,6 +106,15 @@ def test_a_call_that_the_limit_cuts_off_ends_with_length(choice: str) -> None:
     assert delta.finish_reason == "length" and calls_of(delta)[0][0] == "get_weather"
 
 
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_the_beginning_of_an_enforced_call_is_no_content(choice: str) -> None:
+    """A page that shows content would show the syntax of a call that the limit cut off."""
+    for text in ("<tool", '<tool_call>\n{"na', CALL + "\n<tool_call>"):
+        delta = say(make(choice=choice), text, LENGTH)
+        assert (delta.text, delta.finish_reason) == ("", "length")
+    assert say(make(), "<tool", LENGTH).text == "<tool"
+
+
 def test_a_named_function_ends_with_stop() -> None:
     assert say(make(choice="named"), CALL).finish_reason == "stop"
     assert say(make(choice="required"), CALL).finish_reason == "tool_calls"
