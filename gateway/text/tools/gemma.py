@@ -78,11 +78,13 @@ class GemmaParser(CallParser):
             source.begin_trial(self._opening)
             yield from source.accept(_CALL)
             name = yield from source.word(NAME, MAX_NAME)
-            if name and (yield from source.peek()) == "{":
-                source.end_trial()
-                message.begin_call(name)
-                if (yield from _ValueReader(source, message.arguments, self._quote).read_value()):
-                    message.complete_call()
+            if not name or (yield from source.peek()) != "{":
+                self._reject()
+                continue
+            source.end_trial()
+            message.begin_call(name)
+            if (yield from _ValueReader(source, message.arguments, self._quote).read_value()):
+                message.complete_call()
             self._reject()
             yield from source.accept(self._closing)
 
