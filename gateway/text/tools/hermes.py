@@ -64,10 +64,12 @@ class HermesParser(JsonCallParser):
     def _read(self) -> Steps[None]:
         while (yield from self.source.text_until((OPEN,), self.message.content)):
             self.source.begin_trial(OPEN)
+            before = self.message.num_calls
             yield from self.source.space()
             while (yield from self.read_call()):
                 yield from self.source.run(_TOO_MANY, nowhere)
                 if (yield from self.source.peek()) != "{":
                     break
             self._reject()
-            yield from self.source.accept(CLOSE)
+            if self.message.num_calls > before:
+                yield from self.source.accept(CLOSE)

@@ -67,6 +67,7 @@ class QwenXmlParser(JsonCallParser):
         source = self.source
         while (yield from source.text_until((OPEN,), self.message.content)):
             source.begin_trial(OPEN)
+            before = self.message.num_calls
             yield from source.space()
             if (yield from source.accept(FUNCTION)):
                 yield from self._read_function()
@@ -74,7 +75,8 @@ class QwenXmlParser(JsonCallParser):
                 yield from self.read_call()
             yield from source.space()
             self._reject()
-            yield from source.accept(CLOSE)
+            if self.message.num_calls > before:
+                yield from source.accept(CLOSE)
 
     def _read_function(self) -> Steps[None]:
         """A function behind its mark."""

@@ -211,6 +211,11 @@ class Message:
             self._has_content = True
         self._space.append(text[len(said) :])
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._num_calls
+
     def begin_call(self, name: str) -> None:
         """A call of this function begins."""
         self._flush_arguments()

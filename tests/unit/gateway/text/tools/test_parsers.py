@@ -60,6 +60,13 @@ def test_calls_are_read_as_they_were_written_however_they_are_cut(name: str, dat
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_marks_without_a_call_between_them_are_content(name: str) -> None:
+    text = "".join(TOOL_FORMATS[name].marks)
+    found = read_with(TOOL_FORMATS[name], text)
+    assert found.calls or found.content == text
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_any_text_gives_the_same_message_however_it_is_cut(name: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(
