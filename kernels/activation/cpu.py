@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, vadd, vdiv, vexp, vload, vmul, vsplat, vstore, vsub
@@ -19,6 +19,20 @@ def supported(width: int, dtype: torch.dtype, activation: str) -> bool:
     return activation == "silu" and width % WIDTH == 0 and dtype in (torch.float32, torch.bfloat16)
 
 
+@njit(inline="always")
+def gate_row(source: Any, out: Any, width: Any, bf16: Any) -> None:
+    """One row. Inlined into kernels, where width and bf16 are constants."""
+    element = 2 if bf16 else 4
+    one = vsplat(1.0)
+    zero = vsplat(0.0)
+    for i in range(0, width, 16):
+        gate = vload(source + i * element, bf16)
+        up = vload(source + (width + i) * element, bf16)
+        # The product stays finite: exp is at most exp(88).
+        gate = vdiv(gate, vadd(one, vexp(vsub(zero, gate))))
+        vstore(out + i * element, vmul(gate, up), bf16)
+
+
 def compile_silu_and_mul(width: int, bf16: int) -> Any:
     """A kernel for rows of 2 * width inputs; bf16: 1 for bfloat16, 0 for float32."""
     element = 2 if bf16 else 4
@@ -26,19 +40,11 @@ def compile_silu_and_mul(width: int, bf16: int) -> Any:
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def silu_and_mul(block: Any) -> None:
         source, out, rows, counters = block[0], block[1], block[2], block[31]
-        one = vsplat(1.0)
-        zero = vsplat(0.0)
         while True:
             row = atomic_add(counters, 1)
             if row >= rows:
                 break
-            base = source + row * 2 * width * element
-            for i in range(0, width, 16):
-                gate = vload(base + i * element, bf16)
-                up = vload(base + (width + i) * element, bf16)
-                # The product stays finite: exp is at most exp(88).
-                gate = vdiv(gate, vadd(one, vexp(vsub(zero, gate))))
-                vstore(out + (row * width + i) * element, vmul(gate, up), bf16)
+            gate_row(source + row * 2 * width * element, out + row * width * element, width, bf16)
 
     return silu_and_mul
 

@@ -124,6 +124,7 @@ def attend(
     scores = sums + max_rows * dim * 4
     highest = scores + max_rows * stride * 4
     totals = highest + max_rows * 4
+    done = 0
     while True:
         ticket = atomic_add(counters + 24, 1)
         if ticket >= num_tiles * num_kv_heads:
@@ -176,7 +177,8 @@ def attend(
             factor = vsplat(types.float32(1.0) / load_f32(totals + r * 4))
             for i in range(0, dim, 16):
                 vstore(target + i * element, vmul(vload(sums + (r * dim + i) * 4, 0), factor), bf16)
-        atomic_add(counters + 32, 1)
+        done += 1
+    atomic_add(counters + 32, done)
 
 
 def compile_attention(
@@ -208,6 +210,18 @@ class PreparedAttention:
     inputs: AttentionInputs
     geometry: AttentionGeometry
     tiles: np.ndarray[Any, np.dtype[np.int32]]
+
+    def tell(self, block: Any) -> None:
+        """Writes to an argument block what `attend` reads of the step: block[4:12]."""
+        inputs = self.inputs
+        block[4] = inputs.positions.data_ptr()
+        block[5] = inputs.slot_mapping.data_ptr()
+        block[6] = inputs.rope_table.data_ptr()
+        block[7] = inputs.block_table.data_ptr()
+        block[8] = inputs.block_table.stride(0)
+        block[9] = inputs.positions.shape[0]
+        block[10] = self.tiles.ctypes.data
+        block[11] = self.tiles.shape[0]
 
 
 def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -256,15 +270,7 @@ class PagedAttention:
         """See the reference; keys are stored [page, kv_head, head_dim, slot]."""
         block = self._kernel.block
         if prepared is not self._prepared:
-            inputs = prepared.inputs
-            block[4] = inputs.positions.data_ptr()
-            block[5] = inputs.slot_mapping.data_ptr()
-            block[6] = inputs.rope_table.data_ptr()
-            block[7] = inputs.block_table.data_ptr()
-            block[8] = inputs.block_table.stride(0)
-            block[9] = qkv.shape[0]
-            block[10] = prepared.tiles.ctypes.data
-            block[11] = prepared.tiles.shape[0]
+            prepared.tell(block)
             self._prepared = prepared
         out = torch.empty((qkv.shape[0], self._geometry.num_heads * self._geometry.head_dim), dtype=qkv.dtype)
         block[0] = qkv.data_ptr()

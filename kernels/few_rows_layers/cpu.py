@@ -154,7 +154,6 @@ class FewRowsLayers:
 
     def __call__(self, residual: torch.Tensor, pages: Sequence[KVPages], prepared: PreparedAttention) -> None:
         """Adds all layers to the [T, hidden] float32 residual, T in 1..MAX_ROWS, and writes keys and values."""
-        inputs = prepared.inputs
         if self._pages is not pages[0].keys:
             for row, one in zip(self._table, pages):
                 row[14], row[15] = one.keys.data_ptr(), one.values.data_ptr()
@@ -162,14 +161,7 @@ class FewRowsLayers:
         self._counters.zero_()
         block = self._kernel.block
         block[0] = residual.data_ptr()
-        block[4] = inputs.positions.data_ptr()
-        block[5] = inputs.slot_mapping.data_ptr()
-        block[6] = inputs.rope_table.data_ptr()
-        block[7] = inputs.block_table.data_ptr()
-        block[8] = inputs.block_table.stride(0)
-        block[9] = residual.shape[0]
-        block[10] = prepared.tiles.ctypes.data
-        block[11] = prepared.tiles.shape[0]
+        prepared.tell(block)
         self._kernel.run(self._threads)
 
 

@@ -85,26 +85,55 @@ def dot_any(
         dot_rows(bits, minimum, add, 8, x, rows, row_bytes, codes, factors, num_blocks, bias, out, out_bytes)
 
 
+@njit(inline="always")
+def share_out(
+    bits: Any,
+    minimum: Any,
+    add: Any,
+    rows: Any,
+    x: Any,
+    num_in: Any,
+    codes: Any,
+    factors: Any,
+    bias: Any,
+    out: Any,
+    num_out: Any,
+    pieces: Any,
+    counter: Any,
+) -> int:
+    """One thread's part of x @ weight.T + bias; see `dot_rows`. Returns how many of the pieces it has done.
+
+    Each is one long piece of the weight: the processor fetches ahead, and threads meet once.
+    """
+    num_blocks = num_in // 32
+    code_bytes = num_blocks * (16 if bits == 4 else 32)
+    factor_bytes = num_blocks * (8 if minimum == 1 else 4)
+    element = 4 if add == 1 else 2
+    size = (num_out + pieces - 1) // pieces
+    done = 0
+    while True:
+        piece = atomic_add(counter, 1)
+        if piece >= pieces:
+            break
+        for n in range(piece * size, min(piece * size + size, num_out)):
+            b = bias + n * 2 if bias != 0 else 0
+            dot_any(
+                bits, minimum, add, rows, x, num_in * 2, codes + n * code_bytes, factors + n * factor_bytes,
+                num_blocks, b, out + n * element, num_out * element,
+            )  # fmt: skip
+        done += 1
+    return done
+
+
 def compile_linear(bits: int, minimum: int) -> Any:
     """The kernel for weights of 4 or 8 bits; minimum: 1 where blocks have one."""
-    code_bytes = CODE_BYTES[bits]
-    factor_bytes = 8 if minimum else 4
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def linear(block: Any) -> None:
-        x, codes, factors, bias, out = block[0], block[1], block[2], block[3], block[4]
-        num_blocks, num_out, rows, share, counters = block[5], block[6], block[7], block[8], block[31]
-        row_bytes = num_blocks * 64
-        out_bytes = num_out * 2
-        while True:
-            # Each thread reads one long piece: the processor fetches ahead, and threads meet once.
-            first = atomic_add(counters, 1) * share
-            if first >= num_out:
-                break
-            for n in range(first, min(first + share, num_out)):
-                c, f = codes + n * num_blocks * code_bytes, factors + n * num_blocks * factor_bytes
-                b = bias + n * 2 if bias != 0 else 0
-                dot_any(bits, minimum, 0, rows, x, row_bytes, c, f, num_blocks, b, out + n * 2, out_bytes)
+        share_out(
+            bits, minimum, 0, block[7], block[0], block[5], block[1], block[2], block[3], block[4], block[6], block[8],
+            block[31],
+        )  # fmt: skip
 
     return linear
 
@@ -167,10 +196,10 @@ class FewRowsLinear:
         block[2] = weight.factors.data_ptr()
         block[3] = 0 if bias is None else bias.data_ptr()
         block[4] = out.data_ptr()
-        block[5] = weight.num_in // BLOCK
+        block[5] = weight.num_in
         block[6] = weight.num_out
         block[7] = rows
-        block[8] = -(-weight.num_out // self._threads)
+        block[8] = self._threads
         self._kernel.run(self._threads)
         return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, load_f32, vadd, vfma, vload, vmul, vsplat, vstore, vsum
@@ -17,6 +17,25 @@ _MIN_PARALLEL = 65536
 def supported(hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether the kernel covers rows of this width."""
     return hidden_size % WIDTH == 0 and dtype in (torch.float32, torch.bfloat16)
+
+
+@njit(inline="always")
+def norm_row(
+    has_delta: Any, delta: Any, residual: Any, weight: Any, out: Any, hidden: Any, eps: Any, bf16: Any
+) -> None:
+    """One row. Inlined into kernels, where hidden and bf16 are constants."""
+    element = 2 if bf16 else 4
+    squares = vsplat(0.0)
+    for i in range(0, hidden, 16):
+        x = vload(residual + i * 4, 0)
+        if has_delta != 0:
+            x = vadd(x, vload(delta + i * element, bf16))
+            vstore(residual + i * 4, x, 0)
+        squares = vfma(x, x, squares)
+    scale = vsplat(types.float32(1.0) / (vsum(squares) / types.float32(hidden) + eps) ** types.float32(0.5))
+    for i in range(0, hidden, 16):
+        x = vmul(vmul(vload(residual + i * 4, 0), scale), vload(weight + i * 4, 0))
+        vstore(out + i * element, x, bf16)
 
 
 def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
@@ -33,20 +52,9 @@ def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
             row = atomic_add(counters, 1)
             if row >= rows:
                 break
-            base = residual + row * hidden * 4
-            squares = vsplat(0.0)
-            for i in range(0, hidden, 16):
-                x = vload(base + i * 4, 0)
-                if has_delta != 0:
-                    x = vadd(x, vload(delta + (row * hidden + i) * element, bf16))
-                    vstore(base + i * 4, x, 0)
-                squares = vfma(x, x, squares)
-            scale = vsplat(
-                types.float32(1.0) / (vsum(squares) / types.float32(hidden) + load_f32(eps)) ** types.float32(0.5)
-            )
-            for i in range(0, hidden, 16):
-                x = vmul(vmul(vload(base + i * 4, 0), scale), vload(weight + i * 4, 0))
-                vstore(out + (row * hidden + i) * element, x, bf16)
+            source = delta + row * hidden * element
+            base, target = residual + row * hidden * 4, out + row * hidden * element
+            norm_row(has_delta, source, base, weight, target, hidden, load_f32(eps), bf16)
 
     return add_rms_norm
 
