@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from gateway.text.format_names import chosen_format
 from gateway.text.message_parser import MessageFormat, ReasoningSplitter, ToolParser
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from gateway.text.tools.format import ToolFormat, ToolRequest
 from gateway.text.tools.formats import tool_format
 from gateway.text.tools.prompting import TemplateSupport, template_support
-from shared.errors import ConfigurationError
-
-AUTO = "auto"
-NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +89,7 @@ def model_formats(
 
 def reasoning_format(name: str, template: str, added_ids: Mapping[str, int]) -> ReasoningFormat | None:
     """The format that a `--reasoning-parser` asks for. Raises ConfigurationError for an unknown name."""
-    if name == AUTO:
-        return detect_reasoning(template, added_ids)
-    if name == NONE:
-        return None
-    found = REASONING_FORMATS.get(name.replace("-", "_").lower())
-    if found is None:
-        known = ", ".join((AUTO, NONE, *sorted(REASONING_FORMATS)))
-        raise ConfigurationError(f"--reasoning-parser is {name[:64]!r}; known are {known}")
-    return found
+    return chosen_format("--reasoning-parser", name, REASONING_FORMATS, lambda: detect_reasoning(template, added_ids))
 
 
 def resolve_formats(

@@ -9,22 +9,20 @@ import torch
 from kernels.logprobs import triton as logprobs_kernels
 from kernels.logprobs.tensors import LogprobTensors
 from kernels.penalties import triton as penalty_kernels
-from kernels.sampling import dry, extended, reference
 from kernels.sampling import triton as sampling_kernels
+from kernels.sampling.dispatch import ReferenceOps
 from kernels.sampling.inputs import (
     NO_CUT,
     AdjustInputs,
-    AllowedInputs,
-    BadWordsInputs,
-    DryInputs,
-    ExtendInputs,
     PenaltyInputs,
     SamplingInputs,
 )
 
 
-class TritonSamplingOps:
-    """Owns the scratch of sampling, which grows to the most rows seen; the steps of one stream may share it.
+class TritonSamplingOps(ReferenceOps):
+    """What has no kernel of its own runs on a GPU as the reference has it.
+
+    Owns the scratch of sampling, which grows to the most rows seen; the steps of one stream may share it.
 
     Args:
         vocab_size: what `compile` compiles for; 0: nothing, kernels then compile when they are first needed.
@@ -67,22 +65,6 @@ class TritonSamplingOps:
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See kernels/sampling/reference.py."""
         penalty_kernels.penalize(logits, inputs)
-
-    def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
-        """See kernels/sampling/dry, which runs on a GPU as it is."""
-        dry.penalize_repetitions(logits, inputs)
-
-    def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
-        """See kernels/sampling/reference.allow_only, which runs on a GPU as it is."""
-        reference.allow_only(logits, inputs)
-
-    def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
-        """See kernels/sampling/reference.forbid_words, which runs on a GPU as it is."""
-        reference.forbid_words(logits, inputs)
-
-    def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-        """See kernels/sampling/extended.extend, which runs on a GPU as it is."""
-        return extended.extend(logits, inputs)
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See kernels/sampling/reference.py."""

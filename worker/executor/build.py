@@ -266,6 +266,7 @@ def load_decoder(
     dtype = resolve_dtype(settings, device)
     precompilation = Precompilation(
         files.spec,
+        files.weights,
         parallel,
         page_size=settings.block_size,
         dtype=dtype,

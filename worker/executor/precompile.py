@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from worker.model.attention import attention_geometry
+from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
+from worker.quant.few_rows import FewRowsScheme, kind_of
 
-_KINDS = ((4, True), (8, False))
-"""What most GGUF files have: layers of 4 bits with a minimum, a head of 8 without."""
+_LAYER = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class Precompilation:
@@ -24,6 +26,7 @@ class Precompilation:
     def __init__(
         self,
         spec: DecoderSpec,
+        weights: WeightSource,
         parallel: ParallelContext,
         *,
         page_size: int,
@@ -36,16 +39,18 @@ class Precompilation:
         self._page_size = page_size
         self._dtype = dtype
         self._kv_dtype = kv_dtype
+        self._layer_kinds: set[tuple[int, bool]] = set()
+        self._kinds: set[tuple[int, bool]] = set()
         self._thread: threading.Thread | None = None
         if device.type == "cpu":
             import kernels.cpu.ops  # noqa: F401 - in this thread, see above
             from kernels.linear_weight_only import cpu as linear
 
-            if dtype is torch.bfloat16 and linear.supported():
-                # What reading the weights needs itself.
-                for bits, has_minimum in _KINDS:
-                    linear.block_values(bits, has_minimum)
-
+            self._layer_kinds = _kinds(weights, dtype, [f"layers.0.{name}.weight" for name in _LAYER])
+            head = "embed.weight" if spec.tie_word_embeddings else "head.weight"
+            self._kinds = self._layer_kinds | _kinds(weights, dtype, [head])
+            for kind in self._kinds:
+                linear.block_values(*kind)  # reading the weights needs these itself
             self._thread = threading.Thread(target=self._compile, name="compile-model", daemon=True)
             self._thread.start()
 
@@ -71,12 +76,12 @@ class Precompilation:
         width = spec.intermediate_size // self._parallel.tp_size
         if activation.supported(width, dtype, spec.activation):
             activation.SiluAndMul(width, dtype)
-        if dtype is torch.bfloat16 and linear.supported():
-            for bits, has_minimum in _KINDS:
-                linear.FewRowsLinear(bits, has_minimum)
-            self._compile_layers()
+        for kind in self._kinds:
+            linear.FewRowsLinear(*kind)
+        if len(self._layer_kinds) == 1:
+            self._compile_layers(*self._layer_kinds)
 
-    def _compile_layers(self) -> None:
+    def _compile_layers(self, kind: tuple[int, bool]) -> None:
         from kernels.attention import cpu as attention
         from kernels.few_rows_layers.cpu import Shape, compile_for
 
@@ -92,4 +97,10 @@ class Precompilation:
             eps=spec.norm_eps,
             kv_dtype=self._kv_dtype,
         )
-        compile_for(shape, 4, True)
+        compile_for(shape, *kind)
+
+
+def _kinds(weights: WeightSource, dtype: torch.dtype, names: Sequence[str]) -> set[tuple[int, bool]]:
+    """The kinds of integers that these weights are kept as for few rows, as far as one row of each tells."""
+    raws = [weights.get(name, rows=slice(0, 1)) for name in names if name in weights]
+    return {kind_of([raw]) for raw in raws if FewRowsScheme.accepts(dtype, [raw])}

@@ -27,6 +27,14 @@ from worker.quant.raw_weight import RawWeight
 _BITS = {"q4_0": 4, "q4_1": 4, "q5_0": 8, "q5_1": 8, "q8_0": 8}
 
 
+def kind_of(raws: Sequence[RawWeight]) -> tuple[int, bool]:
+    """Bits, and whether blocks have minimums, of a layer of these parts: those of the widest.
+
+    A format without minimums is symmetric only where its codes are signed.
+    """
+    return max(_BITS[raw.format] for raw in raws), any(raw.format != "q8_0" for raw in raws)
+
+
 class FewRowsScheme:
     """bfloat16 activations, weights of GGUF's formats.
 
@@ -36,9 +44,7 @@ class FewRowsScheme:
 
     def __init__(self, raws: Sequence[RawWeight]) -> None:
         self.input_quantization: ActivationQuantization | None = None
-        self._bits = max(_BITS[raw.format] for raw in raws)
-        # A format without minimums is symmetric only where its codes are signed.
-        self._has_minimum = any(raw.format != "q8_0" for raw in raws)
+        self._bits, self._has_minimum = kind_of(raws)
         self._many = OneDNNPackedScheme(torch.bfloat16)
         self._codes = self._factors = torch.empty(0)
         self._weight: CpuWeight | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gateway.text.format_names import chosen_format
 from gateway.text.tools.deepseek import DeepSeekFormat
 from gateway.text.tools.format import ToolFormat
 from gateway.text.tools.gemma import GemmaFormat
@@ -13,10 +14,6 @@ from gateway.text.tools.mistral import MistralFormat
 from gateway.text.tools.plain_json import LlamaJsonFormat, PlainJsonFormat
 from gateway.text.tools.pythonic import PythonicFormat, ToolCodeFormat
 from gateway.text.tools.qwen_xml import QwenXmlFormat
-from shared.errors import ConfigurationError
-
-AUTO = "auto"
-NONE = "none"
 
 _FORMATS: tuple[ToolFormat, ...] = (
     HermesFormat(),
@@ -82,12 +79,4 @@ def tool_format(name: str, template: str | None, added_ids: Mapping[str, int]) -
 
     Raises ConfigurationError for an unknown name.
     """
-    if name == NONE:
-        return None
-    if name == AUTO:
-        return detect(template, added_ids) or FALLBACK
-    form = TOOL_FORMATS.get(name.replace("-", "_").lower())
-    if form is None:
-        known = ", ".join((AUTO, NONE, *sorted(TOOL_FORMATS)))
-        raise ConfigurationError(f"--tool-call-parser is {name[:64]!r}; known are {known}")
-    return form
+    return chosen_format("--tool-call-parser", name, TOOL_FORMATS, lambda: detect(template, added_ids) or FALLBACK)

@@ -1,0 +1,28 @@
+"""What the flags that choose a format take: `auto`, `none`, or a format's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from shared.errors import ConfigurationError
+
+AUTO = "auto"
+NONE = "none"
+
+Format = TypeVar("Format")
+
+
+def chosen_format(
+    flag: str, name: str, formats: Mapping[str, Format], detect: Callable[[], Format | None]
+) -> Format | None:
+    """The format that a flag asks for; `detect` finds the model's. Raises ConfigurationError for an unknown name."""
+    if name == NONE:
+        return None
+    if name == AUTO:
+        return detect()
+    form = formats.get(name.replace("-", "_").lower())
+    if form is None:
+        known = ", ".join((AUTO, NONE, *sorted(formats)))
+        raise ConfigurationError(f"{flag} is {name[:64]!r}; known are {known}")
+    return form
