@@ -14,7 +14,7 @@ from worker.executor.build import BuiltExecutor, build_executor
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.weights import WeightSource
 from worker.model.spec import DecoderSpec, RopeSpec
-from worker.quant.raw_weight import Factors, RawWeight
+from worker.quant.raw_weight import Factors, RawWeight, slice_columns, slice_rows
 
 WeightKind = Literal["bf16", "fp8", "int4"]
 
@@ -83,10 +83,12 @@ class RandomWeights(WeightSource):
         return self._shapes[name]
 
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
-        """The whole tensor; slices are for tensor parallelism, which gpu_check does without."""
+        """The tensor, or a slice of it."""
+        weight = slice_rows(self._whole(name), rows)
+        return weight if cols is None else slice_columns(weight, cols)
+
+    def _whole(self, name: str) -> RawWeight:
         shape = self._shapes[name]
-        if rows not in (None, slice(0, shape[0])) or cols is not None:
-            raise ValueError("random weights come whole")
         generator = torch.Generator().manual_seed(self._seed * 100_003 + self._order[name])
         if len(shape) == 1:
             return RawWeight("f32", shape, 1 + 0.1 * torch.randn(shape, generator=generator))
