@@ -26,6 +26,8 @@ class ChatChunks:
     Reasoning, content and each piece of a tool call have chunks of their own, in this order.
     """
 
+    __slots__ = ("_detail", "_frame", "_prompt_shown", "_show_reasoning", "_tells_more")
+
     def __init__(
         self,
         envelope: Envelope,
@@ -51,10 +53,10 @@ class ChatChunks:
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunks of one event; empty where it has nothing to show yet."""
-        begun = self._frame.has_begun(index)
+        begun = index in self._frame.begun
         head, tail = self._frame.head(index), self._frame.tail
         if begun and delta.text and self._is_plain(delta):
-            return head + b'"content":' + dump_json(delta.text) + _PLAIN + tail
+            return b"".join((head, b'"content":', dump_json(delta.text), _PLAIN, tail))
         detail = self._detail
         chunks = b"" if begun else head + b'"role":"assistant","content":""' + _PLAIN + self._prompt_ids() + tail
         news = [b'"content":' + dump_json(delta.text)] if delta.text else []

@@ -17,7 +17,12 @@ class ChunkFrame:
         kind: the chunks' `object`.
         opening: what stands between a choice's index and the news, e.g. `"text":`.
         include_usage: whether the usage comes at the end; continuous_usage: whether each chunk has what it is so far.
+
+    Attributes:
+        begun: the heads of the choices that have had a chunk.
     """
+
+    __slots__ = ("_common", "_continuous_usage", "_include_usage", "_opening", "_tail", "_tally", "begun")
 
     def __init__(
         self,
@@ -33,7 +38,7 @@ class ChunkFrame:
         self._tally = tally
         self._opening = opening
         self._include_usage = include_usage
-        self._heads: dict[int, bytes] = {}
+        self.begun: dict[int, bytes] = {}
         self._tail = (b',"usage":null' if include_usage else b"") + b"}\n\n"
         self._continuous_usage = continuous_usage
 
@@ -44,16 +49,12 @@ class ChunkFrame:
             return b',"usage":' + dump_json(self._tally.usage()) + b"}\n\n"
         return self._tail
 
-    def has_begun(self, index: int) -> bool:
-        """Whether the choice has had a chunk."""
-        return index in self._heads
-
     def head(self, index: int) -> bytes:
         """The chunk up to the news of choice `index`."""
-        head = self._heads.get(index)
+        head = self.begun.get(index)
         if head is None:
             head = b"data: " + dump_json(self._common)[:-1] + b',"choices":[{"index":%d,' % index + self._opening
-            self._heads[index] = head
+            self.begun[index] = head
         return head
 
     def end(self) -> bytes:

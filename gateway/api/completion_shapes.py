@@ -97,6 +97,8 @@ class Choices:
 class CompletionChunks:
     """Encodes events as streamed `text_completion`s."""
 
+    __slots__ = ("_choices", "_frame", "_text_alone")
+
     def __init__(
         self,
         envelope: Envelope,
@@ -119,10 +121,10 @@ class CompletionChunks:
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
         """The chunk of one event; empty where it has nothing to show yet."""
-        if self._text_alone and delta.finish_reason is None and self._frame.has_begun(index):
+        text = delta.text
+        if self._text_alone and delta.finish_reason is None and (head := self._frame.begun.get(index)) is not None:
             # Most tokens of most streams. What a prompt adds is in a choice's first chunk.
-            text = delta.text
-            return self._frame.head(index) + dump_json(text) + _PLAIN + self._frame.tail if text else b""
+            return b"".join((head, dump_json(text), _PLAIN, self._frame.tail)) if text else b""
         shown = self._choices.show(index, prompt_index, delta)
         text, logprobs = shown.text, shown.logprobs
         has_ids = bool(shown.token_ids) or shown.prompt_token_ids is not None

@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.outbox import Receiver
 from gateway.flow.requests import GenerationLike, GeneratorLike
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
@@ -52,6 +53,23 @@ class FanIn:
     Args:
         scores_only: only what is said of prompts counts; completions are thrown away.
     """
+
+    __slots__ = (
+        "_cached_known",
+        "_first",
+        "_generations",
+        "_generator",
+        "_num_open",
+        "_queue",
+        "_requests",
+        "_scores",
+        "_scores_only",
+        "_stack",
+        "_stop_token_ids",
+        "_tasks",
+        "_unfinished",
+        "tally",
+    )
 
     def __init__(
         self,
@@ -120,6 +138,17 @@ class FanIn:
             except StopAsyncIteration:
                 self._check_complete()
                 raise
+        return self.event(prompt_index, delta)
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """From now on what comes while the iteration waits may go to `receiver`, which asks `event` what it is; the
+        ends of choices never do, and nothing does where there are several prompts.
+        """
+        if len(self._generations) == 1:
+            self._generations[0].pass_to(receiver)
+
+    def event(self, prompt_index: int, delta: TextDelta) -> tuple[int, int, TextDelta]:
+        """Counts a delta; what is shown of it, with its index and its prompt's."""
         if self._scores_only:
             delta = _without_completion(delta)
         self._count(prompt_index, delta)

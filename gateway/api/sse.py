@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.api.logprobs import LARGE_REPORT
 from gateway.flow.events import TextDelta
+from gateway.flow.outbox import Receiver
 from gateway.keys import DRAIN, LIMITS, log
 from gateway.responses import dump_json, error_object
 from shared.errors import InternalError, PeltonError
@@ -35,6 +36,20 @@ class Encoder(Protocol):
         """What follows the last event of a stream that succeeded."""
 
 
+class Events(Protocol):
+    """The events of a request's generations; see api.fan_in.FanIn."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, int, TextDelta]]: ...
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """Lets `receiver` have what comes while the iteration waits."""
+        ...
+
+    def event(self, prompt_index: int, delta: TextDelta) -> tuple[int, int, TextDelta]:
+        """What the iteration makes of a delta; for the receiver."""
+        ...
+
+
 class SseResponse:
     """One event stream.
 
@@ -42,11 +57,24 @@ class SseResponse:
     with the first keep-alive comment after `keepalive_interval` seconds of silence.
     """
 
+    __slots__ = (
+        "_interval",
+        "_keepalive",
+        "_last_write",
+        "_prepare_lock",
+        "_protocol",
+        "_request",
+        "_timer",
+        "response",
+    )
+
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self._protocol = request.protocol
         self._interval = request.app[LIMITS].keepalive_interval
         self._prepare_lock = asyncio.Lock()
         self._last_write = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
         self._keepalive: asyncio.Task[None] | None = None
         self.response = web.StreamResponse(headers=_HEADERS)
 
@@ -56,12 +84,14 @@ class SseResponse:
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
-        self._keepalive = asyncio.create_task(self._send_keepalives())
+        self._set_timer()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._keepalive is not None:
             self._keepalive.cancel()
             await asyncio.gather(self._keepalive, return_exceptions=True)
@@ -75,31 +105,52 @@ class SseResponse:
             await self._prepare()
         await self.response.write(data)
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether what is sent goes in chunks of HTTP/1.1, which `write` makes; known once something was sent."""
+        return self.response.headers.get("Transfer-Encoding") == "chunked"
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client is there and takes what it is sent."""
+        transport = self._protocol.transport
+        return transport is not None and not self._protocol.writing_paused and not transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """What `send` does, while `has_chunks` and `writable`, without the coroutines around it: for each token, they
+        take longer than all else that happens here.
+        """
+        transport = self._protocol.transport
+        if transport is not None:
+            self._last_write = time.monotonic()
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     async def _prepare(self) -> None:
         async with self._prepare_lock:
             if not self.response.prepared:
                 await self.response.prepare(self._request)
 
-    async def _send_keepalives(self) -> None:
-        while True:
-            await asyncio.sleep(max(0.0, self._last_write + self._interval - time.monotonic()))
-            if time.monotonic() - self._last_write >= self._interval:
-                await self.send(_KEEP_ALIVE)
+    def _set_timer(self) -> None:
+        delay = max(0.0, self._last_write + self._interval - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Most streams are never silent for so long: only those that are have a task for it."""
+        if time.monotonic() - self._last_write >= self._interval:
+            self._keepalive = asyncio.create_task(self._send_keepalive())
+        else:
+            self._set_timer()
+
+    async def _send_keepalive(self) -> None:
+        await self.send(_KEEP_ALIVE)
+        self._set_timer()
 
 
-async def stream_events(
-    request: web.Request, events: AsyncIterator[tuple[int, int, TextDelta]], encoder: Encoder
-) -> web.StreamResponse:
+async def stream_events(request: web.Request, events: Events, encoder: Encoder) -> web.StreamResponse:
     """Writes a generation as events. Raises what fails before the first byte; later failures become an error event."""
     async with SseResponse(request) as sse:
         try:
-            async for index, prompt_index, delta in events:
-                if is_large(delta):
-                    data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
-                else:
-                    data = encoder.encode(index, prompt_index, delta)
-                if data:
-                    await sse.send(data)
+            await _send_events(sse, events, encoder)
             await sse.send(encoder.end())
         except asyncio.CancelledError:
             error = request.app[DRAIN].take_over_cancellation()
@@ -117,6 +168,45 @@ async def stream_events(
             await _fail(sse, InternalError("The server failed; the request id finds the details in its log."))
     await sse.response.write_eof()
     return sse.response
+
+
+async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> None:
+    """The first event and the last ones, and all while the client is behind, from here; the others by _Passed."""
+    passes = False
+    async for index, prompt_index, delta in events:
+        if is_large(delta):
+            data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
+        else:
+            data = encoder.encode(index, prompt_index, delta)
+        if data:
+            await sse.send(data)
+            if not passes and sse.has_chunks:
+                passes = True
+                events.pass_to(_Passed(sse, events, encoder))
+
+
+class _Passed:
+    """Writes the events that come while the stream's task waits: waking it for each token would cost more than all else
+    that is done with one. See flow.outbox.Receiver.
+    """
+
+    __slots__ = ("_encode", "_event", "_sse")
+
+    def __init__(self, sse: SseResponse, events: Events, encoder: Encoder) -> None:
+        self._sse = sse
+        self._event = events.event
+        self._encode = encoder.encode
+
+    def ready(self) -> bool:
+        return self._sse.writable
+
+    def receive(self, deltas: Sequence[TextDelta]) -> None:
+        if len(deltas) == 1:
+            data = self._encode(*self._event(0, deltas[0]))
+        else:
+            data = b"".join([self._encode(*self._event(0, delta)) for delta in deltas])
+        if data:
+            self._sse.write(data)
 
 
 def is_large(delta: TextDelta) -> bool:

@@ -11,14 +11,15 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from gateway.flow.beam_state import Beam, BeamParams, BeamState, BeamText
 from gateway.flow.choice import Choice, choices_of, detokenizer_of, scanners_of
+from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.outbox import Receiver
 from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
 from shared.errors import InternalError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, TokenLogprobs
@@ -93,7 +94,7 @@ class BeamSearcher:
         return self._generator.reserve(request)
 
 
-class BeamSearch:
+class BeamSearch(ClosedOnExit):
     """A running search, as flow.requests.GenerationLike: its deltas all come at the end, one a choice."""
 
     def __init__(
@@ -115,19 +116,14 @@ class BeamSearch:
         self._first: TextDelta | None = None
         self._results: deque[TextDelta] | None = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Cancels what runs and gives the room back. Idempotent."""
         for part in self._parts:
             part.close()
         self._room.close()
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """See GenerationLike. Nothing comes before the ends."""
 
     def __aiter__(self) -> Self:
         return self

@@ -102,8 +102,8 @@ class Choice:
 
         Raises InternalError for an output that no correct worker sends.
         """
-        self._check(output, vocab_size)
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        self._check(token_ids, logprobs, vocab_size)
         reason = None
         text, num_used = self._text_of(token_ids if finish is None else self._shown_of(token_ids, finish))
         if num_used is not None:
@@ -115,11 +115,13 @@ class Choice:
             text += tail
             reason = "stop" if found else finish.reason.value
         self.token_ids += token_ids
-        self.finished = reason is not None
         delta = TextDelta(
             self.index, text, token_ids, logprobs, reason, output.num_cached_tokens, output.prompt_logprobs
         )
-        return delta if reason is None else msgspec.structs.replace(delta, stop_reason=self._stop_reason(finish))
+        if reason is None:
+            return delta
+        self.finished = True
+        return msgspec.structs.replace(delta, stop_reason=self._stop_reason(finish))
 
     def _stop_reason(self, finish: Finish | None) -> int | str | None:
         if self._scanner is not None and self._scanner.found is not None:
@@ -138,14 +140,13 @@ class Choice:
         """Whether the text of a token that ends the choice is read."""
         return self._include_stop
 
-    def _check(self, output: Output, vocab_size: int) -> None:
-        token_ids = output.token_ids
+    def _check(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, vocab_size: int) -> None:
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InternalError("The worker sent a token id outside the vocabulary.")
         if len(self.token_ids) + len(token_ids) > self._max_tokens:
             raise InternalError("The worker sent more tokens than were asked for, without an end.")
-        if self._wants_logprobs and _length(output.logprobs) != len(token_ids):
+        if self._wants_logprobs and _length(logprobs) != len(token_ids):
             raise InternalError("The worker sent tokens without their log-probabilities.")
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, int | None]:

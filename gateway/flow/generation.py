@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 import structlog
@@ -19,9 +18,10 @@ from prometheus_client import CollectorRegistry
 
 from gateway.flow.admission import Admission, PartPermit, Permit
 from gateway.flow.choice import ChoicePipeline, choices_of
+from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
-from gateway.flow.outbox import Outbox
+from gateway.flow.outbox import Outbox, Receiver, Turn
 from gateway.flow.routing import Router
 from gateway.workers.client import Stream, WorkerLink
 from shared.errors import (
@@ -88,6 +88,7 @@ class Generator:
         self._measures: dict[str, ModelMeasures] = {}
         self._nobody = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
         self._numbers = itertools.count(1)
+        self.turn = Turn()
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Admits, routes and sends; enter the result at once. See flow.requests.GeneratorLike for the errors."""
@@ -176,12 +177,33 @@ class Generator:
         raise error
 
 
-class Generation:
+class Generation(ClosedOnExit):
     """A running request: `async with generator.submit(request) as generation: async for delta in generation`.
 
     Each choice ends with exactly one delta that has a finish_reason, or the iteration raises a PeltonError. What came
     before a failure is still delivered.
     """
+
+    __slots__ = (
+        "_attempts",
+        "_choices",
+        "_closed",
+        "_entry",
+        "_error",
+        "_generator",
+        "_last_progress",
+        "_log_fields",
+        "_measure",
+        "_num_unfinished",
+        "_outbox",
+        "_permit",
+        "_started",
+        "_vocab_size",
+        "_watchdog",
+        "_worker",
+        "_worker_request_id",
+        "request",
+    )
 
     def __init__(
         self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit, measure: Measure
@@ -196,7 +218,7 @@ class Generation:
         self._choices = choices_of(request, entry.pipeline)
         self._num_unfinished = request.n
         self._measure = measure
-        self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer)
+        self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer, generator.turn)
         self._error: PeltonError | None = None
         self._worker: WorkerLink | None = None
         self._worker_request_id = ""
@@ -207,14 +229,6 @@ class Generation:
         self._watchdog: asyncio.TimerHandle | None = None
 
     # ---- for the route ----------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __aiter__(self) -> Self:
         return self
@@ -229,6 +243,10 @@ class Generation:
             if self._num_unfinished == 0 or self._closed:
                 raise StopAsyncIteration
             await self._outbox.news()
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """See flow.requests.GenerationLike."""
+        self._outbox.receiver = receiver
 
     def close(self) -> None:
         """Cancels what is left at the worker and gives the permit back. Idempotent."""
@@ -292,19 +310,20 @@ class Generation:
         if choice.finished:
             # Tokens that were on their way when a stop string was found here.
             return
-        self._last_progress = time.monotonic()
+        self._last_progress = now = time.monotonic()
         if not self._started:
             self._started = True
             self._permit.first_token()
-        if output.finish is not None and output.finish.reason not in _SUCCESSES:
-            raise _failure(output.finish)
+        finish = output.finish
+        if finish is not None and finish.reason not in _SUCCESSES:
+            raise _failure(finish)
         delta = choice.advance(output, self._vocab_size)
-        self._measure.output(output.choice, len(delta.token_ids), delta.finish_reason)
+        self._measure.output(now, output.choice, len(delta.token_ids), delta.finish_reason)
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
-                self._leave_worker(cancel=output.finish is None)
-            elif output.finish is None and self._worker is not None:
+                self._leave_worker(cancel=finish is None)
+            elif finish is None and self._worker is not None:
                 self._worker.cancel_choice(self._worker_request_id, output.choice)
         self._outbox.put(delta)
 
@@ -367,8 +386,9 @@ class Reservation:
 
     def complete(self, deltas: Sequence[TextDelta]) -> None:
         """The request ended well."""
+        now = time.monotonic()
         for delta in deltas:
-            self._measure.output(delta.choice, len(delta.token_ids), delta.finish_reason)
+            self._measure.output(now, delta.choice, len(delta.token_ids), delta.finish_reason)
         self._measure.end(None, complete=True)
 
     def fail(self, error: PeltonError) -> None:

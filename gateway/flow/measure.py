@@ -48,9 +48,8 @@ class Measure:
         self._measures.accepted.inc()
         self._measures.queue_time.observe(time.monotonic() - self._arrival)
 
-    def output(self, choice: int, num_tokens: int, finish_reason: str | None) -> None:
-        """News of a choice."""
-        now = time.monotonic()
+    def output(self, now: float, choice: int, num_tokens: int, finish_reason: str | None) -> None:
+        """News of a choice, at `now` by time.monotonic."""
         if finish_reason is not None:
             self._reasons.add(finish_reason)
         if num_tokens == 0:

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.outbox import Receiver
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.formats import ModelFormats
 from shared.errors import PeltonError
@@ -115,6 +116,10 @@ class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):
     """
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """From now on what comes while the iteration waits may go to `receiver` instead; the ends never do."""
+        ...
 
     def close(self) -> None:
         """What leaving the `async with` does; idempotent."""

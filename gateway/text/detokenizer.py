@@ -23,6 +23,7 @@ class TokenBytes:
     Attributes:
         table: id -> bytes; ids that the tokenizer lacks, below the model's vocabulary size, are empty.
         special_ids: what `skip_special_tokens` leaves out.
+        texts: id -> text, of those seen so far that are whole code points by themselves.
         strip_leading_space: whether a text decoded from its beginning loses one leading space, which such
             vocabularies put in front of every text.
     """
@@ -30,6 +31,7 @@ class TokenBytes:
     def __init__(self, table: list[bytes], special_ids: frozenset[int], *, strip_leading_space: bool) -> None:
         self.table = table
         self.special_ids = special_ids
+        self.texts: dict[int, str] = {}
         self.strip_leading_space = strip_leading_space
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -49,33 +51,49 @@ class Detokenizer:
         shown_ids: have text although they are special.
     """
 
-    __slots__ = ("_decode", "_decoder", "_skipped", "_table")
+    __slots__ = ("_held", "_skipped", "_table", "_texts")
 
     def __init__(
         self, token_bytes: TokenBytes, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> None:
         self._table = token_bytes.table
-        self._skipped = token_bytes.special_ids - shown_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode = self._decoder.decode
+        self._texts = token_bytes.texts
+        special_ids = token_bytes.special_ids
+        # The same set for all who show none of them: some models have hundreds.
+        hidden = special_ids - shown_ids if shown_ids else special_ids
+        self._skipped = hidden if skip_special_tokens else frozenset()
+        self._held = b""
 
     def push(self, token_id: int) -> str:
         """The text that one more token completes; may be empty. Ids without a table entry have no text."""
-        if token_id in self._skipped or token_id >= len(self._table):
+        if token_id in self._skipped:
             return ""
-        return self._decode(self._table[token_id])
+        if self._held:
+            return self._decode(token_id)
+        text = self._texts.get(token_id)
+        return self._decode(token_id) if text is None else text
+
+    def _decode(self, token_id: int) -> str:
+        if token_id >= len(self._table):
+            return ""
+        held = self._held
+        data = held + self._table[token_id]
+        text, num_used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_used:]
+        if not held and not self._held:
+            # Begins and ends with a code point: it is the same text wherever it does.
+            self._texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a code point that never became whole, else nothing."""
-        return self._decode(b"", True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")
 
     def copy(self) -> Detokenizer:
         """One that goes on from here by itself."""
         other = Detokenizer.__new__(Detokenizer)
-        other._table, other._skipped = self._table, self._skipped
-        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        other._decoder.setstate(self._decoder.getstate())
-        other._decode = other._decoder.decode
+        other._table, other._texts, other._skipped, other._held = self._table, self._texts, self._skipped, self._held
         return other
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.flow.outbox import Receiver
 from gateway.text.detokenizer import Detokenizer, TokenBytes
 from gateway.text.formats import ModelFormats
 from gateway.text.tools.prompting import TemplateSupport
@@ -151,6 +152,9 @@ class FakeGeneration:
     def close(self) -> None:
         self._owner.live.discard(self)
         self.cancelled = self.cancelled or not self.ended
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """All is yielded."""
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for step in self._steps:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.flow.events import TextDelta
-from gateway.flow.outbox import FULL_AT_TOKENS, Outbox
+from gateway.flow.outbox import FULL_AT_TOKENS, Outbox, Turn
 from gateway.text.message_parser import ToolCallDelta
 from shared.messages import TokenLogprobs
 
@@ -17,7 +20,7 @@ def never() -> None:
 
 
 async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
-    outbox = Outbox(10, never)
+    outbox = Outbox(10, never, Turn())
     entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in (1, 2)]
     outbox.put(TextDelta(1, "a", [1], entries[:1], None, 7, entries))
     outbox.put(TextDelta(0, "x", [5]))
@@ -28,7 +31,7 @@ async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
 
 
 async def test_ids_without_text_wait_for_their_text() -> None:
-    outbox = Outbox(10, never)
+    outbox = Outbox(10, never, Turn())
     outbox.put(TextDelta(0, "", [1]))
     assert outbox.take() is None
     outbox.put(TextDelta(0, "🛑", [2]))
@@ -39,7 +42,7 @@ async def test_ids_without_text_wait_for_their_text() -> None:
 
 
 async def test_reasoning_and_calls_are_worth_delivering() -> None:
-    outbox = Outbox(10, never)
+    outbox = Outbox(10, never, Turn())
     for news in (
         TextDelta(0, "", [1], reasoning="Hm"),
         TextDelta(0, "", [2], tool_calls=[ToolCallDelta(0, id="c", name="f")]),
@@ -54,7 +57,7 @@ async def test_reasoning_and_calls_are_worth_delivering() -> None:
 
 
 async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
-    outbox = Outbox(10, never)
+    outbox = Outbox(10, never, Turn())
     ids = [1]
     outbox.put(TextDelta(0, "a", ids))
     outbox.put(TextDelta(0, "b", [2]))
@@ -65,7 +68,7 @@ async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
 
 
 async def test_a_waiting_consumer_is_woken() -> None:
-    outbox = Outbox(10, never)
+    outbox = Outbox(10, never, Turn())
     waiting = outbox.news()
     outbox.put(TextDelta(0, "", [1]))
     await asyncio.sleep(0)
@@ -76,7 +79,7 @@ async def test_a_waiting_consumer_is_woken() -> None:
 
 async def test_a_full_outbox_is_reported_once_unless_something_is_taken() -> None:
     reports: list[int] = []
-    outbox = Outbox(0.05, lambda: reports.append(1))
+    outbox = Outbox(0.05, lambda: reports.append(1), Turn())
     outbox.put(TextDelta(0, "a", [1] * FULL_AT_TOKENS))
     assert outbox.take() is not None
     await asyncio.sleep(0.1)
@@ -87,3 +90,163 @@ async def test_a_full_outbox_is_reported_once_unless_something_is_taken() -> Non
         await asyncio.sleep(0.05)
     assert reports == [1]
     outbox.close()
+
+
+class Taker:
+    """A receiver that keeps what it gets, and the task that waits beside it.
+
+    Attributes:
+        passed, taken: deltas that the receiver, and the task, got.
+        log: both, in order.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.is_ready = True
+        self.error: Exception | None = None
+        self.passed: list[TextDelta] = []
+        self.taken: list[TextDelta] = []
+        self.log: list[TextDelta] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        outbox.receiver = self
+        self.task = asyncio.create_task(self.consume())
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def receive(self, deltas: Sequence[TextDelta]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.passed += deltas
+        self.log += deltas
+
+    async def consume(self) -> None:
+        while True:
+            while (delta := self.outbox.take()) is not None:
+                self.taken.append(delta)
+                self.log.append(delta)
+                await self.may_go_on.wait()
+            await self.outbox.news()
+
+
+async def turns(count: int = 4) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_receiver_gets_what_comes_while_the_consumer_waits_a_turn_at_a_time() -> None:
+    outbox = Outbox(10, never, Turn())
+    taker = Taker(outbox)
+    await turns()
+    outbox.put(TextDelta(0, "a", [1]))
+    assert taker.log == []
+    await turns()
+    outbox.put(TextDelta(0, "b", [2]))
+    outbox.put(TextDelta(1, "x", [7]))
+    outbox.put(TextDelta(0, "c", [3]))
+    await turns()
+    assert taker.passed == [TextDelta(0, "a", [1]), TextDelta(0, "bc", [2, 3]), TextDelta(1, "x", [7])]
+    assert taker.taken == []
+    taker.task.cancel()
+
+
+async def test_ends_and_reports_on_prompts_are_the_consumers() -> None:
+    outbox = Outbox(10, never, Turn())
+    taker = Taker(outbox)
+    await turns()
+    report = TextDelta(0, "a", [1], prompt_logprobs=[TokenLogprobs(1, None, 1, [], [])])
+    outbox.put(report)
+    await turns()
+    outbox.put(TextDelta(0, "b", [2]))
+    outbox.put(TextDelta(0, "c", [3], None, "stop"))
+    await turns()
+    assert taker.taken == [report, TextDelta(0, "bc", [2, 3], None, "stop")]
+    assert taker.passed == []
+    taker.task.cancel()
+
+
+async def test_a_receiver_that_is_not_ready_leaves_it_to_the_consumer_until_that_waits_again() -> None:
+    outbox = Outbox(10, never, Turn())
+    taker = Taker(outbox)
+    taker.is_ready = False
+    taker.may_go_on.clear()
+    await turns()
+    outbox.put(TextDelta(0, "a", [1]))
+    await turns()
+    taker.is_ready = True
+    # The consumer is at it: what comes now must not overtake it.
+    outbox.put(TextDelta(0, "b", [2]))
+    await turns()
+    assert taker.log == [TextDelta(0, "a", [1])]
+    taker.may_go_on.set()
+    await turns()
+    outbox.put(TextDelta(0, "c", [3]))
+    await turns()
+    assert [delta.text for delta in taker.taken] == ["a", "b"]
+    assert [delta.text for delta in taker.passed] == ["c"]
+    taker.task.cancel()
+
+
+async def test_what_a_receiver_raises_is_raised_to_the_consumer() -> None:
+    outbox = Outbox(10, never, Turn())
+    taker = Taker(outbox)
+    taker.error = KeyError("of the receiver")
+    await turns()
+    outbox.put(TextDelta(0, "a", [1]))
+    with pytest.raises(KeyError, match="of the receiver"):
+        await asyncio.wait_for(taker.task, 5)
+
+
+async def test_nothing_is_handed_over_past_a_consumer_that_was_cancelled() -> None:
+    outbox = Outbox(10, never, Turn())
+    taker = Taker(outbox)
+    await turns()
+    taker.task.cancel()
+    outbox.put(TextDelta(0, "a", [1]))
+    await turns()
+    outbox.put(TextDelta(0, "b", [2]))
+    await turns()
+    assert taker.log == []
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, 2), st.sampled_from(["", "x", "yz"])),
+    st.sampled_from(["turn", "ready", "not ready", "hold", "go on"]).map(lambda name: (name, 0, "")),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=40))
+def test_whoever_takes_it_each_choice_comes_whole_and_in_order(actions: list[tuple[str, int, str]]) -> None:
+    async def run() -> None:
+        outbox = Outbox(10, never, Turn())
+        taker = Taker(outbox)
+        sent: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        texts = {0: "", 1: "", 2: ""}
+        for number, (name, choice, text) in enumerate(actions):
+            if name == "put":
+                outbox.put(TextDelta(choice, text, [number]))
+                sent[choice].append(number)
+                texts[choice] += text
+            elif name == "turn":
+                await asyncio.sleep(0)
+            elif name in ("ready", "not ready"):
+                taker.is_ready = name == "ready"
+            elif name == "hold":
+                taker.may_go_on.clear()
+            else:
+                taker.may_go_on.set()
+        taker.may_go_on.set()
+        for choice in sent:
+            outbox.put(TextDelta(choice, "", [], None, "length"))
+        await turns(8)
+        for choice in sent:
+            mine = [delta for delta in taker.log if delta.choice == choice]
+            assert [token_id for delta in mine for token_id in delta.token_ids] == sent[choice]
+            assert "".join(delta.text for delta in mine) == texts[choice]
+            assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["length"]
+            assert all(delta.finish_reason is None for delta in taker.passed)
+        taker.task.cancel()
+
+    asyncio.run(run())
