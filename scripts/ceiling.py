@@ -2,8 +2,8 @@
 
 It uses none of Pelton's own code, so that a slow choice there cannot lower the ceiling. Candidates are torch's bf16
 product, oneDNN's with weights packed once, and the weight-only int8 and int4 products (which keep activations in
-bf16; int4 has an int8 head, as no file's head is coarser). Projections that read the same input are one matrix.
-Prints a table and, as the last line, JSON.
+bf16). The layers and the head have each the kernel that is fastest for them; no head is int4, as no file's head is
+coarser than 8 bits. Projections that read the same input are one matrix. Prints a table and, as the last line, JSON.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ class LinearShapes:
 
 
 def _plain(weight: Tensor, rows: int) -> Product:
-    return lambda x: torch.nn.functional.linear(x, weight)
+    copy = weight.clone()  # each layer's own, or all would be read from the cache
+    return lambda x: torch.nn.functional.linear(x, copy)
 
 
 def _packed(weight: Tensor, rows: int) -> Product:
@@ -72,89 +73,141 @@ def _int4(weight: Tensor, rows: int) -> Product:
     return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, _INT4_GROUP, scales)
 
 
-# Rows from which the weight-only products are far behind everywhere and only cost time to measure.
-_MAX_WEIGHT_ONLY_ROWS = 64
+@dataclass(frozen=True)
+class Kernel:
+    """A way to multiply.
 
-_KERNELS: dict[str, tuple[Callable[[Tensor, int], Product], Callable[[Tensor, int], Product]]] = {
-    "bf16": (_plain, _plain),
-    "bf16 packed": (_packed, _packed),
-    "int8 weights": (_int8, _int8),
-    "int4 weights": (_int4, _int8),
-}
+    Attributes:
+        prepare: from a matrix and the number of rows to a product, packed where that is the kernel's way.
+        max_rows: beyond these it is far behind everywhere and only costs time to measure.
+        multiplies_head: whether a head can be stored so.
+    """
+
+    name: str
+    prepare: Callable[[Tensor, int], Product]
+    max_rows: int = sys.maxsize
+    multiplies_head: bool = True
+
+
+KERNELS = (
+    Kernel("bf16", _plain),
+    Kernel("bf16 packed", _packed),
+    Kernel("int8 weights", _int8, max_rows=64),
+    Kernel("int4 weights", _int4, max_rows=64, multiplies_head=False),
+)
+
+
+class Matrices:
+    """A model's matrices, one layer's for all: kernels make copies, so only those of one kernel take memory."""
+
+    def __init__(self, shapes: LinearShapes) -> None:
+        self.shapes = shapes
+        self._layer = [torch.randn(shape, dtype=torch.bfloat16) * 0.02 for shape in shapes.layer()]
+        self._head = torch.randn(shapes.head(), dtype=torch.bfloat16) * 0.02
+
+    def layers(self, kernel: Kernel, rows: int) -> Callable[[], object]:
+        """A pass over all layers. Raises what torch raises where the processor lacks the kernel."""
+        products = [(kernel.prepare(m, rows), m.shape[1]) for _ in range(self.shapes.num_layers) for m in self._layer]
+        inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for _, width in products}
+
+        def run() -> None:
+            for product, width in products:
+                product(inputs[width])
+
+        return run
+
+    def head(self, kernel: Kernel, rows: int) -> Callable[[], object]:
+        """The product with the vocabulary."""
+        product, x = kernel.prepare(self._head, rows), torch.randn(rows, self._head.shape[1], dtype=torch.bfloat16)
+        return lambda: product(x)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one kernel's fastest pass at a number of rows; infinite where it is not for that."""
+
+    kernel: Kernel
+    layers: float
+    head: float
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Tokens per second of the best kernel at a number of rows, and without the head (as a prompt needs it)."""
+    """Layers and head, each by the best kernel: seconds of the fastest pass.
+
+    Attributes:
+        rows, head_rows: of the layers, of the head.
+    """
 
     rows: int
-    kernel: str
-    tokens_per_second: float
-    tokens_per_second_without_head: float
+    head_rows: int
+    kernel: Kernel
+    head_kernel: Kernel
+    layers_seconds: float
+    head_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a pass over all matrices."""
+        return self.layers_seconds + self.head_seconds
+
+    def lowered(self, layers_seconds: float, head_seconds: float) -> Ceiling:
+        """With what was measured again, where that was faster: other programs can only make a ceiling too low."""
+        layers, head = min(self.layers_seconds, layers_seconds), min(self.head_seconds, head_seconds)
+        return replace(self, layers_seconds=layers, head_seconds=head)
+
+    def entry(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "kernel": self.kernel.name,
+            "head_kernel": self.head_kernel.name,
+            "layers_seconds": self.layers_seconds,
+            "head_seconds": self.head_seconds,
+            "tokens_per_second": self.rows / self.seconds,
+            "tokens_per_second_without_head": self.rows / self.layers_seconds,
+        }
 
 
-def measure(shapes: LinearShapes, rows: Sequence[int], seconds: float) -> list[tuple[str, list[Ceiling]]]:
-    """Times each kernel at each number of rows; kernels that this processor lacks are left out.
+@torch.inference_mode()
+def time_kernels(matrices: Matrices, rows: int, head_rows: int, seconds: float) -> list[Timing]:
+    """Each kernel that is for these rows and that this processor has, one after the other.
 
     Args:
-        seconds: spent on each figure, over at least five passes; the fastest counts.
+        seconds: spent on the layers by each, and a quarter of that on the head; at least three passes.
     """
-    torch.manual_seed(0)
-    matrices = [torch.randn(shape, dtype=torch.bfloat16) * 0.02 for shape in shapes.layer() * shapes.num_layers]
-    head = torch.randn(shapes.head(), dtype=torch.bfloat16) * 0.02
-    results = []
-    for name, (layer_kernel, head_kernel) in _KERNELS.items():
-        ceilings = []
+    return list(_time_kernels(matrices, rows, head_rows, seconds))
+
+
+def _time_kernels(matrices: Matrices, rows: int, head_rows: int, seconds: float) -> Iterator[Timing]:
+    for kernel in KERNELS:
+        layers = head = float("inf")
         try:
-            for count in rows:
-                if "weights" in name and count > _MAX_WEIGHT_ONLY_ROWS:
-                    continue
-                layers = [layer_kernel(matrix, count) for matrix in matrices]
-                ceilings.append(_ceiling(name, layers, head_kernel(head, count), shapes, count, seconds))
+            if rows <= kernel.max_rows:
+                layers = fastest_seconds(matrices.layers(kernel, rows), seconds)
+            if kernel.multiplies_head and head_rows <= kernel.max_rows:
+                head = fastest_seconds(matrices.head(kernel, head_rows), seconds / 4)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
-            print(f"{name}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
-            continue
-        results.append((name, ceilings))
-    return results
+            print(f"{kernel.name}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
+        yield Timing(kernel, layers, head)
 
 
-def best(results: Sequence[tuple[str, Sequence[Ceiling]]]) -> list[Ceiling]:
-    """The fastest kernel for each number of rows."""
-    found: dict[int, Ceiling] = {}
-    for _, ceilings in results:
-        for ceiling in ceilings:
-            known = found.get(ceiling.rows)
-            if known is None or ceiling.tokens_per_second > known.tokens_per_second:
-                found[ceiling.rows] = ceiling
-    return [found[rows] for rows in sorted(found)]
+def best(timings: Sequence[Timing], rows: int, head_rows: int) -> Ceiling:
+    """The fastest for the layers and for the head."""
+    layers = min(timings, key=lambda timing: timing.layers)
+    head = min(timings, key=lambda timing: timing.head)
+    return Ceiling(rows, head_rows, layers.kernel, head.kernel, layers.layers, head.head)
 
 
-def _ceiling(
-    name: str, layers: list[Product], head: Product, shapes: LinearShapes, rows: int, seconds: float
-) -> Ceiling:
-    widths = [num_in for _, num_in in shapes.layer()] * shapes.num_layers
-    inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for width in {*widths, shapes.hidden_size}}
-
-    def run_layers() -> None:
-        for product, width in zip(layers, widths):
-            product(inputs[width])
-
-    layers_time = _best_seconds(run_layers, seconds)
-    head_time = _best_seconds(lambda: head(inputs[shapes.hidden_size]), seconds / 4)
-    return Ceiling(rows, name, rows / (layers_time + head_time), rows / layers_time)
-
-
-def _best_seconds(run: Callable[[], object], seconds: float) -> float:
-    """Time of the fastest pass: other programs on the machine can only make a ceiling lower than it is."""
+def fastest_seconds(run: Callable[[], object], seconds: float, passes: int = 3) -> float:
+    """Time of the fastest of at least so many passes, after one that does not count."""
     run()
-    best_time, passes = float("inf"), 0
-    end = time.perf_counter() + seconds
-    while passes < 5 or time.perf_counter() < end:
+    found, end = float("inf"), time.perf_counter() + seconds
+    while passes > 0 or time.perf_counter() < end:
         start = time.perf_counter()
         run()
-        best_time = min(best_time, time.perf_counter() - start)
-        passes += 1
-    return best_time
+        found = min(found, time.perf_counter() - start)
+        passes -= 1
+    return found
 
 
 def main() -> None:
@@ -163,21 +216,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 128, 512])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     options = parser.parse_args()
-    with torch.inference_mode():
-        results = measure(LinearShapes(), options.rows, options.seconds)
-    print("tokens/s".ljust(14) + "".join(f"{rows:>9}" for rows in options.rows))
-    for name, ceilings in results:
-        speeds = {ceiling.rows: f"{ceiling.tokens_per_second:.0f}" for ceiling in ceilings}
-        print(name.ljust(14) + "".join(f"{speeds.get(rows, '-'):>9}" for rows in options.rows))
-    found = {
-        ceiling.rows: {
-            "kernel": ceiling.kernel,
-            "tokens_per_second": ceiling.tokens_per_second,
-            "tokens_per_second_without_head": ceiling.tokens_per_second_without_head,
-        }
-        for ceiling in best(results)
-    }
-    print(json.dumps(found))
+    matrices = Matrices(LinearShapes())
+    found = {rows: time_kernels(matrices, rows, rows, options.seconds) for rows in options.rows}
+    ceilings = {rows: best(timings, rows, rows) for rows, timings in found.items()}
+    print("tokens/s".ljust(22) + "".join(f"{rows:>9}" for rows in options.rows))
+    for part in ("layers", "head"):
+        for index, kernel in enumerate(KERNELS):
+            speeds = [rows / getattr(timings[index], part) for rows, timings in found.items()]
+            cells = "".join(f"{speed:9.0f}" if speed else f"{'-':>9}" for speed in speeds)
+            print(f"{part}, {kernel.name}".ljust(22) + cells)
+    print("best of both".ljust(22) + "".join(f"{rows / one.seconds:9.0f}" for rows, one in ceilings.items()))
+    print(json.dumps({rows: one.entry() for rows, one in ceilings.items()}))
 
 
 if __name__ == "__main__":

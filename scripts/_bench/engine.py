@@ -1,6 +1,12 @@
-"""Decode steps and prefill as shares of a ceiling: the model's linear layers alone, measured in the same run.
+"""The engine without HTTP, each figure beside its goal. Ratios are to ceilings measured in the same run.
 
-Prints a table and, as the last line, the same figures as JSON.
+- decode, prefill: steps as shares of the ceiling, the model's linear layers alone by the best kernel for the rows.
+- sampling: what parameters of all kinds, and grammars, add to a step.
+- host: what a step costs beside model and sampler, at several numbers of requests.
+- prefix: what the prefix cache costs where it finds nothing and saves where it finds most.
+- memory: whether a worker grows over --requests requests; not among the default parts.
+
+Prints tables and, as the last line, the same figures as JSON.
 """
 
 from __future__ import annotations
@@ -11,26 +17,32 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
-from scripts._bench import sampling
-from scripts.ceiling import LinearShapes
+from kernels.sampling.dispatch import sampling_ops
+from scripts._bench import engine_host, engine_memory, engine_prefix, engine_steps, sampling
+from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor
+from scripts.ceiling import LinearShapes, Matrices
+from shared import log
 from shared.settings import WorkerSettings
 from worker.executor.build import cache_directory
 from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
+from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
-from worker.model.spec import DecoderSpec
-from worker.quant.raw_weight import RawWeight
-from worker.quant.scheme import LinearScheme
-from worker.quant.select import linear_scheme
 
 PAGE_SIZE = 16
+PARTS = ("decode", "prefill", "sampling", "host", "prefix", "memory")
+_LOADED = frozenset(PARTS) - {"memory"}
+EMPTY_LOAD = engine_prefix.Load(concurrency=16, num_requests=16, prompt=128, output=64)
+SHARED_LOAD = engine_prefix.Load(concurrency=16, num_requests=32, prompt=512, output=64)
 
 
 def alternating_ms(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
@@ -45,37 +57,6 @@ def alternating_ms(runs: Sequence[Callable[[], object]], seconds: float) -> list
             run()
             taken.append((time.perf_counter() - start) * 1e3)
     return [statistics.median(taken) for taken in times]
-
-
-class LinearLayers:
-    """Every matrix of the model, in the layout that the decoder multiplies by, with nothing between them."""
-
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
-        sizes = LinearShapes(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearShapes)})
-        shapes = [*sizes.layer() * sizes.num_layers, sizes.head()]
-        self._schemes = [self._make(shape, dtype) for shape in shapes]
-        self._inputs = [num_in for _, num_in in shapes]
-        self._dtype = dtype
-
-    @staticmethod
-    def _make(shape: tuple[int, int], dtype: torch.dtype) -> LinearScheme:
-        scheme = linear_scheme(dtype, torch.device("cpu"))
-        scheme.create_weights(*shape)
-        scheme.load_rows(0, RawWeight("f32", shape, torch.randn(shape) * 0.02))
-        scheme.after_load()
-        return scheme
-
-    def one_pass(self, rows: int, head_rows: int) -> Callable[[], None]:
-        """A pass over all matrices with `rows` rows, the head with `head_rows`."""
-        x = {width: torch.randn((rows, width), dtype=self._dtype) for width in set(self._inputs)}
-        head = torch.randn((head_rows, self._inputs[-1]), dtype=self._dtype)
-
-        def run() -> None:
-            for scheme, width in zip(self._schemes[:-1], self._inputs):
-                scheme.apply(x[width], None)
-            self._schemes[-1].apply(head, None)
-
-        return run
 
 
 def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> ForwardBatch:
@@ -97,56 +78,163 @@ def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> 
     )
 
 
-def sampling_shares(decoder: Decoder, kv: KVStorage, context: int, seconds: float) -> list[dict[str, object]]:
-    """What requests that want all kinds of things, and a grammar's masks, add to a decode step."""
-    step = make_step(sampling.NUM_REQUESTS, 1, context, decoder.spec.vocab_size)
-    logits = decoder.forward(step, kv).float()
-    runs = sampling.sampling_runs(logits, context, torch.get_num_threads())
-    step_ms, *taken = alternating_ms([partial(decoder.forward, step, kv), *runs.values()], seconds)
-    return sampling.report(step_ms, dict(zip(runs, taken)))
+class Bench:
+    """A loaded model and the parts that are measured on it.
+
+    Args:
+        options: of `parser`.
+        files: opened; their weights are read and closed.
+    """
+
+    def __init__(self, options: argparse.Namespace, files: ModelFiles) -> None:
+        self._options = options
+        self._files = files
+        spec = files.spec
+        dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
+        self._decoder = Decoder(
+            spec,
+            files.weights,
+            dtype=dtype,
+            device="cpu",
+            max_num_tokens=4096,
+            max_model_len=spec.max_position,
+        )
+        self._kv = KVStorage(spec, self._num_pages(), PAGE_SIZE, kv_dtype, "cpu")
+        self._decoder.fuse_layers(self._kv)
+        files.weights.close()
+        sizes = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LinearShapes)}
+        self._shapes = LinearShapes(**sizes)
+
+    def _num_pages(self) -> int:
+        """For the largest part. Pages that nobody uses take no memory."""
+        options = self._options
+        contexts = [(1, tokens) for tokens in options.prefill]
+        contexts += [(rows, options.context) for rows in [*options.rows, sampling.NUM_REQUESTS]]
+        contexts += [(count, engine_host.longest(options.host_steps)) for count in options.host_counts]
+        contexts += [(load.concurrency + 2, load.prompt + load.output) for load in (EMPTY_LOAD, SHARED_LOAD)]
+        return int(max(rows * -(-context // PAGE_SIZE) for rows, context in contexts))
+
+    def steps(self, kinds: Sequence[str]) -> list[dict[str, Any]]:
+        """Decode steps, prefill, or both."""
+        options, matrices = self._options, Matrices(self._shapes)
+        cases = [("decode", rows, 1, options.context) for rows in options.rows]
+        cases += [("prefill", 1, tokens, tokens) for tokens in options.prefill]
+        print(engine_steps.HEADER)
+        figures = []
+        for kind, num_requests, tokens, context in cases:
+            if kind not in kinds:
+                continue
+            step = make_step(num_requests, tokens, context, self._decoder.spec.vocab_size)
+            line = engine_steps.measure(
+                matrices, kind, partial(self._decoder.forward, step, self._kv), tokens=num_requests * tokens,
+                context=context, head_rows=num_requests, seconds=options.seconds,
+            )  # fmt: skip
+            print(engine_steps.text(line), flush=True)
+            figures.append(line.figures())
+        return figures
+
+    def sampling(self) -> list[dict[str, object]]:
+        """What requests that want all kinds of things, and a grammar's masks, add to a decode step."""
+        decoder, kv, context = self._decoder, self._kv, self._options.context
+        step = make_step(sampling.NUM_REQUESTS, 1, context, decoder.spec.vocab_size)
+        logits = decoder.forward(step, kv).float()
+        runs = sampling.sampling_runs(logits, context, torch.get_num_threads())
+        step_ms, *taken = alternating_ms([partial(decoder.forward, step, kv), *runs.values()], self._options.seconds)
+        return sampling.report(step_ms, dict(zip(runs, taken)))
+
+    def host(self) -> list[dict[str, Any]]:
+        """What a step costs beside model and sampler."""
+        options, vocab_size = self._options, self._decoder.spec.vocab_size
+        settings = self._settings(max(options.host_counts))
+        ops = self._sampling_ops()
+        free = FreeModel(vocab_size, settings.max_num_seqs)
+        times: dict[str, dict[int, float]] = {}
+        for name, model, kv in (("the model", self._decoder, self._kv), ("a model without cost", free, free)):
+            clock = OpClock()
+            built = timed_executor(settings, self._decoder.spec, model, kv, ops, clock)
+            with engine_loop(settings, self._files, built) as loop:
+                times[name] = {
+                    count: engine_host.step_ms(loop, clock, count, options.host_steps, vocab_size)
+                    for count in options.host_counts
+                }
+        entries = engine_host.figures(times)
+        print("\n" + "\n".join(engine_host.table(entries)), flush=True)
+        return entries
+
+    def prefix(self) -> dict[str, Any]:
+        """What the prefix cache costs and saves."""
+        spec, clock = self._decoder.spec, OpClock()
+        settings = self._settings(SHARED_LOAD.concurrency)
+        built = timed_executor(settings, spec, self._decoder, self._kv, self._sampling_ops(), clock)
+
+        def open_loop(num_pages: int, caching: bool) -> AbstractContextManager[Loop]:
+            changed = dataclasses.replace(settings, enable_prefix_caching=caching)
+            return engine_loop(changed, self._files, dataclasses.replace(built, num_pages=num_pages))
+
+        few = min(settings.num_kv_pages, engine_prefix.pages_of(EMPTY_LOAD, PAGE_SIZE))
+        costs = engine_prefix.cost(
+            partial(open_loop, few), clock, EMPTY_LOAD, spec.vocab_size, self._options.prefix_rounds
+        )
+        gains = engine_prefix.gain(partial(open_loop, settings.num_kv_pages), clock, SHARED_LOAD, spec.vocab_size)
+        print("\n" + "\n".join(engine_prefix.table(costs, gains)), flush=True)
+        return {"cost": costs, "gain": gains}
+
+    def _settings(self, max_num_seqs: int) -> WorkerSettings:
+        return WorkerSettings(
+            device="cpu",
+            max_num_seqs=max_num_seqs,
+            max_model_len=min(1024, self._decoder.spec.max_position),
+            block_size=PAGE_SIZE,
+            num_kv_pages=self._num_pages(),
+        )
+
+    def _sampling_ops(self) -> Any:
+        ops = sampling_ops(torch.device("cpu"), torch.get_num_threads())
+        ops.compile_usual()
+        return ops
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of scripts/bench_engine."""
+    p = argparse.ArgumentParser(
+        prog="scripts/bench_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", default="", help="path of the model; empty: the default model")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part in _LOADED])
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    p.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="float32")
+    p.add_argument("--context", type=int, default=190, help="context length of the decode steps")
+    p.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
+    p.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
+    p.add_argument("--seconds", type=float, default=2.0, help="time for each line")
+    p.add_argument("--host-counts", type=int, nargs="+", default=[16, 32, 64, 128], help="requests of the part host")
+    p.add_argument("--host-steps", type=int, default=24, help="steps that are timed at each")
+    p.add_argument("--prefix-rounds", type=int, default=4, help="loads with the cache, and as many without")
+    p.add_argument("--requests", type=int, default=20_000, help="of the part memory")
+    p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
+    return p
 
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(prog="scripts/bench_engine", description=__doc__)
-    parser.add_argument("--model", default="", help="path of the model; empty: the default model")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--context", type=int, default=190, help="context length of the decode steps")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
-    parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each line")
-    parser.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
-    options = parser.parse_args()
-    dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
+    options = parser().parse_args()
+    log.configure("warning", "console", process="bench")
     use_huge_pages()
     use_cache_directory(options.cache_dir)
-    files = open_model(options.model, options.cache_dir)
-    decoder = Decoder(
-        files.spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=4096, max_model_len=files.spec.max_position
-    )
-    cases = [("decode", rows, 1, options.context) for rows in options.rows]
-    cases += [("prefill", 1, tokens, tokens) for tokens in options.prefill]
-    sizes = [(rows, context) for _, rows, _, context in cases] + [(sampling.NUM_REQUESTS, options.context)]
-    pages = max(rows * -(-context // PAGE_SIZE) for rows, context in sizes)
-    kv = KVStorage(files.spec, pages, PAGE_SIZE, kv_dtype, "cpu")
-    decoder.fuse_layers(kv)
-    linears = LinearLayers(files.spec, dtype)
-    print(f"{'':8} {'rows':>5} {'context':>7} {'step ms':>9} {'linear ms':>9} {'share':>6} {'tok/s':>8}")
-    results = []
-    for kind, num_requests, tokens, context in cases:
-        step = make_step(num_requests, tokens, context, files.spec.vocab_size)
-        rows = num_requests * tokens
-        runs: list[Callable[[], object]] = [linears.one_pass(rows, num_requests), partial(decoder.forward, step, kv)]
-        ceiling, took = alternating_ms(runs, options.seconds)
-        share, speed = ceiling / took, rows / took * 1e3
-        print(f"{kind:8} {rows:5} {context:7} {took:9.2f} {ceiling:9.2f} {share:6.1%} {speed:8.0f}")
-        results.append(
-            {"kind": kind, "rows": rows, "context": context, "ms": took, "linear_ms": ceiling, "share": share}
-        )
-    shares = sampling_shares(decoder, kv, options.context, options.seconds)
-    figures = {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype, "results": results}
-    print(json.dumps(figures | {"sampling": shares}))
+    figures: dict[str, Any] = {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
+    if "memory" in options.parts:
+        # Before a model is loaded, beside which a worker's growth would be small.
+        settings = engine_memory.tiny_settings(str(options.cache_dir))
+        figures["memory"] = engine_memory.measure(settings, options.requests)
+        print("\n".join(engine_memory.table(figures["memory"])), flush=True)
+    if _LOADED & set(options.parts):
+        bench = Bench(options, open_model(options.model, options.cache_dir))
+        if {"decode", "prefill"} & set(options.parts):
+            figures["results"] = bench.steps(options.parts)
+        for part in ("sampling", "host", "prefix"):
+            if part in options.parts:
+                figures[part] = getattr(bench, part)()
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """scripts/bench_serving: a server over HTTP, as shares of what its linear layers alone can do.
 
 The ideal time of a load is its prompt tokens at the ceiling of 512 rows plus its output tokens at the ceiling of
-as many rows as there are streams. The ceiling is measured in the same run, before the server starts, and again
+as many rows as there are streams; the ideal time to a first token is the prompt's at the ceiling of as many rows. A
+ceiling is all linear layers, the head on every row among them; what the ratios would be without the head on a prompt's
+rows, which nobody needs, is among the figures. It is measured in the same run, before the server starts, and again
 after it has stopped, to show how much the machine itself moved. Prompts are random token ids, different in every
 request, so that no prefix is shared unless a test is about that.
 """
@@ -23,17 +25,34 @@ from typing import Any
 
 import aiohttp
 
+from scripts._bench.goals import Goal
+from scripts._bench.process_memory import children_by_module
 from scripts.loadtest.cli import ReplayError, first_model
 from scripts.loadtest.coordinator import ClientError, Load, LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Target
 from scripts.loadtest.report import number, table
-from scripts.loadtest.server_process import ServerError, serve
+from scripts.loadtest.server_process import Server, ServerError, serve
 from scripts.loadtest.statistics import Summary, summarize, ttft
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PREFILL_ROWS = 512
+_PROMPT_ROWS = 128
 _CEILING_DRIFT = 0.1
+_SETTLE_SECONDS = 8.0
+"""After a start: sampling is compiled beside the first requests, and an idle worker prepares for grammars."""
 TESTS = ("single", "load", "long", "gap", "prefix")
+
+_LOAD_GOAL = Goal(0.75)
+_TTFT_GOAL = Goal(1.25, least=False, form=".2f", unit="x")
+_TOKEN_GOAL = Goal(1.25, least=False, form=".2f", unit="x")
+_READY_GOALS = {
+    "cold": Goal(8, least=False, form=".0f", unit=" s"),
+    "warm": Goal(4, least=False, form=".0f", unit=" s"),
+}
+Line = tuple[str, str, str]
+"""What was measured, its value, and its goal."""
+Ceilings = dict[int, dict[str, Any]]
+"""Of scripts/ceiling.py, by rows; empty where it was not measured."""
 
 
 class MeasurementError(Exception):
@@ -134,13 +153,23 @@ def gap_figures(records: Sequence[Record], begin: float, end: float) -> dict[str
     }
 
 
-def ideal_seconds(ceilings: dict[int, dict[str, Any]], prompt_tokens: int, output_tokens: int, rows: int) -> float:
-    """Prompt tokens at the 512-row ceiling and output tokens at the ceiling of `rows`."""
-    prefill, decode = ceilings[_PREFILL_ROWS], ceilings[rows]
-    return prompt_tokens / float(prefill["tokens_per_second"]) + output_tokens / float(decode["tokens_per_second"])
+def ideal_seconds(ceilings: Ceilings, prompt_tokens: int, output_tokens: int, rows: int, *, head: bool = True) -> float:
+    """Prompt tokens at the 512-row ceiling and output tokens at the ceiling of `rows`.
+
+    Args:
+        head: whether the product with the vocabulary counts for prompt tokens too.
+    """
+    speed = ceilings[_PREFILL_ROWS]["tokens_per_second" if head else "tokens_per_second_without_head"]
+    return prompt_tokens / float(speed) + output_tokens / float(ceilings[rows]["tokens_per_second"])
 
 
-async def measure_ceilings(rows: Sequence[int]) -> dict[int, dict[str, Any]]:
+def ideal_first_token(ceilings: Ceilings, *, head: bool = True) -> float:
+    """Seconds of a prompt of 128 tokens at the ceiling of as many rows; without `head` it has one row of that."""
+    one, prompt = ceilings[1], ceilings[_PROMPT_ROWS]
+    return float(prompt["layers_seconds"]) + float((prompt if head else one)["head_seconds"])
+
+
+async def measure_ceilings(rows: Sequence[int]) -> Ceilings:
     """Runs scripts/ceiling.py, in a process of its own so that no threads of it stay."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "scripts.ceiling", "--rows", *map(str, sorted(set(rows))),
@@ -152,10 +181,8 @@ async def measure_ceilings(rows: Sequence[int]) -> dict[int, dict[str, Any]]:
     return {int(key): value for key, value in json.loads(output.splitlines()[-1]).items()}
 
 
-def share_rows(
-    name: str, summary: Summary, ceilings: dict[int, dict[str, Any]], rows: int
-) -> tuple[list[list[str]], dict[str, Any]]:
-    """Table rows and JSON of a load of `rows` streams."""
+def report_load(name: str, summary: Summary, ceilings: Ceilings, rows: int) -> tuple[list[Line], dict[str, Any]]:
+    """Table and JSON of a load of `rows` streams."""
     figures: dict[str, Any] = {
         "seconds": summary.seconds,
         "output_tokens_per_second": summary.output_tokens_per_second,
@@ -164,57 +191,78 @@ def share_rows(
         "itl_p99_ms": summary.itl.p99,
         "client_cpu_share": summary.client_cpu_share,
     }
-    lines = [
-        [f"{name}: output tok/s", number(summary.output_tokens_per_second)],
-        [
-            f"{name}: TTFT p50, TPOT p50, ITL p99 ms",
-            ", ".join(number(d) for d in (summary.ttft.p50, summary.tpot.p50, summary.itl.p99)),
-        ],
+    latencies = ", ".join(number(d) for d in (summary.ttft.p50, summary.tpot.p50, summary.itl.p99))
+    lines: list[Line] = [
+        (f"{name}: output tok/s", number(summary.output_tokens_per_second), ""),
+        (f"{name}: TTFT p50, TPOT p50, ITL p99 ms", latencies, ""),
     ]
     if ceilings:
-        ideal = ideal_seconds(ceilings, summary.prompt_tokens, summary.output_tokens, rows)
-        figures |= {"ideal_seconds": ideal, "share_of_ideal": ideal / summary.seconds}
-        lines.append(
-            [
-                f"{name}: share of the ideal time",
-                f"{ideal / summary.seconds:.1%} ({ideal:.2f} of {summary.seconds:.2f} s)",
-            ]
-        )
+        tokens = summary.prompt_tokens, summary.output_tokens
+        ideal, least = (ideal_seconds(ceilings, *tokens, rows, head=head) for head in (True, False))
+        share = ideal / summary.seconds
+        figures |= {"ideal_seconds": ideal, "share_of_ideal": share, "without_prompt_head": least / summary.seconds}
+        goal = _LOAD_GOAL if rows > 1 else None
+        figures |= goal.entry(share) if goal is not None else {}
+        value = f"{share:.1%} ({ideal:.2f} of {summary.seconds:.2f} s)"
+        lines.append((f"{name}: share of the ideal time", value, goal.verdict(share) if goal is not None else ""))
     return lines, figures
 
 
-async def measure(
-    bench: Bench, options: argparse.Namespace, ceilings: dict[int, dict[str, Any]]
-) -> tuple[list[list[str]], dict[str, Any]]:
+def report_single(summary: Summary, ceilings: Ceilings) -> tuple[list[Line], dict[str, Any]]:
+    """Latencies of one stream of 128 tokens beside the ceilings of 128 rows and of one."""
+    if not ceilings or summary.ttft.p50 is None or summary.tpot.p50 is None:
+        return [], {}
+    first, least = (ideal_first_token(ceilings, head=head) * 1e3 for head in (True, False))
+    token = 1e3 / float(ceilings[1]["tokens_per_second"])
+    ttft_ratio, token_ratio = summary.ttft.p50 / first, summary.tpot.p50 / token
+    figures = {
+        "ttft": {"ideal_ms": first, "ratio": ttft_ratio, "without_prompt_head": summary.ttft.p50 / least}
+        | _TTFT_GOAL.entry(ttft_ratio),
+        "token": {"ideal_ms": token, "ratio": token_ratio} | _TOKEN_GOAL.entry(token_ratio),
+    }
+    lines: list[Line] = [
+        ("  TTFT over the 128-row ceiling", f"{ttft_ratio:.2f}x of {first:.1f} ms", _TTFT_GOAL.verdict(ttft_ratio)),
+        ("  TPOT over the 1-row ceiling", f"{token_ratio:.2f}x of {token:.2f} ms", _TOKEN_GOAL.verdict(token_ratio)),
+    ]
+    return lines, figures
+
+
+async def measure(bench: Bench, options: argparse.Namespace, ceilings: Ceilings) -> tuple[list[Line], dict[str, Any]]:
     """All chosen measurements of a running server."""
-    lines: list[list[str]] = []
+    lines: list[Line] = []
     figures: dict[str, Any] = {}
     await bench.streams(2, 32, 8, 1)  # the first requests pay for connections and threads
-    loads = {"single": (1, 128, 64, 4), "load": (options.concurrency, 128, 64, options.rounds),
+    loads = {"single": (1, _PROMPT_ROWS, 64, 4), "load": (options.concurrency, 128, 64, options.rounds),
              "long": (options.concurrency, 512, 128, 1)}  # fmt: skip
     for key, (concurrency, length, max_tokens, rounds) in loads.items():
         if key in options.tests:
             summary, _ = await bench.streams(concurrency, length, max_tokens, rounds)
             name = f"{concurrency} x ({length} in, {max_tokens} out)"
-            more, figures[key] = share_rows(name, summary, ceilings, concurrency)
+            more, figures[key] = report_load(name, summary, ceilings, concurrency)
             lines += more
+            if key == "single":
+                more, ratios = report_single(summary, ceilings)
+                lines, figures[key] = lines + more, figures[key] | ratios
     if "gap" in options.tests:
         gap = await bench.gap(4, 4000)
         figures["gap"] = gap
         values = [number(gap[key]) for key in ("inside_median_ms", "inside_p99_ms", "outside_median_ms", "ratio")]
-        lines.append(["token gap while 4000 tokens are read: median, p99 ms", ", ".join(values[:2])])
-        lines.append(["token gap otherwise: median ms; ratio", ", ".join(values[2:])])
+        lines.append(("token gap while 4000 tokens are read: median, p99 ms", ", ".join(values[:2]), ""))
+        lines.append(("token gap otherwise: median ms; ratio", ", ".join(values[2:]), ""))
     if "prefix" in options.tests:
         prefix = await bench.prefix(1000, 5)
         figures["prefix"] = prefix
-        lines.append(
-            [
-                "TTFT of 1000 tokens: first, again ms",
-                f"{number(prefix['cold_ttft_ms'])}, {number(prefix['warm_ttft_ms'])}",
-            ]
-        )
-        lines.append(["  ratio; cached tokens", f"{number(prefix['ratio'])}; {prefix['cached_tokens']}"])
+        times = f"{number(prefix['cold_ttft_ms'])}, {number(prefix['warm_ttft_ms'])}"
+        lines.append(("TTFT of 1000 tokens: first, again ms", times, ""))
+        lines.append(("  ratio; cached tokens", f"{number(prefix['ratio'])}; {prefix['cached_tokens']}", ""))
     return lines, figures
+
+
+def report_memory(pid: int) -> tuple[list[Line], dict[str, Any]]:
+    """What each of the server's processes holds now."""
+    held = {name: size / 2**20 for name, size in children_by_module(pid).items()}
+    lines: list[Line] = [(f"RSS after the loads, {name}: MB", number(size), "") for name, size in held.items()]
+    return lines, {"rss_mb": held}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -233,49 +281,63 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+async def start(stack: AsyncExitStack, arguments: Sequence[str]) -> tuple[Server, list[Line], dict[str, Any]]:
+    """A server that has been started once before: how long it took with an empty cache, and how long now."""
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pelton-bench-")))
+    async with serve(directory / "cache", directory / "log", arguments) as server:
+        seconds = {"cold": server.ready_seconds}
+        await asyncio.sleep(_SETTLE_SECONDS)  # else what it compiles would be missing from the cache
+    server = await stack.enter_async_context(serve(directory / "cache", directory / "log", arguments))
+    seconds["warm"] = server.ready_seconds
+    await asyncio.sleep(_SETTLE_SECONDS)
+    lines: list[Line] = []
+    figures: dict[str, Any] = {}
+    for state, taken in seconds.items():
+        goal = _READY_GOALS[state]
+        lines.append((f"ready, {state} cache: s", f"{taken:.2f}", goal.verdict(taken)))
+        figures |= {f"ready_{state}_seconds": taken, f"ready_{state}": goal.entry(taken)}
+    return server, lines, figures
+
+
 async def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    lines: list[list[str]] = []
+    lines: list[Line] = []
     figures: dict[str, Any] = {}
-    rows = [1, options.concurrency, _PREFILL_ROWS]
+    rows = [1, options.concurrency, _PROMPT_ROWS, _PREFILL_ROWS]
     ceilings = {} if options.no_ceiling else await measure_ceilings(rows)
     async with AsyncExitStack() as stack:
-        if options.url:
-            url = options.url.rstrip("/")
-        else:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pelton-bench-")))
-            async with serve(directory / "cache", directory / "log", options.serve_arguments) as server:
-                figures["ready_cold_seconds"] = server.ready_seconds
-            server = await stack.enter_async_context(
-                serve(directory / "cache", directory / "log", options.serve_arguments)
-            )
-            figures["ready_warm_seconds"] = server.ready_seconds
-            lines.append(
-                [
-                    "ready after: empty cache, again s",
-                    f"{figures['ready_cold_seconds']:.2f}, {server.ready_seconds:.2f}",
-                ]
-            )
-            url = server.url
+        server: Server | None = None
+        if not options.url:
+            server, lines, figures = await start(stack, options.serve_arguments)
+        url = options.url.rstrip("/") if server is None else server.url
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         async with aiohttp.ClientSession(headers=headers) as session:
             model = await first_model(session, url)
         target = Target(url, "completions", model, options.api_key, ignore_eos=True, temperature=0.0)
         bench = Bench(target, options.processes, options.max_token_id, random.Random(options.seed))
         more, measured = await measure(bench, options, ceilings)
-        lines += more
-        figures |= measured
+        lines, figures = lines + more, figures | measured
+        if server is not None:
+            more, measured = report_memory(server.pid)
+            lines, figures = lines + more, figures | measured
     if ceilings:
         figures["ceilings"] = ceilings
         figures["ceilings_after"] = after = await measure_ceilings(rows)
-        for count, ceiling in ceilings.items():
-            before, later = ceiling["tokens_per_second"], after[count]["tokens_per_second"]
-            speeds = f"{number(before)}, {number(later)}"
-            lines.append([f"ceiling of {count} rows ({ceiling['kernel']}): before, after tok/s", speeds])
-            if abs(later / before - 1) > _CEILING_DRIFT:
-                print(f"note: the ceiling of {count} rows moved; was the machine busy with others?", file=sys.stderr)
-    print(table(lines, ["measured", "value"]))
+        lines += compare_ceilings(ceilings, after)
+    print(table(lines, ["measured", "value", "goal"]))
     print(json.dumps(figures))
+
+
+def compare_ceilings(ceilings: Ceilings, after: Ceilings) -> list[Line]:
+    """Those before the loads and those after them; says on standard error where the machine moved."""
+    lines: list[Line] = []
+    for count, ceiling in ceilings.items():
+        before, later = ceiling["tokens_per_second"], after[count]["tokens_per_second"]
+        name = f"ceiling of {count} rows ({ceiling['kernel']}): before, after tok/s"
+        lines.append((name, f"{number(before)}, {number(later)}", ""))
+        if abs(later / before - 1) > _CEILING_DRIFT:
+            print(f"note: the ceiling of {count} rows moved; was the machine busy with others?", file=sys.stderr)
+    return lines
 
 
 def main() -> int:

@@ -27,10 +27,11 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs. `ready_seconds` is from its start to the first 200 of /ready."""
+    """A server that runs. `ready_seconds` is from its start to the first 200 of /ready; `pid` its supervisor's."""
 
     url: str
     ready_seconds: float
+    pid: int
 
 
 def free_port() -> int:
@@ -60,7 +61,7 @@ async def serve(cache_dir: Path, log: Path, arguments: Sequence[str]) -> AsyncIt
             )  # fmt: skip
         try:
             await _wait_ready(process, port, log)
-            yield Server(f"http://127.0.0.1:{port}/v1", time.monotonic() - start)
+            yield Server(f"http://127.0.0.1:{port}/v1", time.monotonic() - start, process.pid)
         finally:
             await _stop(process)
 

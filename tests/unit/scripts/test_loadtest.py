@@ -6,7 +6,14 @@ import math
 import pytest
 
 from scripts.loadtest import arrivals, prompts, report
-from scripts.loadtest.bench import gap_figures, ideal_seconds
+from scripts.loadtest.bench import (
+    compare_ceilings,
+    gap_figures,
+    ideal_first_token,
+    ideal_seconds,
+    report_load,
+    report_single,
+)
 from scripts.loadtest.coordinator import LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Segment
 from scripts.loadtest.statistics import Distribution, GoodputError, parse_goodput, summarize
@@ -117,6 +124,56 @@ def test_gaps_inside_and_outside_a_window():
     assert gap_figures([], 0.0, 1.0)["ratio"] is None
 
 
-def test_ideal_time():
-    ceilings = {512: {"tokens_per_second": 1000.0}, 16: {"tokens_per_second": 500.0}}
-    assert ideal_seconds(ceilings, 2048, 1024, 16) == pytest.approx(2.048 + 2.048)
+def ceiling(rows: int, layers: float, head: float) -> dict:
+    """As scripts/ceiling.py prints one."""
+    return {
+        "kernel": "bf16 packed",
+        "layers_seconds": layers,
+        "head_seconds": head,
+        "tokens_per_second": rows / (layers + head),
+        "tokens_per_second_without_head": rows / layers,
+    }
+
+
+CEILINGS = {
+    1: ceiling(1, 0.003, 0.001),
+    16: ceiling(16, 0.024, 0.008),
+    128: ceiling(128, 0.04, 0.01),
+    512: ceiling(512, 0.4, 0.112),
+}
+
+
+def test_ideal_times():
+    assert ideal_seconds(CEILINGS, 2048, 1024, 16) == pytest.approx(2.048 + 2.048)
+    assert ideal_seconds(CEILINGS, 2048, 1024, 16, head=False) == pytest.approx(1.6 + 2.048)
+    assert ideal_first_token(CEILINGS) == pytest.approx(0.05)
+    assert ideal_first_token(CEILINGS, head=False) == pytest.approx(0.041)
+
+
+def test_a_load_is_held_against_its_goal():
+    records = [record(i, 0.0, [4.0 + i / 16, 5.0], tokens=64, prompt_tokens=128) for i in range(16)]
+    summary = summarize(REQUESTS[:16], LoadResult(num_offered=16, records=records), {})
+    lines, figures = report_load("16 x", summary, CEILINGS, 16)
+    assert figures["ideal_seconds"] == pytest.approx(2.048 + 2.048)
+    assert figures["share_of_ideal"] == pytest.approx(4.096 / 5.0)
+    assert figures["met"] is True
+    assert lines[-1] == ("16 x: share of the ideal time", "81.9% (4.10 of 5.00 s)", ">= 75% met")
+    assert "share_of_ideal" not in report_load("16 x", summary, {}, 16)[1]
+
+
+def test_one_streams_latencies_are_held_against_the_ceilings():
+    frames = [0.06 + 0.006 * i for i in range(64)]
+    summary = summarize(REQUESTS[:1], LoadResult(records=[record(0, 0.0, frames, prompt_tokens=128)]), {})
+    lines, figures = report_single(summary, CEILINGS)
+    assert figures["ttft"]["ratio"] == pytest.approx(1.2)
+    assert figures["ttft"]["without_prompt_head"] == pytest.approx(0.06 / 0.041)
+    assert figures["token"]["ratio"] == pytest.approx(1.5)
+    assert [line[2] for line in lines] == ["<= 1.25x met", "<= 1.25x missed"]
+    assert report_single(summary, {}) == ([], {})
+
+
+def test_a_ceiling_that_moved_is_told(capsys):
+    after = CEILINGS | {16: ceiling(16, 0.03, 0.01)}
+    lines = compare_ceilings(CEILINGS, after)
+    assert [value for _, value, _ in lines] == ["250, 250", "500, 400", "2,560, 2,560", "1,000, 1,000"]
+    assert capsys.readouterr().err == "note: the ceiling of 16 rows moved; was the machine busy with others?\n"
