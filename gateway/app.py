@@ -72,12 +72,7 @@ def build_app(
     """An application that is ready to be run by gateway.server.HttpRunner."""
     scopes: dict[web.AbstractRoute, Scope] = {}
     around = Middleware(scopes, check_host=check_host, cors_origins=tuple(cors_origins))
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await around.handle(request, handler)
-
-    app = web.Application(middlewares=[middleware], client_max_size=limits.max_body_size)
+    app = web.Application(middlewares=[web.middleware(around)], client_max_size=limits.max_body_size)
     for route in routes:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
         for method in methods:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shared.errors import RateLimitError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """That of a task among the requests in flight, held as a context."""
+
+    _drain: Drain
+    _task: asyncio.Task[object]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._drain.leave(self._task)
 
 
 class Drain:
@@ -30,8 +43,7 @@ class Drain:
         """Requests that were admitted and have not ended."""
         return len(self._tasks)
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
+    def admit(self) -> Place:
         """Holds a place for the running task. Raises UnavailableError while draining, RateLimitError when full."""
         if self.draining:
             raise self.error()
@@ -44,12 +56,13 @@ class Drain:
             raise RuntimeError("admit is for a running task")
         self._tasks.add(task)
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-            if not self._tasks:
-                self._idle.set()
+        return Place(self, task)
+
+    def leave(self, task: asyncio.Task[object]) -> None:
+        """Gives a place back. Only for Place."""
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
 
     def begin(self) -> None:
         """From now on new requests get 503."""

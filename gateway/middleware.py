@@ -15,7 +15,7 @@ from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
 from shared.errors import InternalError, InvalidRequestError, PeltonError, PermissionDeniedError
-from shared.log import request_context
+from shared.log import bind_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -41,16 +41,17 @@ class Middleware:
         self._check_host = check_host
         self._cors_origins = frozenset(cors_origins)
 
-    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answers every request; only a client that went away, or a cancellation, leaves by an exception."""
         _begin(request)
-        with request_context(request[REQUEST_ID]):
-            return await self._counted(request, handler)
-
-    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        # For good: aiohttp gives each request a task of its own.
+        bind_request_id(request[REQUEST_ID])
         metrics = request.app[METRICS]
-        with metrics.http_requests_in_flight.track_inprogress():
+        metrics.http_requests_in_flight.inc()
+        try:
             response = await self._answer(request, handler)
+        finally:
+            metrics.http_requests_in_flight.dec()
         # Routes are our own patterns and statuses are few, so the labels are bounded.
         route = _route_name(request)
         metrics.http_requests.labels(route, str(response.status)).inc()

@@ -7,7 +7,6 @@ keys: fields with such names are blanked whatever a caller passes.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import queue
@@ -124,11 +123,9 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     return logger
 
 
-@contextlib.contextmanager
-def request_context(request_id: str) -> Any:
-    """Puts `request_id` on every line that this task, and the tasks it starts, log inside."""
-    with structlog.contextvars.bound_contextvars(request_id=request_id):
-        yield
+def bind_request_id(request_id: str) -> None:
+    """Puts `request_id` on every line that this task, and the tasks it starts, log from now on."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 class _QueueLogger:

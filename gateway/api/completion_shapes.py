@@ -45,7 +45,8 @@ class Choices:
         self._echoes = echoes
         self._detail = detail
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._begun: set[int] = set()
+        # A bit for each choice.
+        self._begun = 0
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     @property
@@ -61,8 +62,8 @@ class Choices:
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
         prompt_token_ids = None
-        if index not in self._begun:
-            self._begun.add(index)
+        if not self._begun >> index & 1:
+            self._begun |= 1 << index
             if detail.token_ids:
                 prompt_token_ids = detail.prompts[prompt_index]
             if self._echoes is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -56,6 +56,7 @@ class FanIn:
 
     __slots__ = (
         "_cached_known",
+        "_eos_token_ids",
         "_first",
         "_generations",
         "_generator",
@@ -64,8 +65,6 @@ class FanIn:
         "_requests",
         "_scores",
         "_scores_only",
-        "_stack",
-        "_stop_token_ids",
         "_tasks",
         "_unfinished",
         "tally",
@@ -75,24 +74,25 @@ class FanIn:
         self,
         generator: GeneratorLike,
         requests: Sequence[GenerationRequest],
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Collection[int] = (),
         *,
         scores_only: bool = False,
     ) -> None:
         self._generator = generator
         self._requests = requests
-        self._stack = AsyncExitStack()
         self._generations: list[GenerationLike] = []
         self._first: AsyncIterator[TextDelta]
+        # Of several prompts alone: a queue takes 3 KB, and thousands of streams may wait for a token.
         self._tasks: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
-        self._unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
-        # Stop tokens are the same for all of a request's prompts.
-        self._stop_token_ids = frozenset(eos_token_ids).union(requests[0].sampling.stop_token_ids)
+        self._queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]]
+        # A bit for each choice, by its index.
+        self._unfinished = (1 << sum(request.n for request in requests)) - 1
+        self._eos_token_ids = eos_token_ids
         self._scores_only = scores_only
         # Of each choice with log-probabilities: their sum and number.
         self._scores: dict[tuple[int, int], tuple[float, int]] = {}
-        self._cached_known: set[int] = set()
+        # A bit for each prompt whose cached tokens have been counted.
+        self._cached_known = 0
         self._num_open = len(requests)
         splits = any(request.format is not None and request.format.new_splitter is not None for request in requests)
         self.tally = Tally(
@@ -104,13 +104,14 @@ class FanIn:
             for request in self._requests:
                 if self._generations:
                     await asyncio.sleep(0)  # stop expressions take some ms to prepare, and there may be 256 prompts
-                self._generations.append(await self._stack.enter_async_context(self._generator.submit(request)))
+                self._generations.append(self._generator.submit(request))
         except BaseException:
-            await self._stack.aclose()
+            self._close()
             raise
         if len(self._generations) == 1:
             self._first = aiter(self._generations[0])
         else:
+            self._queue = asyncio.Queue(_QUEUE_SIZE)
             self._tasks = [
                 asyncio.create_task(self._pump(index, generation)) for index, generation in enumerate(self._generations)
             ]
@@ -122,9 +123,16 @@ class FanIn:
         for task in self._tasks:
             task.cancel()
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            await self._stack.aclose()
+            self._close()
+
+    def _close(self) -> None:
+        """Cancels what is left."""
+        with ExitStack() as stack:
+            for generation in self._generations:
+                stack.callback(generation.close)
 
     def __aiter__(self) -> Self:
         return self
@@ -164,9 +172,9 @@ class FanIn:
 
     def _without_stop_token(self, logprobs: list[TokenLogprobs], request: GenerationRequest) -> list[TokenLogprobs]:
         """Logprobs are of the tokens whose text is shown: joined, their bytes are the text."""
-        if request.include_stop_str_in_output or logprobs[-1].token_id not in self._stop_token_ids:
-            return logprobs
-        return logprobs[:-1]
+        last = logprobs[-1].token_id
+        ends = last in request.sampling.stop_token_ids or last in self._eos_token_ids
+        return logprobs[:-1] if ends and not request.include_stop_str_in_output else logprobs
 
     async def _next_of_many(self) -> tuple[int, TextDelta]:
         while self._num_open:
@@ -195,13 +203,13 @@ class FanIn:
             self._scores[prompt_index, delta.choice] = total, number + len(delta.logprobs)
         if delta.num_reasoning_tokens:
             self.tally.num_reasoning_tokens = (self.tally.num_reasoning_tokens or 0) + delta.num_reasoning_tokens
-        if delta.num_cached_tokens is not None and prompt_index not in self._cached_known:
-            self._cached_known.add(prompt_index)
+        if delta.num_cached_tokens is not None and not self._cached_known >> prompt_index & 1:
+            self._cached_known |= 1 << prompt_index
             self.tally.num_cached_tokens += delta.num_cached_tokens
         if delta.finish_reason is not None:
             if delta.finish_reason not in _SUCCESSES:
                 raise InternalError("The generation was ended by the server.")
-            self._unfinished.discard((prompt_index, delta.choice))
+            self._unfinished &= ~(1 << prompt_index * self._requests[0].n + delta.choice)
 
     def _check_complete(self) -> None:
         if self._unfinished:

@@ -32,7 +32,7 @@ class Measure:
         arrival: of the request, by time.monotonic.
     """
 
-    __slots__ = ("_arrival", "_ended", "_first", "_last", "_measures", "_num_tokens", "_reasons")
+    __slots__ = ("_arrival", "_ended", "_first", "_last", "_measures", "_num_tokens", "_was_cut")
 
     def __init__(self, measures: ModelMeasures, arrival: float, num_choices: int) -> None:
         self._measures = measures
@@ -40,7 +40,7 @@ class Measure:
         self._first: float | None = None
         self._last: list[float] = [0.0] * num_choices
         self._num_tokens = 0
-        self._reasons: set[str] = set()
+        self._was_cut = False
         self._ended = False
 
     def sent(self) -> None:
@@ -50,8 +50,8 @@ class Measure:
 
     def output(self, now: float, choice: int, num_tokens: int, finish_reason: str | None) -> None:
         """News of a choice, at `now` by time.monotonic."""
-        if finish_reason is not None:
-            self._reasons.add(finish_reason)
+        if finish_reason == "length":
+            self._was_cut = True
         if num_tokens == 0:
             return
         self._num_tokens += num_tokens
@@ -77,7 +77,7 @@ class Measure:
         elif not complete:
             self._measures.failures["abort"].inc()
         else:
-            self._measures.success["length" if "length" in self._reasons else "stop"].inc()
+            self._measures.success["length" if self._was_cut else "stop"].inc()
             now = max(self._last)
             self._measures.e2e_latency.observe(time.monotonic() - self._arrival)
             if self._first is not None and self._num_tokens > len(self._last):

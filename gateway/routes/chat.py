@@ -53,7 +53,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     )
 
     envelope, detail = envelope_of("chatcmpl", common, entry), detail_of(common, entry, [prompt])
-    async with submit_all(request, envelope, common, entry, [prompt]) as events:
+    async with await submit_all(request, envelope, common, entry, [prompt]) as events:
         tally, show_reasoning = events.tally, fields.include_reasoning is not False
         if fields.stream:
             chunks = ChatChunks(

@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -120,11 +119,10 @@ def _check_reports(common: Common, prompts: Sequence[SizedPrompt]) -> None:
         )
 
 
-@asynccontextmanager
 async def submit_all(
     request: web.Request, envelope: Envelope, common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]
-) -> AsyncIterator[FanIn]:
-    """One generation for each prompt; leaving the context cancels what is left of them."""
+) -> FanIn:
+    """One generation for each prompt, submitted when the result is entered; leaving that cancels what is left."""
     facts = entry.facts
     _check_reports(common, prompts)
     if needs_words(common.fields):
@@ -138,5 +136,4 @@ async def submit_all(
     if common.beams is not None:
         generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids, facts.vocab_size)
     log.debug("submit", response_id=envelope.identifier, prompts=len(requests), n=common.n)
-    async with FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only) as events:
-        yield events
+    return FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only)

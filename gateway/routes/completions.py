@@ -54,7 +54,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
     envelope, detail = envelope_of("cmpl", common, entry), detail_of(common, entry, prompts)
     choices = Choices(await _echoes(texts, prompts, fields, entry), detail)
-    async with submit_all(request, envelope, common, entry, prompts) as events:
+    async with await submit_all(request, envelope, common, entry, prompts) as events:
         tally = events.tally
         if fields.stream:
             chunks = CompletionChunks(

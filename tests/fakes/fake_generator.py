@@ -143,7 +143,6 @@ class FakeGeneration:
         self.cancelled = False
 
     async def __aenter__(self) -> FakeGeneration:
-        self._owner.live.add(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -202,7 +201,7 @@ class FakeGenerator:
 
     Attributes:
         submit_error: raised by the next submit calls, where set.
-        live: generations that were entered and not left.
+        live: generations that were submitted and not closed.
     """
 
     def __init__(self, script: Script | None = None) -> None:
@@ -226,6 +225,7 @@ class FakeGenerator:
         if self.submit_error is not None:
             raise self.submit_error
         generation = FakeGeneration(self, request, self.script(request))
+        self.live.add(generation)
         self.generations.append(generation)
         return generation
 

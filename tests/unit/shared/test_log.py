@@ -59,9 +59,9 @@ def test_request_id_is_on_every_line_of_its_task_and_no_other(pipe):
     logger = log.get_logger("x")
 
     async def handle(request_id: str) -> None:
-        with log.request_context(request_id):
-            await asyncio.sleep(0)
-            logger.info("inside")
+        log.bind_request_id(request_id)
+        await asyncio.sleep(0)
+        logger.info("inside")
 
     async def main() -> None:
         await asyncio.gather(handle("a"), handle("b"))

@@ -27,7 +27,7 @@ from shared.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from shared.log import request_context
+from shared.log import bind_request_id
 from shared.messages import Finish, FinishReason, Output, Submit, WorkerFacts, WorkerStats
 from tests.fakes.gateway_core import collect, make_request
 from tests.fakes.tokenizers import byte_level_json
@@ -224,8 +224,8 @@ async def test_a_stream_that_stands_still_ends_too() -> None:
 
 async def test_a_fault_of_our_own_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    with request_context("id-of-the-http-request"):
-        generation = world.generator.submit(make_request([1]))
+    bind_request_id("id-of-the-http-request")
+    generation = world.generator.submit(make_request([1]))
     monkeypatch.setattr(generation, "_choices", None)
     with structlog.testing.capture_logs() as lines:
         generation.on_output(output([70]))
