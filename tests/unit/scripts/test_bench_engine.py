@@ -14,7 +14,7 @@ import torch
 
 from scripts import ceiling
 from scripts._bench import engine, engine_host, engine_memory, engine_prefix, engine_steps, process_memory
-from scripts._bench.engine_loop import LoopError, OpClock, engine_loop, timed_executor
+from scripts._bench.engine_loop import FreeModel, LoopError, OpClock, engine_loop, timed_executor
 from scripts._bench.engine_memory import SPEC, tiny_files
 from scripts._bench.goals import Goal, slope
 from scripts._bench.gpu_check_child import ROOT
@@ -93,7 +93,7 @@ def test_a_kernel_that_the_processor_lacks_is_left_out(monkeypatch, capsys):
 
 def test_each_layer_has_matrices_of_its_own():
     """Or all but the first would come from the cache, and the ceiling would be too high."""
-    pointers = set()
+    pointers: set[int] = set()
 
     def remember(weight, rows):
         copy = PLAIN.prepare(weight, rows)
@@ -189,7 +189,7 @@ def test_the_prefix_cache_is_measured_with_and_without(bench, capsys):
 
 def test_a_load_whose_requests_fail_gives_no_figures(bench):
     clock, settings = OpClock(), bench._settings(2)
-    free = engine.FreeModel(6000, 2)
+    free = FreeModel(6000, 2)
     built = timed_executor(settings, bench._files.spec, free, free, bench._sampling_ops(), clock)
     load = engine_prefix.Load(1, 1, prompt=4, output=1000)
     with engine_loop(settings, bench._files, built) as loop:
