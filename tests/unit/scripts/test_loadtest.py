@@ -8,6 +8,7 @@ import pytest
 from scripts.loadtest import arrivals, prompts, report
 from scripts.loadtest.bench import (
     compare_ceilings,
+    faster,
     gap_figures,
     ideal_first_token,
     ideal_seconds,
@@ -170,6 +171,17 @@ def test_one_streams_latencies_are_held_against_the_ceilings():
     assert figures["token"]["ratio"] == pytest.approx(1.5)
     assert [line[2] for line in lines] == ["<= 1.25x met", "<= 1.25x missed"]
     assert report_single(summary, {}) == ([], {})
+
+
+def test_the_faster_ceiling_counts():
+    """A machine that was busy before the loads would make every ratio look good."""
+    disturbed = {rows: ceiling(rows, 9.0, CEILINGS[rows]["head_seconds"] / 2) for rows in CEILINGS}
+    found = faster(disturbed, CEILINGS)
+    assert found[16]["layers_seconds"] == CEILINGS[16]["layers_seconds"]
+    assert found[16]["tokens_per_second"] == pytest.approx(16 / (0.024 + 0.004))
+    assert found[512]["tokens_per_second_without_head"] == pytest.approx(512 / 0.4)
+    assert faster(CEILINGS, disturbed)[16]["tokens_per_second"] == found[16]["tokens_per_second"]
+    assert faster({}, {}) == {}
 
 
 def test_a_ceiling_that_moved_is_told(capsys):
