@@ -10,39 +10,48 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from operator import truediv
 from pathlib import Path
 
+from scripts._bench.gateway_growth import Growth, measure_growth
+from scripts._bench.gateway_processes import (
+    HERE,
+    BenchError,
+    answer_ms,
+    cpu_seconds,
+    gateways,
+    resident_bytes,
+    running,
+    until_ready,
+)
 from scripts.loadtest.report import table
 from scripts.loadtest.server_process import free_port
 
-_ROOT = Path(__file__).resolve().parents[2]
-_HERE = Path(__file__).resolve().parent
 _TEXT = "the quick brown fox jumps over the lazy dog "
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SETTLE_SECONDS = 1.0
-
-
-class BenchError(Exception):
-    """A process did not do what is to be measured."""
+_ROUNDS = 3
 
 
 @dataclass
 class Figures:
-    """Microseconds of CPU per token, milliseconds, kilobytes."""
+    """Microseconds of CPU per token, milliseconds, kilobytes.
+
+    Attributes:
+        cpu_ratio: of a token to a bare write.
+        two_processes_ratio: of a token with two gateway processes to one with one.
+    """
 
     cpu_us_per_token: dict[str, float] = field(default_factory=dict)
     bare_us_per_write: dict[str, float] = field(default_factory=dict)
     cpu_ratio: dict[str, float] = field(default_factory=dict)
+    two_processes_ratio: dict[str, float] = field(default_factory=dict)
     ttft_ms_p50: float = 0.0
     idle_kilobytes: float = 0.0
     idle_streams: int = 0
@@ -124,90 +133,23 @@ async def cpu_per_event(pids: Sequence[int], streams: list[Streams], seconds: fl
     return used / events * 1e6, size / events
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-
-
-def resident_bytes(pid: int) -> int:
-    """Memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def running(*command: str, quiet: bool = True) -> Iterator[subprocess.Popen[str]]:
-    """A Python process of the benchmark's own; ended with the block."""
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    log = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen(
-        [sys.executable, "-P", *command], stdout=subprocess.PIPE, stderr=log, env=environment, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def gateways(directory: Path, port: int, num_processes: int, tick: float) -> Iterator[list[int]]:
-    """Gateway processes with one worker; their ids."""
-    flags = ["--runtime-dir", str(directory), "--port", str(port), "--log-level", "warning"]
-    flags += ["--max-concurrent-requests", "20000", "--max-waiting-requests", "20000"]
-    with running(str(_HERE / "gateway_worker.py"), str(directory), str(tick)):
-        if num_processes == 1:
-            with running("-m", "gateway", *flags) as only:
-                yield [only.pid]
-            return
-        both = ("--gateway-processes", "2", "--gateway-index")
-        with running("-m", "gateway", *flags, *both, "0") as one, running("-m", "gateway", *flags, *both, "1") as other:
-            yield [one.pid, other.pid]
-
-
-async def answer_ms(port: int, path: str) -> float:
-    """Milliseconds until a GET is answered with 200."""
-    begin = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
-    answer = await reader.read()
-    writer.close()
-    if not answer.startswith(b"HTTP/1.1 200"):
-        raise BenchError(f"{path}: {answer[:200]!r}")
-    return (time.perf_counter() - begin) * 1e3
-
-
-async def until_ready(port: int) -> None:
-    """Waits for a gateway that knows its worker."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            await answer_ms(port, "/ready")
-            return
-        except (OSError, BenchError):
-            if time.monotonic() > deadline:
-                raise BenchError("the gateway was not ready within 30 s") from None
-            await asyncio.sleep(0.05)
-
-
-async def measure_streams(figures: Figures, count: int, tick: float, num_processes: int, seconds: float) -> float:
-    """CPU per token of `count` streams; returns the bytes of an event."""
+async def stream_cost(count: int, tick: float, num_processes: int, seconds: float) -> tuple[float, float]:
+    """Microseconds of CPU per token of `count` streams, and the bytes of an event."""
     with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as directory:
         port = free_port()
         with gateways(Path(directory), port, num_processes, tick) as pids:
             await until_ready(port)
             await asyncio.sleep(_SETTLE_SECONDS)
             streams = await open_streams(port, count, post(20_000))
-            cost, size = await cpu_per_event(pids, streams, seconds)
+            cost = await cpu_per_event(pids, streams, seconds)
             for stream in streams:
                 stream.close()
-    figures.cpu_us_per_token[f"{count} streams, {num_processes} process{'es' * (num_processes > 1)}"] = cost
-    return size
+    return cost
 
 
-async def measure_bare(figures: Figures, count: int, tick: float, size: float, seconds: float) -> None:
-    """The same load on the bare server."""
-    with running(str(_HERE / "bare_server.py"), str(round(size)), str(tick)) as server:
+async def bare_cost(count: int, tick: float, size: float, seconds: float) -> float:
+    """The same load on the bare server: microseconds of CPU per event."""
+    with running(str(HERE / "bare_server.py"), str(round(size)), str(tick)) as server:
         if server.stdout is None:
             raise BenchError("the bare server has no output")
         port = int(server.stdout.readline())
@@ -215,7 +157,24 @@ async def measure_bare(figures: Figures, count: int, tick: float, size: float, s
         cost, _ = await cpu_per_event([server.pid], streams, seconds)
         for stream in streams:
             stream.close()
-    figures.bare_us_per_write[f"{count} streams"] = cost
+    return cost
+
+
+async def measure_streams(figures: Figures, count: int, tick: float, seconds: float) -> None:
+    """One process, the bare server and two processes in turns: what else the machine does meets all of them alike."""
+    ones, bares, twos = [], [], []
+    for _ in range(_ROUNDS):
+        one, size = await stream_cost(count, tick, 1, seconds / _ROUNDS)
+        ones.append(one)
+        bares.append(await bare_cost(count, tick, size, seconds / _ROUNDS))
+        twos.append((await stream_cost(count, tick, 2, seconds / _ROUNDS))[0])
+    name = f"{count} streams"
+    figures.cpu_us_per_token[f"{name}, 1 process"] = statistics.median(ones)
+    figures.cpu_us_per_token[f"{name}, 2 processes"] = statistics.median(twos)
+    figures.bare_us_per_write[name] = statistics.median(bares)
+    figures.cpu_ratio[f"{name}, 1 process"] = statistics.median(map(truediv, ones, bares))
+    figures.cpu_ratio[f"{name}, 2 processes"] = statistics.median(map(truediv, twos, bares))
+    figures.two_processes_ratio[name] = statistics.median(map(truediv, twos, ones))
 
 
 async def measure_first_token(figures: Figures, count: int) -> None:
@@ -258,13 +217,7 @@ async def measure(seconds: float, idle: int) -> Figures:
     """All of it."""
     figures = Figures()
     for count, tick in ((64, 0.02), (512, 0.1)):
-        size = await measure_streams(figures, count, tick, 1, seconds)
-        await measure_bare(figures, count, tick, size, seconds)
-        await measure_streams(figures, count, tick, 2, seconds)
-        bare = figures.bare_us_per_write[f"{count} streams"]
-        for name, cost in figures.cpu_us_per_token.items():
-            if name.startswith(f"{count} "):
-                figures.cpu_ratio[name] = cost / bare
+        await measure_streams(figures, count, tick, seconds)
     await measure_first_token(figures, 200)
     await measure_idle(figures, idle)
     return figures
@@ -275,11 +228,13 @@ def report(figures: Figures) -> str:
     ratios = figures.cpu_ratio
     rows = [[name, f"{cost:.1f}", f"{ratios[name]:.2f}x"] for name, cost in figures.cpu_us_per_token.items()]
     rows += [[f"bare aiohttp, {name}", f"{cost:.1f}", "1x"] for name, cost in figures.bare_us_per_write.items()]
+    both = [f"{ratio:.2f}x with {name}" for name, ratio in figures.two_processes_ratio.items()]
+    two = f"a token with two processes, of one with one: {', '.join(both)}"
     first = f"first token through the gateway: {figures.ttft_ms_p50:.2f} ms (p50)"
     idle = f"{figures.idle_streams} idle streams: {figures.idle_kilobytes:.1f} KB each"
     answers = f"/ready within {figures.ready_ms_worst:.0f} ms, /metrics within {figures.metrics_ms_worst:.0f} ms"
     header = ["CPU per token", "us", "of a bare write"]
-    return f"{table(rows, header)}\n{first}\n{idle}; meanwhile {answers}"
+    return f"{table(rows, header)}\n{two}\n{first}\n{idle}; meanwhile {answers}"
 
 
 def main() -> int:
@@ -287,15 +242,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench_gateway", description=__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of streaming for each figure (default 8)")
     parser.add_argument("--idle", type=int, default=5000, help="idle streams (default 5000)")
+    parser.add_argument(
+        "--requests", type=int, default=0, help="instead: memory of the process over so many requests of all kinds"
+    )
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        figures = asyncio.run(measure(arguments.seconds, arguments.idle))
+        figures: Figures | Growth
+        if arguments.requests:
+            figures = asyncio.run(measure_growth(arguments.requests))
+            print(figures.report())
+        else:
+            figures = asyncio.run(measure(arguments.seconds, arguments.idle))
+            print(report(figures))
     except BenchError as error:
         print(f"bench_gateway: {error}", file=sys.stderr)
         return 1
-    print(report(figures))
     print(json.dumps(asdict(figures)))
     return 0
 
