@@ -63,7 +63,7 @@ class WorkerSettings(CommonSettings):
     worker_index: Annotated[int, Meta(ge=0), _doc("number of this worker, unique in the runtime directory")] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("auto: cuda where there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("auto on the CPU: bfloat16 where the processor multiplies it, else float32")] = "auto"
-    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"], _doc("auto: float32 on the CPU, the model's on a GPU; fp8, int8 and int4 have a scale for each token and head, and are for GPUs")] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"], _doc("auto: the model's on a GPU; on the CPU bfloat16 where the model's is and the processor has AVX512-BF16, else float32; fp8, int8 and int4 have a scale for each token and head, and are for GPUs")] = "auto"
     max_model_len: Annotated[int, Meta(ge=0), _doc("tokens of prompt and completion; 0: the model's own")] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("requests that run at a time")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=16), _doc("most tokens in a step")] = 2048

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
-from kernels.attention.kv_pages import KVFormat, KVPages, quantize_cells
+from kernels.attention.kv_pages import KVFormat, KVPages, pair_keys, pair_values, quantize_cells, stored_in_pairs
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,11 @@ class Tensors:
         return KVPages(self.keys, self.values)
 
 
-def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tensors:
-    """Random tensors; keys are stored [page, kv_head, head_dim, slot], as the CPU's storage does."""
+def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, *, paired: bool | None = None) -> Tensors:
+    """Random tensors; keys are stored [page, kv_head, head_dim, slot], or both in pairs, as the CPU's storage does.
+
+    paired: None: as this processor's are.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     size = case.page_size
     counts = [-(-(before + tokens) // size) for tokens, before in case.requests]
@@ -115,6 +118,8 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tenso
     for memory in (keys, values):
         cells = torch.randn((past.numel(), case.num_kv_heads, case.head_dim), generator=generator)
         memory[past // size, :, past % size] = cells.to(kv_dtype)
+    if stored_in_pairs(kv_dtype, case.head_dim, size) if paired is None else paired:
+        keys, values = pair_keys(keys), pair_values(values)
     lengths = [tokens for tokens, _ in case.requests]
     contexts = [sum(request) for request in case.requests]
     angles = torch.arange(max(contexts))[:, None] * torch.rand(case.rotary_dim // 2, generator=generator)
@@ -155,7 +160,7 @@ def make_step(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch
 
     Cells that no token was written to are NaN, of quantized ones the scale.
     """
-    tensors = make_tensors(case, dtype, dtype)
+    tensors = make_tensors(case, dtype, dtype, paired=False)
     keys, values = tensors.keys.contiguous(), tensors.values
     if kv_format == "dense":
         pages = KVPages(keys.to(device), values.to(device))

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, literally, njit, types
 
+from kernels.attention.cells import attend_to_cells
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs
-from kernels.attention.micro import add_page, score_page
-from kernels.attention.rows import clear_rows, load_query, weigh, write_key
+from kernels.attention.kv_pages import stored_in_pairs
+from kernels.attention.micro_pairs import MOST_FEW, line_keys
+from kernels.attention.pairs import attend_to_pairs, write_paired_key, write_paired_value
+from kernels.attention.rows import write_key
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import (
     WIDTH,
@@ -27,14 +30,13 @@ from kernels.cpu.simd import (
     load_i32,
     load_i64,
     vload,
-    vmul,
-    vsplat,
     vstore,
 )
 
 TILE_TOKENS = 16
 ROWS = 6  # queries whose products are accumulated in registers together
 _KEY_BLOCK = 128
+_NO_WINDOW = 2**31 - 1
 
 
 def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
@@ -43,8 +45,6 @@ def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.d
         geometry.head_dim % WIDTH == 0
         and geometry.rotary_dim % (2 * WIDTH) == 0
         and geometry.page_size % 8 == 0
-        and geometry.softcap is None
-        and geometry.window is None
         and dtype in (torch.float32, torch.bfloat16)
         and kv_dtype in (torch.float32, torch.bfloat16)
     )
@@ -56,14 +56,17 @@ def key_block(page_size: int) -> int:
 
 
 def scratch_size(geometry: AttentionGeometry) -> int:
-    """float32 values of scratch memory that one thread needs."""
+    """float32 values of scratch memory that one thread needs, whichever way its pages are stored."""
     group = geometry.num_heads // geometry.num_kv_heads
     rows = -(-TILE_TOKENS * group // ROWS) * ROWS
     stride = -(-key_block(geometry.page_size) // WIDTH) * WIDTH
-    return rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
+    cells = rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
+    lines = MOST_FEW * line_keys(geometry.page_size)
+    pairs = (rows + MOST_FEW) * (3 * geometry.head_dim // 2 + 2 * WIDTH) + lines
+    return max(cells, pairs)
 
 
-@njit(inline="always")
+@njit
 def attend(
     block: Any,
     qkv: Any,
@@ -78,111 +81,87 @@ def attend(
     page: Any,
     bf16: Any,
     kv_bf16: Any,
+    paired: Any,
     few_rows: Any,
     stride: Any,
     page_bytes: Any,
     slot_bytes: Any,
 ) -> None:
-    """One thread's part of the op. Inlined into kernels, where all from num_heads on are constants.
+    """One thread's part of the op. From num_heads on all are literals.
 
     block[4:15] says what is the same for all layers of a step. counters: five int64 of zeros, of which the last counts
-    the tiles that are done, once for each KV head.
+    the tiles that are done, once for each KV head. paired: 1 where pages are stored in pairs.
     """
+    literally(num_kv_heads)
+    literally(num_heads)
+    literally(dim)
+    literally(rotary_dim)
+    literally(page)
+    literally(bf16)
+    literally(kv_bf16)
+    literally(paired)
+    literally(few_rows)
+    literally(slot_bytes)
     positions, slots, rope, table, table_width = block[4], block[5], block[6], block[7], block[8]
     num_tokens, tiles, num_tiles, scratch, scratch_bytes = block[9], block[10], block[11], block[12], block[13]
     element = 2 if bf16 else 4
     kv_element = 2 if kv_bf16 else 4
-    group = num_heads // num_kv_heads
     width = (num_heads + 2 * num_kv_heads) * dim
-    max_rows = (16 * group + 5) // 6 * 6
-    keys_per_block = page * max(1, 128 // page)
-    scale = vsplat(load_f32(block[14]))
+    scale, window, softcap = load_f32(block[14]), load_i32(tiles), load_f32(tiles + 4)
+    # Neighbouring slots lie in one cache line, over which threads should not fight.
+    share = 32 if num_tokens >= 128 else 8
 
     while True:
-        first = atomic_add(counters, 1) * 8
+        first = atomic_add(counters, 1) * share
         if first >= num_tokens:
             break
-        last = min(first + 8, num_tokens)
+        last = min(first + share, num_tokens)
         for token in range(first, last):
             slot = load_i64(slots + token * 8)
             row = rope + load_i32(positions + token * 4) * rotary_dim * 4
             for h in range(num_kv_heads):
                 target = (slot // page * num_kv_heads + h) * page_bytes
                 source = qkv + (token * width + (num_heads + h) * dim) * element
-                at = keys + target + slot % page * kv_element
-                write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
-                source += num_kv_heads * dim * element
-                target += slot % page * dim * kv_element
-                for i in range(0, dim, 16):
-                    vstore(values + target + i * kv_element, vload(source + i * element, bf16), kv_bf16)
+                value = source + num_kv_heads * dim * element
+                if paired:
+                    write_paired_key(source, row, keys + target + slot % page * 4, dim, rotary_dim, page, bf16)
+                    write_paired_value(value, values + target, slot % page, dim, bf16)
+                else:
+                    at = keys + target + slot % page * kv_element
+                    write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
+                    target += slot % page * dim * kv_element
+                    for i in range(0, dim, 16):
+                        vstore(values + target + i * kv_element, vload(value + i * element, bf16), kv_bf16)
         atomic_add(counters + 8, last - first)
     while atomic_load(counters + 8) < num_tokens:
         pass
 
-    query = scratch + atomic_add(counters + 16, 1) * scratch_bytes
-    sums = query + max_rows * dim * 4
-    scores = sums + max_rows * dim * 4
-    highest = scores + max_rows * stride * 4
-    totals = highest + max_rows * 4
+    own = scratch + atomic_add(counters + 16, 1) * scratch_bytes
     done = 0
     while True:
         ticket = atomic_add(counters + 24, 1)
         if ticket >= num_tiles * num_kv_heads:
             break
-        tile = tiles + ticket // num_kv_heads * 12
+        tile = tiles + (1 + ticket // num_kv_heads) * 12
         h = ticket % num_kv_heads
         request, start, count = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
         pages = table + request * table_width * 4
-        rows = count * group
-        few = count == 1 and group <= 6
-        padded = rows if few else (rows + 5) // 6 * 6
-        clear_rows(rows, padded, query, sums, highest, totals, dim)
-        for r in range(rows):
-            token = start + r // group
-            source = qkv + (token * width + (h * group + r % group) * dim) * element
-            row = rope + load_i32(positions + token * 4) * rotary_dim * 4
-            load_query(source, row, query + r * dim * 4, scale, dim, rotary_dim, bf16)
-
-        context = load_i32(positions + (start + count - 1) * 4) + 1
-        for begin in range(0, context, keys_per_block):
-            num_keys = min(keys_per_block, context - begin)
-            num_pages = (num_keys + page - 1) // page
-            for p in range(num_pages):
-                at = keys + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
-                line = scores + p * page * 4
-                if few:
-                    after = load_i32(pages + (begin // page + min(p + 1, num_pages - 1)) * 4)
-                    after = keys + (after * num_kv_heads + h) * page_bytes
-                    score_page(few_rows, dim, page, kv_bf16, query, at, line, stride, 1, after, at - keys + values)
-                else:
-                    for r in range(0, padded, 6):
-                        q, target = query + r * dim * 4, line + r * stride * 4
-                        score_page(6, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
-            for r in range(rows):
-                seen = min(num_keys, load_i32(positions + (start + r // group) * 4) + 1 - begin)
-                line = scores + r * stride * 4
-                weigh(line, seen, num_keys, begin, highest + r * 4, totals + r * 4, sums + r * dim * 4, dim)
-            for p in range(num_pages):
-                at = values + (load_i32(pages + (begin // page + p) * 4) * num_kv_heads + h) * page_bytes
-                used = min(page, num_keys - p * page)
-                line = scores + p * page * 4
-                if few:
-                    add_page(few_rows, dim, 4, kv_bf16, line, stride, at, sums, used)
-                else:
-                    for r in range(0, padded, 6):
-                        source, target = line + r * stride * 4, sums + r * dim * 4
-                        add_page(6, dim, 4, kv_bf16, source, stride, at, target, used)
-        for r in range(rows):
-            target = out + ((start + r // group) * num_heads + h * group + r % group) * dim * element
-            factor = vsplat(types.float32(1.0) / load_f32(totals + r * 4))
-            for i in range(0, dim, 16):
-                vstore(target + i * element, vmul(vload(sums + (r * dim + i) * 4, 0), factor), bf16)
+        if paired:
+            attend_to_pairs(
+                qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
+                num_heads, num_kv_heads, dim, rotary_dim, page, bf16,
+            )  # fmt: skip
+        else:
+            attend_to_cells(
+                qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
+                num_heads, num_kv_heads, dim, rotary_dim, page, bf16, kv_bf16, few_rows, stride, page_bytes,
+            )  # fmt: skip
         done += 1
     atomic_add(counters + 32, done)
 
 
 def compile_attention(
-    num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, page: int, bf16: int, kv_bf16: int
+    num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, page: int, bf16: int, kv_bf16: int, paired: int
 ) -> Any:
     """The kernel for one geometry; the closure holds integers only, so that numba finds it in its cache again."""
     group = num_heads // num_kv_heads
@@ -197,7 +176,7 @@ def compile_attention(
     def attention(block: Any) -> None:
         attend(
             block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim, page,
-            bf16, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+            bf16, kv_bf16, paired, few_rows, stride, page_bytes, slot_bytes,
         )  # fmt: skip
 
     return attention
@@ -205,7 +184,7 @@ def compile_attention(
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """The inputs of a step with its tiles: [num_tiles, 3] int32 of request, first token, tokens; longest work first."""
+    """The inputs of a step with its tiles, see `make_tiles`."""
 
     inputs: AttentionInputs
     geometry: AttentionGeometry
@@ -213,7 +192,9 @@ class PreparedAttention:
 
     def tell(self, block: Any) -> None:
         """Writes to an argument block what `attend` reads of the step: block[4:12]."""
-        inputs = self.inputs
+        inputs, geometry = self.inputs, self.geometry
+        self.tiles[0, 0] = _NO_WINDOW if geometry.window is None else geometry.window
+        self.tiles[0, 1:2].view(np.float32)[0] = geometry.softcap or 0.0
         block[4] = inputs.positions.data_ptr()
         block[5] = inputs.slot_mapping.data_ptr()
         block[6] = inputs.rope_table.data_ptr()
@@ -221,11 +202,16 @@ class PreparedAttention:
         block[8] = inputs.block_table.stride(0)
         block[9] = inputs.positions.shape[0]
         block[10] = self.tiles.ctypes.data
-        block[11] = self.tiles.shape[0]
+        block[11] = self.tiles.shape[0] - 1
 
 
 def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Cuts each request's tokens into tiles of at most TILE_TOKENS."""
+    """Cuts each request's tokens into tiles of at most TILE_TOKENS.
+
+    Returns:
+        [1 + num_tiles, 3] int32: request, first token, tokens; longest work first. The first row is left for the
+        geometry's window and soft cap.
+    """
     bounds = inputs.cu_seqlens_q.numpy()
     lengths = inputs.seq_lens.numpy()
     counts = bounds[1:] - bounds[:-1]
@@ -235,14 +221,23 @@ def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
     start = bounds[:-1][request] + index * TILE_TOKENS
     count = np.minimum(TILE_TOKENS, bounds[1:][request] - start)
     context = lengths[request] - counts[request] + index * TILE_TOKENS + count
-    tiles = np.stack((request, start, count), axis=1)
-    return np.ascontiguousarray(tiles[np.argsort(-context * count, kind="stable")], dtype=np.int32)
+    tiles = np.zeros((1 + request.size, 3), dtype=np.int32)
+    tiles[1:] = np.stack((request, start, count), axis=1)[np.argsort(-context * count, kind="stable")]
+    return tiles
 
 
 class PagedAttention:
-    """The op for one geometry and pair of dtypes."""
+    """The op for one geometry and pair of dtypes.
 
-    def __init__(self, geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    Args:
+        paired: how its pages are stored; None: as this processor's are.
+    """
+
+    def __init__(
+        self, geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.dtype, *, paired: bool | None = None
+    ) -> None:
+        if paired is None:
+            paired = stored_in_pairs(kv_dtype, geometry.head_dim, geometry.page_size)
         self._function = compile_attention(
             geometry.num_heads,
             geometry.num_kv_heads,
@@ -251,6 +246,7 @@ class PagedAttention:
             geometry.page_size,
             int(dtype is torch.bfloat16),
             int(kv_dtype is torch.bfloat16),
+            int(paired),
         )
         self._kernel = Kernel(self._function.address)
         self._geometry = geometry
@@ -267,7 +263,7 @@ class PagedAttention:
     def __call__(
         self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: PreparedAttention
     ) -> torch.Tensor:
-        """See the reference; keys are stored [page, kv_head, head_dim, slot]."""
+        """See the reference; keys and values as the CPU stores them (kernels/attention/kv_pages.py)."""
         block = self._kernel.block
         if prepared is not self._prepared:
             prepared.tell(block)

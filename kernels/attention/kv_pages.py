@@ -21,9 +21,13 @@ class KVPages:
     int4 holds two codes in a byte, each plus 8: dimension d in the low half and d + head_dim / 2 in the high half of
     byte d, so that a kernel works on the two halves of a head without shuffling.
 
+    The CPU may store dense bfloat16 cells in pairs (see `stored_in_pairs`): two neighbouring dimensions of a key, or
+    the same dimension of two neighbouring slots' values, lie side by side, as its instruction takes them.
+
     Attributes:
         keys, values: [pages, num_kv_heads, page_size, head_dim], any strides: of the model's dtype or float32 (dense),
-            float8_e4m3fn, int8, or uint8 with head_dim / 2 (int4).
+            float8_e4m3fn, int8, or uint8 with head_dim / 2 (int4). In pairs, contiguous: keys [pages, num_kv_heads,
+            head_dim / 2, page_size, 2], values [pages, num_kv_heads, page_size / 2, head_dim, 2].
         key_scales, value_scales: [pages, num_kv_heads, page_size] float32; None for dense.
         format: how cells are stored.
     """
@@ -33,6 +37,42 @@ class KVPages:
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     format: KVFormat = "dense"
+
+    @property
+    def paired(self) -> bool:
+        """Whether cells are stored in pairs."""
+        return self.keys.dim() == 5
+
+
+def stored_in_pairs(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
+    """Whether dense cells on this processor are stored in pairs: wherever it has the instruction and sizes are even."""
+    if dtype is not torch.bfloat16 or head_dim % 2 or page_size % 2:
+        return False
+    from kernels.cpu.bf16 import supported  # brings numba along, which only the CPU's kernels need
+
+    return supported()
+
+
+def key_cells(pairs: torch.Tensor) -> torch.Tensor:
+    """Keys in pairs [..., head_dim / 2, page_size, 2] as cells [..., page_size, head_dim], copied."""
+    return pairs.transpose(-2, -3).flatten(-2)
+
+
+def value_cells(pairs: torch.Tensor) -> torch.Tensor:
+    """Values in pairs [..., page_size / 2, head_dim, 2] as cells [..., page_size, head_dim], copied."""
+    return pairs.transpose(-1, -2).flatten(-3, -2)
+
+
+def pair_keys(cells: torch.Tensor) -> torch.Tensor:
+    """The inverse of `key_cells`, contiguous."""
+    pairs: torch.Tensor = cells.unflatten(-1, (-1, 2))
+    return pairs.transpose(-2, -3).contiguous()
+
+
+def pair_values(cells: torch.Tensor) -> torch.Tensor:
+    """The inverse of `value_cells`, contiguous."""
+    pairs: torch.Tensor = cells.unflatten(-2, (-1, 2))
+    return pairs.transpose(-1, -2).contiguous()
 
 
 def quantize_cells(cells: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:

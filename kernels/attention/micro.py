@@ -12,6 +12,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from kernels.cpu.simd import F32, I64, WIDTH, const, fma, load, pointer, prefetch, splat, store
+from kernels.cpu.simd import vector as vector_type
 
 
 def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
@@ -22,6 +23,18 @@ def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
 def slot_width(page_size: int) -> int:
     """Slots of a page that are scored side by side."""
     return WIDTH if page_size % WIDTH == 0 else 8
+
+
+@intrinsic
+def vdrop(typing: Any, x: Any, count: Any, other: Any) -> Any:
+    """Lanes below `count` become `other`, the others stay."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        lanes, limit, fill = values
+        index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
+        return builder.select(builder.icmp_signed("<", index, splat(builder, limit)), splat(builder, fill), lanes)
+
+    return vector_type(vector_type, types.int64, types.float32), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
-from kernels.attention.kv_pages import KVPages, dequantize_cells, quantize_cells
+from kernels.attention.kv_pages import KVPages, dequantize_cells, key_cells, quantize_cells, value_cells
 
 # Queries of one request that are scored at a time: bounds the score matrix of a long chunk.
 _QUERY_BLOCK = 512
@@ -94,6 +94,10 @@ def rotate_and_write(
         kept = slots >= 0
         slots, key, value = slots[kept], key[kept], value[kept]
     page, slot = slots // geometry.page_size, slots % geometry.page_size
+    if pages.paired:
+        pages.keys[page, :, :, slot] = key.unflatten(-1, (-1, 2)).to(pages.keys.dtype)
+        pages.values[page, :, slot // 2, :, slot % 2] = value.to(pages.values.dtype)
+        return query
     _write(pages.keys, pages.key_scales, page, slot, key, pages)
     _write(pages.values, pages.value_scales, page, slot, value, pages)
     return query
@@ -118,17 +122,20 @@ def _write(
     scales[page, :, slot] = found
 
 
-def _gather(
-    memory: torch.Tensor, scales: torch.Tensor | None, block_table: torch.Tensor, pages: KVPages, dtype: torch.dtype
-) -> torch.Tensor:
-    """The cells of block tables [R, P] as [R, num_kv_heads, 1, P * page_size, head_dim]."""
+def _gather(pages: KVPages, block_table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of block tables [R, P], both [R, num_kv_heads, 1, P * page_size, head_dim]."""
     index = block_table.long()
-    if scales is None:
-        rows = memory[index].to(dtype)
-    else:
-        codes = memory.view(torch.uint8)[index].view(memory.dtype)
-        rows = dequantize_cells(codes, scales[index], pages.format).to(dtype)
-    return rows.transpose(1, 2).flatten(2, 3).unsqueeze(2)
+    found = []
+    for memory, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
+        if scales is None:
+            found.append(memory[index].to(dtype))
+        else:
+            codes = memory.view(torch.uint8)[index].view(memory.dtype)
+            found.append(dequantize_cells(codes, scales[index], pages.format).to(dtype))
+    if pages.paired:
+        found = [key_cells(found[0]), value_cells(found[1])]
+    keys, values = (rows.transpose(1, 2).flatten(2, 3).unsqueeze(2) for rows in found)
+    return keys, values
 
 
 def _attend(
@@ -142,8 +149,7 @@ def _attend(
     """[R, num_heads, Q, D] queries that see their first `visible` [R, Q] positions -> [R, num_heads, Q, D]."""
     num_requests, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = geometry.num_kv_heads
-    key = _gather(pages.keys, pages.key_scales, block_table, pages, query.dtype)
-    value = _gather(pages.values, pages.value_scales, block_table, pages, query.dtype)
+    key, value = _gather(pages, block_table, query.dtype)
     grouped = query.view(num_requests, num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
     scores = grouped @ key.transpose(-1, -2) * geometry.scale
     if geometry.softcap is not None:

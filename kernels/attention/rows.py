@@ -1,18 +1,20 @@
 """What attention does with one row: rotate a key or query, and turn scores into softmax weights.
 
-Inlined into the kernel, where dim, rotary_dim, slot_bytes, bf16 and kv_bf16 are constants. Addresses are int64.
+dim, rotary_dim, slot_bytes, bf16 and kv_bf16 are literals; addresses are int64.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import literally, njit, types
 
+from kernels.attention.micro import vdrop
 from kernels.cpu.simd import (
     load_f32,
     store_f32,
     vadd,
+    vdiv,
     vexp,
     vhighest,
     vkeep,
@@ -27,11 +29,16 @@ from kernels.cpu.simd import (
 )
 
 
-@njit(inline="always")
+@njit
 def write_key(
     source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
 ) -> None:
     """Rotates a key by the table's `row` and writes it to its slot, whose dimensions lie slot_bytes apart."""
+    literally(dim)
+    literally(rotary_dim)
+    literally(slot_bytes)
+    literally(bf16)
+    literally(kv_bf16)
     element = 2 if bf16 else 4
     half = rotary_dim // 2
     for i in range(0, half, 16):
@@ -43,9 +50,12 @@ def write_key(
         vscatter(target + i * slot_bytes, slot_bytes, vload(source + i * element, bf16), kv_bf16)
 
 
-@njit(inline="always")
+@njit
 def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
     """Rotates a query, times the scale of the scores, into float32 scratch memory."""
+    literally(dim)
+    literally(rotary_dim)
+    literally(bf16)
     element = 2 if bf16 else 4
     half = rotary_dim // 2
     for i in range(0, half, 16):
@@ -57,9 +67,10 @@ def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_
         vstore(target + i * 4, vmul(scale, vload(source + i * element, bf16)), 0)
 
 
-@njit(inline="always")
+@njit
 def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, totals: Any, dim: Any) -> None:
     """Starts the sums of a tile; rows that only fill up a block of products get queries of zero."""
+    literally(dim)
     for r in range(padded):
         for i in range(0, dim, 16):
             vstore(sums + (r * dim + i) * 4, vsplat(0.0), 0)
@@ -69,28 +80,43 @@ def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, tota
         store_f32(totals + r * 4, 0.0)
 
 
-@njit(inline="always")
-def weigh(line: Any, seen: Any, num_keys: Any, begin: Any, highest: Any, total: Any, sums: Any, dim: Any) -> None:
-    """Scores of num_keys keys, of which the row sees the first `seen`, become exp(score - highest so far).
+@njit
+def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
+    """Scores x become limit * tanh(x / 2), which is limit * (1 - 2 / (exp(x) + 1))."""
+    one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
+    for i in range(first, end, 16):
+        x = vdiv(two, vadd(vexp(vload(line + i * 4, 0)), one))
+        vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
 
-    Updates the highest score and the sum of weights, and scales the weighted sum of the keys before `begin` down.
+
+@njit
+def weigh(
+    line: Any, low: Any, seen: Any, first: Any, num_keys: Any, highest: Any, total: Any, sums: Any, dim: Any
+) -> None:
+    """Scores first <= k < num_keys become exp(score - highest so far), 0 but for low <= k < seen.
+
+    first is a multiple of 16. Updates the highest score and the sum of weights, and scales down what was summed before.
     """
+    literally(dim)
     floor = types.float32(-3.0e38)
+    for i in range(first, min(low, num_keys), 16):
+        vstore(line + i * 4, vdrop(vload(line + i * 4, 0), low - i, floor), 0)
     top = vsplat(floor)
-    for i in range(0, num_keys, 16):
+    for i in range(first, num_keys, 16):
         x = vkeep(vload(line + i * 4, 0), seen - i, floor)
         vstore(line + i * 4, x, 0)
         top = vmax(top, x)
     before = load_f32(highest)
     now = max(before, vhighest(top))
     store_f32(highest, now)
-    shift = vsplat(now)
-    added = vsplat(0.0)
-    for i in range(0, num_keys, 16):
+    # Where nothing was seen yet, hidden keys are still far below.
+    shift = vsplat(max(now, types.float32(-1.0e38)))
+    added = vsplat(types.float32(0.0))
+    for i in range(first, num_keys, 16):
         x = vexp(vsub(vload(line + i * 4, 0), shift))
         vstore(line + i * 4, x, 0)
         added = vadd(added, x)
-    if begin > 0:
+    if before > floor:
         decay = vexp(vsub(vsplat(before), shift))
         for i in range(0, dim, 16):
             vstore(sums + i * 4, vmul(vload(sums + i * 4, 0), decay), 0)

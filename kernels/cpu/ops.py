@@ -26,7 +26,7 @@ class CpuOps:
     def __init__(self) -> None:
         self._norms: dict[tuple[int, torch.dtype], norm_cpu.AddRMSNorm] = {}
         self._activations: dict[tuple[int, torch.dtype], activation_cpu.SiluAndMul] = {}
-        self._attentions: dict[tuple[AttentionGeometry, torch.dtype, torch.dtype], PagedAttention] = {}
+        self._attentions: dict[tuple[AttentionGeometry, torch.dtype, torch.dtype, bool], PagedAttention] = {}
 
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
@@ -73,13 +73,16 @@ class CpuOps:
     def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
         """kernels/attention."""
         geometry = prepared.geometry
-        key = geometry, qkv.dtype, pages.keys.dtype
+        dtype, kv_dtype, paired = qkv.dtype, pages.keys.dtype, pages.paired
+        key = geometry, dtype, kv_dtype, paired
         attention = self._attentions.get(key)
         if attention is None:
-            covered = pages.format == "dense" and layer.sinks is None and attention_cpu.supported(*key)
+            covered = (
+                pages.format == "dense" and layer.sinks is None and attention_cpu.supported(geometry, dtype, kv_dtype)
+            )
             if not covered:
                 return attention_reference.paged_attention(qkv, pages, prepared.inputs, geometry, layer)
-            attention = self._attentions[key] = PagedAttention(*key)
+            attention = self._attentions[key] = PagedAttention(geometry, dtype, kv_dtype, paired=paired)
         if layer.q_norm is not None and layer.k_norm is not None:
             heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
             query = heads[:, : geometry.num_heads]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 from kernels.attention import cpu, reference
 from kernels.attention.cases import CASES, Case, make_tensors
 from kernels.attention.inputs import LayerConstants
+from kernels.attention.kv_pages import key_cells, value_cells
+from kernels.cpu import bf16
 from kernels.tolerances import TOLERANCES
 
 DTYPES = [
@@ -19,12 +23,37 @@ DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16),
 ]
+needs_pairs = pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
+# Each is a kernel to compile, so that every size stands in one of few.
+GEOMETRIES = [
+    Case(
+        f"{group} queries a KV head of {dim}, pages of {page}",
+        [(1, 255), (40, 101), (1, 4)],
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=dim,
+        rotary_dim=64,
+        page_size=page,
+    )
+    for group, dim, page in (
+        (1, 64, 16), (2, 128, 8), (3, 96, 32), (4, 128, 16), (5, 64, 24), (6, 64, 8), (7, 96, 16), (8, 128, 32),
+        (12, 64, 256),
+    )
+]  # fmt: skip
+LIMITED = [
+    Case("window", [(1, 0), (1, 300), (1, 136), (50, 0), (37, 250)], window=40),
+    Case("window of a block", [(1, 300), (1, 127), (150, 20)], window=128),
+    Case("window of one", [(1, 33), (20, 0)], window=1),
+    Case("window of pages of 8", [(1, 177), (40, 99)], page_size=8, window=21),
+    Case("soft cap", [(1, 190), (60, 100)], softcap=5.0),
+    Case("soft cap and window", [(1, 190), (60, 100)], softcap=30.0, window=70),
+]
 
 
 def run_cpu(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, tensors):
     geometry = case.geometry()
     assert cpu.supported(geometry, dtype, kv_dtype)
-    op = cpu.PagedAttention(geometry, dtype, kv_dtype)
+    op = cpu.PagedAttention(geometry, dtype, kv_dtype, paired=tensors.pages().paired)
     prepared = cpu.PreparedAttention(tensors.inputs, geometry, cpu.make_tiles(tensors.inputs))
     return op(tensors.qkv, tensors.keys, tensors.values, prepared)
 
@@ -40,8 +69,14 @@ def test_geometries(case: Case) -> None:
     check(case, torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize("case", LIMITED, ids=lambda case: case.name)
+def test_windows_and_soft_caps(case: Case) -> None:
+    check(case, torch.float32, torch.float32)
+
+
 def check(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    actual, expected = make_tensors(case, dtype, kv_dtype), make_tensors(case, dtype, kv_dtype)
+    """Pages of single cells, which every processor has."""
+    actual, expected = (make_tensors(case, dtype, kv_dtype, paired=False) for _ in range(2))
     out = run_cpu(case, dtype, kv_dtype, actual)
     wanted = reference.paged_attention(
         expected.qkv, expected.pages(), expected.inputs, case.geometry(), LayerConstants(), torch.float64
@@ -52,35 +87,116 @@ def check(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.values, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_row_is_the_same_in_any_batch_and_chunk() -> None:
-    """Bit for bit: alone, beside others, and as one token of a chunk."""
-    together = make_tensors(CASES[6], torch.float32, torch.float32)
-    case = dataclasses.replace(CASES[6], requests=[CASES[6].requests[0]])
-    whole = run_cpu(CASES[6], torch.float32, torch.float32, together)
+@needs_pairs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES[:7], ids=lambda case: case.name)
+def test_contexts_in_pairs(case: Case, dtype: torch.dtype) -> None:
+    check_pairs(case, dtype)
+
+
+@needs_pairs
+@pytest.mark.parametrize("case", [*GEOMETRIES, *LIMITED], ids=lambda case: case.name)
+def test_geometries_in_pairs(case: Case) -> None:
+    check_pairs(case, torch.float32)
+
+
+def check_pairs(case: Case, dtype: torch.dtype) -> None:
+    actual, expected = (make_tensors(case, dtype, torch.bfloat16, paired=True) for _ in range(2))
+    out = run_cpu(case, dtype, torch.bfloat16, actual)
+    geometry = case.geometry()
+    query = reference.rotate_and_write(expected.qkv, expected.pages(), expected.inputs, geometry, LayerConstants())
+    # The kernel rounds queries once they are scaled, by this factor: scores are in units of log 2, or those of tanh.
+    factor = geometry.scale / math.log(2) if geometry.softcap is None else geometry.scale * 2 / geometry.softcap
+    factor *= 1.0 if geometry.softcap is None else 1 / math.log(2)
+    rounded = (query * factor).bfloat16().double() / factor
+    wanted = reference.attend(rounded, expected.pages(), expected.inputs, geometry, LayerConstants())
+    # Each weight is rounded by at most a 2^-9th of it, and their sum with them, so a weighted mean is moved by at most
+    # a 2^-8th of the largest value. A query that the two rotate to either side of a tie is rounded apart, which is rare
+    # and moves a score by a few thousandths; the result in bfloat16 is rounded once more.
+    largest = float(value_cells(expected.values).nan_to_num(0).abs().max())
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-8 if dtype is torch.bfloat16 else 0, atol=2**-8 * largest)
+    keys, wanted_keys = actual.keys.float(), expected.keys.float()
+    torch.testing.assert_close(keys, wanted_keys, rtol=2**-7, atol=1e-6, equal_nan=True)
+    assert float((keys != wanted_keys).logical_and(~keys.isnan()).float().mean()) < 1e-3, "more than ties are apart"
+    torch.testing.assert_close(actual.values, expected.values, rtol=0, atol=0, equal_nan=True)
+
+
+LAYOUTS = [
+    pytest.param(torch.float32, torch.float32, False, id="f32"),
+    pytest.param(torch.bfloat16, torch.bfloat16, False, id="cells"),
+    pytest.param(torch.bfloat16, torch.bfloat16, True, id="pairs", marks=needs_pairs),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "paired"), LAYOUTS)
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_row_is_the_same_in_any_batch_and_chunk(
+    dtype: torch.dtype, kv_dtype: torch.dtype, paired: bool, window: int | None
+) -> None:
+    """Bit for bit: every token alone, and in chunks that begin anywhere, as in one step with others beside it."""
+    case = Case("mixed", [(1, 200), (45, 0), (1, 3), (7, 121), (140, 30)], window=window)
+    together = make_tensors(case, dtype, kv_dtype, paired=paired)
+    whole = run_cpu(case, dtype, kv_dtype, together)
     inputs = together.inputs
-    alone = dataclasses.replace(
-        inputs,
-        positions=inputs.positions[:1],
-        cu_seqlens_q=inputs.cu_seqlens_q[:2],
-        seq_lens=inputs.seq_lens[:1],
-        slot_mapping=inputs.slot_mapping[:1],
-        block_table=inputs.block_table[:1],
-    )
-    part = dataclasses.replace(together, qkv=together.qkv[:1], inputs=alone)
-    single = run_cpu(case, torch.float32, torch.float32, part)
-    assert torch.equal(single[0], whole[0])
-    last = inputs.cu_seqlens_q[-1].item() - 1
-    decode = dataclasses.replace(
-        inputs,
-        positions=inputs.positions[last:],
-        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=inputs.seq_lens[-1:],
-        slot_mapping=inputs.slot_mapping[last:],
-        block_table=inputs.block_table[-1:],
-    )
-    part = dataclasses.replace(together, qkv=together.qkv[last:], inputs=decode)
-    single = run_cpu(case, torch.float32, torch.float32, part)
-    assert torch.equal(single[0], whole[last])
+    bounds = inputs.cu_seqlens_q.tolist()
+    for request, (start, end) in enumerate(pairwise(bounds)):
+        for count in (1, 5, 17):
+            for first in {start, (start + end) // 2, max(start, end - count)}:
+                last = min(first + count, end)
+                part = dataclasses.replace(
+                    inputs,
+                    positions=inputs.positions[first:last],
+                    cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32),
+                    seq_lens=inputs.positions[last - 1 : last] + 1,
+                    slot_mapping=inputs.slot_mapping[first:last],
+                    block_table=inputs.block_table[request : request + 1],
+                )
+                alone = run_cpu(
+                    case, dtype, kv_dtype, dataclasses.replace(together, qkv=together.qkv[first:last], inputs=part)
+                )
+                assert torch.equal(alone, whole[first:last]), f"request {request}, tokens {first} to {last}"
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "paired"), LAYOUTS)
+@pytest.mark.parametrize("stale", [float("nan"), float("inf"), -1e38])
+def test_what_a_page_held_before_does_not_show(
+    dtype: torch.dtype, kv_dtype: torch.dtype, paired: bool, stale: float
+) -> None:
+    """Odd and even ends of contexts, also of one block of keys and a page exactly."""
+    case = Case("ends", [(1, n) for n in (0, 1, 14, 15, 16, 126, 127, 128)] + [(18, 0), (19, 108)])
+    clean, dirty = (make_tensors(case, dtype, kv_dtype, paired=paired) for _ in range(2))
+    for tensor in (clean.keys, clean.values):
+        tensor.nan_to_num_(0.0)
+    for tensor in (dirty.keys, dirty.values):
+        tensor.nan_to_num_(stale)
+    out = run_cpu(case, dtype, kv_dtype, dirty)
+    assert bool(out.isfinite().all())
+    assert torch.equal(out, run_cpu(case, dtype, kv_dtype, clean))
+
+
+@needs_pairs
+def test_threads_that_share_a_pair_of_slots_do_not_lose_a_value() -> None:
+    """Blocks of tokens end within pairs; what each writes must stay."""
+    case = Case("odd starts", [(8, 1), (8, 3), (8, 5), (64, 7)] * 4, num_heads=2, num_kv_heads=2)
+    for _ in range(20):
+        actual, expected = (make_tensors(case, torch.float32, torch.bfloat16, paired=True) for _ in range(2))
+        run_cpu(case, torch.float32, torch.bfloat16, actual)
+        reference.rotate_and_write(expected.qkv, expected.pages(), expected.inputs, case.geometry(), LayerConstants())
+        torch.testing.assert_close(actual.values, expected.values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("softcap", [None, 10.0])
+def test_reference_reads_pairs_as_it_reads_cells(softcap: float | None) -> None:
+    case = Case("both", [(1, 40), (20, 9), (2, 0)], head_dim=24, rotary_dim=24, page_size=4, softcap=softcap)
+    cells, pairs = (make_tensors(case, torch.float32, torch.bfloat16, paired=paired) for paired in (False, True))
+    assert pairs.pages().paired and not cells.pages().paired
+    results = [
+        reference.paged_attention(one.qkv, one.pages(), one.inputs, case.geometry(), LayerConstants())
+        for one in (cells, pairs)
+    ]
+    assert torch.equal(*results)
+    torch.testing.assert_close(key_cells(pairs.keys), cells.keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(value_cells(pairs.values), cells.values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_reference_is_causal_attention_over_rotated_heads() -> None:
@@ -102,7 +218,7 @@ def test_reference_is_causal_attention_over_rotated_heads() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"softcap": 20.0}, {"window": 5}, {"head_dim": 24, "rotary_dim": 24}, {"page_size": 4}, {"rotary_dim": 16}],
+    [{"head_dim": 24, "rotary_dim": 24}, {"page_size": 4}, {"rotary_dim": 16}],
 )
 def test_what_the_kernel_does_not_cover_is_left_to_the_reference(change: dict) -> None:
     geometry = dataclasses.replace(CASES[0].geometry(), **change)

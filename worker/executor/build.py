@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels.attention.kv_pages import KVFormat
+from kernels.cpu import bf16
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
 from shared.errors import ConfigurationError
@@ -220,10 +221,13 @@ def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype
 
 
 def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Of dense cells of the KV cache. auto: float32 on the CPU, the model's on a GPU."""
+    """Of dense cells of the KV cache. auto: the model's on a GPU; on the CPU bfloat16 where the model's is that and the
+    processor has the instruction that attention multiplies it by, else float32."""
     if settings.kv_cache_dtype in _DTYPES:
         return _DTYPES[settings.kv_cache_dtype]
-    return torch.float32 if device.type == "cpu" else dtype
+    if device.type == "cpu" and not (dtype is torch.bfloat16 and bf16.supported()):
+        return torch.float32
+    return dtype
 
 
 def resolve_kv_format(settings: WorkerSettings, head_dim: int) -> KVFormat:

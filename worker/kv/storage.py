@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention.kv_pages import KVFormat, KVPages
+from kernels.attention.kv_pages import KVFormat, KVPages, stored_in_pairs
 from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
 
@@ -56,7 +56,7 @@ class KVStorage:
 
     `layers[layer]` has its keys and values, [page, kv_head, slot, head_dim]. On the CPU the memory of dense keys is
     [page, kv_head, head_dim, slot] (the tensors are views of it): scores of a page's slots are then computed side by
-    side in one vector register.
+    side in one vector register. Where the CPU multiplies pairs of bfloat16, both are stored in pairs, see KVPages.
     """
 
     def __init__(
@@ -79,14 +79,18 @@ class KVStorage:
         self.dtype = dtype
         self.device = torch.device(device)
         width, cell_dtype = _cell(spec.head_dim, dtype, kv_format)
-        by_slot = self.device.type == "cpu" and kv_format == "dense"
+        on_cpu = self.device.type == "cpu" and kv_format == "dense"
+        paired = on_cpu and stored_in_pairs(dtype, width, page_size)
+        by_slot = on_cpu and not paired
         found: dict[int, KVPages] = {}
         # Per KV group its tensors as they lie in memory, [layers of the group, pages, ...].
         self._groups: list[list[torch.Tensor]] = []
         for group in spec.kv_groups:
             shape = (len(group.layers), num_pages, num_kv_heads, page_size)
-            keys = self._zeros((*shape[:3], width, page_size) if by_slot else (*shape, width), cell_dtype)
-            values = self._zeros((*shape, width), cell_dtype)
+            key_shape = (width, page_size) if by_slot else (width // 2, page_size, 2) if paired else (page_size, width)
+            value_shape = (page_size // 2, width, 2) if paired else (page_size, width)
+            keys = self._zeros((*shape[:3], *key_shape), cell_dtype)
+            values = self._zeros((*shape[:3], *value_shape), cell_dtype)
             tensors = [keys, values]
             cells = [keys.transpose(-1, -2) if by_slot else keys, values]
             if kv_format != "dense":

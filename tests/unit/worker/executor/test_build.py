@@ -212,8 +212,11 @@ def test_dtypes(settings, monkeypatch):
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        monkeypatch.setattr("kernels.cpu.bf16.supported", lambda native=native: native)
         assert build.resolve_dtype(settings(dtype="auto"), cpu) is expected
-        assert build.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is torch.float32
+        assert build.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is expected
+        assert build.resolve_kv_dtype(settings(dtype="float32"), cpu, torch.float32) is torch.float32
+    assert build.resolve_kv_dtype(settings(), cpu, torch.bfloat16) is torch.float32
     assert build.resolve_dtype(settings(dtype="float16"), cpu) is torch.float16
     assert build.resolve_kv_dtype(settings(kv_cache_dtype="bfloat16"), cpu, torch.float32) is torch.bfloat16
 
