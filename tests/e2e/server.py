@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import openai
+
+from tests.fakes.processes import end, plain_environment
 
 READY_TIMEOUT = 120.0
 
@@ -55,7 +55,7 @@ class Server:
     def __enter__(self) -> Server:
         runtime = Path(self.directory.name) / "run"
         command = [sys.executable, "-m", "shared.cli", "serve", "--port", str(self.port), "--runtime-dir", str(runtime)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PELTON_")} | self.env
+        environment = plain_environment(**self.env)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *self.args], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
@@ -71,13 +71,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         assert self.process is not None
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(40)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        end(self.process, 40)
         self.directory.cleanup()
 
     def log(self) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from tests.e2e.server import wait_until
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.hermes import Answer, Answers, hermes_bundle
 from tests.fakes.http_gateway import parse_events
+from tests.fakes.processes import end, listening_url, plain_environment
 
 MODEL = "prepared"
 
@@ -50,10 +49,11 @@ class PreparedServer:
 
     def __enter__(self) -> PreparedServer:
         command = [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(self.directory), *self._flags]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PELTON_")}
         self.worker.__enter__()
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=plain_environment()
+            )
         try:
             wait_until(self._is_ready, 60, "the gateway is ready")
         except BaseException:
@@ -64,12 +64,7 @@ class PreparedServer:
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, 20)
         self.worker.stop()
         self._directory.cleanup()
 
@@ -106,8 +101,8 @@ class PreparedServer:
     def _is_ready(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self.log()
-        if found := re.search(r'"url":"([^"]+)"', self.log()):
-            self.url = found[1]
+        if url := listening_url(self.log()):
+            self.url = url
             try:
                 with urllib.request.urlopen(self.url + "/ready", timeout=10) as response:
                     return bool(response.status == 200)

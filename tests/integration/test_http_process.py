@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import pytest
 
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.http_gateway import parse_events
+from tests.fakes.processes import listening_url
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 
@@ -44,8 +44,8 @@ class Process:
     async def url(self) -> str:
         """Where it listens, once it does."""
         for _ in range(400):
-            if found := re.search(r'"url":"([^"]+)"', self.log.read_text()):
-                return found[1]
+            if url := listening_url(self.log.read_text()):
+                return url
             assert self.popen.poll() is None, self.log.read_text()
             await asyncio.sleep(0.025)
         raise AssertionError("does not listen")
