@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import openai
+import orjson
 import pytest
 
 from tests.fakes.fake_worker import FakeWorker
@@ -106,6 +107,45 @@ async def test_start_serve_and_lose_the_worker(directory):
         async with session.post(url + "/v1/chat/completions", json={"model": "fake", "messages": MESSAGES}) as response:
             assert response.status == 503 and response.headers["Retry-After"]
         assert await process.end() == 0
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_streams_of_several_choices_are_whole_in_either_version_of_http(directory, version, path):
+    prompt = {"prompt": "Grüße, 你好 🛑!"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {"model": "fake", "max_tokens": 80, "n": 3, **prompt}
+    with FakeWorker(directory, delay=0.001):
+        async with running(directory) as (_, url), aiohttp.ClientSession() as session:
+            await ready(session, url)
+            async with session.post(url + path, json=body) as response:
+                whole = await response.json()
+            raw = orjson.dumps({**body, "stream": True})
+            head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(f"{head}Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+            headers, _, data = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+    assert (b"Transfer-Encoding: chunked" in headers) == (version == "1.1")
+    *chunks, done = parse_events(unchunked(data) if version == "1.1" else data)
+    assert done == "[DONE]" and len(chunks) > 10
+    for expected in whole["choices"]:
+        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
+        texts = [choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in mine]
+        assert "".join(texts) == (expected["text"] if "text" in expected else expected["message"]["content"])
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == [expected["finish_reason"]]
+
+
+def unchunked(data):
+    """The body of HTTP/1.1's chunks."""
+    body = b""
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        count = int(size, 16)
+        assert data[count : count + 2] == b"\r\n"
+        if count == 0:
+            assert data == b"\r\n"
+            return body
+        body, data = body + data[:count], data[count + 2 :]
 
 
 async def test_sigterm_drains_and_exits_with_0(directory):
