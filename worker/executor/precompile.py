@@ -11,7 +11,7 @@ from worker.model.attention import attention_geometry
 from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
-from worker.quant.few_rows import FewRowsScheme, kind_of
+from worker.quant.panels import PanelScheme, kind_of
 
 _LAYER = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -40,17 +40,14 @@ class Precompilation:
         self._dtype = dtype
         self._kv_dtype = kv_dtype
         self._layer_kinds: set[tuple[int, bool]] = set()
-        self._kinds: set[tuple[int, bool]] = set()
+        self._head_kinds: set[tuple[int, bool]] = set()
         self._thread: threading.Thread | None = None
         if device.type == "cpu":
             import kernels.cpu.ops  # noqa: F401 - in this thread, see above
-            from kernels.linear_weight_only import cpu as linear
 
             self._layer_kinds = _kinds(weights, dtype, [f"layers.0.{name}.weight" for name in _LAYER])
             head = "embed.weight" if spec.tie_word_embeddings else "head.weight"
-            self._kinds = self._layer_kinds | _kinds(weights, dtype, [head])
-            for kind in self._kinds:
-                linear.block_values(*kind)  # reading the weights needs these itself
+            self._head_kinds = _kinds(weights, dtype, [head])
             self._thread = threading.Thread(target=self._compile, name="compile-model", daemon=True)
             self._thread.start()
 
@@ -62,7 +59,7 @@ class Precompilation:
     def _compile(self) -> None:
         from kernels.activation import cpu as activation
         from kernels.attention import cpu as attention
-        from kernels.linear_weight_only import cpu as linear
+        from kernels.linear_panels.cpu import Result, panel_linear
         from kernels.norm import cpu as norm
 
         spec, dtype = self._spec, self._dtype
@@ -76,14 +73,17 @@ class Precompilation:
         width = spec.intermediate_size // self._parallel.tp_size
         if activation.supported(width, dtype, spec.activation):
             activation.SiluAndMul(width, dtype)
-        for kind in self._kinds:
-            linear.FewRowsLinear(*kind)
+        for kind in self._head_kinds:
+            panel_linear(*kind, Result.FLOAT32)
         if len(self._layer_kinds) == 1:
             self._compile_layers(*self._layer_kinds)
+        else:
+            for kind in self._layer_kinds:
+                panel_linear(*kind, Result.BFLOAT16)
 
     def _compile_layers(self, kind: tuple[int, bool]) -> None:
         from kernels.attention import cpu as attention
-        from kernels.few_rows_layers.cpu import Shape, compile_for
+        from kernels.decoder_layers.cpu import Shape, compile_for
 
         spec = self._spec
         geometry = attention_geometry(spec, self._page_size, spec.kv_groups[0].window, self._parallel)
@@ -101,6 +101,6 @@ class Precompilation:
 
 
 def _kinds(weights: WeightSource, dtype: torch.dtype, names: Sequence[str]) -> set[tuple[int, bool]]:
-    """The kinds of integers that these weights are kept as for few rows, as far as one row of each tells."""
+    """The kinds of panels that these weights are kept in, as far as one row of each tells."""
     raws = [weights.get(name, rows=slice(0, 1)) for name in names if name in weights]
-    return {kind_of([raw]) for raw in raws if FewRowsScheme.accepts(dtype, [raw])}
+    return {kind_of([raw]) for raw in raws if PanelScheme.accepts(dtype, [raw])}

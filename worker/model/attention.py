@@ -9,7 +9,7 @@ import torch
 from kernels.attention.inputs import AttentionGeometry, LayerConstants
 from kernels.attention.kv_pages import KVPages
 from kernels.dispatch import Ops
-from kernels.few_rows_layers.inputs import Linear
+from kernels.decoder_layers.inputs import Linear
 from kernels.quantized import ActivationQuantization, Activations
 from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
@@ -88,9 +88,9 @@ class Attention:
             self._constants = LayerConstants(norms[0], norms[1], spec.norm_eps)
 
     @property
-    def few_rows(self) -> tuple[Linear, Linear] | None:
+    def panels(self) -> tuple[Linear, Linear] | None:
         """Both projections, for the op that takes all layers at once; None where that has not what the block has."""
-        qkv, output = self._qkv.few_rows, self._o.few_rows
+        qkv, output = self._qkv.panels, self._o.panels
         if qkv is None or output is None or self._constants.q_norm is not None:
             return None
         return qkv, output

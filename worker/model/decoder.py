@@ -9,15 +9,15 @@ import torch
 from kernels.attention.inputs import AttentionInputs
 from kernels.attention.kv_pages import KVPages
 from kernels.dispatch import Ops, select_ops
-from kernels.few_rows_layers.cpu import FewRowsLayers
-from kernels.few_rows_layers.inputs import LayerWeights, Linear
+from kernels.decoder_layers.cpu import DecoderLayers
+from kernels.decoder_layers.inputs import LayerWeights, Linear
 from kernels.quantized import ActivationQuantization, Activations, dense
 from shared.errors import ConfigurationError
 from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
 from worker.model.attention import Attention, attention_geometry
 from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
-from worker.model.few_rows import MAX_ROWS, fuse_layers
+from worker.model.fused_layers import fuse_layers
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
 from worker.model.loading.weights import WeightSource
 from worker.model.norm import RMSNorm
@@ -41,9 +41,9 @@ class FeedForward:
         self._down = RowParallelLinear(weights, f"{prefix}.down", (hidden, width), rows, bias=bias, place=place)
 
     @property
-    def few_rows(self) -> tuple[Linear, Linear] | None:
+    def panels(self) -> tuple[Linear, Linear] | None:
         """Both projections, for the op that takes all layers at once; None where that has not what the block has."""
-        gate_up, down = self._gate_up.few_rows, self._down.few_rows
+        gate_up, down = self._gate_up.panels, self._down.panels
         if gate_up is None or down is None or self._activation != "silu":
             return None
         return gate_up, down
@@ -72,9 +72,9 @@ class DecoderLayer:
         self._mlp_norm = load_norm(weights, name, spec, place, ops, wanted)
 
     @property
-    def few_rows(self) -> LayerWeights | None:
+    def panels(self) -> LayerWeights | None:
         """The layer for the op that takes all at once; None where that has not what the layer has."""
-        attention, feed_forward = self._attention.few_rows, self._feed_forward.few_rows
+        attention, feed_forward = self._attention.panels, self._feed_forward.panels
         if attention is None or feed_forward is None:
             return None
         return LayerWeights(self._attention_norm.weight, *attention, self._mlp_norm.weight, *feed_forward)
@@ -145,7 +145,8 @@ class Decoder:
         self._ops = select_ops(self.device, deterministic=deterministic)
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self._groups = spec.kv_groups
-        self._fused: FewRowsLayers | None = None
+        self._deterministic = deterministic
+        self._fused: DecoderLayers | None = None
         self._group_of_layer = {layer: i for i, group in enumerate(self._groups) for layer in group.layers}
         place = Placement(dtype, self.device, self._parallel, deterministic)
         with torch.inference_mode():
@@ -158,10 +159,12 @@ class Decoder:
             self._head = VocabularyParallelHead(weights, vocab_size, hidden_size, place, tied)
 
     def fuse_layers(self, kv: KVStorage) -> None:
-        """From now on steps of a few tokens, on this cache or one of its kind, are one op where that is possible."""
+        """From now on the layers of a step, on this cache or one of its kind, are one op where that is possible."""
         if self.device.type == "cpu":
             geometry = attention_geometry(self.spec, kv.page_size, self._groups[0].window, self._parallel)
-            self._fused = fuse_layers(self.spec, geometry, [layer.few_rows for layer in self._layers], kv)
+            self._fused = fuse_layers(
+                self.spec, geometry, [layer.panels for layer in self._layers], kv, fixed=self._deterministic
+            )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
@@ -178,7 +181,7 @@ class Decoder:
         residual = self._embedding(batch.input_ids, self._residual_dtype, self.spec.embedding_scale)
         prepared = [self._prepare(batch, kv, group) for group in range(len(self._groups))]
         delta: torch.Tensor | None = None
-        if self._fused is not None and 0 < residual.shape[0] <= MAX_ROWS:
+        if self._fused is not None and residual.shape[0] > 0:
             self._fused(residual, kv.layers, prepared[0])
         else:
             for i, layer in enumerate(self._layers):

@@ -89,7 +89,7 @@ class VocabularyParallelHead:
             name = "head.weight" if tied is None else "embed.weight"
             check_shape(weights, name, (vocab_size, hidden_size))
             raw = weights.get(name, rows=rows)
-        self._scheme = place.scheme([raw])
+        self._scheme = place.scheme([raw], unrounded=True)
         if isinstance(self._scheme, DenseScheme) and tied is not None and len(tied.values) == padded:
             self._scheme.weight = tied.values  # memory for one of them
             return

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.few_rows_layers.inputs import Linear
+from kernels.decoder_layers.inputs import Linear
 from kernels.quantized import ActivationQuantization, Activations
 from shared.errors import ConfigurationError, ModelFileError
 from worker.model.loading.weights import WeightSource
 from worker.model.parallel import ParallelContext
-from worker.quant.few_rows import FewRowsScheme
+from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
 from worker.quant.select import linear_scheme
@@ -31,9 +31,9 @@ class Placement:
     parallel: ParallelContext
     deterministic: bool = False
 
-    def scheme(self, raws: Sequence[RawWeight]) -> LinearScheme:
-        """The scheme of a layer that these weights make up."""
-        return linear_scheme(self.dtype, self.device, raws, deterministic=self.deterministic)
+    def scheme(self, raws: Sequence[RawWeight], *, unrounded: bool = False) -> LinearScheme:
+        """The scheme of a layer that these weights make up. unrounded: float32 results, where the scheme has them."""
+        return linear_scheme(self.dtype, self.device, raws, deterministic=self.deterministic, unrounded=unrounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ def check_shape(weights: WeightSource, name: str, expected: tuple[int, ...]) -> 
         raise ModelFileError(f"tensor {name!r} has shape {list(shape)}, the model's description needs {list(expected)}")
 
 
-def _few_rows(scheme: LinearScheme, bias: torch.Tensor | None, parallel: ParallelContext) -> Linear | None:
+def _panels(scheme: LinearScheme, bias: torch.Tensor | None, parallel: ParallelContext) -> Linear | None:
     """Between the layers of a rank alone nothing is exchanged."""
-    if isinstance(scheme, FewRowsScheme) and parallel.tp_size == 1:
+    if isinstance(scheme, PanelScheme) and parallel.tp_size == 1:
         return Linear(scheme.weight, bias)
     return None
 
@@ -115,9 +115,9 @@ class ColumnParallelLinear:
         self._bias = torch.cat(biases).to(place.device) if bias else None
 
     @property
-    def few_rows(self) -> Linear | None:
-        """The layer as integers, for the op that takes all layers at once; None where it has no such form."""
-        return _few_rows(self._scheme, self._bias, self._parallel)
+    def panels(self) -> Linear | None:
+        """The layer for the op that takes all layers at once; None where it has no such form."""
+        return _panels(self._scheme, self._bias, self._parallel)
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:
@@ -151,9 +151,9 @@ class RowParallelLinear:
                 self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
 
     @property
-    def few_rows(self) -> Linear | None:
-        """The layer as integers, for the op that takes all layers at once; None where it has no such form."""
-        return _few_rows(self._scheme, self._bias, self._parallel)
+    def panels(self) -> Linear | None:
+        """The layer for the op that takes all layers at once; None where it has no such form."""
+        return _panels(self._scheme, self._bias, self._parallel)
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:

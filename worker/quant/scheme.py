@@ -35,5 +35,5 @@ class LinearScheme(Protocol):
         ...
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features] of the same dtype."""
+        """[T, in_features] -> [T, out_features] of the same dtype, or float32 from a scheme that was told so."""
         ...

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.linear_panels.cpu import Result
 from worker.quant.dense import DenseScheme
-from worker.quant.few_rows import FewRowsScheme
 from worker.quant.fp8 import Fp8Scheme
 from worker.quant.int8 import Int8Scheme
 from worker.quant.invariant import InvariantScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme
 from worker.quant.weight_only import WeightOnlyScheme
@@ -34,18 +35,24 @@ def packed_linears_supported(dtype: torch.dtype) -> bool:
 
 
 def linear_scheme(
-    dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight] = (), *, deterministic: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    raws: Sequence[RawWeight] = (),
+    *,
+    deterministic: bool = False,
+    unrounded: bool = False,
 ) -> LinearScheme:
-    """The fastest scheme for a layer. On the CPU all weights become dense, and some are kept as integers beside that.
+    """The fastest scheme for a layer.
 
     Args:
         dtype: of the activations, and of the weights where they are dense.
         raws: what will be loaded, part by part.
         deterministic: a row's result may not depend on the batch.
+        unrounded: float32 results, where the scheme has them.
     """
     if device.type == "cpu":
-        if packed_linears_supported(dtype) and FewRowsScheme.accepts(dtype, raws):
-            return FewRowsScheme(raws)
+        if PanelScheme.accepts(dtype, raws):
+            return PanelScheme(raws, result=Result.FLOAT32 if unrounded else Result.BFLOAT16, fixed=deterministic)
         return OneDNNPackedScheme(dtype) if packed_linears_supported(dtype) else DenseScheme(dtype, device)
     if WeightOnlyScheme.accepts(dtype, raws):
         return WeightOnlyScheme(dtype, device, raws, fixed=deterministic)

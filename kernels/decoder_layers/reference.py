@@ -9,25 +9,13 @@ import torch
 from kernels.attention import reference as attention
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.attention.kv_pages import KVPages
-from kernels.few_rows_layers.inputs import LayerWeights, Linear
-from kernels.linear_weight_only.cpu import BLOCK, CpuWeight
-
-
-def values(weight: CpuWeight) -> torch.Tensor:
-    """[out, in] float64: code * scale + minimum, rounded to bfloat16."""
-    codes = weight.codes
-    if weight.bits == 4:
-        codes = torch.cat((codes & 15, codes >> 4), dim=-1)
-    factors = weight.factors
-    wide = codes.float()
-    wide = wide * factors[..., :1] + factors[..., 1:] if weight.has_minimum else wide * factors.unsqueeze(-1)
-    return wide.reshape(weight.num_out, -1, BLOCK).flatten(1).bfloat16().double()
+from kernels.decoder_layers.inputs import LayerWeights, Linear
+from kernels.linear_panels.reference import linear as multiply_panels
 
 
 def multiply(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     """x @ weight.T + bias."""
-    out = x @ values(linear.weight).T
-    return out if linear.bias is None else out + linear.bias.double()
+    return multiply_panels(x, linear.weight, linear.bias)
 
 
 def layers(

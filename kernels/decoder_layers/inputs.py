@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_weight_only.cpu import CpuWeight
+from kernels.linear_panels.layout import PanelWeight
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight of 4 or 8 bits and its bias, [out] bfloat16 or None."""
+    """A weight in panels and its bias, [out] bfloat16 or None."""
 
-    weight: CpuWeight
+    weight: PanelWeight
     bias: torch.Tensor | None = None
 
 
@@ -40,5 +40,5 @@ class LayerWeights:
 
 def uniform(layers: list[LayerWeights]) -> bool:
     """Whether one kernel serves them all: the same bits, and minimums in all or in none."""
-    kinds = {(one.weight.bits, one.weight.has_minimum) for layer in layers for one in layer.linears}
+    kinds = {one.weight.kind for layer in layers for one in layer.linears}
     return len(kinds) == 1

@@ -1,4 +1,4 @@
-"""Models and steps for the test of small steps as one op."""
+"""Models and steps for the test of all layers as one op."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.cases import Case as AttentionCase
-from kernels.few_rows_layers.inputs import LayerWeights, Linear
-from kernels.linear_weight_only.cpu import BLOCK, CpuWeight
+from kernels.decoder_layers.inputs import LayerWeights, Linear
+from kernels.linear_panels.cases import random_weight
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ CASES = [
     Case(_step("three requests", [(1, 15), (1, 16), (1, 300)])),
     Case(_step("eight requests", [(1, 7 * i) for i in range(8)])),
     Case(_step("a short prompt", [(8, 0)])),
+    Case(_step("more rows than threads normalise for themselves", [(9, 0), (1, 40)])),
+    Case(_step("a prompt", [(70, 5)])),
+    Case(_step("a prompt beside decodes, 8 bits", [(1, 30), (57, 0), (1, 3)]), bits=8, minimum=False, bias=True),
+    Case(_step("two chunks of rows", [(530, 0)]), num_layers=1),
+    Case(_step("16 bits", [(1, 40)]), bits=16, minimum=False),
+    Case(_step("a prompt, 16 bits", [(60, 3), (1, 9)]), bits=16, minimum=False, bias=True),
     Case(_step("a chunk beside a decode", [(5, 33), (1, 128)])),
     Case(_step("8 bits", [(1, 40), (1, 9)]), bits=8, minimum=False),
     Case(_step("8 bits with minimums and biases", [(1, 40), (3, 9)]), bits=8, bias=True),
@@ -54,14 +60,9 @@ def make_layers(case: Case, seed: int = 0) -> list[LayerWeights]:
     inner, width = heads * dim, (heads + 2 * case.attention.num_kv_heads) * dim
 
     def linear(num_out: int, num_in: int) -> Linear:
-        low, high, dtype = (0, 16, torch.uint8) if case.bits == 4 else (-128, 128, torch.int8)
-        codes = torch.randint(low, high, (num_out, num_in), generator=generator).to(dtype)
-        blocks = (num_out, num_in // BLOCK)
-        spread = (high - low) / 3.5 * num_in**0.5
-        scales = (torch.rand(blocks, generator=generator) + 0.5) / spread
-        minimums = -scales * (8 if case.bits == 4 else 0.5) if case.minimum else None
+        weight = random_weight((num_out, num_in), case.bits, minimum=case.minimum, generator=generator)
         bias = torch.randn(num_out, generator=generator).bfloat16() * 0.1 if case.bias else None
-        return Linear(CpuWeight.pack(codes, scales, minimums), bias)
+        return Linear(weight, bias)
 
     def norm() -> torch.Tensor:
         return torch.rand(case.hidden, generator=generator) + 0.5

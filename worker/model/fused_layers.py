@@ -1,4 +1,4 @@
-"""Decode steps of a few tokens on the CPU: all layers as one op, where the model and the processor allow it."""
+"""All layers of a step as one op on the CPU, where the model and the processor allow it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.inputs import AttentionGeometry
-from kernels.few_rows_layers.cpu import FewRowsLayers, Shape, supported
-from kernels.few_rows_layers.inputs import LayerWeights
-from kernels.linear_weight_only.cpu import MAX_ROWS
+from kernels.decoder_layers.cpu import DecoderLayers, Shape, supported
+from kernels.decoder_layers.inputs import LayerWeights
 from worker.kv.storage import KVStorage
 from worker.model.spec import DecoderSpec
 
-__all__ = ["MAX_ROWS", "fuse_layers"]
-
 
 def fuse_layers(
-    spec: DecoderSpec, geometry: AttentionGeometry, layers: Sequence[LayerWeights | None], kv: KVStorage
-) -> FewRowsLayers | None:
+    spec: DecoderSpec,
+    geometry: AttentionGeometry,
+    layers: Sequence[LayerWeights | None],
+    kv: KVStorage,
+    *,
+    fixed: bool,
+) -> DecoderLayers | None:
     """The layers as one op, or None where something of the model is not covered.
 
     Args:
         geometry: of all layers' attention.
         layers: what each layer would bring; None where it has what the op has not.
         kv: that the op will be used with, or one of the same kind.
+        fixed: a token's result is the same in every batch.
     """
     first = kv.layers[0]
     fusable = [layer for layer in layers if layer is not None]
@@ -38,4 +41,4 @@ def fuse_layers(
     plain = first.format == "dense" and len(spec.kv_groups) == 1 and len(fusable) == len(layers)
     if not plain or first.keys.dtype not in (torch.float32, torch.bfloat16) or not supported(shape, fusable):
         return None
-    return FewRowsLayers(shape, fusable)
+    return DecoderLayers(shape, fusable, fixed=fixed)

@@ -1,4 +1,4 @@
-"""Small steps as one op, against layers in float64, and a model that uses it against the same model's separate ops."""
+"""All layers of a step as one op, against layers in float64, and a model that uses it against the same model's separate ops."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 from kernels.attention.cases import make_tensors
 from kernels.attention.cpu import PreparedAttention, make_tiles
-from kernels.attention.kv_pages import KVPages
-from kernels.few_rows_layers.cases import CASES, Case, make_layers
-from kernels.few_rows_layers.cpu import FewRowsLayers, Shape, supported
-from kernels.few_rows_layers.reference import layers as reference
-from kernels.linear_weight_only.cpu import supported as processor_supported
+from kernels.attention.kv_pages import KVPages, key_cells, value_cells
+from kernels.decoder_layers.cases import CASES, Case, make_layers
+from kernels.decoder_layers.cpu import DecoderLayers, Shape, supported
+from kernels.decoder_layers.reference import layers as reference
+from kernels.cpu.bf16 import supported as processor_supported
 
 pytestmark = [
     pytest.mark.skipif(not processor_supported(), reason="the processor has no AVX512-BF16"),
@@ -21,6 +21,11 @@ pytestmark = [
 
 def _copies(pages: KVPages, count: int) -> list[KVPages]:
     return [KVPages(pages.keys.clone(), pages.values.clone()) for _ in range(count)]
+
+
+def _cells(pages: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [page, kv_head, slot, head_dim]."""
+    return (key_cells(pages.keys), value_cells(pages.values)) if pages.paired else (pages.keys, pages.values)
 
 
 # Each shape and dtype is a kernel of its own to compile, so the second dtype has one case.
@@ -43,7 +48,7 @@ def test_layers_are_those_of_the_reference(case: Case, kv_dtype: torch.dtype) ->
     mine = _copies(tensors.pages(), case.num_layers)
     theirs = [KVPages(one.keys.double(), one.values.double()) for one in mine]
     expected = reference(residual.double(), weights, theirs, inputs, geometry, 1e-5)
-    layers = FewRowsLayers(shape, weights)
+    layers = DecoderLayers(shape, weights)
     prepared = PreparedAttention(inputs, geometry, make_tiles(inputs))
     first = residual.clone()
     layers(first, mine, prepared)
@@ -53,7 +58,7 @@ def test_layers_are_those_of_the_reference(case: Case, kv_dtype: torch.dtype) ->
     slots = inputs.slot_mapping
     size = geometry.page_size
     for got, want in zip(mine, theirs):
-        for cells, others in ((got.keys, want.keys), (got.values, want.values)):
+        for cells, others in zip(_cells(got), _cells(want)):
             written, wanted = cells[slots // size, :, slots % size].double(), others[slots // size, :, slots % size]
             assert (written - wanted).norm() < 2.5e-2 * wanted.norm()
             cells[slots // size, :, slots % size] = 0

@@ -1,0 +1,80 @@
+"""The parts of a layer that threads share out, and how they wait for each other.
+
+A thread takes pieces of a phase by a counter and counts those that are done; everybody waits until all are, however
+many threads there are and however late one comes: what a late one computes from a residual that has moved on is for
+pieces that are taken already, and is never used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import literally, njit
+
+from kernels.cpu.simd import atomic_add, atomic_load, load_i64, pause
+from kernels.linear_panels.cpu import block_sums, num_units, share_out
+from kernels.norm.cpu import norm_row
+
+
+@njit
+def wait_for(counter: Any, count: Any) -> None:
+    """Until as many pieces are done."""
+    while atomic_load(counter) < count:
+        pause()
+
+
+@njit
+def normalise(
+    residual: Any, weight: Any, own: Any, shared: Any, rows: Any, hidden: Any, eps: Any, counters: Any
+) -> int:
+    """kernels/norm of rows of the float32 residual, to which nothing is added; returns where they are, as bfloat16.
+
+    A few rows every thread normalises for itself, which is cheaper than waiting for another to do it.
+    """
+    if rows <= 8:
+        for row in range(rows):
+            norm_row(0, 0, residual + row * hidden * 4, weight, own + row * hidden * 2, hidden, eps, 1)
+        return own
+    while True:
+        first = atomic_add(counters, 1) * 4
+        if first >= rows:
+            break
+        last = min(first + 4, rows)
+        for row in range(first, last):
+            norm_row(0, 0, residual + row * hidden * 4, weight, shared + row * hidden * 2, hidden, eps, 1)
+        atomic_add(counters + 8, last - first)
+    wait_for(counters + 8, rows)
+    return shared
+
+
+@njit
+def project(
+    bits: Any,
+    minimum: Any,
+    result: Any,
+    few: Any,
+    rows: Any,
+    x: Any,
+    num_in: Any,
+    sums: Any,
+    linear: Any,
+    out: Any,
+    num_out: Any,
+    pieces: Any,
+    counters: Any,
+    scratch: Any,
+) -> None:
+    """`share_out` of x @ weight.T + bias; ends when all of it is there.
+
+    linear: address of two int64, the addresses of panels and bias. counters: two int64 of zeros.
+    """
+    literally(bits)
+    literally(minimum)
+    if few and minimum == 1:
+        block_sums(x, rows, num_in, sums)
+    done = share_out(
+        bits, minimum, result, few, rows, x, num_in, sums, load_i64(linear), load_i64(linear + 8), out, num_out,
+        pieces, counters, scratch,
+    )  # fmt: skip
+    atomic_add(counters + 8, done)
+    wait_for(counters + 8, num_units(result, few, rows, num_out))

@@ -1,0 +1,93 @@
+"""The default model's layers as one op, against its separate ops and against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.bf16 import supported
+from tests.fakes.weights import make_batch
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.loading.model_files import ModelFiles
+from worker.model.loading.open_model import open_model
+
+PAGE = 16
+PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712] * 4
+
+pytestmark = [
+    pytest.mark.skipif(not supported(), reason="the processor has no AVX512-BF16"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFiles]:
+    opened = open_model("", Path(tmp_path_factory.mktemp("cache")))
+    yield opened
+    opened.weights.close()
+
+
+def make_decoder(
+    files: ModelFiles, dtype: torch.dtype, kv_dtype: torch.dtype, *, deterministic: bool = False
+) -> tuple[Decoder, KVStorage]:
+    decoder = Decoder(
+        files.spec,
+        files.weights,
+        dtype=dtype,
+        device="cpu",
+        max_num_tokens=256,
+        max_model_len=256,
+        deterministic=deterministic,
+    )
+    return decoder, KVStorage(files.spec, 16, PAGE, kv_dtype, "cpu")
+
+
+def decode(decoder: Decoder, kv: KVStorage, chunks: list[int]) -> torch.Tensor:
+    """[len(PROMPT), vocab] log-probabilities, the prompt computed in chunks of these sizes."""
+    out, start = [], 0
+    for count in chunks:
+        batch = make_batch([(PROMPT[start : start + count], start, [3, 1, 5, 7, 2])], PAGE)
+        out.append(decoder.forward(batch, kv))
+        start += count
+    return torch.cat(out).log_softmax(dim=-1)
+
+
+def divergence(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Kullback-Leibler divergence from the exact distributions, the mean over positions."""
+    return float((exact.exp() * (exact - ours)).sum(dim=-1).mean())
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+def test_all_sizes_of_steps_are_near_to_float32(files: ModelFiles, kv_dtype: torch.dtype) -> None:
+    small = [1, 2, 3, 8, 16, 17, 25]
+    exact = decode(*make_decoder(files, torch.float32, torch.float32), [len(PROMPT)])
+    decoder, kv = make_decoder(files, torch.bfloat16, kv_dtype)
+    separate = decode(decoder, kv, small)
+    decoder.fuse_layers(kv)
+    fused = decode(decoder, kv, small)
+    assert not torch.equal(fused, separate), "the steps were not one op"
+    # bfloat16 itself is about 1e-3 away: that of weights, where they are rounded, of inputs, of keys and values.
+    assert divergence(separate, exact) < 3e-3
+    assert divergence(fused, exact) < 3e-3
+    assert divergence(decode(decoder, kv, [len(PROMPT)]), exact) < 3e-3
+
+
+def test_a_token_is_the_same_in_every_step_where_that_was_asked_for(files: ModelFiles) -> None:
+    decoder, kv = make_decoder(files, torch.bfloat16, torch.bfloat16, deterministic=True)
+    decoder.fuse_layers(kv)
+    whole = decode(decoder, kv, [len(PROMPT)])
+    for chunks in ([1, 2, 3, 8, 16, 17, 25], [50, 1, 1, 20], [1] * len(PROMPT)):
+        assert torch.equal(decode(decoder, kv, chunks), whole)
+    beside = make_batch([(PROMPT[:40], 0, [3, 1, 5]), (PROMPT[:7], 0, [9]), (PROMPT[5:60], 0, [10, 11, 12, 13])], PAGE)
+    assert torch.equal(decoder.forward(beside, kv)[:40].log_softmax(dim=-1), whole[:40])
+
+
+def test_what_the_op_does_not_cover_stays_separate(files: ModelFiles) -> None:
+    decoder, kv = make_decoder(files, torch.float32, torch.float32)
+    before = decode(decoder, kv, [4, 68])
+    decoder.fuse_layers(kv)
+    assert torch.equal(decode(decoder, kv, [4, 68]), before)
