@@ -97,14 +97,13 @@ def select_ops(device: torch.device, *, deterministic: bool = False) -> Ops:
     """The ops of a device.
 
     Args:
-        deterministic: on a GPU, a token's result may not depend on the batch or on how its request is cut into chunks.
-            The CPU's own kernels are so always.
+        deterministic: a token's result may not depend on the batch or on how its request is cut into chunks.
     """
     # Both take their time to import, and a machine may have only one of them.
     if device.type == "cpu":
         from kernels.cpu.ops import CpuOps
 
-        return CpuOps()
+        return CpuOps(deterministic=deterministic)
     if device.type == "cuda":
         from kernels.gpu.ops import TritonOps
 

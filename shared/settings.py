@@ -72,7 +72,7 @@ class WorkerSettings(CommonSettings):
     num_kv_pages: Annotated[int, Meta(ge=0), _doc("pages of the KV cache; 0: from the memory that is free")] = 0
     kv_cache_memory: Annotated[int, Meta(ge=0), _doc("bytes of the KV cache on the CPU; 0: a quarter of what is free, 4 GiB at most")] = 0
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1), _doc("share of the GPU's memory that this worker may take: weights, KV cache, and what its largest step needs")] = 0.9
-    deterministic: Annotated[bool, _doc("compute each token by the same arithmetic whatever else is in the batch, so that a request always has the same text; a little slower, on a GPU only")] = False
+    deterministic: Annotated[bool, _doc("compute each token by the same arithmetic whatever else is in the batch, so that a request always has the same text; on the CPU with bfloat16 and AVX512-BF16; a little slower")] = False
     decode_graphs: Annotated[bool, _doc("capture decode steps as CUDA graphs while serving")] = True
     enable_prefix_caching: Annotated[bool, _doc("find pages of earlier prompts again")] = True
     tensor_parallel_size: Annotated[int, _POSITIVE, _doc("processes that split each layer")] = 1

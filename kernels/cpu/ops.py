@@ -18,12 +18,15 @@ from kernels.embedding import reference as embedding_reference
 from kernels.norm import cpu as norm_cpu
 from kernels.norm import reference as norm_reference
 from kernels.quantized import ActivationQuantization, Activations
+from shared.errors import ConfigurationError
 
 
 class CpuOps:
     """See kernels.dispatch.Ops. Kernels are compiled, or read from numba's cache, at their first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """deterministic: refuse what the kernels do not cover; they themselves are so always."""
+        self._deterministic = deterministic
         self._norms: dict[tuple[int, torch.dtype], norm_cpu.AddRMSNorm] = {}
         self._activations: dict[tuple[int, torch.dtype], activation_cpu.SiluAndMul] = {}
         self._attentions: dict[tuple[AttentionGeometry, torch.dtype, torch.dtype, bool], PagedAttention] = {}
@@ -80,6 +83,8 @@ class CpuOps:
             covered = (
                 pages.format == "dense" and layer.sinks is None and attention_cpu.supported(geometry, dtype, kv_dtype)
             )
+            if not covered and self._deterministic:
+                raise ConfigurationError("deterministic on the CPU does not cover this model's kind of attention")
             if not covered:
                 return attention_reference.paged_attention(qkv, pages, prepared.inputs, geometry, layer)
             attention = self._attentions[key] = PagedAttention(geometry, dtype, kv_dtype, paired=paired)

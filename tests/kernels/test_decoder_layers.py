@@ -1,4 +1,4 @@
-"""All layers of a step as one op, against layers in float64, and a model that uses it against the same model's separate ops."""
+"""All layers of a step as one op, against layers in float64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from kernels.attention.cases import make_tensors
 from kernels.attention.cpu import PreparedAttention, make_tiles
 from kernels.attention.kv_pages import KVPages, key_cells, value_cells
+from kernels.cpu.bf16 import supported as processor_supported
 from kernels.decoder_layers.cases import CASES, Case, make_layers
 from kernels.decoder_layers.cpu import DecoderLayers, Shape, supported
 from kernels.decoder_layers.reference import layers as reference
-from kernels.cpu.bf16 import supported as processor_supported
 
 pytestmark = [
     pytest.mark.skipif(not processor_supported(), reason="the processor has no AVX512-BF16"),

@@ -196,8 +196,6 @@ def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
     """The device of a rank. Raises ConfigurationError where it is asked for and not there."""
     count = num_gpus() if settings.device != "cpu" else 0
     if settings.device == "cpu" or (settings.device == "auto" and count == 0):
-        if settings.deterministic:
-            raise ConfigurationError("deterministic is for GPUs; on the CPU, dtype float32 comes close to it")
         return torch.device("cpu")
     if count == 0:
         raise ConfigurationError("device is cuda, but torch finds no GPU that it can use")

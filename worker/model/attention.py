@@ -8,8 +8,8 @@ import torch
 
 from kernels.attention.inputs import AttentionGeometry, LayerConstants
 from kernels.attention.kv_pages import KVPages
-from kernels.dispatch import Ops
 from kernels.decoder_layers.inputs import Linear
+from kernels.dispatch import Ops
 from kernels.quantized import ActivationQuantization, Activations
 from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly

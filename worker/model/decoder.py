@@ -8,9 +8,9 @@ import torch
 
 from kernels.attention.inputs import AttentionInputs
 from kernels.attention.kv_pages import KVPages
-from kernels.dispatch import Ops, select_ops
 from kernels.decoder_layers.cpu import DecoderLayers
 from kernels.decoder_layers.inputs import LayerWeights, Linear
+from kernels.dispatch import Ops, select_ops
 from kernels.quantized import ActivationQuantization, Activations, dense
 from shared.errors import ConfigurationError
 from worker.executor.forward_batch import ForwardBatch
@@ -112,7 +112,7 @@ class Decoder:
     Args:
         dtype: of weights and activations. The residual stream is float32 on the CPU, where it costs nothing.
         max_num_tokens: most tokens of a step.
-        deterministic: on a GPU, a token's result may not depend on the batch or on how its request is cut into chunks.
+        deterministic: a token's result may not depend on the batch or on how its request is cut into chunks.
         max_model_len: positions that occur are below it.
 
     Raises:

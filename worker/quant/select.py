@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.linear_panels.cpu import Result
+from shared.errors import ConfigurationError
 from worker.quant.dense import DenseScheme
 from worker.quant.fp8 import Fp8Scheme
 from worker.quant.int8 import Int8Scheme
@@ -49,10 +50,17 @@ def linear_scheme(
         raws: what will be loaded, part by part.
         deterministic: a row's result may not depend on the batch.
         unrounded: float32 results, where the scheme has them.
+
+    Raises ConfigurationError where deterministic is asked for and not to be had.
     """
     if device.type == "cpu":
         if PanelScheme.accepts(dtype, raws):
             return PanelScheme(raws, result=Result.FLOAT32 if unrounded else Result.BFLOAT16, fixed=deterministic)
+        if deterministic:
+            raise ConfigurationError(
+                "deterministic on the CPU needs dtype bfloat16, a processor with AVX512-BF16, and layers whose inputs "
+                "are a multiple of 32"
+            )
         return OneDNNPackedScheme(dtype) if packed_linears_supported(dtype) else DenseScheme(dtype, device)
     if WeightOnlyScheme.accepts(dtype, raws):
         return WeightOnlyScheme(dtype, device, raws, fixed=deterministic)

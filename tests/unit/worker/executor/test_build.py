@@ -241,9 +241,9 @@ def test_a_quantized_cache_holds_more_pages_and_serves(settings, kv_cache_dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_deterministic_mode_is_not_promised_on_the_cpu(settings):
-    with pytest.raises(ConfigurationError, match="deterministic is for GPUs"):
-        start(settings(deterministic=True))
+def test_deterministic_mode_is_not_promised_where_products_depend_on_the_batch(settings):
+    with pytest.raises(ConfigurationError, match="deterministic on the CPU needs dtype bfloat16"):
+        start(settings(deterministic=True, dtype="float32"))
 
 
 @pytest.mark.parametrize("tokens,seqs", [(64, 4), (16, 16), (500, 2)])
