@@ -318,6 +318,9 @@ class WorkerLink:
             elif is_first:
                 # Our messages have one frame; what follows of this one is read past.
                 self.counters.malformed += 1
+            # Mostly it was the only one; to be told so by an exception takes longer than to ask.
+            if not self._events() & zmq.POLLIN:
+                return
         if not self._drain_scheduled and not self.lost:
             self._drain_scheduled = True
             self._loop.call_soon(self._scheduled_drain)
