@@ -21,13 +21,12 @@ from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, load_f32, load_i64
 from kernels.decoder_layers.inputs import LayerWeights, uniform
 from kernels.decoder_layers.phases import normalise, project, wait_for
-from kernels.linear_panels.cpu import FEW_ROWS, scratch_bytes
+from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, scratch_bytes
 from kernels.linear_panels.cpu import supported as linear_supported
 from kernels.linear_panels.micro import BLOCK
 
 _LAYER_WORDS = 16
-_PHASE_BYTES = 64
-_PHASES = 7
+_PHASE_WORDS = 8
 _OWN_ROWS = 8
 
 
@@ -88,39 +87,46 @@ def compile_layers(
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def layers(block: Any) -> None:
         residual, table, qkv, attended, gated, normed = block[0], block[1], block[2], block[3], block[15], block[23]
-        num_layers, counters, pieces, rows, few = block[16], block[18], block[21], block[9], block[22] != 0
+        num_layers, sync, threads, rows, few = block[16], block[18], block[21], block[9], block[22] != 0
         eps = load_f32(block[17])
         own = block[19] + atomic_add(block[31], 1) * block[20]
         own_x, sums = own + block[24], own + block[25]
         tickets = block[11] * num_kv_heads
         # As values, not as constants: for each constant numba would compile all of a projection anew.
-        sizes = types.int64(hidden), types.int64(width), types.int64(inner), types.int64(intermediate)
-        wide, qkv_out, attention_out, gated_out = sizes
+        wide, between = types.int64(hidden), types.int64(intermediate)
+        qkv_out, attention_out = types.int64(width), types.int64(inner)
         plain, add, gate = types.int64(0), types.int64(2), types.int64(3)
         for index in range(num_layers):
             layer = table + index * 128
-            sync = counters + index * 448
-            x = normalise(residual, load_i64(layer), own_x, normed, rows, wide, eps, sync)
-            project(
-                bits, minimum, plain, few, rows, x, wide, sums, layer + 8, qkv, qkv_out, pieces, sync + 64, own
-            )  # fmt: skip
+            for start in range(0, rows, 512):
+                count = min(rows - start, 512)
+                r = residual + start * wide * 4
+                x = normalise(r, load_i64(layer), own_x, normed, count, wide, eps, sync)
+                target = qkv + start * qkv_out * 2
+                project(
+                    bits, minimum, plain, few, count, x, wide, sums, layer + 8, target, qkv_out, threads, sync + 64, own
+                )
+                sync += 128
             attend(
-                block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync + 128, num_heads, num_kv_heads,
-                dim, rotary_dim, page, 1, kv_bf16, paired, few_rows, stride, page_bytes, slot_bytes,
+                block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync, num_heads, num_kv_heads, dim,
+                rotary_dim, page, 1, kv_bf16, paired, few_rows, stride, page_bytes, slot_bytes,
             )  # fmt: skip
-            wait_for(sync + 160, tickets)
-            project(
-                bits, minimum, add, few, rows, attended, attention_out, sums, layer + 24, residual, wide, pieces,
-                sync + 192, own,
-            )  # fmt: skip
-            x = normalise(residual, load_i64(layer + 40), own_x, normed, rows, wide, eps, sync + 256)
-            project(
-                bits, minimum, gate, few, rows, x, wide, sums, layer + 48, gated, 2 * gated_out, pieces, sync + 320, own
-            )
-            project(
-                bits, minimum, add, few, rows, gated, gated_out, sums, layer + 64, residual, wide, pieces, sync + 384,
-                own,
-            )  # fmt: skip
+            wait_for(sync + 32, tickets)
+            sync += 64
+            for start in range(0, rows, 512):
+                count = min(rows - start, 512)
+                r = residual + start * wide * 4
+                x = attended + start * attention_out * 2
+                project(bits, minimum, add, few, count, x, attention_out, sums, layer + 24, r, wide, threads, sync, own)
+                x = normalise(r, load_i64(layer + 40), own_x, normed, count, wide, eps, sync + 64)
+                project(
+                    bits, minimum, gate, few, count, x, wide, sums, layer + 48, gated, 2 * between, threads, sync + 128,
+                    own,
+                )  # fmt: skip
+                project(
+                    bits, minimum, add, few, count, gated, between, sums, layer + 64, r, wide, threads, sync + 192, own
+                )
+                sync += 256
 
     return layers
 
@@ -162,7 +168,7 @@ class DecoderLayers:
         self._table = _table(layers)
         self._pages: torch.Tensor | None = None
         self._scratch = torch.zeros((self._threads, -(-scratch_size(geometry) // WIDTH) * WIDTH))
-        self._counters = torch.zeros(len(layers) * _PHASES * _PHASE_BYTES // 8, dtype=torch.int64)
+        self._counters = torch.empty(0)
         self._constants = torch.tensor([geometry.scale, shape.eps], dtype=torch.float32)
         self._rows = 0
         self._buffers: list[torch.Tensor] = []
@@ -171,7 +177,6 @@ class DecoderLayers:
         block[12], block[13] = self._scratch.data_ptr(), self._scratch.stride(0) * 4
         block[14], block[17] = self._constants.data_ptr(), self._constants.data_ptr() + 4
         block[16] = len(layers)
-        block[18] = self._counters.data_ptr()
         block[21] = self._threads
         self._make_room(FEW_ROWS)
 
@@ -195,14 +200,19 @@ class DecoderLayers:
         """Memory for steps of as many rows: what threads share, and each thread's own."""
         shape, block = self._shape, self._kernel.block
         widest = max(shape.hidden, shape.inner, shape.intermediate)
-        widths = (shape.qkv, shape.inner, shape.intermediate, shape.hidden)
-        shared = [torch.zeros((rows, width), dtype=torch.bfloat16) for width in widths]
+        at_a_time = min(rows, CHUNK_ROWS)
+        sizes = (rows, shape.qkv), (rows, shape.inner), (at_a_time, shape.intermediate), (at_a_time, shape.hidden)
+        shared = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
         block[2], block[3], block[15], block[23] = (buffer.data_ptr() for buffer in shared)
         own_x = scratch_bytes(widest)
         sums = own_x + _OWN_ROWS * shape.hidden * 2
-        size = sums + (rows if self._fixed else min(rows, FEW_ROWS)) * widest // BLOCK * 4
+        size = sums + (at_a_time if self._fixed else min(rows, FEW_ROWS)) * widest // BLOCK * 4
         own = torch.zeros((self._threads, -(-size // 64) * 64), dtype=torch.uint8)
         block[19], block[20], block[24], block[25] = own.data_ptr(), own.stride(0), own_x, sums
+        # Of a layer attention, and of each chunk of rows two norms and four projections.
+        phases = 1 + 6 * -(-rows // CHUNK_ROWS)
+        self._counters = torch.zeros(len(self._layers) * phases * _PHASE_WORDS, dtype=torch.int64)
+        block[18] = self._counters.data_ptr()
         self._buffers = [*shared, own]
         self._rows = rows
 

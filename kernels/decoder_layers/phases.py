@@ -12,7 +12,7 @@ from typing import Any
 from numba import literally, njit
 
 from kernels.cpu.simd import atomic_add, atomic_load, load_i64, pause
-from kernels.linear_panels.cpu import block_sums, num_units, share_out
+from kernels.linear_panels.cpu import block_sums, num_pieces, share_out
 from kernels.norm.cpu import norm_row
 
 
@@ -60,7 +60,7 @@ def project(
     linear: Any,
     out: Any,
     num_out: Any,
-    pieces: Any,
+    threads: Any,
     counters: Any,
     scratch: Any,
 ) -> None:
@@ -74,7 +74,7 @@ def project(
         block_sums(x, rows, num_in, sums)
     done = share_out(
         bits, minimum, result, few, rows, x, num_in, sums, load_i64(linear), load_i64(linear + 8), out, num_out,
-        pieces, counters, scratch,
+        threads, counters, scratch,
     )  # fmt: skip
     atomic_add(counters + 8, done)
-    wait_for(counters + 8, num_units(result, few, rows, num_out))
+    wait_for(counters + 8, num_pieces(result, few, rows, num_out, threads))

@@ -36,7 +36,7 @@ from kernels.linear_panels.micro import BLOCK, VALUE_ROWS, dot, dot_values, unpa
 FEW_ROWS = 48
 """Beyond, a unit's weights are unpacked once for all rows (docs/performance-log.md)."""
 CHUNK_ROWS = 512
-"""Rows that a unit takes at a time: their inputs stay in the second level of the cache."""
+"""Rows that are multiplied at a time: what goes in and out stays in the caches."""
 
 
 class Result(enum.IntEnum):
@@ -150,15 +150,15 @@ def share_out(
     bias: Any,
     out: Any,
     num_out: Any,
-    pieces: Any,
+    threads: Any,
     counter: Any,
     scratch: Any,
 ) -> int:
-    """One thread's part of `result` of x @ weight.T + bias. Returns how many units it has done, of `num_units`.
+    """One thread's part of `result` of x @ weight.T + bias. Returns how many pieces it has done, of `num_pieces`.
 
     Literals: bits, minimum (1 where blocks have one). few: whether weights are unpacked for each group of rows;
-    then each thread takes one long piece of the weight, which the processor fetches ahead, and sums are read, those of
-    `block_sums`. Otherwise a thread takes one unit for CHUNK_ROWS rows at a time. num_out is a multiple of 16.
+    then each thread takes one long piece of the weight, and sums are read, those of `block_sums`. Otherwise a thread
+    takes one unit at a time. num_out is a multiple of 16; x has at most CHUNK_ROWS rows.
     """
     literally(bits)
     literally(minimum)
@@ -166,10 +166,10 @@ def share_out(
     x_bytes, sums_bytes = num_in * 2, blocks * 4
     panel_bytes = blocks * block_bytes_of(bits, minimum)
     num_panels = num_out // 16
-    units = num_panels // 2 if result == 3 else (num_panels + 1) // 2
-    chunk = rows if few else 512
-    tickets = pieces if few else units * ((rows + chunk - 1) // chunk)
-    size = (units + pieces - 1) // pieces if few else 1
+    units = _units(result, num_out)
+    tickets = num_pieces(result, few, rows, num_out, threads)
+    size = (units + tickets - 1) // tickets if few else 1
+    share = rows if few else (rows * units + tickets - 1) // tickets
     out_bytes = num_out if result == 3 else num_out * (2 if result == 0 else 4)
     tile = scratch + num_in * 64
     done = 0
@@ -177,8 +177,8 @@ def share_out(
         ticket = atomic_add(counter, 1)
         if ticket >= tickets:
             break
-        begin, start = (ticket * size, 0) if few else (ticket % units, ticket // units * chunk)
-        end, stop = min(begin + size, units), min(start + chunk, rows)
+        begin, start = (ticket * size, 0) if few else (ticket % units, ticket // units * share)
+        end, stop = min(begin + size, units), min(start + share, rows)
         for unit in range(begin, end):
             one = unit if result == 3 else 2 * unit
             two = one + units if result == 3 else one + 1
@@ -204,7 +204,7 @@ def share_out(
                     dot_values(at, x_bytes, first, second, blocks * 16, count, tile, 128)
                 _write(result, count, tile, bias, target, num_out, one * 16, two * 16)
                 row += count
-        done += end - begin if end > begin else 0
+        done += 1
     return done
 
 
@@ -215,11 +215,19 @@ def block_bytes_of(bits: Any, minimum: Any) -> int:
 
 
 @njit
-def num_units(result: Any, few: Any, rows: Any, num_out: Any) -> int:
-    """Units of all threads' `share_out` together."""
+def _units(result: Any, num_out: Any) -> int:
+    """Pairs of panels."""
     panels = num_out // 16
-    units = panels // 2 if result == 3 else (panels + 1) // 2
-    return units if few else units * ((rows + 511) // 512)
+    return panels // 2 if result == 3 else (panels + 1) // 2
+
+
+@njit
+def num_pieces(result: Any, few: Any, rows: Any, num_out: Any, threads: Any) -> int:
+    """Pieces that all threads' `share_out` together take: units, and parts of their rows where threads are many."""
+    if few:
+        return threads
+    units = _units(result, num_out)
+    return units * max(1, min(rows // 96, (2 * threads + units - 1) // units))
 
 
 def compile_linear(bits: int, minimum: int) -> Any:
@@ -227,7 +235,7 @@ def compile_linear(bits: int, minimum: int) -> Any:
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def linear(block: Any) -> None:
-        x, panels, bias, out, num_in, num_out, rows, pieces = (
+        x, panels, bias, out, num_in, num_out, rows, threads = (
             block[0], block[1], block[2], block[3], block[4], block[5], block[6], block[7],
         )  # fmt: skip
         counters = block[31]
@@ -236,7 +244,7 @@ def compile_linear(bits: int, minimum: int) -> Any:
         sums = own + block[11]
         if few and minimum == 1:
             block_sums(x, rows, num_in, sums)
-        share_out(bits, minimum, result, few, rows, x, num_in, sums, panels, bias, out, num_out, pieces, counters, own)
+        share_out(bits, minimum, result, few, rows, x, num_in, sums, panels, bias, out, num_out, threads, counters, own)
 
     return linear
 
@@ -268,6 +276,15 @@ class PanelLinear:
         rows = x.shape[0]
         out = torch.empty((rows, weight.panels.shape[0] * WIDTH), dtype=self._dtype)
         few = fixed or rows <= FEW_ROWS
+        for start in range(0, rows, CHUNK_ROWS):
+            chunk = slice(start, start + CHUNK_ROWS)
+            self._multiply(x[chunk], weight, bias, out[chunk], few)
+        return out if out.shape[1] == weight.num_out else out[:, : weight.num_out].contiguous()
+
+    def _multiply(
+        self, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, out: torch.Tensor, few: bool
+    ) -> None:
+        rows = x.shape[0]
         scratch = scratch_bytes(weight.num_in)
         needed = scratch + (rows * weight.num_in // BLOCK * 4 if few else 0)
         needed = -(-needed // 64) * 64
@@ -286,9 +303,7 @@ class PanelLinear:
         block[9] = needed
         block[10] = int(few)
         block[11] = scratch
-        if rows:
-            self._kernel.run(self._threads)
-        return out if out.shape[1] == weight.num_out else out[:, : weight.num_out].contiguous()
+        self._kernel.run(self._threads)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Weights as the CPU's products read them: panels of 16 output features, blocks of 32 inputs.
 
 A panel is `[blocks]` of one contiguous piece: the weights of 16 features for 32 inputs, then their 16 scales, then
-their 16 minimums. Inputs go in pairs, as the instruction takes them: with two neighbouring inputs of feature f as lanes 2 f
-and 2 f + 1, a pair of inputs is one vector of 32 lanes. At 16 bits that is what is stored; at 8 bits a lane is a signed
-byte; at 4 bits a vector of 16-bit words holds four of them, the first in the lowest bits.
+their 16 minimums. Inputs go in pairs, as the instruction takes them: with two neighbouring inputs of feature f as lanes
+2 f and 2 f + 1, a pair of inputs is one vector of 32 lanes. At 16 bits that is what is stored; at 8 bits a lane is a
+signed byte; at 4 bits a vector of 16-bit words holds four of them, the first in the lowest bits.
 """
 
 from __future__ import annotations
