@@ -66,118 +66,136 @@ def scratch_size(geometry: AttentionGeometry) -> int:
     return max(cells, pairs)
 
 
-@njit
-def attend(
-    block: Any,
-    qkv: Any,
-    out: Any,
-    keys: Any,
-    values: Any,
-    counters: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    dim: Any,
-    rotary_dim: Any,
-    page: Any,
-    bf16: Any,
-    kv_bf16: Any,
-    paired: Any,
-    few_rows: Any,
-    stride: Any,
-    page_bytes: Any,
-    slot_bytes: Any,
-) -> None:
-    """One thread's part of the op. From num_heads on all are literals.
+def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: int) -> tuple[int, int, int, int]:
+    """What `attend` is told of pages of single cells, and takes no notice of where they are in pairs.
 
-    block[4:15] says what is the same for all layers of a step. counters: five int64 of zeros, of which the last counts
-    the tiles that are done, once for each KV head. paired: 1 where pages are stored in pairs.
+    Queries taken together, float32 values between rows of scores, bytes of a head's page, bytes between dimensions.
     """
-    literally(num_kv_heads)
-    literally(num_heads)
-    literally(dim)
-    literally(rotary_dim)
-    literally(page)
-    literally(bf16)
-    literally(kv_bf16)
-    literally(paired)
-    literally(few_rows)
-    literally(slot_bytes)
-    positions, slots, rope, table, table_width = block[4], block[5], block[6], block[7], block[8]
-    num_tokens, tiles, num_tiles, scratch, scratch_bytes = block[9], block[10], block[11], block[12], block[13]
-    element = 2 if bf16 else 4
-    kv_element = 2 if kv_bf16 else 4
-    width = (num_heads + 2 * num_kv_heads) * dim
-    scale, window, softcap = load_f32(block[14]), load_i32(tiles), load_f32(tiles + 4)
-    # Neighbouring slots lie in one cache line, over which threads should not fight.
-    share = 32 if num_tokens >= 128 else 8
+    stride = -(-key_block(page) // WIDTH) * WIDTH
+    slot_bytes = page * (2 if kv_bf16 else 4)
+    return min(num_heads // num_kv_heads, 6), stride, slot_bytes * dim, slot_bytes
 
-    while True:
-        first = atomic_add(counters, 1) * share
-        if first >= num_tokens:
-            break
-        last = min(first + share, num_tokens)
-        for token in range(first, last):
-            slot = load_i64(slots + token * 8)
-            row = rope + load_i32(positions + token * 4) * rotary_dim * 4
-            for h in range(num_kv_heads):
-                target = (slot // page * num_kv_heads + h) * page_bytes
-                source = qkv + (token * width + (num_heads + h) * dim) * element
-                value = source + num_kv_heads * dim * element
-                if paired:
-                    write_paired_key(source, row, keys + target + slot % page * 4, dim, rotary_dim, page, bf16)
-                    write_paired_value(value, values + target, slot % page, dim, bf16)
-                else:
-                    at = keys + target + slot % page * kv_element
-                    write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
-                    target += slot % page * dim * kv_element
-                    for i in range(0, dim, 16):
-                        vstore(values + target + i * kv_element, vload(value + i * element, bf16), kv_bf16)
-        atomic_add(counters + 8, last - first)
-    while atomic_load(counters + 8) < num_tokens:
-        pass
 
-    own = scratch + atomic_add(counters + 16, 1) * scratch_bytes
-    done = 0
-    while True:
-        ticket = atomic_add(counters + 24, 1)
-        if ticket >= num_tiles * num_kv_heads:
-            break
-        tile = tiles + (1 + ticket // num_kv_heads) * 12
-        h = ticket % num_kv_heads
-        request, start, count = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
-        pages = table + request * table_width * 4
-        if paired:
-            attend_to_pairs(
-                qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
-                num_heads, num_kv_heads, dim, rotary_dim, page, bf16,
-            )  # fmt: skip
-        else:
-            attend_to_cells(
-                qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
-                num_heads, num_kv_heads, dim, rotary_dim, page, bf16, kv_bf16, few_rows, stride, page_bytes,
-            )  # fmt: skip
-        done += 1
-    atomic_add(counters + 32, done)
+def _make_attend(paired: bool) -> Any:
+    """`attend` for pages stored in pairs or as single cells; what it does not use is not compiled."""
+
+    @njit
+    def attend(
+        block: Any,
+        qkv: Any,
+        out: Any,
+        keys: Any,
+        values: Any,
+        counters: Any,
+        num_heads: Any,
+        num_kv_heads: Any,
+        dim: Any,
+        rotary_dim: Any,
+        page: Any,
+        bf16: Any,
+        kv_bf16: Any,
+        few_rows: Any,
+        stride: Any,
+        page_bytes: Any,
+        slot_bytes: Any,
+    ) -> None:
+        """One thread's part of the op. From num_heads on all are literals.
+
+        block[4:15] says what is the same for all layers of a step. counters: five int64 of zeros, of which the last
+        counts the tiles that are done, once for each KV head. The last four: see `cell_sizes`.
+        """
+        literally(num_kv_heads)
+        literally(num_heads)
+        literally(dim)
+        literally(rotary_dim)
+        literally(page)
+        literally(bf16)
+        literally(kv_bf16)
+        literally(few_rows)
+        literally(slot_bytes)
+        positions, slots, rope, table, table_width = block[4], block[5], block[6], block[7], block[8]
+        num_tokens, tiles, num_tiles, scratch, scratch_bytes = block[9], block[10], block[11], block[12], block[13]
+        element = 2 if bf16 else 4
+        kv_element = 2 if kv_bf16 else 4
+        width = (num_heads + 2 * num_kv_heads) * dim
+        scale, window, softcap = load_f32(block[14]), load_i32(tiles), load_f32(tiles + 4)
+        # Neighbouring slots lie in one cache line, over which threads should not fight.
+        share = 32 if num_tokens >= 128 else 8
+
+        while True:
+            first = atomic_add(counters, 1) * share
+            if first >= num_tokens:
+                break
+            last = min(first + share, num_tokens)
+            for token in range(first, last):
+                slot = load_i64(slots + token * 8)
+                row = rope + load_i32(positions + token * 4) * rotary_dim * 4
+                for h in range(num_kv_heads):
+                    target = (slot // page * num_kv_heads + h) * page_bytes
+                    source = qkv + (token * width + (num_heads + h) * dim) * element
+                    value = source + num_kv_heads * dim * element
+                    if paired:
+                        write_paired_key(source, row, keys + target + slot % page * 4, dim, rotary_dim, page, bf16)
+                        write_paired_value(value, values + target, slot % page, dim, bf16)
+                    else:
+                        at = keys + target + slot % page * kv_element
+                        write_key(source, row, at, dim, rotary_dim, slot_bytes, bf16, kv_bf16)
+                        target += slot % page * dim * kv_element
+                        for i in range(0, dim, 16):
+                            vstore(values + target + i * kv_element, vload(value + i * element, bf16), kv_bf16)
+            atomic_add(counters + 8, last - first)
+        while atomic_load(counters + 8) < num_tokens:
+            pass
+
+        own = scratch + atomic_add(counters + 16, 1) * scratch_bytes
+        done = 0
+        while True:
+            ticket = atomic_add(counters + 24, 1)
+            if ticket >= num_tiles * num_kv_heads:
+                break
+            tile = tiles + (1 + ticket // num_kv_heads) * 12
+            h = ticket % num_kv_heads
+            request, start, count = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
+            pages = table + request * table_width * 4
+            if paired:
+                attend_to_pairs(
+                    qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
+                    num_heads, num_kv_heads, dim, rotary_dim, page, bf16,
+                )  # fmt: skip
+            else:
+                attend_to_cells(
+                    qkv, out, keys, values, positions, rope, pages, own, start, count, h, scale, window, softcap,
+                    num_heads, num_kv_heads, dim, rotary_dim, page, bf16, kv_bf16, few_rows, stride, page_bytes,
+                )  # fmt: skip
+            done += 1
+        atomic_add(counters + 32, done)
+
+    return attend
+
+
+# Literals that choose between them would have both compiled, so kernels choose by a constant of their own.
+attend_pairs = _make_attend(True)
+attend_cells = _make_attend(False)
 
 
 def compile_attention(
     num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, page: int, bf16: int, kv_bf16: int, paired: int
 ) -> Any:
     """The kernel for one geometry; the closure holds integers only, so that numba finds it in its cache again."""
-    group = num_heads // num_kv_heads
-    kv_element = 2 if kv_bf16 else 4
-    keys_per_block = page * max(1, 128 // page)
-    stride = (keys_per_block + 15) // 16 * 16
-    few_rows = min(group, 6)
-    page_bytes = page * dim * kv_element
-    slot_bytes = page * kv_element
+    few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def attention(block: Any) -> None:
-        attend(
-            block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim, page,
-            bf16, kv_bf16, paired, few_rows, stride, page_bytes, slot_bytes,
-        )  # fmt: skip
+        if paired:
+            attend_pairs(
+                block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim,
+                page, bf16, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+            )  # fmt: skip
+        else:
+            attend_cells(
+                block, block[0], block[1], block[2], block[3], block[31], num_heads, num_kv_heads, dim, rotary_dim,
+                page, bf16, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+            )  # fmt: skip
 
     return attention
 

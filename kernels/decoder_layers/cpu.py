@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from numba import cfunc, types
 
-from kernels.attention.cpu import PreparedAttention, attend, scratch_size
+from kernels.attention.cpu import PreparedAttention, attend_cells, attend_pairs, cell_sizes, scratch_size
 from kernels.attention.cpu import supported as attention_supported
 from kernels.attention.inputs import AttentionGeometry
 from kernels.attention.kv_pages import KVPages, stored_in_pairs
@@ -76,11 +76,7 @@ def compile_layers(
     paired: int,
 ) -> Any:
     """The kernel for one model's shapes; the closure holds integers only, so that numba finds it in its cache again."""
-    group = num_heads // num_kv_heads
-    stride = (page * max(1, 128 // page) + 15) // 16 * 16
-    few_rows = min(group, 6)
-    slot_bytes = page * (2 if kv_bf16 else 4)
-    page_bytes = slot_bytes * dim
+    few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
     width = (num_heads + 2 * num_kv_heads) * dim
     inner = num_heads * dim
 
@@ -107,10 +103,16 @@ def compile_layers(
                     bits, minimum, plain, few, count, x, wide, sums, layer + 8, target, qkv_out, threads, sync + 64, own
                 )
                 sync += 128
-            attend(
-                block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync, num_heads, num_kv_heads, dim,
-                rotary_dim, page, 1, kv_bf16, paired, few_rows, stride, page_bytes, slot_bytes,
-            )  # fmt: skip
+            if paired:
+                attend_pairs(
+                    block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync, num_heads, num_kv_heads,
+                    dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                )  # fmt: skip
+            else:
+                attend_cells(
+                    block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync, num_heads, num_kv_heads,
+                    dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                )  # fmt: skip
             wait_for(sync + 32, tickets)
             sync += 64
             for start in range(0, rows, 512):

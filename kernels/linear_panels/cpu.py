@@ -33,7 +33,7 @@ from kernels.cpu.simd import (
 from kernels.linear_panels.layout import PanelWeight
 from kernels.linear_panels.micro import BLOCK, VALUE_ROWS, dot, dot_values, unpack
 
-FEW_ROWS = 48
+FEW_ROWS = 32
 """Beyond, a unit's weights are unpacked once for all rows (docs/performance-log.md)."""
 CHUNK_ROWS = 512
 """Rows that are multiplied at a time: what goes in and out stays in the caches."""

@@ -28,6 +28,7 @@ _WORDS = ir.VectorType(I16, 2 * WIDTH)
 _I8 = ir.IntType(8)
 _HALF = ir.HalfType()
 _PAIRS_OF_BLOCK = BLOCK // 2
+_GROUPS = _PAIRS_OF_BLOCK // 4
 
 
 def code_bytes(bits: int) -> int:
@@ -68,17 +69,18 @@ def _four_bit_indices(builder: Any, words: Any) -> list[Any]:
     return [words if not slot else builder.lshr(words, const(_WORDS, 4 * slot)) for slot in range(4)]
 
 
-def _unscaled(builder: Any, codes: Any, group: int, bits: int, minimum: bool) -> list[Any]:
+def _unscaled(builder: Any, codes: Any, group: Any, bits: int, minimum: bool) -> list[Any]:
     """Four vectors of pairs, of the group's 8 inputs: codes as bfloat16, or the weights where they are that."""
+    codes = builder.add(codes, builder.mul(group, I64(code_bytes(bits) // _GROUPS)))
     if bits == 16:
-        return [_load(builder, codes, (4 * group + pair) * 64, PAIRS) for pair in range(4)]
+        return [_load(builder, codes, pair * 64, PAIRS) for pair in range(4)]
     if bits == 4:
-        words = _load(builder, codes, group * 64, _WORDS)
+        words = _load(builder, codes, 0, _WORDS)
         kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
         permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
         indices = _four_bit_indices(builder, words)
         return [builder.bitcast(builder.call(permute, [_table(minimum), index]), PAIRS) for index in indices]
-    return [round_pairs(builder, *_signed_bytes(builder, codes, (4 * group + pair) * 2 * WIDTH)) for pair in range(4)]
+    return [round_pairs(builder, *_signed_bytes(builder, codes, pair * 2 * WIDTH)) for pair in range(4)]
 
 
 def _signed_bytes(builder: Any, codes: Any, offset: int) -> list[Any]:
@@ -110,9 +112,9 @@ def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, rows: int) ->
         inputs = builder.mul(block, I64(2 * BLOCK))
         _prefetch_next(builder, codes, ahead, size)
         parts = [const(VEC, 0.0) if scaled else builder.load(slot) for slot in totals]
-        for group in range(_PAIRS_OF_BLOCK // 4):
-            for pair, weights in enumerate(_unscaled(builder, codes, group, bits, minimum)):
-                at = builder.add(inputs, I64((4 * group + pair) * 4))
+        for group in range(_GROUPS):
+            for pair, weights in enumerate(_unscaled(builder, codes, I64(group), bits, minimum)):
+                at = builder.add(inputs, I64(16 * group + 4 * pair))
                 for row, start in enumerate(x_rows):
                     two = builder.load(pointer(builder, builder.add(start, at), I32), align=2)
                     parts[row] = multiply_add(builder, parts[row], weights, builder.bitcast(splat(builder, two), PAIRS))
@@ -259,14 +261,15 @@ def unpack(typing: Any, bits: Any, minimum: Any, panel: Any, num_blocks: Any, ou
             factors = builder.add(codes, I64(code_bytes(width)))
             scale = _halves(builder, factors)
             least = _halves(builder, builder.add(factors, I64(2 * WIDTH))) if has_minimum else None
-            for group in range(_PAIRS_OF_BLOCK // 4):
+            with cgutils.for_range_slice(builder, I64(0), I64(_GROUPS), I64(1), I64) as (group, _):
+                at = builder.add(target, builder.mul(group, I64(256)))
                 for pair, unscaled in enumerate(_unscaled(builder, codes, group, width, has_minimum)):
                     two = _evens_and_odds(builder, unscaled)
                     if least is None:
                         two = [builder.fmul(value, scale) for value in two]
                     else:
                         two = [fma(builder, value, scale, least) for value in two]
-                    place = builder.add(target, I64((4 * group + pair) * 64))
+                    place = builder.add(at, I64(pair * 64))
                     builder.store(_pairs(builder, *two), pointer(builder, place, _WORDS), align=4)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
