@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="", help="path of the model; empty: the default model")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part in _LOADED])
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    p.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="float32")
+    p.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="bfloat16")
     p.add_argument("--context", type=int, default=190, help="context length of the decode steps")
     p.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
     p.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
