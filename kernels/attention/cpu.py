@@ -25,12 +25,12 @@ from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import (
     WIDTH,
     atomic_add,
-    atomic_load,
     load_f32,
     load_i32,
     load_i64,
     vload,
     vstore,
+    wait_for,
 )
 
 TILE_TOKENS = 16
@@ -144,8 +144,7 @@ def _make_attend(paired: bool) -> Any:
                         for i in range(0, dim, 16):
                             vstore(values + target + i * kv_element, vload(value + i * element, bf16), kv_bf16)
             atomic_add(counters + 8, last - first)
-        while atomic_load(counters + 8) < num_tokens:
-            pass
+        wait_for(counters + 8, num_tokens)
 
         own = scratch + atomic_add(counters + 16, 1) * scratch_bytes
         done = 0

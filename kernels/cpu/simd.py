@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 WIDTH = 16
+_PATIENCE = 1000
+"""Pauses, some 10 us, before a waiting thread gives way: longer than threads with a processor each usually wait."""
 
 F32 = ir.FloatType()
 I16 = ir.IntType(16)
@@ -316,3 +319,29 @@ def pause(typing: Any) -> Any:
             b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
 
     return _emit(types.void, (), body)
+
+
+@intrinsic
+def give_way(typing: Any) -> Any:
+    """Lets another thread have this processor, where one waits for it."""
+
+    def body(b: Any) -> None:
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+
+    return _emit(types.void, (), body)
+
+
+@njit
+def wait_for(counter: Any, count: Any) -> None:
+    """Until an int64 that other threads add to has come so far.
+
+    The one that is waited for may have no processor: where there are more threads than processors, spinning on would
+    take it from it for milliseconds at each of a step's two hundred meetings.
+    """
+    turns = 0
+    while atomic_load(counter) < count:
+        if turns < _PATIENCE:
+            turns += 1
+            pause()
+        else:
+            give_way()

@@ -18,9 +18,9 @@ from kernels.attention.cpu import supported as attention_supported
 from kernels.attention.inputs import AttentionGeometry
 from kernels.attention.kv_pages import KVPages, stored_in_pairs
 from kernels.cpu.pool import Kernel, num_threads
-from kernels.cpu.simd import WIDTH, atomic_add, load_f32, load_i64
+from kernels.cpu.simd import WIDTH, atomic_add, load_f32, load_i64, wait_for
 from kernels.decoder_layers.inputs import LayerWeights, uniform
-from kernels.decoder_layers.phases import normalise, project, wait_for
+from kernels.decoder_layers.phases import normalise, project
 from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, scratch_bytes
 from kernels.linear_panels.cpu import supported as linear_supported
 from kernels.linear_panels.micro import BLOCK

@@ -11,22 +11,15 @@ from typing import Any
 
 from numba import literally, njit
 
-from kernels.cpu.simd import atomic_add, atomic_load, load_i64, pause
+from kernels.cpu.simd import atomic_add, load_i64, wait_for
 from kernels.linear_panels.cpu import block_sums, num_pieces, share_out
 from kernels.norm.cpu import norm_row
 
 
 @njit
-def wait_for(counter: Any, count: Any) -> None:
-    """Until as many pieces are done."""
-    while atomic_load(counter) < count:
-        pause()
-
-
-@njit
 def normalise(
     residual: Any, weight: Any, own: Any, shared: Any, rows: Any, hidden: Any, eps: Any, counters: Any
-) -> int:
+) -> Any:
     """kernels/norm of rows of the float32 residual, to which nothing is added; returns where they are, as bfloat16.
 
     A few rows every thread normalises for itself, which is cheaper than waiting for another to do it.
