@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from numba import cfunc, literally, njit, types
+from numba.extending import register_jitable
 
 from kernels.cpu.bf16 import supported as processor_supported
 from kernels.cpu.pool import Kernel, num_threads
@@ -31,7 +32,7 @@ from kernels.cpu.simd import (
     vsum,
 )
 from kernels.linear_panels.layout import PanelWeight
-from kernels.linear_panels.micro import BLOCK, VALUE_ROWS, dot, dot_values, unpack
+from kernels.linear_panels.micro import BLOCK, DOT_ROWS, VALUE_ROWS, block_bytes, dot, dot_values, unpack
 
 FEW_ROWS = 32
 """Beyond, a unit's weights are unpacked once for all rows (docs/performance-log.md)."""
@@ -50,6 +51,14 @@ class Result(enum.IntEnum):
     """Of two halves of the features, SiLU of the first times the second, as bfloat16."""
 
 
+_BFLOAT16, _FLOAT32, _GATE = int(Result.BFLOAT16), int(Result.FLOAT32), int(Result.GATE)
+_PANEL_ROW = 4 * WIDTH
+"""Bytes of a panel's results for one row in a tile."""
+_TILE_ROW = 2 * _PANEL_ROW
+_LEAST_PART = 96
+"""Rows for which unpacking a unit's weights once more costs little."""
+
+
 def supported(num_in: int) -> bool:
     """Whether this processor has the instructions and the kernel takes so many inputs."""
     return processor_supported() and num_in % BLOCK == 0
@@ -57,14 +66,22 @@ def supported(num_in: int) -> bool:
 
 def scratch_bytes(num_in: int) -> int:
     """Bytes of memory that one thread needs: two panels of values and a tile."""
-    return 2 * num_in * 2 * WIDTH + max(16, VALUE_ROWS) * 2 * WIDTH * 4
+    return values_bytes(num_in) + max(DOT_ROWS, VALUE_ROWS) * _TILE_ROW
+
+
+def values_bytes(num_in: int) -> int:
+    """Bytes of two panels of bfloat16 values."""
+    return 2 * num_in * WIDTH * 2
+
+
+register_jitable(values_bytes)
 
 
 @njit
 def block_sums(x: Any, rows: Any, num_in: Any, out: Any) -> None:
     """out: the sum of each row of x over each block, float32 [rows, num_in / 32]."""
-    for i in range(rows * (num_in // 32)):
-        at = x + i * 64
+    for i in range(rows * (num_in // BLOCK)):
+        at = x + i * 2 * BLOCK
         store_f32(out + i * 4, vsum(vadd(vload(at, 1), vload(at + 32, 1))))
 
 
@@ -81,26 +98,26 @@ def _dot(
     blocks: Any,
     tile: Any,
 ) -> None:
-    """`dot` for 1 to 16 rows, by the smallest variant that takes them."""
+    """`dot` for 1 to DOT_ROWS rows, by the smallest variant that takes them."""
     literally(bits)
     literally(minimum)
     if rows == 1:
-        dot(bits, minimum, 1, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, 128)
+        dot(bits, minimum, 1, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, _TILE_ROW)
     elif rows == 2:
-        dot(bits, minimum, 2, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, 128)
+        dot(bits, minimum, 2, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, _TILE_ROW)
     elif rows <= 4:
-        dot(bits, minimum, 4, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, 128)
+        dot(bits, minimum, 4, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, _TILE_ROW)
     elif rows <= 8:
-        dot(bits, minimum, 8, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, 128)
+        dot(bits, minimum, 8, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, _TILE_ROW)
     else:
-        dot(bits, minimum, 16, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, 128)
+        dot(bits, minimum, DOT_ROWS, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, _TILE_ROW)
 
 
 @njit
-def _group(rows: Any) -> int:
+def _group(rows: Any) -> Any:
     """Rows of the next call of `dot`: computing rows that are not there costs more than one more call, or less."""
     if rows > 12:
-        return min(rows, 16)
+        return min(rows, DOT_ROWS)
     if rows > 6:
         return min(rows, 8)
     if rows > 2:
@@ -110,11 +127,11 @@ def _group(rows: Any) -> int:
 
 @njit
 def _write(result: Any, rows: Any, tile: Any, bias: Any, out: Any, num_out: Any, first: Any, second: Any) -> None:
-    """A tile [rows, 32] to features first.. and second.. of rows of out; second: -1 where there is no such panel."""
-    if result == 3:
+    """A tile [rows, 32] to features first.. and second.. of rows of out; second: negative where there is none."""
+    if result == _GATE:
         one, zero = vsplat(1.0), vsplat(0.0)
         for row in range(rows):
-            gate, up = vload(tile + row * 128, 0), vload(tile + row * 128 + 64, 0)
+            gate, up = vload(tile + row * _TILE_ROW, 0), vload(tile + row * _TILE_ROW + _PANEL_ROW, 0)
             if bias != 0:
                 gate, up = vadd(gate, vload(bias + first * 2, 1)), vadd(up, vload(bias + second * 2, 1))
             # The product stays finite: exp is at most exp(88).
@@ -124,12 +141,12 @@ def _write(result: Any, rows: Any, tile: Any, bias: Any, out: Any, num_out: Any,
     for row in range(rows):
         for half in range(2 if second >= 0 else 1):
             feature = second if half else first
-            value = vload(tile + row * 128 + half * 64, 0)
+            value = vload(tile + row * _TILE_ROW + half * _PANEL_ROW, 0)
             if bias != 0:
                 value = vadd(value, vload(bias + feature * 2, 1))
-            if result == 0:
+            if result == _BFLOAT16:
                 vstore(out + (row * num_out + feature) * 2, value, 1)
-            elif result == 1:
+            elif result == _FLOAT32:
                 vstore(out + (row * num_out + feature) * 4, value, 0)
             else:
                 at = out + (row * num_out + feature) * 4
@@ -153,7 +170,7 @@ def share_out(
     threads: Any,
     counter: Any,
     scratch: Any,
-) -> int:
+) -> Any:
     """One thread's part of `result` of x @ weight.T + bias. Returns how many pieces it has done, of `num_pieces`.
 
     Literals: bits, minimum (1 where blocks have one). few: whether weights are unpacked for each group of rows;
@@ -162,16 +179,17 @@ def share_out(
     """
     literally(bits)
     literally(minimum)
-    blocks = num_in // 32
+    blocks = num_in // BLOCK
     x_bytes, sums_bytes = num_in * 2, blocks * 4
-    panel_bytes = blocks * block_bytes_of(bits, minimum)
-    num_panels = num_out // 16
+    panel_bytes = blocks * block_bytes(bits, minimum)
+    num_panels = num_out // WIDTH
     units = _units(result, num_out)
     tickets = num_pieces(result, few, rows, num_out, threads)
     size = (units + tickets - 1) // tickets if few else 1
     share = rows if few else (rows * units + tickets - 1) // tickets
-    out_bytes = num_out if result == 3 else num_out * (2 if result == 0 else 4)
-    tile = scratch + num_in * 64
+    out_bytes = num_out if result == _GATE else num_out * (2 if result == _BFLOAT16 else 4)
+    tile = scratch + values_bytes(num_in)
+    unpacked = scratch + values_bytes(num_in) // 2
     done = 0
     while True:
         ticket = atomic_add(counter, 1)
@@ -180,16 +198,16 @@ def share_out(
         begin, start = (ticket * size, 0) if few else (ticket % units, ticket // units * share)
         end, stop = min(begin + size, units), min(start + share, rows)
         for unit in range(begin, end):
-            one = unit if result == 3 else 2 * unit
-            two = one + units if result == 3 else one + 1
+            one = unit if result == _GATE else 2 * unit
+            two = one + units if result == _GATE else one + 1
             two = two if two < num_panels else -1
             first = panels + one * panel_bytes
             second = panels + two * panel_bytes if two >= 0 else first
             if not few and bits != 16:
                 unpack(bits, minimum, first, blocks, scratch)
                 if two >= 0:
-                    unpack(bits, minimum, second, blocks, scratch + num_in * 32)
-                first, second = scratch, scratch + num_in * 32
+                    unpack(bits, minimum, second, blocks, unpacked)
+                first, second = scratch, unpacked
             row = start
             while row < stop:
                 at, target = x + row * x_bytes, out + row * out_bytes
@@ -198,36 +216,30 @@ def share_out(
                     own = sums + row * sums_bytes
                     _dot(bits, minimum, count, at, x_bytes, own, sums_bytes, first, blocks, tile)
                     if two >= 0:
-                        _dot(bits, minimum, count, at, x_bytes, own, sums_bytes, second, blocks, tile + 64)
+                        _dot(bits, minimum, count, at, x_bytes, own, sums_bytes, second, blocks, tile + _PANEL_ROW)
                 else:
-                    count = min(stop - row, 12)
-                    dot_values(at, x_bytes, first, second, blocks * 16, count, tile, 128)
-                _write(result, count, tile, bias, target, num_out, one * 16, two * 16)
+                    count = min(stop - row, VALUE_ROWS)
+                    dot_values(at, x_bytes, first, second, num_in // 2, count, tile, _TILE_ROW)
+                _write(result, count, tile, bias, target, num_out, one * WIDTH, two * WIDTH)
                 row += count
         done += 1
     return done
 
 
 @njit
-def block_bytes_of(bits: Any, minimum: Any) -> int:
-    """See micro.block_bytes."""
-    return 64 * bits + (0 if bits == 16 else 64 if minimum else 32)
-
-
-@njit
-def _units(result: Any, num_out: Any) -> int:
+def _units(result: Any, num_out: Any) -> Any:
     """Pairs of panels."""
-    panels = num_out // 16
-    return panels // 2 if result == 3 else (panels + 1) // 2
+    panels = num_out // WIDTH
+    return panels // 2 if result == _GATE else (panels + 1) // 2
 
 
 @njit
-def num_pieces(result: Any, few: Any, rows: Any, num_out: Any, threads: Any) -> int:
+def num_pieces(result: Any, few: Any, rows: Any, num_out: Any, threads: Any) -> Any:
     """Pieces that all threads' `share_out` together take: units, and parts of their rows where threads are many."""
     if few:
         return threads
     units = _units(result, num_out)
-    return units * max(1, min(rows // 96, (2 * threads + units - 1) // units))
+    return units * max(1, min(rows // _LEAST_PART, (2 * threads + units - 1) // units))
 
 
 def compile_linear(bits: int, minimum: int) -> Any:

@@ -12,15 +12,15 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from kernels.cpu.bf16 import PAIRS, multiply_add, round_pairs
 from kernels.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, const, fma, pointer, prefetch, splat
 
 BLOCK = 32
 """Inputs that share a scale and a minimum."""
-ROW_CHOICES = (1, 2, 4, 8, 16)
-"""Numbers of rows that `dot` is compiled for."""
+DOT_ROWS = 16
+"""Most rows that `dot` takes at once."""
 VALUE_ROWS = 12
 """Rows that `dot_values` takes at once: with two panels 24 sums, the registers that weights and a row leave."""
 
@@ -40,6 +40,10 @@ def block_bytes(bits: int, minimum: bool) -> int:
     """And with its scales and minimums, float16."""
     factors = 0 if bits == 16 else 2 if minimum else 1
     return code_bytes(bits) + 2 * WIDTH * factors
+
+
+for _size in (code_bytes, block_bytes):
+    register_jitable(_size)
 
 
 def _bf16_bits(value: int) -> int:

@@ -20,7 +20,8 @@ def codes(weight: PanelWeight) -> torch.Tensor:
         vectors = stored.view(torch.int8 if weight.bits == 8 else torch.bfloat16).unflatten(-1, (-1, 2 * WIDTH))
         vectors = vectors.double()
     lanes = vectors.unflatten(-1, (WIDTH, 2)).permute(0, 3, 1, 2, 4)  # panel, feature, block, pair, input
-    return lanes.reshape(-1, weight.num_in)[: weight.num_out]
+    found: torch.Tensor = lanes.reshape(-1, weight.num_in)[: weight.num_out]
+    return found
 
 
 def values(weight: PanelWeight) -> torch.Tensor:
@@ -30,10 +31,10 @@ def values(weight: PanelWeight) -> torch.Tensor:
         return result
     factors = weight.panels[..., code_bytes(weight.bits) :].contiguous().view(torch.float16).unflatten(-1, (-1, WIDTH))
     by_block = factors.permute(2, 0, 3, 1).flatten(1, 2)[:, : weight.num_out].double()  # kind, feature, block
-    result = result.unflatten(-1, (-1, BLOCK)) * by_block[0][..., None]
+    by_input: torch.Tensor = result.unflatten(-1, (-1, BLOCK)) * by_block[0][..., None]
     if weight.minimum:
-        result += by_block[1][..., None]
-    return result.flatten(1)
+        by_input += by_block[1][..., None]
+    return by_input.flatten(1)
 
 
 def linear(x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
