@@ -60,15 +60,6 @@ CASES = [
     Case("prefill of a whole tile", [(16, 0), (17, 0), (15, 0)]),
     Case("chunk after a long context", [(33, 300)]),
     Case("decode beside prefill", [(1, 200), (45, 0), (1, 3), (7, 121)]),
-    Case("one query a KV head", [(1, 40), (20, 9)], num_heads=4, num_kv_heads=4),
-    Case("one KV head", [(1, 40), (20, 9)], num_heads=4, num_kv_heads=1),
-    Case("eight queries a KV head", [(1, 140), (20, 9)], num_heads=16, num_kv_heads=2),
-    Case("wide heads", [(1, 140), (20, 9)], num_heads=4, num_kv_heads=2, head_dim=128, rotary_dim=128),
-    Case("heads of 96", [(1, 140), (20, 9)], num_heads=4, num_kv_heads=2, head_dim=96, rotary_dim=96),
-    Case("half of a head rotates", [(1, 40), (20, 9)], num_heads=4, num_kv_heads=2, rotary_dim=32),
-    Case("pages of 8", [(1, 77), (20, 9)], page_size=8),
-    Case("pages of 24", [(1, 177), (20, 9)], page_size=24),
-    Case("pages of 256", [(1, 277), (20, 9)], page_size=256),
 ]
 
 

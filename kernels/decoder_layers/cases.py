@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,18 +17,24 @@ class Case:
     """A model of `num_layers` and a step; attention's shapes and requests are those of `attention`."""
 
     attention: AttentionCase
-    hidden: int = 576
-    intermediate: int = 1536
+    hidden: int = 192
+    intermediate: int = 352
     num_layers: int = 2
     bits: int = 4
     minimum: bool = True
     bias: bool = False
+    kv_dtype: torch.dtype = torch.float32
 
 
 def _step(name: str, requests: list[tuple[int, int]], **shapes: int) -> AttentionCase:
-    return AttentionCase(name, requests, **shapes)  # type: ignore[arg-type]
+    return AttentionCase(name, requests, **{"num_heads": 6, "num_kv_heads": 2, **shapes})  # type: ignore[arg-type]
 
 
+_OTHER_SHAPES = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128, "rotary_dim": 64}
+_OTHER_SIZES: dict[str, Any] = {"hidden": 320, "intermediate": 192, "num_layers": 5}
+
+
+# Sizes, weights and pages of a kind are a kernel to compile, so there are five of them in all.
 CASES = [
     Case(_step("one token", [(1, 190)])),
     Case(_step("first token of all", [(1, 0)])),
@@ -36,21 +43,21 @@ CASES = [
     Case(_step("a short prompt", [(8, 0)])),
     Case(_step("more rows than threads normalise for themselves", [(9, 0), (1, 40)])),
     Case(_step("a prompt", [(70, 5)])),
-    Case(_step("a prompt beside decodes, 8 bits", [(1, 30), (57, 0), (1, 3)]), bits=8, minimum=False, bias=True),
+    Case(_step("a chunk beside a decode", [(5, 33), (1, 128)])),
     Case(_step("two chunks of rows", [(530, 0)]), num_layers=1),
+    Case(_step("two chunks of rows, the second of a few", [(515, 0)])),
+    Case(
+        _step("a prompt beside decodes, 8 bits, pairs", [(1, 30), (57, 0), (1, 3)]),
+        bits=8, minimum=False, bias=True, kv_dtype=torch.bfloat16,
+    ),
+    Case(_step("8 bits, pairs", [(1, 40), (1, 9)]), bits=8, minimum=False, kv_dtype=torch.bfloat16),
     Case(_step("16 bits", [(1, 40)]), bits=16, minimum=False),
     Case(_step("a prompt, 16 bits", [(60, 3), (1, 9)]), bits=16, minimum=False, bias=True),
-    Case(_step("a chunk beside a decode", [(5, 33), (1, 128)])),
-    Case(_step("8 bits", [(1, 40), (1, 9)]), bits=8, minimum=False),
-    Case(_step("8 bits with minimums and biases", [(1, 40), (3, 9)]), bits=8, bias=True),
-    Case(_step("symmetric 4 bits", [(1, 40)]), minimum=False, bias=True),
-    Case(
-        _step("other shapes", [(1, 77), (2, 9)], num_heads=4, num_kv_heads=1, head_dim=128, rotary_dim=64),
-        hidden=192,
-        intermediate=320,
-        num_layers=5,
-    ),
-]
+    Case(_step("8 bits with minimums and biases, other shapes", [(1, 40), (3, 9)], **_OTHER_SHAPES),
+         bits=8, bias=True, **_OTHER_SIZES),
+    Case(_step("symmetric 4 bits, other shapes, pairs", [(1, 77), (2, 9)], **_OTHER_SHAPES),
+         minimum=False, bias=True, kv_dtype=torch.bfloat16, **_OTHER_SIZES),
+]  # fmt: skip
 
 
 def make_layers(case: Case, seed: int = 0) -> list[LayerWeights]:

@@ -8,7 +8,7 @@ from kernels.linear_panels.layout import PanelWeight, pack_codes, pack_values
 from kernels.linear_panels.micro import BLOCK
 
 KINDS = [(4, True), (4, False), (8, False), (8, True), (16, False)]
-SHAPES = [(1, 64), (3, 128), (17, 96), (40, 576), (960, 576), (576, 1536)]
+SHAPES = [(1, 32), (3, 128), (17, 96), (40, 576), (960, 576), (576, 1536)]
 
 
 def random_weight(

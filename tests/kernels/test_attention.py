@@ -36,15 +36,28 @@ GEOMETRIES = [
         page_size=page,
     )
     for group, dim, page in (
-        (1, 64, 16), (2, 128, 8), (3, 96, 32), (4, 128, 16), (5, 64, 24), (6, 64, 8), (7, 96, 16), (8, 128, 32),
-        (12, 64, 256),
+        (1, 64, 32), (2, 128, 8), (4, 96, 24), (6, 64, 8), (7, 96, 16), (8, 128, 32), (12, 64, 256),
+    )
+]  # fmt: skip
+CELL_GEOMETRIES = [
+    Case(
+        f"{heads} heads of {dim}, {kv_heads} KV heads, {rotary} dimensions rotate, pages of {page}",
+        [(1, 277), (20, 9), (1, 40)],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        rotary_dim=rotary,
+        page_size=page,
+    )
+    for heads, kv_heads, dim, rotary, page in (
+        (4, 4, 128, 128, 24), (4, 1, 96, 96, 256), (16, 2, 64, 32, 16), (12, 2, 64, 64, 8)
     )
 ]  # fmt: skip
 LIMITED = [
     Case("window", [(1, 0), (1, 300), (1, 136), (50, 0), (37, 250)], window=40),
     Case("window of a block", [(1, 300), (1, 127), (150, 20)], window=128),
     Case("window of one", [(1, 33), (20, 0)], window=1),
-    Case("window of pages of 8", [(1, 177), (40, 99)], page_size=8, window=21),
+    Case("window of pages of 8", [(1, 177), (40, 99)], page_size=8, window=21, num_heads=12, num_kv_heads=2),
     Case("soft cap", [(1, 190), (60, 100)], softcap=5.0),
     Case("soft cap and window", [(1, 190), (60, 100)], softcap=30.0, window=70),
 ]
@@ -59,12 +72,12 @@ def run_cpu(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, tensors):
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=["f32", "bf16-f32", "bf16", "f32-bf16"])
-@pytest.mark.parametrize("case", CASES[:7], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_contexts(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check(case, dtype, kv_dtype)
 
 
-@pytest.mark.parametrize("case", CASES[7:], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CELL_GEOMETRIES, ids=lambda case: case.name)
 def test_geometries(case: Case) -> None:
     check(case, torch.float32, torch.float32)
 
@@ -89,7 +102,7 @@ def check(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 @needs_pairs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES[:7], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_contexts_in_pairs(case: Case, dtype: torch.dtype) -> None:
     check_pairs(case, dtype)
 

@@ -26,11 +26,12 @@ ROWS = [*range(1, 18), FEW_ROWS - 1, FEW_ROWS, FEW_ROWS + 1, 100, CHUNK_ROWS + 1
 def test_products_are_those_of_the_values(bits: int, minimum: bool, shape: tuple[int, int]) -> None:
     weight = random_weight(shape, bits, minimum=minimum)
     linear = panel_linear(bits, minimum, Result.FLOAT32)
-    for rows in ROWS:
-        x = torch.randn((rows, shape[1])).bfloat16()
-        bias = torch.nn.functional.pad(torch.randn(shape[0]).bfloat16(), (0, -shape[0] % 16))
-        for given in (None, bias):
-            want = reference(x, weight, None if given is None else given[: shape[0]])
+    inputs = torch.randn((max(ROWS), shape[1])).bfloat16()
+    bias = torch.nn.functional.pad(torch.randn(shape[0]).bfloat16(), (0, -shape[0] % 16))
+    for given in (None, bias):
+        wanted = reference(inputs, weight, None if given is None else given[: shape[0]])
+        for rows in ROWS:
+            x, want = inputs[:rows], wanted[:rows]
             # Of many rows weights are rounded to bfloat16; else the sums alone are not exact.
             rounded = rows > FEW_ROWS and bits != 16
             for fixed in (False, True):
