@@ -27,10 +27,10 @@ from scripts._bench.gateway_processes import (
     answer_ms,
     cpu_seconds,
     gateways,
-    resident_bytes,
     running,
     until_ready,
 )
+from scripts._bench.process_memory import resident_bytes
 from scripts.loadtest.report import table
 from scripts.loadtest.server_process import free_port
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts._bench.gateway_processes import BenchError, gateways, resident_bytes, until_ready
+from scripts._bench.gateway_processes import BenchError, gateways, until_ready
+from scripts._bench.process_memory import resident_bytes
 from scripts.loadtest.server_process import free_port
 
 _CLIENTS = 24

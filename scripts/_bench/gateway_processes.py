@@ -27,11 +27,6 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @contextmanager
 def running(*command: str, quiet: bool = True) -> Iterator[subprocess.Popen[str]]:
     """A Python process of the benchmark's own; ended with the block."""
