@@ -195,7 +195,9 @@ def test_the_ops_and_weights_of_other_devices_compute_the_same(
 ) -> None:
     """What runs where there is no kernel of our own, a GPU's part of the code included, here on the CPU."""
     monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ReferenceOps())
-    monkeypatch.setattr(Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device))
+    monkeypatch.setattr(
+        Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device)
+    )
     model, spec, weights = make_pair({"attention_bias": True, "mlp_bias": True}, **BIASES)
     ids = token_ids(100)
     assert_close(run_chunks(make_decoder(spec, weights), spec, ids, chunks), expected_logits(model, ids))
