@@ -20,14 +20,18 @@ from kernels.attention.kv_pages import KVPages, stored_in_pairs
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, load_f32, load_i64, wait_for
 from kernels.decoder_layers.inputs import LayerWeights, uniform
-from kernels.decoder_layers.phases import normalise, project
-from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, scratch_bytes
+from kernels.decoder_layers.phases import OWN_ROWS, normalise, project
+from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, Result, scratch_bytes
 from kernels.linear_panels.cpu import supported as linear_supported
 from kernels.linear_panels.micro import BLOCK
 
-_LAYER_WORDS = 16
-_PHASE_WORDS = 8
-_OWN_ROWS = 8
+# Where in a layer's words of the table its addresses are, in bytes; a linear has two words.
+_QKV, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN, _KEYS, _VALUES = 8, 24, 40, 48, 64, 80, 88
+_LAYER_BYTES = 128
+_PHASE_BYTES = 64
+"""Counters of a phase, a cache line."""
+_ATTENDED = 32
+"""Bytes to attention's counter of tiles that are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ def compile_layers(
     few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
     width = (num_heads + 2 * num_kv_heads) * dim
     inner = num_heads * dim
+    rounded, added, gated_result = int(Result.BFLOAT16), int(Result.ADD), int(Result.GATE)
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def layers(block: Any) -> None:
@@ -91,44 +96,50 @@ def compile_layers(
         # As values, not as constants: for each constant numba would compile all of a projection anew.
         wide, between = types.int64(hidden), types.int64(intermediate)
         qkv_out, attention_out = types.int64(width), types.int64(inner)
-        plain, add, gate = types.int64(0), types.int64(2), types.int64(3)
+        plain, add, gate = types.int64(rounded), types.int64(added), types.int64(gated_result)
         for index in range(num_layers):
-            layer = table + index * 128
-            for start in range(0, rows, 512):
-                count = min(rows - start, 512)
+            layer = table + index * _LAYER_BYTES
+            for start in range(0, rows, CHUNK_ROWS):
+                count = min(rows - start, CHUNK_ROWS)
                 r = residual + start * wide * 4
                 x = normalise(r, load_i64(layer), own_x, normed, count, wide, eps, sync)
                 target = qkv + start * qkv_out * 2
                 project(
-                    bits, minimum, plain, few, count, x, wide, sums, layer + 8, target, qkv_out, threads, sync + 64, own
-                )
-                sync += 128
+                    bits, minimum, plain, few, count, x, wide, sums, layer + _QKV, target, qkv_out, threads,
+                    sync + _PHASE_BYTES, own,
+                )  # fmt: skip
+                sync += 2 * _PHASE_BYTES
             if paired:
                 attend_pairs(
-                    block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync, num_heads, num_kv_heads,
-                    dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                    block, qkv, attended, load_i64(layer + _KEYS), load_i64(layer + _VALUES), sync, num_heads,
+                    num_kv_heads, dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
                 )  # fmt: skip
             else:
                 attend_cells(
-                    block, qkv, attended, load_i64(layer + 80), load_i64(layer + 88), sync, num_heads, num_kv_heads,
-                    dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
+                    block, qkv, attended, load_i64(layer + _KEYS), load_i64(layer + _VALUES), sync, num_heads,
+                    num_kv_heads, dim, rotary_dim, page, 1, kv_bf16, few_rows, stride, page_bytes, slot_bytes,
                 )  # fmt: skip
-            wait_for(sync + 32, tickets)
-            sync += 64
-            for start in range(0, rows, 512):
-                count = min(rows - start, 512)
+            wait_for(sync + _ATTENDED, tickets)
+            sync += _PHASE_BYTES
+            for start in range(0, rows, CHUNK_ROWS):
+                count = min(rows - start, CHUNK_ROWS)
                 r = residual + start * wide * 4
                 x = attended + start * attention_out * 2
-                project(bits, minimum, add, few, count, x, attention_out, sums, layer + 24, r, wide, threads, sync, own)
-                x = normalise(r, load_i64(layer + 40), own_x, normed, count, wide, eps, sync + 64)
                 project(
-                    bits, minimum, gate, few, count, x, wide, sums, layer + 48, gated, 2 * between, threads, sync + 128,
+                    bits, minimum, add, few, count, x, attention_out, sums, layer + _OUTPUT, r, wide, threads, sync, own
+                )
+                sync += _PHASE_BYTES
+                x = normalise(r, load_i64(layer + _MLP_NORM), own_x, normed, count, wide, eps, sync)
+                sync += _PHASE_BYTES
+                project(
+                    bits, minimum, gate, few, count, x, wide, sums, layer + _GATE_UP, gated, 2 * between, threads, sync,
                     own,
                 )  # fmt: skip
+                sync += _PHASE_BYTES
                 project(
-                    bits, minimum, add, few, count, gated, between, sums, layer + 64, r, wide, threads, sync + 192, own
+                    bits, minimum, add, few, count, gated, between, sums, layer + _DOWN, r, wide, threads, sync, own
                 )
-                sync += 256
+                sync += _PHASE_BYTES
 
     return layers
 
@@ -183,11 +194,13 @@ class DecoderLayers:
         self._make_room(FEW_ROWS)
 
     def __call__(self, residual: torch.Tensor, pages: Sequence[KVPages], prepared: PreparedAttention) -> None:
-        """Adds all layers to the [T, hidden] float32 residual, T at least 1, and writes keys and values."""
+        """Adds all layers to the [T, hidden] float32 residual, T at least 1, and writes keys and values.
+
+        Args:
+            pages: each layer's. Raises ValueError where they are not of the kind that the op is compiled for.
+        """
         if self._pages is not pages[0].keys:
-            for row, one in zip(self._table, pages):
-                row[10], row[11] = one.keys.data_ptr(), one.values.data_ptr()
-            self._pages = pages[0].keys
+            self._use(pages)
         rows = residual.shape[0]
         if rows > self._rows:
             self._make_room(rows)
@@ -198,6 +211,18 @@ class DecoderLayers:
         prepared.tell(block)
         self._kernel.run(self._threads)
 
+    def _use(self, pages: Sequence[KVPages]) -> None:
+        """Takes down where they are. The tensors must stay there while steps use them."""
+        geometry, dtype = self._shape.geometry, self._shape.kv_dtype
+        paired = stored_in_pairs(dtype, geometry.head_dim, geometry.page_size)
+        cells = geometry.num_kv_heads * geometry.page_size * geometry.head_dim
+        kinds = {(one.keys.dtype, one.paired, one.keys.stride(0), one.values.stride(0)) for one in pages}
+        if len(pages) != len(self._layers) or kinds != {(dtype, paired, cells, cells)}:
+            raise ValueError("the pages are not of the kind that the layers were fused for")
+        for row, one in zip(self._table, pages):
+            row[_KEYS // 8], row[_VALUES // 8] = one.keys.data_ptr(), one.values.data_ptr()
+        self._pages = pages[0].keys
+
     def _make_room(self, rows: int) -> None:
         """Memory for steps of as many rows: what threads share, and each thread's own."""
         shape, block = self._shape, self._kernel.block
@@ -207,21 +232,21 @@ class DecoderLayers:
         shared = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
         block[2], block[3], block[15], block[23] = (buffer.data_ptr() for buffer in shared)
         own_x = scratch_bytes(widest)
-        sums = own_x + _OWN_ROWS * shape.hidden * 2
+        sums = own_x + OWN_ROWS * shape.hidden * 2
         size = sums + (at_a_time if self._fixed else min(rows, FEW_ROWS)) * widest // BLOCK * 4
         own = torch.zeros((self._threads, -(-size // 64) * 64), dtype=torch.uint8)
         block[19], block[20], block[24], block[25] = own.data_ptr(), own.stride(0), own_x, sums
         # Of a layer attention, and of each chunk of rows two norms and four projections.
         phases = 1 + 6 * -(-rows // CHUNK_ROWS)
-        self._counters = torch.zeros(len(self._layers) * phases * _PHASE_WORDS, dtype=torch.int64)
+        self._counters = torch.zeros(len(self._layers) * phases * _PHASE_BYTES // 8, dtype=torch.int64)
         block[18] = self._counters.data_ptr()
         self._buffers = [*shared, own]
         self._rows = rows
 
 
 def _table(layers: Sequence[LayerWeights]) -> torch.Tensor:
-    """[layers, 16] int64 addresses: a norm's weight and two linears, twice, then (later) keys and values."""
-    table = torch.zeros((len(layers), _LAYER_WORDS), dtype=torch.int64)
+    """[layers, 16] int64 addresses: a norm's weight and two linears, twice; keys and values come later."""
+    table = torch.zeros((len(layers), _LAYER_BYTES // 8), dtype=torch.int64)
     for row, layer in zip(table, layers):
         words = [layer.attention_norm.data_ptr()]
         for number, linear in enumerate(layer.linears):

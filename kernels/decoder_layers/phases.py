@@ -15,6 +15,13 @@ from kernels.cpu.simd import atomic_add, load_i64, wait_for
 from kernels.linear_panels.cpu import block_sums, num_pieces, share_out
 from kernels.norm.cpu import norm_row
 
+OWN_ROWS = 8
+"""Up to these every thread normalises for itself."""
+_SHARED_ROWS = 4
+"""Beyond, it takes so many at a time."""
+_DONE = 8
+"""Bytes from a phase's counter of pieces that are taken to that of pieces that are done."""
+
 
 @njit
 def normalise(
@@ -24,19 +31,19 @@ def normalise(
 
     A few rows every thread normalises for itself, which is cheaper than waiting for another to do it.
     """
-    if rows <= 8:
+    if rows <= OWN_ROWS:
         for row in range(rows):
             norm_row(0, 0, residual + row * hidden * 4, weight, own + row * hidden * 2, hidden, eps, 1)
         return own
     while True:
-        first = atomic_add(counters, 1) * 4
+        first = atomic_add(counters, 1) * _SHARED_ROWS
         if first >= rows:
             break
-        last = min(first + 4, rows)
+        last = min(first + _SHARED_ROWS, rows)
         for row in range(first, last):
             norm_row(0, 0, residual + row * hidden * 4, weight, shared + row * hidden * 2, hidden, eps, 1)
-        atomic_add(counters + 8, last - first)
-    wait_for(counters + 8, rows)
+        atomic_add(counters + _DONE, last - first)
+    wait_for(counters + _DONE, rows)
     return shared
 
 
@@ -69,5 +76,5 @@ def project(
         bits, minimum, result, few, rows, x, num_in, sums, load_i64(linear), load_i64(linear + 8), out, num_out,
         threads, counters, scratch,
     )  # fmt: skip
-    atomic_add(counters + 8, done)
-    wait_for(counters + 8, num_pieces(result, few, rows, num_out, threads))
+    atomic_add(counters + _DONE, done)
+    wait_for(counters + _DONE, num_pieces(result, few, rows, num_out, threads))

@@ -80,3 +80,16 @@ def test_layers_of_different_formats_are_not_one_op() -> None:
     assert supported(shape, four)
     assert not supported(shape, [*four, *eight])
     assert not supported(shape, [])
+
+
+def test_pages_of_another_kind_are_refused() -> None:
+    case = CASES[0]
+    layers = DecoderLayers(shape_of(case), make_layers(case))
+    tensors = make_tensors(case.attention, torch.bfloat16, torch.float32)
+    prepared = PreparedAttention(tensors.inputs, case.attention.geometry(), make_tiles(tensors.inputs))
+    pages = tensors.pages()
+    other_dtype = KVPages(pages.keys.bfloat16(), pages.values.bfloat16())
+    other_size = KVPages(pages.keys[:, :, :8].clone(), pages.values[:, :, :8].clone())
+    for wrong in ([pages], [other_dtype] * 2, [pages, other_dtype], [other_size] * 2):
+        with pytest.raises(ValueError, match="pages"):
+            layers(torch.zeros((1, case.hidden)), wrong, prepared)
