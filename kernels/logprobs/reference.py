@@ -21,7 +21,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     """
     ids = token_ids.long().clamp(min=0).unsqueeze(1)
     chosen = logits.gather(1, ids)
-    normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
+    normalizer = _normalizer(logits)
     top_ids = _likeliest(logits, min(num_top, logits.shape[1]))
     return LogprobTensors(
         token_ids=ids.squeeze(1),
@@ -30,6 +30,15 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
         top_ids=top_ids,
         top_logprobs=_finite(logits.gather(1, top_ids) - normalizer),
     )
+
+
+def _normalizer(logits: torch.Tensor) -> torch.Tensor:
+    """[L, 1] logarithms of the sums of exp, the same for a row alone and among others.
+
+    The sum of a single row torch cuts into a piece for each thread, so it never gets one alone.
+    """
+    rows = logits.shape[0]
+    return torch.logsumexp(logits.expand(2, -1) if rows == 1 else logits, dim=-1, keepdim=True)[:rows]
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:

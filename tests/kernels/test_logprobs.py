@@ -97,6 +97,17 @@ def test_rows_do_not_depend_on_their_neighbours(device):
         assert torch.equal(values, together[name][2:3])
 
 
+def test_rows_of_the_reference_do_not_depend_on_their_neighbours():
+    """torch sums up a single row of so many in several pieces, in two rows of these 64 to another last bit."""
+    logits = torch.randn((64, 49152), generator=torch.Generator().manual_seed(0)) * 3
+    token_ids = torch.arange(64)
+    together = reference.compute_logprobs(logits, token_ids, 2)
+    for row in range(64):
+        alone = reference.compute_logprobs(logits[row : row + 1], token_ids[row : row + 1], 2)
+        assert torch.equal(alone.logprobs[0], together.logprobs[row]), row
+        assert torch.equal(alone.top_logprobs[0], together.top_logprobs[row]), row
+
+
 def test_other_arguments_are_refused(device):
     logits, token_ids = make_case(2, 40, 0.0)
     with pytest.raises(ValueError, match="float32 logits"):
