@@ -10,7 +10,7 @@ from typing import Any
 from numba import literally, njit, types
 
 from kernels.attention.micro import add_page, score_page
-from kernels.attention.rows import cap_scores, clear_rows, load_query, weigh
+from kernels.attention.rows import ROWS, cap_scores, clear_rows, key_block, load_query, tile_rows, weigh
 from kernels.cpu.simd import load_f32, load_i32, vload, vmul, vsplat, vstore
 
 
@@ -53,16 +53,16 @@ def attend_to_cells(
     element = 2 if bf16 else 4
     group = num_heads // num_kv_heads
     width = (num_heads + 2 * num_kv_heads) * dim
-    max_rows = (16 * group + 5) // 6 * 6
-    keys_per_block = page * max(1, 128 // page)
+    max_rows = tile_rows(group)
+    keys_per_block = key_block(page)
     query = scratch
     sums = query + max_rows * dim * 4
     scores = sums + max_rows * dim * 4
     highest = scores + max_rows * stride * 4
     totals = highest + max_rows * 4
     rows = count * group
-    few = count == 1 and group <= 6
-    padded = rows if few else (rows + 5) // 6 * 6
+    few = count == 1 and group <= ROWS
+    padded = rows if few else (rows + ROWS - 1) // ROWS * ROWS
     factor = scale
     if softcap > types.float32(0.0):
         factor = scale * types.float32(2.0) / softcap
@@ -88,9 +88,9 @@ def attend_to_cells(
                 after = keys + (after * num_kv_heads + h) * page_bytes
                 score_page(few_rows, dim, page, kv_bf16, query, at, line, stride, 1, after, at - keys + values)
             else:
-                for r in range(0, padded, 6):
+                for r in range(0, padded, ROWS):
                     q, target = query + r * dim * 4, line + r * stride * 4
-                    score_page(6, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
+                    score_page(ROWS, dim, page, kv_bf16, q, at, target, stride, 0, 0, 0)
         for r in range(rows):
             seen = load_i32(positions + (start + r // group) * 4) + 1 - begin
             line = scores + r * stride * 4
@@ -107,9 +107,9 @@ def attend_to_cells(
             if few:
                 add_page(few_rows, dim, 4, kv_bf16, line, stride, at, sums, used)
             else:
-                for r in range(0, padded, 6):
+                for r in range(0, padded, ROWS):
                     source, target = line + r * stride * 4, sums + r * dim * 4
-                    add_page(6, dim, 4, kv_bf16, source, stride, at, target, used)
+                    add_page(ROWS, dim, 4, kv_bf16, source, stride, at, target, used)
     for r in range(rows):
         target = out + ((start + r // group) * num_heads + h * group + r % group) * dim * element
         share = vsplat(types.float32(1.0) / load_f32(totals + r * 4))

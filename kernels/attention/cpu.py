@@ -20,7 +20,7 @@ from kernels.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.attention.kv_pages import stored_in_pairs
 from kernels.attention.micro_pairs import MOST_FEW, line_keys
 from kernels.attention.pairs import attend_to_pairs, write_paired_key, write_paired_value
-from kernels.attention.rows import write_key
+from kernels.attention.rows import ROWS, TILE_TOKENS, key_block, tile_rows, write_key
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import (
     WIDTH,
@@ -33,9 +33,6 @@ from kernels.cpu.simd import (
     wait_for,
 )
 
-TILE_TOKENS = 16
-ROWS = 6  # queries whose products are accumulated in registers together
-_KEY_BLOCK = 128
 _NO_WINDOW = 2**31 - 1
 
 
@@ -50,15 +47,9 @@ def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.d
     )
 
 
-def key_block(page_size: int) -> int:
-    """Keys that a tile scores at a time: whole pages."""
-    return page_size * max(1, _KEY_BLOCK // page_size)
-
-
 def scratch_size(geometry: AttentionGeometry) -> int:
     """float32 values of scratch memory that one thread needs, whichever way its pages are stored."""
-    group = geometry.num_heads // geometry.num_kv_heads
-    rows = -(-TILE_TOKENS * group // ROWS) * ROWS
+    rows = tile_rows(geometry.num_heads // geometry.num_kv_heads)
     stride = -(-key_block(geometry.page_size) // WIDTH) * WIDTH
     cells = rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
     lines = MOST_FEW * line_keys(geometry.page_size)
@@ -73,7 +64,7 @@ def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: 
     """
     stride = -(-key_block(page) // WIDTH) * WIDTH
     slot_bytes = page * (2 if kv_bf16 else 4)
-    return min(num_heads // num_kv_heads, 6), stride, slot_bytes * dim, slot_bytes
+    return min(num_heads // num_kv_heads, ROWS), stride, slot_bytes * dim, slot_bytes
 
 
 def _make_attend(paired: bool) -> Any:

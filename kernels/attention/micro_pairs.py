@@ -11,18 +11,16 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
+from kernels.attention.rows import KEY_BLOCK, ROWS, key_block
 from kernels.cpu import bf16
 from kernels.cpu.simd import I16, I32, I64, VEC, WIDTH, call, const, fma, load, pointer, prefetch, splat, to_bf16
 from kernels.cpu.simd import vector as vector_type
 
-ROWS = 6
-"""Queries of a prompt whose products are accumulated in registers together."""
 MOST_FEW = 8
 """Queries a KV head up to which those of one token are taken together instead."""
 _REGISTERS = 24
-_LINE = 128
 _INTS = ir.VectorType(I32, WIDTH)
 # 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, fitted for the least largest relative error, which is 3e-6.
 _POWER = (0.69312418, 0.24024099, 0.055906426, 0.009582853)
@@ -30,8 +28,10 @@ _POWER = (0.69312418, 0.24024099, 0.055906426, 0.009582853)
 
 def line_keys(page_size: int) -> int:
     """Scores that a row of a block has room for: those of its keys, rounded up."""
-    keys = page_size * max(1, _LINE // page_size)
-    return -(-keys // _LINE) * _LINE
+    return (key_block(page_size) + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
+
+
+register_jitable(line_keys)
 
 
 def _splat_pair(builder: Any, address: Any) -> Any:

@@ -13,7 +13,9 @@ from numba import literally, njit, types
 
 from kernels.attention.micro import vdrop
 from kernels.attention.micro_pairs import (
+    MOST_FEW,
     add_pairs,
+    line_keys,
     scatter_pairs,
     score_pairs,
     store_half,
@@ -22,6 +24,7 @@ from kernels.attention.micro_pairs import (
     vhigher,
     weigh_pairs,
 )
+from kernels.attention.rows import ROWS, key_block, tile_rows
 from kernels.cpu.simd import (
     load_f32,
     load_i32,
@@ -160,9 +163,9 @@ def attend_to_pairs(
     element = 2 if bf16 else 4
     group = num_heads // num_kv_heads
     width = (num_heads + 2 * num_kv_heads) * dim
-    max_rows = (16 * group + 5) // 6 * 6 + 8
-    block_keys = page * max(1, 128 // page)
-    line_bytes = (block_keys + 127) // 128 * 128 * 4
+    max_rows = tile_rows(group) + MOST_FEW
+    block_keys = key_block(page)
+    line_bytes = line_keys(page) * 4
     log2e = types.float32(1.4426950408889634)
 
     query = scratch
@@ -171,8 +174,8 @@ def attend_to_pairs(
     highest = totals + max_rows * 64
     lines = highest + max_rows * 64
     rows = count * group
-    few = count == 1 and group <= 8
-    at_once = group if few else 6
+    few = count == 1 and group <= MOST_FEW
+    at_once = group if few else ROWS
     factor = scale * log2e
     if softcap > types.float32(0.0):
         factor = factor * types.float32(2.0) / softcap

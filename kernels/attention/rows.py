@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba import literally, njit, types
+from numba.extending import register_jitable
 
 from kernels.attention.micro import vdrop
 from kernels.cpu.simd import (
@@ -27,6 +28,27 @@ from kernels.cpu.simd import (
     vsub,
     vsum,
 )
+
+TILE_TOKENS = 16
+"""Tokens of a request that are attended to together."""
+ROWS = 6
+"""Queries whose products are accumulated in registers together."""
+KEY_BLOCK = 128
+"""Keys that a tile scores at a time, where pages are no larger."""
+
+
+def key_block(page_size: int) -> int:
+    """Keys that a tile scores at a time: whole pages."""
+    return page_size * max(1, KEY_BLOCK // page_size)
+
+
+def tile_rows(group: int) -> int:
+    """Rows of memory for the queries of a tile, `group` a token: whole blocks of ROWS."""
+    return (TILE_TOKENS * group + ROWS - 1) // ROWS * ROWS
+
+
+for _size in (key_block, tile_rows):
+    register_jitable(_size)
 
 
 @njit

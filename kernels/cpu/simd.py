@@ -82,22 +82,6 @@ def load(builder: ir.IRBuilder, address: ir.Value, bf16: bool, width: int = WIDT
     return builder.bitcast(builder.shl(builder.zext(half, integers), const(integers, 16)), wide)
 
 
-def load_bf16_scalar(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The bfloat16 at an address as float32; 0 for the address 0."""
-    there = builder.icmp_unsigned("!=", address, I64(0))
-    with builder.if_else(there) as (then, otherwise):
-        with then:
-            half = builder.load(pointer(builder, address, I16), align=2)
-            value = builder.bitcast(builder.shl(builder.zext(half, I32), I32(16)), F32)
-            from_then = builder.block
-        with otherwise:
-            from_otherwise = builder.block
-    chosen = builder.phi(F32)
-    chosen.add_incoming(value, from_then)
-    chosen.add_incoming(ir.Constant(F32, 0.0), from_otherwise)
-    return chosen
-
-
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Asks for the cache line of an address, which need not be mapped."""
     anything = ir.PointerType(ir.IntType(8))
@@ -226,6 +210,16 @@ def vmax(typing: Any, x: Any, y: Any) -> Any:
 def vexp(typing: Any, x: Any) -> Any:
     """exp of each lane."""
     return _emit(vector, (vector,), exp)
+
+
+@intrinsic
+def vsilu(typing: Any, x: Any) -> Any:
+    """x / (1 + exp(-x)) of each lane. The sum stays finite: exp is at most exp(88)."""
+
+    def body(b: Any, v: Any) -> Any:
+        return b.fdiv(v, b.fadd(const(VEC, 1.0), exp(b, b.fsub(const(VEC, 0.0), v))))
+
+    return _emit(vector, (vector,), body)
 
 
 @intrinsic
