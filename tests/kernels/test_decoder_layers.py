@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from kernels.attention.cases import make_tensors
 from kernels.attention.cpu import PreparedAttention, make_tiles
 from kernels.attention.kv_pages import KVPages, key_cells, value_cells
 from kernels.cpu.bf16 import supported as processor_supported
+from kernels.decoder_layers import cpu
 from kernels.decoder_layers.cases import CASES, Case, make_layers
 from kernels.decoder_layers.cpu import DecoderLayers, Shape, supported
 from kernels.decoder_layers.reference import layers as reference
@@ -71,6 +74,23 @@ def test_layers_are_those_of_the_reference(case: Case) -> None:
     again = residual.clone()
     layers(again, mine, prepared)
     assert torch.equal(again, first)
+
+
+@pytest.mark.parametrize("requests", [[(1, 190)], [(9, 0), (1, 40)], [(200, 5)]])
+def test_any_number_of_threads_gives_the_same(requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are processors too, which come late to most phases."""
+    attention = dataclasses.replace(CASES[0].attention, requests=requests)
+    case = dataclasses.replace(CASES[0], attention=attention)
+    tensors = make_tensors(attention, torch.bfloat16, case.kv_dtype)
+    prepared = PreparedAttention(tensors.inputs, attention.geometry(), make_tiles(tensors.inputs))
+    residual, weights = torch.randn((tensors.qkv.shape[0], case.hidden)), make_layers(case)
+    found = []
+    for count in (1, 3, 9):
+        monkeypatch.setattr(cpu, "num_threads", lambda count=count: count)
+        layers, out = DecoderLayers(shape_of(case), weights), residual.clone()
+        layers(out, _copies(tensors.pages(), case.num_layers), prepared)
+        found.append(out)
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
 
 
 def test_layers_of_different_formats_are_not_one_op() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.cpu import bf16
 from kernels.dispatch import ReferenceOps
 from shared.errors import ConfigurationError
 from tests.fakes.weights import MemoryWeights
@@ -31,8 +32,8 @@ class OneRank(ParallelContext):
         return tensor
 
 
-def place(rank: int, size: int) -> Placement:
-    return Placement(torch.float32, CPU, OneRank(tp_rank=rank, tp_size=size))
+def place(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Placement:
+    return Placement(dtype, CPU, OneRank(tp_rank=rank, tp_size=size))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -115,6 +116,43 @@ def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monk
     torch.testing.assert_close(embedded, weights.tensors["embed.weight"][ids.long()] * 3)
     head = weights.tensors["embed.weight" if tied else "head.weight"]
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, :11], F.linear(x, head))
+
+
+@pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
+@pytest.mark.parametrize("size", [1, 2, 5])  # of 5 the last holds no row of the vocabulary
+def test_panels_are_split_over_ranks(size: int) -> None:
+    """Parts, biases and a vocabulary that end within panels."""
+    hidden, inner, vocab = 64, 32 * size, 11
+    tensors = {"a.weight": random(3 * size, hidden), "b.weight": random(2 * size, hidden), "a.bias": random(3 * size),
+               "b.bias": random(2 * size), "o.weight": random(7, inner), "o.bias": random(7),
+               "embed.weight": random(vocab, hidden)}  # fmt: skip
+    weights = MemoryWeights({name: tensor.bfloat16() for name, tensor in tensors.items()})
+    x, y = random(3, hidden).bfloat16(), random(40, inner).bfloat16()
+    outs: list[list[torch.Tensor]] = [[], []]
+    total, logits = torch.zeros(40, 7).double(), []
+    for rank in range(size):
+        here = place(rank, size, torch.bfloat16)
+        rows = [slice(rank * count, rank * count + count) for count in (3, 2)]
+        parts = [Part(name, part) for name, part in zip("ab", rows)]
+        column = ColumnParallelLinear(weights, parts, [3 * size, 2 * size], hidden, bias=True, place=here)
+        cols = slice(rank * 32, rank * 32 + 32)
+        row = RowParallelLinear(weights, "o", (7, inner), cols, bias=True, place=here)
+        assert (column.panels is None) == (row.panels is None) == (size > 1)
+        for out, part in zip(outs, column(x).split([3, 2], dim=1)):
+            out.append(part)
+        total += row(y[:, cols])
+        embedding = VocabularyParallelEmbedding(weights, vocab, hidden, here, ReferenceOps())
+        logits.append(VocabularyParallelHead(weights, vocab, hidden, here, embedding)(x))
+
+    def near(actual: torch.Tensor, given: torch.Tensor, name: str) -> bool:
+        bias = weights.tensors.get(f"{name}.bias")
+        wanted = F.linear(given.double(), weights.tensors[f"{name}.weight"].double())
+        wanted = wanted if bias is None else wanted + bias.double()
+        return bool((actual.double() - wanted).norm() < 5e-3 * wanted.norm())
+
+    assert near(torch.cat(outs[0], dim=1), x, "a") and near(torch.cat(outs[1], dim=1), x, "b")
+    assert near(total, y, "o")
+    assert near(torch.cat(logits, dim=1)[:, :vocab], x, "embed")
 
 
 @pytest.mark.parametrize("size", [1, 2])
