@@ -17,6 +17,7 @@ from worker.model.loading.open_model import open_model
 
 PAGE = 16
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712] * 4
+SMALL_STEPS = [1, 2, 3, 8, 16, 17, 25]
 
 pytestmark = [
     pytest.mark.skipif(not supported(), reason="the processor has no AVX512-BF16"),
@@ -61,14 +62,35 @@ def divergence(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((exact.exp() * (exact - ours)).sum(dim=-1).mean())
 
 
+@pytest.fixture(scope="module")
+def exact_model(files: ModelFiles) -> tuple[Decoder, KVStorage]:
+    return make_decoder(files, torch.float32, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def decoder(files: ModelFiles) -> Decoder:
+    return make_decoder(files, torch.bfloat16, torch.bfloat16)[0]
+
+
+@pytest.fixture(scope="module")
+def unfused(decoder: Decoder, files: ModelFiles) -> dict[torch.dtype, torch.Tensor]:
+    """By dtype of the KV cache, what the layers' separate ops make of the prompt."""
+    kinds = torch.bfloat16, torch.float32
+    return {kind: decode(decoder, KVStorage(files.spec, 16, PAGE, kind, "cpu"), SMALL_STEPS) for kind in kinds}
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
-def test_all_sizes_of_steps_are_near_to_float32(files: ModelFiles, kv_dtype: torch.dtype) -> None:
-    small = [1, 2, 3, 8, 16, 17, 25]
-    exact = decode(*make_decoder(files, torch.float32, torch.float32), [len(PROMPT)])
-    decoder, kv = make_decoder(files, torch.bfloat16, kv_dtype)
-    separate = decode(decoder, kv, small)
+def test_all_sizes_of_steps_are_near_to_float32(
+    files: ModelFiles,
+    exact_model: tuple[Decoder, KVStorage],
+    unfused: dict[torch.dtype, torch.Tensor],
+    decoder: Decoder,
+    kv_dtype: torch.dtype,
+) -> None:
+    exact, separate = decode(*exact_model, [len(PROMPT)]), unfused[kv_dtype]
+    kv = KVStorage(files.spec, 16, PAGE, kv_dtype, "cpu")
     decoder.fuse_layers(kv)
-    fused = decode(decoder, kv, small)
+    fused = decode(decoder, kv, SMALL_STEPS)
     assert not torch.equal(fused, separate), "the steps were not one op"
     # bfloat16 itself is about 1e-3 away: that of weights, where they are rounded, of inputs, of keys and values.
     assert divergence(separate, exact) < 3e-3
@@ -80,14 +102,14 @@ def test_a_token_is_the_same_in_every_step_where_that_was_asked_for(files: Model
     decoder, kv = make_decoder(files, torch.bfloat16, torch.bfloat16, deterministic=True)
     decoder.fuse_layers(kv)
     whole = decode(decoder, kv, [len(PROMPT)])
-    for chunks in ([1, 2, 3, 8, 16, 17, 25], [50, 1, 1, 20], [1] * len(PROMPT)):
+    for chunks in (SMALL_STEPS, [50, 1, 1, 20], [1] * len(PROMPT)):
         assert torch.equal(decode(decoder, kv, chunks), whole)
     beside = make_batch([(PROMPT[:40], 0, [3, 1, 5]), (PROMPT[:7], 0, [9]), (PROMPT[5:60], 0, [10, 11, 12, 13])], PAGE)
     assert torch.equal(decoder.forward(beside, kv)[:40].log_softmax(dim=-1), whole[:40])
 
 
-def test_what_the_op_does_not_cover_stays_separate(files: ModelFiles) -> None:
-    decoder, kv = make_decoder(files, torch.float32, torch.float32)
+def test_what_the_op_does_not_cover_stays_separate(exact_model: tuple[Decoder, KVStorage]) -> None:
+    decoder, kv = exact_model
     before = decode(decoder, kv, [4, 68])
     decoder.fuse_layers(kv)
     assert torch.equal(decode(decoder, kv, [4, 68]), before)
