@@ -20,7 +20,7 @@ from shared.messages import WorkerFacts
 from shared.settings import WorkerSettings
 from worker.constraint import Constraints
 from worker.engine import Engine, StalledError
-from worker.executor.build import BuiltExecutor, build_executor, cache_directory, num_threads
+from worker.executor.build import BuiltExecutor, build_executor, cache_directory, compile_beside, num_threads
 from worker.executor.executor import ExecutorError
 from worker.kv.manager import KVManager
 from worker.model.loading import ModelFiles, open_model
@@ -51,14 +51,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(settings: WorkerSettings) -> int:
+    begin = time.monotonic()
+    # The collector need not look again and again at what the imports have made, while numba makes more.
+    gc.freeze()
+    beside = compile_beside(settings)  # before there are threads
     orphan = _Orphan()
     supervisor_pipe.watch(orphan.end)
     directory = sockets.runtime_dir(settings.runtime_dir)
-    begin = time.monotonic()
     with contextlib.ExitStack() as ending:
+        if beside is not None:
+            ending.callback(beside.close)
         with _announced("loading the model"):
             files = open_model(settings.model, cache_directory(settings))
-            built = build_executor(settings, files)
+            built = build_executor(settings, files, beside=beside)
             ending.callback(built.executor.close)
             files.weights.close()
         counters = Counters()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, literally, types
 
+from kernels.cpu.inner import inner
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, vload, vmul, vsilu, vstore
 
@@ -19,9 +20,10 @@ def supported(width: int, dtype: torch.dtype, activation: str) -> bool:
     return activation == "silu" and width % WIDTH == 0 and dtype in (torch.float32, torch.bfloat16)
 
 
-@njit(inline="always")
+@inner
 def gate_row(source: Any, out: Any, width: Any, bf16: Any) -> None:
-    """One row. Inlined into kernels, where width and bf16 are constants."""
+    """One row; bf16 is a literal."""
+    literally(bf16)
     element = 2 if bf16 else 4
     for i in range(0, width, 16):
         gate = vload(source + i * element, bf16)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import literally, njit, types
+from numba import literally, types
 
 from kernels.attention.micro import add_page, score_page
 from kernels.attention.rows import ROWS, cap_scores, clear_rows, key_block, load_query, tile_rows, weigh
+from kernels.cpu.inner import inner
 from kernels.cpu.simd import load_f32, load_i32, vload, vmul, vsplat, vstore
 
 
-@njit
+@inner
 def attend_to_cells(
     qkv: Any,
     out: Any,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import literally, njit, types
+from numba import literally, types
 
 from kernels.attention.micro import vdrop
 from kernels.attention.micro_pairs import (
@@ -25,6 +25,7 @@ from kernels.attention.micro_pairs import (
     weigh_pairs,
 )
 from kernels.attention.rows import ROWS, key_block, tile_rows
+from kernels.cpu.inner import inner
 from kernels.cpu.simd import (
     load_f32,
     load_i32,
@@ -42,7 +43,7 @@ from kernels.cpu.simd import (
 )
 
 
-@njit
+@inner
 def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, page: Any, bf16: Any) -> None:
     """Rotates a key by the table's `row` and writes it to the slot at `target`."""
     literally(dim)
@@ -60,7 +61,7 @@ def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: A
         scatter_pairs(page, target + i * page * 2, vload(source + i * element, bf16))
 
 
-@njit
+@inner
 def write_paired_value(source: Any, target: Any, slot: Any, dim: Any, bf16: Any) -> None:
     """Writes a value to its slot of the page at `target`."""
     literally(dim)
@@ -70,7 +71,7 @@ def write_paired_value(source: Any, target: Any, slot: Any, dim: Any, bf16: Any)
         store_half(target + (slot // 2 * dim + i) * 4, vload(source + i * element, bf16), slot % 2)
 
 
-@njit
+@inner
 def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
     """Rotates a query, times `scale`, into bfloat16 scratch memory."""
     literally(dim)
@@ -87,7 +88,7 @@ def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary
         store_rounded(target + i * 2, vmul(scale, vload(source + i * element, bf16)))
 
 
-@njit
+@inner
 def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
     """Scores x become limit * tanh(x ln 2 / 2), which is limit * (1 - 2 / (2^x + 1))."""
     one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
@@ -96,7 +97,7 @@ def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
         vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
 
 
-@njit
+@inner
 def _weigh(
     line: Any, low: Any, seen: Any, first: Any, end: Any, highest: Any, totals: Any, sums: Any, dim: Any
 ) -> None:
@@ -130,7 +131,7 @@ def _weigh(
     vstore(totals, total, 0)
 
 
-@njit
+@inner
 def attend_to_pairs(
     qkv: Any,
     out: Any,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import literally, njit, types
+from numba import literally, types
 from numba.extending import register_jitable
 
 from kernels.attention.micro import vdrop
+from kernels.cpu.inner import inner
 from kernels.cpu.simd import (
     load_f32,
     store_f32,
@@ -51,7 +52,7 @@ for _size in (key_block, tile_rows):
     register_jitable(_size)
 
 
-@njit
+@inner
 def write_key(
     source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
 ) -> None:
@@ -72,7 +73,7 @@ def write_key(
         vscatter(target + i * slot_bytes, slot_bytes, vload(source + i * element, bf16), kv_bf16)
 
 
-@njit
+@inner
 def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
     """Rotates a query, times the scale of the scores, into float32 scratch memory."""
     literally(dim)
@@ -89,7 +90,7 @@ def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_
         vstore(target + i * 4, vmul(scale, vload(source + i * element, bf16)), 0)
 
 
-@njit
+@inner
 def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, totals: Any, dim: Any) -> None:
     """Starts the sums of a tile; rows that only fill up a block of products get queries of zero."""
     literally(dim)
@@ -102,7 +103,7 @@ def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, tota
         store_f32(totals + r * 4, 0.0)
 
 
-@njit
+@inner
 def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
     """Scores x become limit * tanh(x / 2), which is limit * (1 - 2 / (exp(x) + 1))."""
     one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
@@ -111,7 +112,7 @@ def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
         vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
 
 
-@njit
+@inner
 def weigh(
     line: Any, low: Any, seen: Any, first: Any, num_keys: Any, highest: Any, total: Any, sums: Any, dim: Any
 ) -> None:

@@ -34,11 +34,21 @@ def use_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def use_cache_directory(directory: Path) -> None:
+def use_cache_directory(directory: Path) -> Path:
     """Keeps compiled kernels below `directory`, one folder for each version of the sources; call before compiling.
 
     Where the directory cannot be written to, they are compiled anew each time and kept in a temporary one.
+
+    Returns:
+        The folder, the same one in all calls for a directory.
     """
+    folder = _cache_folder(directory)
+    numba.config.CACHE_DIR = str(folder)
+    return folder
+
+
+@functools.cache
+def _cache_folder(directory: Path) -> Path:
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
@@ -46,8 +56,8 @@ def use_cache_directory(directory: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="pelton-kernels-"))
-    numba.config.CACHE_DIR = str(folder)
+        return Path(tempfile.mkdtemp(prefix="pelton-kernels-"))
+    return folder
 
 
 @functools.cache

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, literally, types
 
+from kernels.cpu.inner import inner
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import WIDTH, atomic_add, load_f32, vadd, vfma, vload, vmul, vsplat, vstore, vsum
 
@@ -19,11 +20,12 @@ def supported(hidden_size: int, dtype: torch.dtype) -> bool:
     return hidden_size % WIDTH == 0 and dtype in (torch.float32, torch.bfloat16)
 
 
-@njit(inline="always")
+@inner
 def norm_row(
     has_delta: Any, delta: Any, residual: Any, weight: Any, out: Any, hidden: Any, eps: Any, bf16: Any
 ) -> None:
-    """One row. Inlined into kernels, where hidden and bf16 are constants."""
+    """One row; bf16 is a literal."""
+    literally(bf16)
     element = 2 if bf16 else 4
     squares = vsplat(0.0)
     for i in range(0, hidden, 16):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kernels.cpu.inner import inner_numpy
 from kernels.sampling.cpu_borders import (
     CHUNK,
     SHIFT,
@@ -41,7 +42,7 @@ _MAX_NOISE = np.float32(MAX_NOISE)
 _LN2 = np.float32(0.6931472)
 
 
-@njit(**options)
+@inner_numpy
 def words_of_chunk(first_token, position, choice, stream, key_low, key_high, words):  # type: ignore[no-untyped-def]
     """Philox words of one chunk of tokens on a stream; vectorized over its counters."""
     for j in range(_BLOCKS):
@@ -66,13 +67,13 @@ def words_of_chunk(first_token, position, choice, stream, key_low, key_high, wor
         words[4 * j + 3] = c3
 
 
-@njit(**options)
+@inner_numpy
 def _gumbel(word):  # type: ignore[no-untyped-def]
     uniform = (np.float64(word >> np.uint32(8)) + 0.5) * 2.0**-24
     return np.float32(-np.log(-np.log(uniform)))
 
 
-@njit(**options)
+@inner_numpy
 def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, key_high):  # type: ignore[no-untyped-def]
     """argmax of scaled logit + noise over the tokens up to the border; the lowest id where they are equal."""
     words = np.empty(CHUNK, np.uint32)

@@ -7,8 +7,8 @@ The functions release the GIL.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from kernels.cpu.inner import inner_numpy
 from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 
 SHIFT = np.uint64(32)
@@ -22,7 +22,7 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 options = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-@njit(**options)
+@inner_numpy
 def key_range(bits):  # type: ignore[no-untyped-def]
     """Smallest and largest float32 of a row, given and returned as int32 in an order that compares like the floats.
 
@@ -37,19 +37,19 @@ def key_range(bits):  # type: ignore[no-untyped-def]
     return low, high
 
 
-@njit(**options)
+@inner_numpy
 def key_float(key):  # type: ignore[no-untyped-def]
     return np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
-@njit(**options)
+@inner_numpy
 def largest_of(values):  # type: ignore[no-untyped-def]
     """Maximum of values without NaN."""
     _, high = key_range(values.view(np.int32))
     return key_float(high)
 
 
-@njit(**options)
+@inner_numpy
 def argmax(row):  # type: ignore[no-untyped-def]
     """Lowest id of the largest logit; NOT_USABLE where the row has NaN or +inf, NOTHING_LEFT where it is all -inf."""
     low, high = key_range(row.view(np.int32))
@@ -67,24 +67,24 @@ def argmax(row):  # type: ignore[no-untyped-def]
     return NOT_USABLE
 
 
-@njit(**options)
+@inner_numpy
 def token_key(scaled, token):  # type: ignore[no-untyped-def]
     """Sorts by scaled logit (<= 0) downwards, then by id upwards."""
     bits = np.float32(abs(scaled)).view(np.uint32)
     return (np.uint64(bits) << SHIFT) | np.uint64(token)
 
 
-@njit(**options)
+@inner_numpy
 def key_value(key):  # type: ignore[no-untyped-def]
     return -np.uint32(key >> SHIFT).view(np.float32)
 
 
-@njit(**options)
+@inner_numpy
 def bucket_of(scaled):  # type: ignore[no-untyped-def]
     return np.int32(min(np.float32(-scaled * BUCKETS_PER_UNIT), np.float32(NUM_BUCKETS - 1)))
 
 
-@njit(**options)
+@inner_numpy
 def exp(x):  # type: ignore[no-untyped-def]
     """2**n * polynomial of the remainder (Cephes' expf), without a call, so that it is vectorized.
 
@@ -103,7 +103,7 @@ def exp(x):  # type: ignore[no-untyped-def]
     return p * np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(**options)
+@inner_numpy
 def count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
     """Number and probability mass (largest token's = 1) of the tokens at or above `lowest`, by bucket.
 
@@ -129,7 +129,7 @@ def count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses
                 masses[buckets[i]] += weights[i]
 
 
-@njit(**options)
+@inner_numpy
 def sort_keys(keys):  # type: ignore[no-untyped-def]
     """In place, best first: a shell sort, for there are few, and numpy's sorts take seconds to compile."""
     gap = 1
@@ -146,7 +146,7 @@ def sort_keys(keys):  # type: ignore[no-untyped-def]
         gap //= 3
 
 
-@njit(**options)
+@inner_numpy
 def sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: ignore[no-untyped-def]
     """Keys of the tokens of one bucket, best first."""
     keys = np.empty(count, np.uint64)
@@ -160,7 +160,7 @@ def sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: ig
     return keys[:used]
 
 
-@njit(**options)
+@inner_numpy
 def bucket_of_top_k(row, highest, temperature, top_k, counts):  # type: ignore[no-untyped-def]
     """A bucket beyond which none of the k likeliest tokens lies: that of the k-th largest of the chunks' maxima."""
     for first in range(0, len(row), CHUNK):
@@ -175,7 +175,7 @@ def bucket_of_top_k(row, highest, temperature, top_k, counts):  # type: ignore[n
     return NUM_BUCKETS - 1
 
 
-@njit(**options)
+@inner_numpy
 def border_of(row, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
     """The key of the last token that passes the filters."""
     counts = np.zeros(NUM_BUCKETS, np.int64)
@@ -213,7 +213,7 @@ def border_of(row, highest, temperature, top_k, top_p, log_min_p):  # type: igno
     return last_key
 
 
-@njit(**options)
+@inner_numpy
 def allowed_row(row, words):  # type: ignore[no-untyped-def]
     """The row with minus infinity where the grammar's mask has no bit."""
     result = np.empty(len(row), np.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kernels.cpu.inner import inner_numpy
 from kernels.sampling.cpu import words_of_chunk
 from kernels.sampling.cpu_borders import (
     BUCKETS_PER_UNIT,
@@ -34,7 +35,7 @@ _NO_LIMIT = np.uint64(0xFFFFFFFF)
 _COIN_STREAM = np.uint32(XTC_STREAM)
 
 
-@njit(**options)
+@inner_numpy
 def _sums(row):  # type: ignore[no-untyped-def]
     """Of what is left of a row whose largest value is 0: number, sum of exp, and sum of exp times value."""
     counts = np.zeros(CHUNK, np.int32)
@@ -64,7 +65,7 @@ def _sums(row):  # type: ignore[no-untyped-def]
     return count, mass, moment
 
 
-@njit(**options)
+@inner_numpy
 def _sigma_cut(row, highest, top_n_sigma):  # type: ignore[no-untyped-def]
     """The smallest logit within so many standard deviations of the largest."""
     counts = np.zeros(CHUNK, np.int64)
@@ -92,7 +93,7 @@ def _sigma_cut(row, highest, top_n_sigma):  # type: ignore[no-untyped-def]
     return np.float32(np.float64(highest) - np.float64(top_n_sigma) * np.sqrt(squares.sum() / number))
 
 
-@njit(**options)
+@inner_numpy
 def _scale(row, highest, temperature, lowest):  # type: ignore[no-untyped-def]
     """(logit - highest) / temperature in place; logits below `lowest` are dropped."""
     for i in range(len(row)):
@@ -100,13 +101,13 @@ def _scale(row, highest, temperature, lowest):  # type: ignore[no-untyped-def]
         row[i] = s if row[i] >= lowest else _DROPPED
 
 
-@njit(**options)
+@inner_numpy
 def _cut(row, lowest):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         row[i] = row[i] if row[i] >= lowest else _DROPPED
 
 
-@njit(**options)
+@inner_numpy
 def _temperature(row, highest, temperature, reach, exponent):  # type: ignore[no-untyped-def]
     """By the entropy of the row at temperature 1."""
     shifted = np.empty(len(row), np.float32)
@@ -121,7 +122,7 @@ def _temperature(row, highest, temperature, reach, exponent):  # type: ignore[no
     return np.float32(max(low + (high - low) * share ** float(exponent), MIN_TEMPERATURE))
 
 
-@njit(**options)
+@inner_numpy
 def _keep_up_to(row, border):  # type: ignore[no-untyped-def]
     """Drops what comes after a key in order."""
     lowest = key_value(border)
@@ -132,7 +133,7 @@ def _keep_up_to(row, border):  # type: ignore[no-untyped-def]
             row[i] = _DROPPED
 
 
-@njit(**options)
+@inner_numpy
 def _typical_border(row, mean, target):  # type: ignore[no-untyped-def]
     """The key, by distance from the mean, of the token with which the mass reaches the target."""
     masses = np.zeros(NUM_BUCKETS, np.float64)
@@ -175,7 +176,7 @@ def _typical_border(row, mean, target):  # type: ignore[no-untyped-def]
     return keys[len(keys) - 1]
 
 
-@njit(**options)
+@inner_numpy
 def _keep_typical(row, typical_p):  # type: ignore[no-untyped-def]
     _, mass, moment = _sums(row)
     mean = np.float32(moment / mass)
@@ -193,7 +194,7 @@ def _keep_typical(row, typical_p):  # type: ignore[no-untyped-def]
         row[i] = row[i] - largest
 
 
-@njit(**options)
+@inner_numpy
 def _top_k_of_mu(row, mu):  # type: ignore[no-untyped-def]
     """See extended.top_k_of_mu; 0 where nothing is cut."""
     number = 0
@@ -228,7 +229,7 @@ def _top_k_of_mu(row, mu):  # type: ignore[no-untyped-def]
     return max(int(np.exp(log_k)), 1) if log_k < log_number else 0
 
 
-@njit(**options)
+@inner_numpy
 def _keep_unsurprising(row, best, mirostat, mu, log_mass):  # type: ignore[no-untyped-def]
     if mirostat == 2:
         _cut(row, np.float32(np.float64(log_mass) - np.float64(mu) * _LN2))
@@ -239,7 +240,7 @@ def _keep_unsurprising(row, best, mirostat, mu, log_mass):  # type: ignore[no-un
             _keep_up_to(row, border_of(row, np.float32(0.0), np.float32(1.0), top_k, 1.0, _DROPPED))
 
 
-@njit(**options)
+@inner_numpy
 def _drop_likeliest(row, log_threshold):  # type: ignore[no-untyped-def]
     """XTC of a row for which the coin has fallen."""
     _, mass, _ = _sums(row)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kernels.cpu.inner import inner_numpy
 from kernels.sampling.cpu_borders import allowed_row, options
 from kernels.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY
 
 _DROPPED = np.float32(-np.inf)
 
 
-@njit(**options)
+@inner_numpy
 def _has_bit(words, token):  # type: ignore[no-untyped-def]
     return (np.uint32(words[token // 32]) >> np.uint32(token % 32)) & np.uint32(1) != 0
 
 
-@njit(**options)
+@inner_numpy
 def _matches(tokens, size, limit):  # type: ignore[no-untyped-def]
     """For every k, how many of the last tokens up to `limit` are also those that end k tokens earlier.
 

@@ -18,6 +18,8 @@ from shared.errors import ConfigurationError
 from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
+from worker.executor import compile_process
+from worker.executor.compile_process import CompileProcess
 from worker.executor.device import Device, gpu_multiplies_bfloat16, num_gpus, open_device
 from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
@@ -66,11 +68,14 @@ class BuiltExecutor:
     use_idle_time: Callable[[], bool]
 
 
-def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | None = None) -> BuiltExecutor:
+def build_executor(
+    settings: WorkerSettings, files: ModelFiles, depth: int | None = None, beside: CompileProcess | None = None
+) -> BuiltExecutor:
     """Loads the model, sizes the KV cache, starts the other ranks and runs a first step.
 
     Args:
         depth: steps in flight; None: 1 on the CPU, 2 on CUDA.
+        beside: of `compile_beside`.
 
     Raises:
         ConfigurationError: the settings do not fit this model or machine.
@@ -82,7 +87,7 @@ def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | Non
     place = resolve_device(settings)
     device = open_device(place)
     if size == 1:
-        return _build(settings, files, device, None, depth)
+        return _build(settings, files, device, None, depth, beside)
     group = RankGroup(size, rank_settings(settings, device=place, dtype=resolve_dtype(settings, place)))
     try:
         group.start()
@@ -93,18 +98,23 @@ def build_executor(settings: WorkerSettings, files: ModelFiles, depth: int | Non
 
 
 def _build(
-    settings: WorkerSettings, files: ModelFiles, device: Device, group: RankGroup | None, depth: int | None
+    settings: WorkerSettings,
+    files: ModelFiles,
+    device: Device,
+    group: RankGroup | None,
+    depth: int | None,
+    beside: CompileProcess | None = None,
 ) -> BuiltExecutor:
     parallel = group.join() if group is not None else ParallelContext()
     with weights_must_fit(device, settings):
-        decoder = load_decoder(settings, files, device.torch_device, parallel)
+        decoder = load_decoder(settings, files, device.torch_device, parallel, beside)
     ops = sampling_ops(device.torch_device, num_threads(settings), files.spec.vocab_size)
     plan = _size_kv(settings, decoder, parallel, ops, device, group)
     if group is not None:
         group.prepare(plan)
     # Elsewhere all ranks must sample by the same code, and a GPU's stream is one thread's.
-    compile_beside = group is None and device.torch_device.type == "cpu"
-    if not compile_beside:
+    in_thread = group is None and device.torch_device.type == "cpu"
+    if not in_thread:
         ops.compile()
     runner = make_runner(settings, decoder, plan, parallel, ops, device)
 
@@ -126,7 +136,7 @@ def _build(
     num_groups = len(files.spec.kv_groups)
     for step in warm_up_plans(settings, plan, num_groups):
         launch(step).result()
-    if compile_beside:
+    if in_thread:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
         threading.Thread(target=ops.compile_usual, name="compile-sampling", daemon=True).start()
     executor = LocalExecutor(launch, depth or device.depth, on_close=group.close if group is not None else None)
@@ -178,6 +188,20 @@ def prepare_process(settings: WorkerSettings) -> None:
     use_cache_directory(cache_directory(settings))
     # Triton's own default is in the home directory, which a service may lack.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory(settings) / "triton"))
+
+
+def compile_beside(settings: WorkerSettings) -> CompileProcess | None:
+    """Starts a process that fills the cache of compiled kernels, where that is empty and has to do with this worker.
+
+    From the main thread, before others are started.
+    """
+    folder = use_cache_directory(cache_directory(settings))
+    alone = settings.tensor_parallel_size == 1 and settings.device in ("auto", "cpu")
+    if not alone or not compile_process.useful(folder) or resolve_device(settings).type != "cpu":
+        return None
+    beside = CompileProcess(folder, compile_process.compile_usual)
+    beside.start()
+    return beside
 
 
 def cache_directory(settings: WorkerSettings) -> Path:
@@ -262,7 +286,11 @@ def measure_memory(
 
 
 def load_decoder(
-    settings: WorkerSettings, files: ModelFiles, device: torch.device, parallel: ParallelContext
+    settings: WorkerSettings,
+    files: ModelFiles,
+    device: torch.device,
+    parallel: ParallelContext,
+    beside: CompileProcess | None = None,
 ) -> Decoder:
     """Reads this rank's weights, and compiles its kernels meanwhile."""
     dtype = resolve_dtype(settings, device)
@@ -274,6 +302,7 @@ def load_decoder(
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(settings, device, dtype),
         device=device,
+        beside=beside,
     )
     try:
         return Decoder(
