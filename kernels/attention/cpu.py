@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, literally, njit, types
+from numba import cfunc, literally, types
 
 from kernels.attention.cells import attend_to_cells
 from kernels.attention.inputs import AttentionGeometry, AttentionInputs
@@ -21,6 +21,7 @@ from kernels.attention.kv_pages import stored_in_pairs
 from kernels.attention.micro_pairs import MOST_FEW, line_keys
 from kernels.attention.pairs import attend_to_pairs, write_paired_key, write_paired_value
 from kernels.attention.rows import ROWS, TILE_TOKENS, key_block, tile_rows, write_key
+from kernels.cpu.inner import inner
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import (
     WIDTH,
@@ -70,7 +71,7 @@ def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: 
 def _make_attend(paired: bool) -> Any:
     """`attend` for pages stored in pairs or as single cells; what it does not use is not compiled."""
 
-    @njit
+    @inner
     def attend(
         block: Any,
         qkv: Any,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import literally, njit
+from numba import literally
 
+from kernels.cpu.inner import inner
 from kernels.cpu.simd import atomic_add, load_i64, wait_for
 from kernels.linear_panels.cpu import block_sums, num_pieces, share_out
 from kernels.norm.cpu import norm_row
@@ -23,7 +24,7 @@ _DONE = 8
 """Bytes from a phase's counter of pieces that are taken to that of pieces that are done."""
 
 
-@njit
+@inner
 def normalise(
     residual: Any, weight: Any, own: Any, shared: Any, rows: Any, hidden: Any, eps: Any, counters: Any
 ) -> Any:
@@ -47,7 +48,7 @@ def normalise(
     return shared
 
 
-@njit
+@inner
 def project(
     bits: Any,
     minimum: Any,

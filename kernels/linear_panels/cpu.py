@@ -12,10 +12,11 @@ import functools
 from typing import Any
 
 import torch
-from numba import cfunc, literally, njit, types
+from numba import cfunc, literally, types
 from numba.extending import register_jitable
 
 from kernels.cpu.bf16 import supported as processor_supported
+from kernels.cpu.inner import inner
 from kernels.cpu.pool import Kernel, num_threads
 from kernels.cpu.simd import (
     WIDTH,
@@ -74,7 +75,7 @@ def values_bytes(num_in: int) -> int:
 register_jitable(values_bytes)
 
 
-@njit
+@inner
 def block_sums(x: Any, rows: Any, num_in: Any, out: Any) -> None:
     """out: the sum of each row of x over each block, float32 [rows, num_in / 32]."""
     for i in range(rows * (num_in // BLOCK)):
@@ -82,7 +83,7 @@ def block_sums(x: Any, rows: Any, num_in: Any, out: Any) -> None:
         store_f32(out + i * 4, vsum(vadd(vload(at, 1), vload(at + 32, 1))))
 
 
-@njit
+@inner
 def _dot(
     bits: Any,
     minimum: Any,
@@ -110,7 +111,7 @@ def _dot(
         dot(bits, minimum, DOT_ROWS, x, x_bytes, sums, sums_bytes, panel, blocks, rows, tile, _TILE_ROW)
 
 
-@njit
+@inner
 def _group(rows: Any) -> Any:
     """Rows of the next call of `dot`: computing rows that are not there costs more than one more call, or less."""
     if rows > 12:
@@ -122,7 +123,7 @@ def _group(rows: Any) -> Any:
     return rows
 
 
-@njit
+@inner
 def _write(result: Any, rows: Any, tile: Any, bias: Any, out: Any, num_out: Any, first: Any, second: Any) -> None:
     """A tile [rows, 32] to features first.. and second.. of rows of out; second: negative where there is none."""
     if result == _GATE:
@@ -147,7 +148,7 @@ def _write(result: Any, rows: Any, tile: Any, bias: Any, out: Any, num_out: Any,
                 vstore(at, vadd(vload(at, 0), value), 0)
 
 
-@njit
+@inner
 def share_out(
     bits: Any,
     minimum: Any,
@@ -220,14 +221,14 @@ def share_out(
     return done
 
 
-@njit
+@inner
 def _units(result: Any, num_out: Any) -> Any:
     """Pairs of panels."""
     panels = num_out // WIDTH
     return panels // 2 if result == _GATE else (panels + 1) // 2
 
 
-@njit
+@inner
 def num_pieces(result: Any, few: Any, rows: Any, num_out: Any, threads: Any) -> Any:
     """Pieces that all threads' `share_out` together take: units, and parts of their rows where threads are many."""
     if few:

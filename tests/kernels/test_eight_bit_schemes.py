@@ -215,10 +215,10 @@ def test_a_checkpoint_gives_the_logits_of_plain_torch(
         ours = scheme_for(raws, place.device)
         return PlainScheme(ours, place.device) if plain else ours
 
-    monkeypatch.setattr(Placement, "scheme", lambda place, raws: scheme(place, raws, True))
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws, unrounded=False: scheme(place, raws, True))
     expected = logits(opened(tmp_path / "m"), device)
     ops.asked.clear()
-    monkeypatch.setattr(Placement, "scheme", lambda place, raws: scheme(place, raws, False))
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws, unrounded=False: scheme(place, raws, False))
     ours = logits(opened(tmp_path / "m"), device)
     wanted = {"fp8 static": "fp8_tensor", "compressed int8": "int8_token"}.get(kind, "fp8_token")
     step = [wanted, wanted, wanted] * 2 + [None]  # two norms and the activation of each layer; the last norm
@@ -249,7 +249,7 @@ def test_triton_writes_the_codes_that_it_multiplies(
     write(tmp_path / "m", kind)
     found = []
 
-    def scheme(place: Placement, raws: list[RawWeight]) -> Any:
+    def scheme(place: Placement, raws: list[RawWeight], *, unrounded: bool = False) -> Any:
         return DenseScheme(place.dtype, place.device) if raws[0].plain else scheme_for(raws, place.device)
 
     monkeypatch.setattr(Placement, "scheme", scheme)

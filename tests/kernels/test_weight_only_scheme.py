@@ -170,13 +170,13 @@ def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
     write(tmp_path / "m", config, leaves, shuffled=kind == "desc_act")
     kept: list[str] = []
 
-    def scheme(place: Placement, raws: list[RawWeight]) -> Any:
+    def scheme(place: Placement, raws: list[RawWeight], *, unrounded: bool = False) -> Any:
         if WeightOnlyScheme.accepts(place.dtype, raws):
             kept.append(raws[0].format)
             return WeightOnlyScheme(place.dtype, place.device, raws, fixed=False)
         return DenseScheme(place.dtype, place.device)
 
-    monkeypatch.setattr(Placement, "scheme", lambda place, raws: DenseScheme(place.dtype, place.device))
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device))
     expected = logits(opened(tmp_path / "m"), device)
     monkeypatch.setattr(Placement, "scheme", scheme)
     ours = logits(opened(tmp_path / "m"), device)
