@@ -93,7 +93,8 @@ class CompileProcess:
             self._reap(0)
 
     def _reap(self, options: int) -> bool:
-        assert self._pid is not None
+        if self._pid is None:
+            return True
         pid, status = os.waitpid(self._pid, options)
         if pid == 0:
             return False
