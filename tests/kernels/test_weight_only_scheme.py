@@ -176,7 +176,7 @@ def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
             return WeightOnlyScheme(place.dtype, place.device, raws, fixed=False)
         return DenseScheme(place.dtype, place.device)
 
-    monkeypatch.setattr(Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device))
+    monkeypatch.setattr(Placement, "scheme", lambda place, raws, **_: DenseScheme(place.dtype, place.device))
     expected = logits(opened(tmp_path / "m"), device)
     monkeypatch.setattr(Placement, "scheme", scheme)
     ours = logits(opened(tmp_path / "m"), device)
