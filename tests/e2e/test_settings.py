@@ -58,7 +58,8 @@ def _wait_for_steps(server: Server, count: float) -> None:
 
 
 def test_without_prefix_caching_nothing_is_found_again() -> None:
-    with Server(("--no-enable-prefix-caching", "--kv-cache-memory", "50000000", "--api-key", "none")) as server:
+    options = ("--no-enable-prefix-caching", "--kv-cache-memory", "50000000", "--kv-cache-dtype", "float32")
+    with Server((*options, "--api-key", "none")) as server:
         first = _complete(server, "SmolLM2-135M-Instruct")
         again = _complete(server, "SmolLM2-135M-Instruct")
         assert _cached(first) == _cached(again) == 0
