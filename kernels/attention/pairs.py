@@ -24,7 +24,7 @@ from kernels.attention.micro_pairs import (
     vhigher,
     weigh_pairs,
 )
-from kernels.attention.rows import ROWS, key_block, tile_rows
+from kernels.attention.rows import ROWS, key_block, rotated, tile_rows
 from kernels.cpu.inner import inner
 from kernels.cpu.simd import (
     load_f32,
@@ -53,10 +53,9 @@ def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: A
     element = 2 if bf16 else 4
     half = rotary_dim // 2
     for i in range(0, half, 16):
-        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
-        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
-        scatter_pairs(page, target + i * page * 2, vsub(vmul(x, cos), vmul(y, sin)))
-        scatter_pairs(page, target + (half + i) * page * 2, vadd(vmul(y, cos), vmul(x, sin)))
+        x, y = rotated(source, row, i, half, bf16)
+        scatter_pairs(page, target + i * page * 2, x)
+        scatter_pairs(page, target + (half + i) * page * 2, y)
     for i in range(rotary_dim, dim, 16):
         scatter_pairs(page, target + i * page * 2, vload(source + i * element, bf16))
 
@@ -80,10 +79,9 @@ def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary
     element = 2 if bf16 else 4
     half = rotary_dim // 2
     for i in range(0, half, 16):
-        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
-        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
-        store_rounded(target + i * 2, vmul(scale, vsub(vmul(x, cos), vmul(y, sin))))
-        store_rounded(target + (half + i) * 2, vmul(scale, vadd(vmul(y, cos), vmul(x, sin))))
+        x, y = rotated(source, row, i, half, bf16)
+        store_rounded(target + i * 2, vmul(scale, x))
+        store_rounded(target + (half + i) * 2, vmul(scale, y))
     for i in range(rotary_dim, dim, 16):
         store_rounded(target + i * 2, vmul(scale, vload(source + i * element, bf16)))
 

@@ -53,6 +53,16 @@ for _size in (key_block, tile_rows):
 
 
 @inner
+def rotated(source: Any, row: Any, i: Any, half: Any, bf16: Any) -> Any:
+    """Dimensions from i and from half + i on, 16 of each, of a head at `source`, rotated by the table's `row`."""
+    literally(bf16)
+    element = 2 if bf16 else 4
+    x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
+    cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
+    return vsub(vmul(x, cos), vmul(y, sin)), vadd(vmul(y, cos), vmul(x, sin))
+
+
+@inner
 def write_key(
     source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
 ) -> None:
@@ -65,10 +75,9 @@ def write_key(
     element = 2 if bf16 else 4
     half = rotary_dim // 2
     for i in range(0, half, 16):
-        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
-        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
-        vscatter(target + i * slot_bytes, slot_bytes, vsub(vmul(x, cos), vmul(y, sin)), kv_bf16)
-        vscatter(target + (half + i) * slot_bytes, slot_bytes, vadd(vmul(y, cos), vmul(x, sin)), kv_bf16)
+        x, y = rotated(source, row, i, half, bf16)
+        vscatter(target + i * slot_bytes, slot_bytes, x, kv_bf16)
+        vscatter(target + (half + i) * slot_bytes, slot_bytes, y, kv_bf16)
     for i in range(rotary_dim, dim, 16):
         vscatter(target + i * slot_bytes, slot_bytes, vload(source + i * element, bf16), kv_bf16)
 
@@ -82,10 +91,9 @@ def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_
     element = 2 if bf16 else 4
     half = rotary_dim // 2
     for i in range(0, half, 16):
-        x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
-        cos, sin = vload(row + i * 4, 0), vload(row + (half + i) * 4, 0)
-        vstore(target + i * 4, vmul(scale, vsub(vmul(x, cos), vmul(y, sin))), 0)
-        vstore(target + (half + i) * 4, vmul(scale, vadd(vmul(y, cos), vmul(x, sin))), 0)
+        x, y = rotated(source, row, i, half, bf16)
+        vstore(target + i * 4, vmul(scale, x), 0)
+        vstore(target + (half + i) * 4, vmul(scale, y), 0)
     for i in range(rotary_dim, dim, 16):
         vstore(target + i * 4, vmul(scale, vload(source + i * element, bf16)), 0)
 

@@ -21,12 +21,11 @@ from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.__main__ import build_engine
 from worker.engine import Engine
-from worker.executor.build import BuiltExecutor
+from worker.executor.build import BuiltExecutor, make_rows
 from worker.executor.device import CpuDevice
 from worker.executor.forward_batch import ForwardBatch
 from worker.executor.local import LocalExecutor
 from worker.executor.model_runner import Model, ModelRunner, PageStorage
-from worker.executor.request_rows import RequestRows
 from worker.model.loading.model_files import ModelFiles
 from worker.sampling.sampled_rows import SampledRows
 from worker.sampling.sampler import SampledTokens, Sampler
@@ -119,15 +118,7 @@ def timed_executor(
         settings: with max_model_len and num_kv_pages, which `kv` has.
     """
     device = CpuDevice()
-    rows = RequestRows(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        page_size=settings.block_size,
-        num_groups=len(spec.kv_groups),
-        vocab_size=spec.vocab_size,
-        device=device,
-    )
+    rows = make_rows(settings, settings.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
     sampler = TimedSampler(rows.sampling, ops)
     sampler.clock = clock
     runner = ModelRunner(TimedModel(model, clock), kv, rows, sampler, device)

@@ -319,6 +319,21 @@ def load_decoder(
         precompilation.wait()
 
 
+def make_rows(
+    settings: WorkerSettings, max_model_len: int, num_groups: int, vocab_size: int, device: Device
+) -> RequestRows:
+    """Rows for as many requests, tokens and pages as the settings allow."""
+    return RequestRows(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        page_size=settings.block_size,
+        num_groups=num_groups,
+        vocab_size=vocab_size,
+        device=device,
+    )
+
+
 def make_runner(
     settings: WorkerSettings,
     decoder: Decoder,
@@ -331,15 +346,7 @@ def make_runner(
     spec = decoder.spec
     kv = make_kv(settings, decoder, plan, parallel, device)
     decoder.fuse_layers(kv)
-    rows = RequestRows(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_tokens=settings.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        page_size=settings.block_size,
-        num_groups=len(spec.kv_groups),
-        vocab_size=spec.vocab_size,
-        device=device,
-    )
+    rows = make_rows(settings, plan.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
     return ModelRunner(
         decoder,
         kv,

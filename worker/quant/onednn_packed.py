@@ -30,11 +30,7 @@ class OneDNNPackedScheme:
 
     def after_load(self) -> None:
         """Packs and drops the plain layout."""
-        self.pack(self._weight)
-
-    def pack(self, weight: torch.Tensor) -> None:
-        """Takes a [out_features, in_features] weight in place of `create_weights` and `load_rows`."""
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, _ROWS_HINT)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias, accumulated in float32."""
