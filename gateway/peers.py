@@ -18,6 +18,7 @@ from shared.errors import ConfigurationError
 from shared.log import get_logger
 
 _PATIENCE_SECONDS = 1.0
+_WAITING, _SERVING = b"waiting", b"serving"
 
 log = get_logger("gateway.peers")
 
@@ -39,11 +40,13 @@ class Peers:
         self._index = index
         self._num_processes = num_processes
         self._counted = counted
+        self._state = _WAITING
 
     async def listening(self, _app: web.Application) -> AsyncIterator[None]:
         """For an application's cleanup_ctx. Raises ConfigurationError where a gateway of this index runs already."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer_metrics)
+        app.router.add_get("/state", self._answer_state)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         path = peer_socket(self._directory, self._index)
@@ -58,26 +61,44 @@ class Peers:
 
     async def metrics(self) -> dict[int, bytes]:
         """What each gateway that answers within a second has counted, by index; this one's too."""
-        others = [index for index in range(self._num_processes) if index != self._index]
-        texts = await asyncio.gather(*(self._ask(index) for index in others))
-        answers = {index: text for index, text in zip(others, texts) if text is not None}
-        return {self._index: self._counted(), **answers}
+        return {self._index: self._counted(), **await self._ask_all("metrics")}
 
-    async def _ask(self, index: int) -> bytes | None:
+    async def cover(self) -> bool:
+        """Whether another process takes the connections: one serves, or one of a lower index is to.
+
+        A process that no worker has joined must not take its share of them while the others have one.
+        """
+        states = await self._ask_all("state")
+        return any(state == _SERVING or index < self._index for index, state in states.items())
+
+    def serve(self) -> None:
+        """From here on this process takes connections."""
+        self._state = _SERVING
+
+    async def _ask_all(self, what: str) -> dict[int, bytes]:
+        others = [index for index in range(self._num_processes) if index != self._index]
+        answers = await asyncio.gather(*(self._ask(index, what) for index in others))
+        return {index: answer for index, answer in zip(others, answers) if answer is not None}
+
+    async def _ask(self, index: int, what: str) -> bytes | None:
         connector = aiohttp.UnixConnector(str(peer_socket(self._directory, index)))
         timeout = aiohttp.ClientTimeout(_PATIENCE_SECONDS)
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as session,
-                session.get("http://peer/metrics") as response,
+                session.get(f"http://peer/{what}") as response,
             ):
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.warning("a gateway does not answer", gateway=index, error=type(error).__name__)
+            if what == "metrics":
+                log.warning("a gateway does not answer", gateway=index, error=type(error).__name__)
             return None
 
     async def _answer_metrics(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._counted())
+
+    async def _answer_state(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._state)
 
 
 def _answers(path: Path) -> bool:

@@ -32,7 +32,7 @@ from gateway.peers import Peers
 from gateway.server import HttpRunner
 from gateway.text.grammar_check import GrammarChecker
 from gateway.text.pipeline import TextThreads
-from gateway.workers.registry import Registry
+from gateway.workers.registry import SCAN_INTERVAL, Registry
 from shared import notify, supervisor_pipe
 from shared.errors import ConfigurationError
 from shared.log import LogWriter, get_logger
@@ -64,6 +64,8 @@ class Service:
         self._stop = asyncio.Event()
         self._counted = CollectorRegistry()
         self._metrics = GatewayMetrics(self._counted)
+        self._registry: Registry | None = None
+        self._peers: Peers | None = None
 
     async def run(self) -> None:
         """Serves until it is stopped. Raises ConfigurationError where it cannot start."""
@@ -77,11 +79,13 @@ class Service:
         )
         await runner.setup()
         try:
-            await self._listen(runner)
             self._watch_for_the_end()
-            url = _url(runner)
-            log.info("listening", url=url)
-            notify.ready(f"listening on {url}")
+            await self._while_others_serve()
+            if not self._stop.is_set():
+                await self._listen(runner)
+                url = _url(runner)
+                log.info("listening", url=url)
+                notify.ready(f"listening on {url}")
             await self._stop.wait()
             await self._wind_down()
         finally:
@@ -97,14 +101,14 @@ class Service:
             log.warning("no API keys: everyone who reaches the port may use the server", host=settings.host)
         gateway_id = f"{os.getpid()}-{secrets.token_hex(4)}"
         threads = TextThreads()
-        registry = Registry(
+        registry = self._registry = Registry(
             directory=None if settings.worker else directory,
             endpoints=settings.worker,
             gateway_id=gateway_id,
             threads=threads,
             metrics=self._metrics,
         )
-        peers = self._peers(directory)
+        peers = self._peers = self._find_peers(directory)
         admission = Admission(
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
@@ -147,7 +151,7 @@ class Service:
         app.cleanup_ctx.append(self._housekeeping)
         return app
 
-    def _peers(self, directory: Path) -> Peers | None:
+    def _find_peers(self, directory: Path) -> Peers | None:
         """The other gateway processes, where there are any."""
         index, num_processes = self._settings.gateway_index, self._settings.gateway_processes
         if num_processes == 1:
@@ -160,6 +164,15 @@ class Service:
         worker_reports = CollectorRegistry()
         worker_reports.register(WorkerCollector(registry.snapshots))
         return Exposition(self._counted, worker_reports, peers)
+
+    async def _while_others_serve(self) -> None:
+        """Until this process has a worker to give its share of the connections to, or nobody else takes them."""
+        if self._peers is None or self._registry is None:
+            return
+        while not (self._stop.is_set() or self._registry.ready()[0]) and await self._peers.cover():
+            notify.ready("the other gateways serve; no worker has joined this one")
+            await asyncio.sleep(SCAN_INTERVAL)
+        self._peers.serve()
 
     async def _listen(self, runner: HttpRunner) -> None:
         host, port = self._settings.host, self._settings.port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -75,12 +76,12 @@ def _refused(server: Server) -> bool:
 
 
 def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
-    streams = [_ask(pair, {"max_tokens": 4000, "stream": True}) for _ in range(4)]
-    wait_until(lambda: pair.metric("num_requests_waiting") == 2, 60, "two wait")
-    # Whichever of the two it comes to, once both have the worker's next report.
-    wait_until(lambda: all(_refused(pair) for _ in range(8)), 90, "every further request is refused")
-    for stream in streams:
-        stream.close()
+    with contextlib.ExitStack() as streams:
+        for _ in range(4):
+            streams.callback(_ask(pair, {"max_tokens": 4000, "stream": True}).close)
+        wait_until(lambda: pair.metric("num_requests_waiting") == 2, 60, "two wait")
+        # Whichever of the two it comes to, once both have the worker's next report.
+        wait_until(lambda: all(_refused(pair) for _ in range(8)), 90, "every further request is refused")
     wait_until(pair.idle, 30, "idle")
     # The other process learns of it from the worker's next report, for which a refusal asks.
     body = BODY | {"max_tokens": 2}
@@ -89,6 +90,11 @@ def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
         30,
         "requests are taken again",
     )
+
+
+def test_whichever_takes_a_connection_has_a_worker_once_one_is_ready(pair: Server) -> None:
+    # The fixture has waited for one /ready; each further connection goes to either process.
+    assert {pair.status("/ready") for _ in range(32)} == {200}
 
 
 def test_one_that_dies_takes_only_its_own_with_it(pair: Server) -> None:

@@ -127,7 +127,7 @@ async def test_streams_of_several_choices_are_whole_in_either_version_of_http(di
             writer.close()
     assert (b"Transfer-Encoding: chunked" in headers) == (version == "1.1")
     *chunks, done = parse_events(unchunked(data) if version == "1.1" else data)
-    assert done == "[DONE]" and len(chunks) > 10
+    assert done == "[DONE]"
     for expected in whole["choices"]:
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
         texts = [choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in mine]
