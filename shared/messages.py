@@ -62,6 +62,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
         tenant: opaque name of who asks, for fairness.
         priority: lower runs first.
         deadline: Unix time in seconds after which a request still waiting is dropped.
+        speculative: whether tokens may be drafted for it. The text is the same either way.
+        prediction: what the client expects the output to be, as tokens; drafts are taken from it.
     """
 
     request_id: RequestId
@@ -76,6 +78,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     tenant: ShortText = ""
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     deadline: float | None = None
+    speculative: bool = True
+    prediction: TokenIds = []
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -117,6 +121,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         created: Unix time of the model file, for /v1/models.
         tool_call_parser, reasoning_parser: format of the model's tool calls and of its reasoning; `auto`: what its
             chat template says, `none`: plain text.
+        speculative_method: where drafts come from; `off`: nothing is drafted.
     """
 
     model_names: list[ShortText]
@@ -134,6 +139,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     created: Count = 0
     tool_call_parser: ShortText = "auto"
     reasoning_parser: ShortText = "auto"
+    speculative_method: ShortText = "off"
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -174,6 +180,13 @@ class Finish(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Drafted tokens of one choice that the model verified: those in its output, and the others."""
+
+    num_accepted: Count
+    num_rejected: Count
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """News of one choice from one step.
 
@@ -182,6 +195,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
         logprobs: one entry per token id, where asked for.
         num_cached_tokens: prompt tokens found in the prefix cache; set on the first Output of a choice.
         prompt_logprobs: one entry per prompt token; on the first Output of the first choice, where asked for.
+        drafts: with the finish, where anything was drafted.
     """
 
     request_id: str
@@ -191,6 +205,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    drafts: DraftCounts | None = None
 
 
 class Steps(msgspec.Struct, tag="steps", frozen=True):
@@ -209,6 +224,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
         pages_in_use: pages that live requests hold; num_cached_pages: free ones that could still be found.
         prefill_tokens_per_second: learned speed at which waiting tokens are worked off; 0 while unknown.
         counters: by metric name without prefix (`prompt_tokens_total`, `num_preemptions_total`, ...).
+        accepted_per_position: drafted tokens that were accepted, by their place in the draft.
     """
 
     num_running: Count = 0
@@ -218,6 +234,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_pages: Count = 0
     prefill_tokens_per_second: float = 0.0
     counters: dict[str, float] = {}
+    accepted_per_position: list[Count] = []
 
 
 class Pong(msgspec.Struct, tag="pong", frozen=True):

@@ -60,7 +60,11 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
             start + count.
         prompt_logprobs: how many alternatives to report for each prompt token that this chunk's logits predict
             (positions start + 1 .. start + count within the prompt); None: no report.
-        mask: index in the plan's masks of the tokens that may be sampled; -1: all may.
+        mask: index in the plan's masks of the tokens that may be sampled; -1: all may. With drafts, of the first of
+            1 + len(drafts) masks, one after the other.
+        drafts: what may come after the last known token, which is then the only other one: count is 1 + len(drafts),
+            and tokens are sampled at all positions start + 1 .. start + count. Those after the first that differs
+            from its draft mean nothing.
     """
 
     row: int
@@ -69,6 +73,22 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     prompt_logprobs: int | None = None
     mask: int = -1
+    drafts: list[int] = []
+
+
+class DraftedRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row for which the draft model proposes tokens, or only catches up.
+
+    Attributes:
+        start, count: known tokens that it has not seen: positions start .. start + count - 1.
+        num_drafts: tokens to propose after them, which are then all known tokens of the row; the row's pages have
+            room for them. 0: none.
+    """
+
+    row: int
+    start: int
+    count: int
+    num_drafts: int
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         masks: bits of the tokens that may be sampled, ceil(vocab / 32) little-endian words of 32 bits each; bit
             `id % 32` of word `id // 32`, from the lowest.
+        drafting: a step of the draft model; nothing is scheduled then, and no row enters.
     """
 
     step: int
@@ -87,6 +108,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     block_tables: list[BlockTableUpdate] = []
     page_copies: list[PageCopy] = []
     masks: list[bytes] = []
+    drafting: list[DraftedRow] = []
 
     @property
     def num_tokens(self) -> int:
@@ -107,14 +129,30 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     mu: float | None = None
 
 
+class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """What the draft model proposes for one row.
+
+    Attributes:
+        probabilities: of each token in the distribution that it was drawn from, 0 to 1; in a greedy row in that of
+            temperature 1. Not finite where the draft's logits are not.
+    """
+
+    row: int
+    token_ids: list[int]
+    probabilities: list[float]
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step computed.
 
     Attributes:
-        sampled: one entry per scheduled item with `sample`, in the plan's order.
+        sampled: one entry per scheduled item with `sample`, in the plan's order; 1 + len(drafts) entries in a row for
+            those with drafts.
         prompt_logprobs: row -> entries for the prompt tokens that its chunk predicted, in order.
+        drafted: one entry per row of `drafting` with num_drafts, in the plan's order.
     """
 
     step: int
     sampled: list[SampledToken]
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    drafted: list[DraftedTokens] = []

@@ -8,7 +8,7 @@ from itertools import chain
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.request import Request, Status
 from worker.scheduler.budget import StepBudget
-from worker.scheduler.draft import Draft, Flight
+from worker.scheduler.plan_builder import Flight, PlanBuilder
 from worker.scheduler.policy import RequestQueue, admission_reserve
 from worker.stats import Counters
 
@@ -128,25 +128,25 @@ class Planner:
         prompts begun, then new ones, as far as the budget of milliseconds and the pages go.
         """
         self._make_way()
-        draft = Draft(self._num_steps, self._kv.page_size)
-        behind, preempted = self._schedule_decoding(draft)
-        draft.num_decode = len(draft.requests)
+        builder = PlanBuilder(self._num_steps, self._kv.page_size)
+        behind, preempted = self._schedule_decoding(builder)
+        builder.num_decode = len(builder.requests)
         num_waiting = len(behind) + min(len(self._waiting), len(self._free_rows))
-        room = self._budget.prompt_tokens(draft.num_decode, num_waiting)
+        room = self._budget.prompt_tokens(builder.num_decode, num_waiting)
         for request in behind:
             if request.status is Status.RUNNING and room > 0:
-                room -= draft.take(request, room)
+                room -= builder.take(request, room)
         if not preempted:
-            self._admit_waiting(draft, room)
-        if not draft.requests:
+            self._admit_waiting(builder, room)
+        if not builder.requests:
             return None
-        for request in draft.requests:
+        for request in builder.requests:
             if request.followers and request.prompt_step is not None:
                 self._release_followers(request)
         self._num_steps += 1
-        return draft.launch()
+        return builder.launch()
 
-    def _schedule_decoding(self, draft: Draft) -> tuple[list[Request], bool]:
+    def _schedule_decoding(self, builder: PlanBuilder) -> tuple[list[Request], bool]:
         """Gives each row that is one token behind its token; returns the rows further behind, and whether pages
         were so short that requests had to be preempted."""
         behind: list[Request] = []
@@ -161,17 +161,17 @@ class Planner:
                 behind.append(request)
             elif num_behind == 1 and num_tokens < request.max_num_tokens and not request.awaits_values:
                 while request.status is Status.RUNNING and not self._kv.extend(request.pages, num_tokens):
-                    # The last in order is at or after this request, so nothing in the draft is lost.
+                    # The last in order is at or after this request, so nothing that is planned is lost.
                     self._preempt(running[-1])
                     preempted = True
                 if request.status is Status.RUNNING:
-                    draft.take(request, 1)
+                    builder.take(request, 1)
             index += 1
         return behind, preempted
 
     # ---- admission and preemption -----------------------------------------------------------------------------
 
-    def _admit_waiting(self, draft: Draft, room: int) -> None:
+    def _admit_waiting(self, builder: PlanBuilder, room: int) -> None:
         """Starts waiting requests in order, as far as rows, pages and the budget go. The first that does not fit
         holds up those behind it, or a large request would starve."""
         while len(self._waiting) and self._free_rows and room > 0:
@@ -180,8 +180,8 @@ class Planner:
             if match is None:
                 return
             self._waiting.remove(request)
-            self._start(draft, request, match)
-            room -= draft.take(request, room)
+            self._start(builder, request, match)
+            room -= builder.take(request, room)
 
     def _parent(self, request: Request) -> Request | None:
         """The running request whose prompt, computed in an earlier step of its present life, can be forked."""
@@ -204,11 +204,11 @@ class Planner:
         reclaimable = sum(len(victim.pages.tables[0]) for victim in victims)
         return match if self._kv.fits(request.num_tokens, match, reserve - reclaimable) else None
 
-    def _start(self, draft: Draft, request: Request, match: PrefixMatch) -> None:
+    def _start(self, builder: PlanBuilder, request: Request, match: PrefixMatch) -> None:
         """Gives a request its row and all the pages that its tokens need."""
         parent = self._parent(request)
         if parent is not None:
-            draft.page_copies += self._kv.fork(parent.pages, request.pages, request.num_initial_tokens - 1)
+            builder.page_copies += self._kv.fork(parent.pages, request.pages, request.num_initial_tokens - 1)
             request.num_computed_tokens = request.num_initial_tokens - 1
             cached = parent.num_cached_tokens or 0
         else:
@@ -224,7 +224,7 @@ class Planner:
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
         self._running.add(request)
-        draft.enter_row(request, self._eos_token_ids)
+        builder.enter_row(request, self._eos_token_ids)
 
     def _count_start(self, request: Request, forked: bool, match: PrefixMatch) -> None:
         if not request.has_started:

@@ -13,9 +13,9 @@ from worker.constraint import Constraint, Constraints
 from worker.kv.manager import KVManager
 from worker.request import Request, Status, check_length
 from worker.scheduler.budget import StepBudget
-from worker.scheduler.draft import Flight
 from worker.scheduler.outbox import Outbox
 from worker.scheduler.plan import NOTHING_LEFT, SampledToken, StepPlan, StepResult
+from worker.scheduler.plan_builder import Flight
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
 from worker.stats import Counters

@@ -26,7 +26,7 @@ class Flight:
     masked: list[Request]
 
 
-class Draft:
+class PlanBuilder:
     """Collects what a step shall compute. Moves the requests' num_computed_tokens and num_pending on as it goes."""
 
     def __init__(self, step: int, page_size: int) -> None:
