@@ -21,7 +21,8 @@ _ADJUST_VARYING: dict[str, Any] = {
     "do_not_specialize_on_alignment": ["p_ids", "p_values", "p_until", "p_rows", "p_position"],
 }
 _PENALTY_VARYING: dict[str, Any] = {
-    "do_not_specialize_on_alignment": ["p_rows", "p_slots", "p_repetition", "p_presence", "p_frequency"]
+    "do_not_specialize": ["num_extra"],
+    "do_not_specialize_on_alignment": ["p_rows", "p_slots", "p_repetition", "p_presence", "p_frequency", "p_extra"],
 }
 """What differs from step to step, and from the one row compiled ahead, so that nothing is compiled while serving."""
 
@@ -109,6 +110,8 @@ def penalize_kernel(
     p_repetition,
     p_presence,
     p_frequency,
+    p_extra,
+    num_extra,
     TILE: tl.constexpr,
 ):
     """[P, tiles] programs; see the reference."""
@@ -118,6 +121,8 @@ def penalize_kernel(
     p_logit = p_logits + tl.load(p_rows + i_penalty).to(tl.int64) * row_stride + o_token
     o_slot = tl.load(p_slots + i_penalty).to(tl.int64) * vocab + o_token
     b_count = tl.load(p_counts + o_slot, mask=mask, other=0)
+    for i_extra in range(num_extra):
+        b_count += (o_token == tl.load(p_extra + i_penalty * num_extra + i_extra).to(tl.int32)).to(tl.int32)
     b_seen = (b_count > 0) | (tl.load(p_in_prompt + o_slot, mask=mask, other=0) != 0)
     b_logit = tl.load(p_logit, mask=mask, other=0.0)
     repetition = tl.load(p_repetition + i_penalty)
@@ -147,7 +152,9 @@ def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
     if counts.dtype is not torch.int32 or in_prompt.dtype is not torch.bool:
         raise ValueError(f"penalties take int32 counts and bool flags, not {counts.dtype}, {in_prompt.dtype}")
     lists = (inputs.rows, inputs.slots, inputs.repetition, inputs.presence, inputs.frequency)
-    if not all(tensor.is_contiguous() for tensor in (*lists, counts, in_prompt)):
+    # Without extra ids any integers stand for them, of the type that they would have.
+    extra = inputs.rows if inputs.extra is None else inputs.extra
+    if not all(tensor.is_contiguous() for tensor in (*lists, counts, in_prompt, extra)):
         raise ValueError("penalties take contiguous tensors")
     if len(inputs.rows):
         _penalize(
@@ -162,6 +169,8 @@ def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
             inputs.repetition,
             inputs.presence,
             inputs.frequency,
+            extra,
+            0 if inputs.extra is None else extra.shape[1],
         )
 
 
@@ -177,7 +186,7 @@ def compilations(target: Target) -> list[Compilation]:
         row = {"p_logits": "*fp32", "row_stride": "i32", "vocab": "i32"}
         penalize_signature = row | {"p_rows": f"*{index}", "p_slots": f"*{index}", "p_counts": "*i32"}
         penalize_signature |= {"p_in_prompt": "*u8", "p_repetition": "*fp32", "p_presence": "*fp32"}
-        penalize_signature |= {"p_frequency": "*fp32"}
+        penalize_signature |= {"p_frequency": "*fp32", "p_extra": f"*{index}", "num_extra": "i32"}
         adjust_signature = row | {"p_ids": f"*{index}", "p_values": "*fp32", "p_until": f"*{index}"}
         adjust_signature |= {
             "table_stride": "i32",

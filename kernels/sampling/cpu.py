@@ -129,20 +129,35 @@ def sample_rows(  # type: ignore[no-untyped-def]
         ids[r] = _noisy_argmax(row, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r])
 
 
+@inner_numpy
+def _penalized(value, count, in_prompt, repetition, presence, frequency):  # type: ignore[no-untyped-def]
+    """One logit."""
+    if count > 0 or in_prompt:
+        value = value / repetition if value > 0 else value * repetition
+    if count > 0:
+        value = value - frequency * np.float32(count) - presence
+    return value
+
+
 @njit(**options)
 def penalize_rows(  # type: ignore[no-untyped-def]
-    logits, rows, slots, output_counts, in_prompt, repetition, presence, frequency
+    logits, rows, slots, output_counts, in_prompt, repetition, presence, frequency, extra
 ):
-    """reference.penalize, one pass over each row."""
+    """reference.penalize, one pass over each row; the few tokens that count as more are then done once more."""
+    raw = np.empty(extra.shape[1], np.float32)
     for i in range(len(rows)):
         row = logits[rows[i]]
         counts = output_counts[slots[i]]
         prompt = in_prompt[slots[i]]
+        for j in range(len(raw)):
+            raw[j] = row[max(extra[i, j], 0)]
         for token in range(len(row)):
-            count = counts[token]
-            value = row[token]
-            if count > 0 or prompt[token]:
-                value = value / repetition[i] if value > 0 else value * repetition[i]
-            if count > 0:
-                value = value - frequency[i] * np.float32(count) - presence[i]
-            row[token] = value
+            row[token] = _penalized(row[token], counts[token], prompt[token], repetition[i], presence[i], frequency[i])
+        for j in range(len(raw)):
+            token = extra[i, j]
+            if token >= 0:
+                count = counts[token]
+                for other in range(len(raw)):
+                    if extra[i, other] == token:
+                        count += 1
+                row[token] = _penalized(raw[j], count, prompt[token], repetition[i], presence[i], frequency[i])

@@ -280,6 +280,7 @@ def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> Non
         inputs.repetition,
         inputs.presence,
         inputs.frequency,
+        torch.empty((len(inputs.rows), 0), dtype=torch.int64) if inputs.extra is None else inputs.extra,
     )
     cpu.penalize_rows(logits.numpy(), *(tensor.contiguous().numpy() for tensor in tensors))
 

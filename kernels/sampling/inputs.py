@@ -111,6 +111,8 @@ class PenaltyInputs:
         output_counts: [slots, vocab] int32, occurrences in the output.
         in_prompt: [slots, vocab] bool.
         repetition, presence, frequency: [P] float32.
+        extra: [P, E] int64, token ids that count as output besides what the table has: the drafts before a row that
+            verifies one. Below 0: none; an id counts as often as it occurs. None: no row has any.
     """
 
     rows: torch.Tensor
@@ -120,6 +122,7 @@ class PenaltyInputs:
     repetition: torch.Tensor
     presence: torch.Tensor
     frequency: torch.Tensor
+    extra: torch.Tensor | None = None
 
 
 class Feature(enum.IntFlag):

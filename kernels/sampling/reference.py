@@ -65,6 +65,8 @@ def forbid_words(logits: torch.Tensor, inputs: BadWordsInputs) -> None:
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
     """Applies repetition, presence and frequency penalties to some rows of [S, vocab] float32 logits, in place."""
     counts = inputs.output_counts[inputs.slots]
+    if inputs.extra is not None:
+        counts.scatter_add_(1, inputs.extra.clamp(min=0), (inputs.extra >= 0).int())
     in_output = counts > 0
     rows = logits[inputs.rows]
     factor = torch.where(in_output | inputs.in_prompt[inputs.slots], inputs.repetition.unsqueeze(1), 1.0)

@@ -7,8 +7,9 @@ import torch
 
 from kernels.gpu.sampling import TritonSamplingOps
 from kernels.penalties import triton as kernels
-from kernels.penalties.cases import penalties
+from kernels.penalties.cases import on, penalties
 from kernels.sampling import reference
+from kernels.sampling.dispatch import CpuOps
 from kernels.sampling.inputs import AdjustInputs
 
 
@@ -25,7 +26,7 @@ def adjustments(num_rows, width, vocab, dtype, num_tables=9, seed=0):
     )
 
 
-def on(inputs, device):
+def adjustments_on(inputs, device):
     return replace(inputs, **{name: getattr(inputs, name).to(device) for name in inputs.__slots__})
 
 
@@ -37,7 +38,7 @@ def test_adjustments(width, vocab, dtype, device):
     expected = logits.clone()
     reference.adjust(expected, inputs)
     result = logits.to(device, copy=True)
-    TritonSamplingOps(device).adjust(result, on(inputs, device))
+    TritonSamplingOps(device).adjust(result, adjustments_on(inputs, device))
     # Equal to the bit: an id that occurs twice is added up in the order of its entries.
     assert torch.equal(result.cpu(), expected)
     assert not torch.equal(expected, logits)
@@ -47,7 +48,10 @@ def test_adjustments_interleaved_in_one_table(device):
     inputs = adjustments(5, 9, 20, torch.int32)
     table = torch.stack((inputs.ids, inputs.values.view(torch.int32), inputs.until), dim=-1).to(device)
     interleaved = replace(
-        on(inputs, device), ids=table[:, :, 0], values=table.view(torch.float32)[:, :, 1], until=table[:, :, 2]
+        adjustments_on(inputs, device),
+        ids=table[:, :, 0],
+        values=table.view(torch.float32)[:, :, 1],
+        until=table[:, :, 2],
     )
     expected, result = torch.zeros(5, 20), torch.zeros(5, 20, device=device)
     reference.adjust(expected, inputs)
@@ -71,8 +75,8 @@ def test_entries_count_while_the_position_is_below_until(device):
 
 def test_tables_without_entries_and_batches_without_rows(device):
     logits = torch.ones(2, 5, device=device)
-    kernels.adjust(logits, on(adjustments(2, 0, 5, torch.int32), device))
-    kernels.adjust(logits[:0], on(adjustments(0, 4, 5, torch.int32), device))
+    kernels.adjust(logits, adjustments_on(adjustments(2, 0, 5, torch.int32), device))
+    kernels.adjust(logits[:0], adjustments_on(adjustments(0, 4, 5, torch.int32), device))
     kernels.penalize(logits, on(penalties(0, 5), device))
     assert (logits == 1).all()
 
@@ -94,6 +98,30 @@ def test_penalties(num_rows, vocab, device):
     again = logits.to(device, copy=True)
     kernels.penalize(again, narrow)
     assert torch.equal(again.cpu(), expected)
+
+
+@pytest.mark.parametrize("num_rows, vocab, num_extra", [(1, 1, 1), (3, 2049, 5), (4, 300, 16), (2, 40, 0)])
+def test_drafts_count_as_if_the_table_had_them(num_rows, vocab, num_extra, device):
+    inputs = penalties(num_rows, vocab, num_extra=num_extra)
+    logits = torch.randn(num_rows + 2, vocab, generator=torch.Generator().manual_seed(3)) * 4
+    counts = inputs.output_counts.clone()
+    for slot, ids in zip(inputs.slots.tolist(), inputs.extra.tolist()):
+        for token_id in ids:
+            if token_id >= 0:
+                counts[slot, token_id] += 1
+    expected = logits.clone()
+    reference.penalize(expected, replace(inputs, output_counts=counts, extra=None))
+    kept = inputs.output_counts.clone()
+    cpu = CpuOps(1)
+    cpu.compile()
+    for penalize in (reference.penalize, cpu.penalize):
+        result = logits.clone()
+        penalize(result, inputs)
+        assert torch.equal(result, expected)
+    result = logits.to(device, copy=True)
+    TritonSamplingOps(device).penalize(result, on(inputs, device))
+    assert torch.equal(result.cpu(), expected)
+    assert torch.equal(inputs.output_counts, kept)
 
 
 def test_a_slot_far_into_the_table(device):
