@@ -20,12 +20,14 @@ from shared.messages import WorkerFacts
 from shared.settings import WorkerSettings
 from worker.constraint import Constraints
 from worker.engine import Engine, StalledError
-from worker.executor.build import BuiltExecutor, build_executor, cache_directory, compile_beside, num_threads
+from worker.executor.build import BuiltExecutor, build_executor, compile_beside
 from worker.executor.executor import ExecutorError
+from worker.executor.resolve import cache_directory, num_threads
 from worker.kv.manager import KVManager
 from worker.model.loading import ModelFiles, open_model
 from worker.sampling.grammar import LLGrammars
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from worker.speculative.draft_files import open_draft
 from worker.stats import Counters
 from worker.transport import Transport
 
@@ -63,9 +65,12 @@ def _serve(settings: WorkerSettings) -> int:
             ending.callback(beside.close)
         with _announced("loading the model"):
             files = open_model(settings.model, cache_directory(settings))
-            built = build_executor(settings, files, beside=beside)
+            draft_files = open_draft(settings, files, cache_directory(settings))
+            built = build_executor(settings, files, beside=beside, draft_files=draft_files)
             ending.callback(built.executor.close)
             files.weights.close()
+            if draft_files is not None:
+                draft_files.weights.close()
         counters = Counters()
         epoch = secrets.token_hex(4)
         sockets.remove_stale(directory, settings.worker_index)

@@ -31,8 +31,8 @@ from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, ti
 from scripts.ceiling import LinearShapes, Matrices
 from shared import log
 from shared.settings import WorkerSettings
-from worker.executor.build import cache_directory
 from worker.executor.forward_batch import ForwardBatch
+from worker.executor.resolve import cache_directory
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from kernels.attention.kv_pages import KVFormat
-from kernels.cpu import bf16
-from kernels.cpu.pool import use_cache_directory, use_huge_pages
+from kernels.cpu.pool import use_cache_directory
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
-from shared.errors import ConfigurationError
 from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor import compile_process
 from worker.executor.compile_process import CompileProcess
-from worker.executor.device import Device, gpu_multiplies_bfloat16, num_gpus, open_device
+from worker.executor.device import Device, open_device
 from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
 from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv
 from worker.executor.model_runner import ModelRunner
-from worker.executor.pending_step import PendingStep
-from worker.executor.precompile import Precompilation
-from worker.executor.profile import measure_step, pages_must_fit, steps_must_fit, weights_must_fit
+from worker.executor.models import Models, load_models, make_kv, page_bytes
+from worker.executor.plan_runner import Launched, PlanRunner
+from worker.executor.profile import measure_step, steps_must_fit
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
 from worker.executor.request_rows import RequestRows
+from worker.executor.resolve import cache_directory, num_threads, prepare_process, resolve_device, resolve_dtype
 from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
-from worker.kv.storage import KVStorage
 from worker.model.attention import attention_geometry
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.parallel import ParallelContext
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
+from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
+from worker.speculative.draft_model import DraftModel
 
 _log = get_logger("worker.executor")
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_FORMATS: dict[str, KVFormat] = {"fp8": "fp8", "int8": "int8", "int4": "int4"}
 _WARM_UP_TOKENS = 32
 
 
@@ -55,6 +47,7 @@ class BuiltExecutor:
         num_kv_groups: block tables per request.
         check: raises ExecutorError where a rank has died; for an idle engine loop.
         use_idle_time: does a part, tenths of a second, of what makes later steps faster; False where nothing is left.
+        draft_max_len: the draft model computes positions below it; 0 where there is none.
     """
 
     executor: Executor
@@ -66,16 +59,22 @@ class BuiltExecutor:
     dtype: str
     check: Callable[[], None]
     use_idle_time: Callable[[], bool]
+    draft_max_len: int = 0
 
 
 def build_executor(
-    settings: WorkerSettings, files: ModelFiles, depth: int | None = None, beside: CompileProcess | None = None
+    settings: WorkerSettings,
+    files: ModelFiles,
+    depth: int | None = None,
+    beside: CompileProcess | None = None,
+    draft_files: ModelFiles | None = None,
 ) -> BuiltExecutor:
     """Loads the model, sizes the KV cache, starts the other ranks and runs a first step.
 
     Args:
         depth: steps in flight; None: 1 on the CPU, 2 on CUDA.
         beside: of `compile_beside`.
+        draft_files: of `open_draft`; each rank has the whole draft model.
 
     Raises:
         ConfigurationError: the settings do not fit this model or machine.
@@ -87,11 +86,11 @@ def build_executor(
     place = resolve_device(settings)
     device = open_device(place)
     if size == 1:
-        return _build(settings, files, device, None, depth, beside)
+        return _build(settings, files, draft_files, device, None, depth, beside)
     group = RankGroup(size, rank_settings(settings, device=place, dtype=resolve_dtype(settings, place)))
     try:
         group.start()
-        return _build(settings, files, device, group, depth)
+        return _build(settings, files, draft_files, device, group, depth)
     except BaseException:
         group.close()
         raise
@@ -100,25 +99,25 @@ def build_executor(
 def _build(
     settings: WorkerSettings,
     files: ModelFiles,
+    draft_files: ModelFiles | None,
     device: Device,
     group: RankGroup | None,
     depth: int | None,
     beside: CompileProcess | None = None,
 ) -> BuiltExecutor:
     parallel = group.join() if group is not None else ParallelContext()
-    with weights_must_fit(device, settings):
-        decoder = load_decoder(settings, files, device.torch_device, parallel, beside)
+    models = load_models(settings, files, draft_files, device, parallel, beside)
     ops = sampling_ops(device.torch_device, num_threads(settings), files.spec.vocab_size)
-    plan = _size_kv(settings, decoder, parallel, ops, device, group)
+    plan = _size_kv(settings, models, ops, device, group)
     if group is not None:
         group.prepare(plan)
     # Elsewhere all ranks must sample by the same code, and a GPU's stream is one thread's.
     in_thread = group is None and device.torch_device.type == "cpu"
     if not in_thread:
         ops.compile()
-    runner = make_runner(settings, decoder, plan, parallel, ops, device)
+    runner = make_runner(settings, models, plan, ops, device)
 
-    def launch(step: StepPlan) -> PendingStep:
+    def launch(step: StepPlan) -> Launched:
         if group is not None:
             group.send(step)
         with steps_must_fit(settings):
@@ -134,7 +133,7 @@ def _build(
         return runner.capture_next()
 
     num_groups = len(files.spec.kv_groups)
-    for step in warm_up_plans(settings, plan, num_groups):
+    for step in warm_up_plans(settings, plan, num_groups, runner.draft_max_len):
         launch(step).result()
     if in_thread:
         # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
@@ -147,47 +146,30 @@ def _build(
         max_model_len=plan.max_model_len,
         num_kv_groups=num_groups,
         device=device.torch_device.type,
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        dtype=str(models.target.dtype).removeprefix("torch."),
         check=check,
         use_idle_time=use_idle_time,
+        draft_max_len=runner.draft_max_len,
     )
 
 
 def _size_kv(
-    settings: WorkerSettings,
-    decoder: Decoder,
-    parallel: ParallelContext,
-    ops: SamplingOps,
-    device: Device,
-    group: RankGroup | None,
+    settings: WorkerSettings, models: Models, ops: SamplingOps, device: Device, group: RankGroup | None
 ) -> KVPlan:
     """Measures on all ranks, and plans for the one with the least room."""
-    memory = measure_memory(settings, decoder, parallel, ops, device)
+    memory = measure_memory(settings, models, ops, device)
     if group is not None:
         memory = KVMemory(min(memory.available, group.loaded()), memory.total)
-    plan = plan_kv(
-        settings,
-        bytes_per_page=page_bytes(settings, decoder, parallel),
-        memory=memory,
-        max_position=decoder.spec.max_position,
-    )
+    max_position = models.target.spec.max_position
+    plan = plan_kv(settings, bytes_per_page=models.page_bytes(settings), memory=memory, max_position=max_position)
     if plan.reduced:
         _log.warning(
             "max_model_len_lowered",
             max_model_len=plan.max_model_len,
-            model_context=decoder.spec.max_position,
+            model_context=max_position,
             num_pages=plan.num_pages,
         )
     return plan
-
-
-def prepare_process(settings: WorkerSettings) -> None:
-    """Sets torch's threads and where compiled code is kept. Comes before anything large is allocated."""
-    use_huge_pages()
-    torch.set_num_threads(num_threads(settings))
-    use_cache_directory(cache_directory(settings))
-    # Triton's own default is in the home directory, which a service may lack.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory(settings) / "triton"))
 
 
 def compile_beside(settings: WorkerSettings) -> CompileProcess | None:
@@ -204,119 +186,23 @@ def compile_beside(settings: WorkerSettings) -> CompileProcess | None:
     return beside
 
 
-def cache_directory(settings: WorkerSettings) -> Path:
-    """Where converted tokenizers and compiled code are kept: the setting, or the user's own cache."""
-    if settings.cache_dir:
-        return Path(settings.cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pelton"
-
-
-def num_threads(settings: WorkerSettings) -> int:
-    """Threads of one rank's tensor operations."""
-    return settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
-
-
-def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
-    """The device of a rank. Raises ConfigurationError where it is asked for and not there."""
-    count = num_gpus() if settings.device != "cpu" else 0
-    if settings.device == "cpu" or (settings.device == "auto" and count == 0):
-        return torch.device("cpu")
-    if count == 0:
-        raise ConfigurationError("device is cuda, but torch finds no GPU that it can use")
-    if count < settings.tensor_parallel_size:
-        raise ConfigurationError(
-            f"device is {settings.device}; tensor-parallel-size {settings.tensor_parallel_size} needs as many GPUs, "
-            f"{count} can be used"
-        )
-    return torch.device("cuda", rank)
-
-
-def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
-    """Of weights and activations. auto: bfloat16 where the processor multiplies it (AVX512-BF16, AMX), else float32."""
-    if settings.dtype != "auto":
-        return _DTYPES[settings.dtype]
-    if device.type == "cuda":
-        return torch.bfloat16 if gpu_multiplies_bfloat16() else torch.float16
-    cpu = torch.cpu
-    native = cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
-
-
-def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Of dense cells of the KV cache. auto: the model's on a GPU; on the CPU bfloat16 where the model's is that and the
-    processor has the instruction that attention multiplies it by, else float32."""
-    if settings.kv_cache_dtype in _DTYPES:
-        return _DTYPES[settings.kv_cache_dtype]
-    if device.type == "cpu" and not (dtype is torch.bfloat16 and bf16.supported()):
-        return torch.float32
-    return dtype
-
-
-def resolve_kv_format(settings: WorkerSettings, head_dim: int) -> KVFormat:
-    """How cells of the KV cache are stored. Raises ConfigurationError where heads cannot be stored so."""
-    kv_format = _KV_FORMATS.get(settings.kv_cache_dtype, "dense")
-    if kv_format == "int4" and head_dim % 2:
-        raise ConfigurationError(f"kv-cache-dtype int4 packs two values in a byte; the model's heads have {head_dim}")
-    return kv_format
-
-
-def page_bytes(settings: WorkerSettings, decoder: Decoder, parallel: ParallelContext) -> int:
-    """Bytes of one page of the KV cache on one rank."""
-    kv_dtype = resolve_kv_dtype(settings, decoder.device, decoder.dtype)
-    kv_format = resolve_kv_format(settings, decoder.spec.head_dim)
-    return KVStorage.bytes_per_page(decoder.spec, settings.block_size, kv_dtype, parallel, kv_format)
-
-
-def measure_memory(
-    settings: WorkerSettings, decoder: Decoder, parallel: ParallelContext, ops: SamplingOps, device: Device
-) -> KVMemory:
-    """What the KV cache of this rank may take; on a GPU after the largest step has run, on all ranks at a time."""
+def measure_memory(settings: WorkerSettings, models: Models, ops: SamplingOps, device: Device) -> KVMemory:
+    """What the KV cache of this rank may take; on a GPU after the largest step of each model has run, on all ranks at
+    a time."""
     if device.torch_device.type == "cpu":
         return available_memory(settings, device)
+    spec = models.target.spec
     graph_bytes = measure_step(
         device,
         settings,
-        max_model_len=settings.max_model_len or decoder.spec.max_position,
-        num_groups=len(decoder.spec.kv_groups),
-        make_execute=lambda plan: make_runner(settings, decoder, plan, parallel, ops, device).execute,
+        max_model_len=settings.max_model_len or spec.max_position,
+        num_groups=len(spec.kv_groups),
+        make_execute=lambda plan: make_runner(settings, models, plan, ops, device).execute,
+        draft_max_len=0 if models.draft is None else models.draft.max_model_len,
     )
     memory = available_memory(settings, device, graph_bytes)
     device.release_cached()
     return memory
-
-
-def load_decoder(
-    settings: WorkerSettings,
-    files: ModelFiles,
-    device: torch.device,
-    parallel: ParallelContext,
-    beside: CompileProcess | None = None,
-) -> Decoder:
-    """Reads this rank's weights, and compiles its kernels meanwhile."""
-    dtype = resolve_dtype(settings, device)
-    precompilation = Precompilation(
-        files.spec,
-        files.weights,
-        parallel,
-        page_size=settings.block_size,
-        dtype=dtype,
-        kv_dtype=resolve_kv_dtype(settings, device, dtype),
-        device=device,
-        beside=beside,
-    )
-    try:
-        return Decoder(
-            files.spec,
-            files.weights,
-            dtype=dtype,
-            device=device,
-            parallel=parallel,
-            max_num_tokens=settings.max_num_batched_tokens,
-            max_model_len=settings.max_model_len or files.spec.max_position,
-            deterministic=settings.deterministic,
-        )
-    finally:
-        precompilation.wait()
 
 
 def make_rows(
@@ -334,27 +220,39 @@ def make_rows(
     )
 
 
-def make_runner(
-    settings: WorkerSettings,
-    decoder: Decoder,
-    plan: KVPlan,
-    parallel: ParallelContext,
-    ops: SamplingOps,
-    device: Device,
-) -> ModelRunner:
-    """Allocates KV cache and rows around a decoder."""
-    spec = decoder.spec
-    kv = make_kv(settings, decoder, plan, parallel, device)
-    decoder.fuse_layers(kv)
+def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: SamplingOps, device: Device) -> PlanRunner:
+    """Allocates KV cache and rows around the decoders."""
+    target, spec = models.target, models.target.spec
+    kv, draft_kv = make_kv(settings, models, plan, device)
+    target.fuse_layers(kv)
     rows = make_rows(settings, plan.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
-    return ModelRunner(
-        decoder,
+    sampler = Sampler(rows.sampling, ops)
+    runner = ModelRunner(
+        target,
         kv,
         rows,
-        Sampler(rows.sampling, ops),
+        sampler,
         device,
         graphs=settings.decode_graphs,
-        prefixes=make_prefixes(settings, decoder, plan, parallel),
+        prefixes=make_prefixes(settings, target, plan, models.parallel),
+    )
+    draft = models.draft
+    if draft is None or draft_kv is None:
+        return PlanRunner(runner)
+    draft.fuse_layers(draft_kv)
+    kv.copy_along(draft_kv)
+    return PlanRunner(
+        runner,
+        DraftModel(
+            draft,
+            draft_kv,
+            rows,
+            sampler,
+            device,
+            vocab_size=spec.vocab_size,
+            draft_vocab_size=draft.spec.vocab_size,
+            max_len=min(plan.max_model_len, draft.max_model_len),
+        ),
     )
 
 
@@ -381,20 +279,9 @@ def make_prefixes(
     )
 
 
-def make_kv(
-    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext, device: Device
-) -> KVStorage:
-    """Allocates the KV cache of this rank. Raises ConfigurationError where it does not fit."""
-    kv_dtype = resolve_kv_dtype(settings, decoder.device, decoder.dtype)
-    kv_format = resolve_kv_format(settings, decoder.spec.head_dim)
-    with pages_must_fit(device, settings, plan.num_pages, page_bytes(settings, decoder, parallel)):
-        return KVStorage(
-            decoder.spec, plan.num_pages, settings.block_size, kv_dtype, decoder.device, parallel, kv_format
-        )
-
-
-def warm_up_plans(settings: WorkerSettings, plan: KVPlan, num_groups: int) -> list[StepPlan]:
-    """Two steps on row 0 that touch every layer: a short prompt, and one token that is sampled with filters.
+def warm_up_plans(settings: WorkerSettings, plan: KVPlan, num_groups: int, draft_max_len: int = 0) -> list[StepPlan]:
+    """Two steps on row 0 that touch every layer: a short prompt, and one token that is sampled with filters; and where
+    there is a draft model one of its own, of two tokens.
 
     The row and its pages hold nothing that a later request could see: it brings its own.
     """
@@ -410,6 +297,10 @@ def warm_up_plans(settings: WorkerSettings, plan: KVPlan, num_groups: int) -> li
     )
     tables = [BlockTableUpdate(0, group, 0, list(range(num_pages))) for group in range(num_groups)]
     first = StepPlan(step=0, scheduled=[ScheduledTokens(0, 0, count, True)], new_rows=[new], block_tables=tables)
-    if count + 1 > plan.max_model_len:
-        return [first]
-    return [first, StepPlan(step=0, scheduled=[ScheduledTokens(0, count, 1, True)])]
+    plans = [first]
+    if count < plan.max_model_len:
+        plans.append(StepPlan(step=0, scheduled=[ScheduledTokens(0, count, 1, True)]))
+    if draft_max_len:
+        drafted = DraftedRow(0, 0, min(count, draft_max_len), 2 if count < draft_max_len else 1)
+        plans.append(StepPlan(step=0, scheduled=[], drafting=[drafted]))
+    return plans

@@ -44,7 +44,7 @@ def plan_kv(settings: WorkerSettings, *, bytes_per_page: int, memory: KVMemory, 
     """Pages for the memory, at most what max_num_seqs requests of full length can fill.
 
     Args:
-        bytes_per_page: on one rank, all layers.
+        bytes_per_page: on one rank, all layers, of the draft model too.
         memory: not looked at with num_kv_pages.
         max_position: the model's own context length.
 

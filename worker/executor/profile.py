@@ -15,7 +15,7 @@ from shared.settings import WorkerSettings
 from worker.executor.device import Device, OutOfMemory
 from worker.executor.executor import ExecutorError
 from worker.executor.memory import KVPlan
-from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
+from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
 
 _GIB = 1024**3
 _LEAST_TOKENS = 16
@@ -38,11 +38,14 @@ def measure_step(
     max_model_len: int,
     num_groups: int,
     make_execute: Callable[[KVPlan], Execute],
+    draft_max_len: int = 0,
 ) -> int:
     """Runs the largest step that the settings allow; torch then keeps what it took.
 
     Args:
         make_execute: a runner around a KV cache of this size; what it holds is free when it is dropped.
+        draft_max_len: the draft model, which then runs its largest step too, computes positions below it; 0: there is
+            none.
 
     Returns:
         bytes to leave for the graphs of decode steps.
@@ -51,14 +54,20 @@ def measure_step(
         ConfigurationError: the step does not fit; says which would.
     """
     plan = KVPlan(num_pages=1, max_model_len=max_model_len)
+
+    def run(num_tokens: int) -> int:
+        plans = profile_plans(settings, max_model_len, num_groups, num_tokens)
+        drafting = drafting_plan(plans[0], draft_max_len) if draft_max_len else None
+        return _run(device, settings, make_execute(plan), *plans, drafting)
+
     try:
-        return _run(device, settings, plan, num_groups, make_execute(plan), settings.max_num_batched_tokens)
+        return run(settings.max_num_batched_tokens)
     except OutOfMemory as error:
         problem = str(error)
     # Out of the handler: the failed step's tensors live as long as its traceback.
     fits = None
     if settings.tensor_parallel_size == 1:  # other ranks would wait in a collective of the step that failed
-        fits = _largest_that_fits(device, settings, plan, num_groups, make_execute)
+        fits = _largest_that_fits(device, settings, run)
     remedy = (
         f"max-num-batched-tokens {fits} would fit"
         if fits is not None
@@ -70,28 +79,28 @@ def measure_step(
     )
 
 
-def _largest_that_fits(
-    device: Device,
-    settings: WorkerSettings,
-    plan: KVPlan,
-    num_groups: int,
-    make_execute: Callable[[KVPlan], Execute],
-) -> int | None:
+def _largest_that_fits(device: Device, settings: WorkerSettings, run: Callable[[int], int]) -> int | None:
     num_tokens = settings.max_num_batched_tokens // 2
     while num_tokens >= _LEAST_TOKENS:
         device.release_cached()
         with contextlib.suppress(OutOfMemory):
-            _run(device, settings, plan, num_groups, make_execute(plan), num_tokens)
+            run(num_tokens)
             return num_tokens
         num_tokens //= 2
     return None
 
 
 def _run(
-    device: Device, settings: WorkerSettings, plan: KVPlan, num_groups: int, execute: Execute, num_tokens: int
+    device: Device,
+    settings: WorkerSettings,
+    execute: Execute,
+    first: StepPlan,
+    second: StepPlan,
+    drafting: StepPlan | None,
 ) -> int:
-    first, second = profile_plans(settings, plan.max_model_len, num_groups, num_tokens)
     execute(first)
+    if drafting is not None:
+        execute(drafting)
     device.synchronize()
     if not settings.decode_graphs or not device.captures:
         return 0
@@ -139,13 +148,24 @@ def profile_plans(
     )
 
 
+def drafting_plan(first: StepPlan, draft_max_len: int) -> StepPlan:
+    """After the first of `profile_plans`: the draft model reads the same tokens and proposes one for each row."""
+    drafting = [DraftedRow(item.row, 0, min(item.count, draft_max_len), 1) for item in first.scheduled]
+    return StepPlan(step=0, scheduled=[], drafting=drafting)
+
+
 @contextlib.contextmanager
-def weights_must_fit(device: Device, settings: WorkerSettings) -> Iterator[None]:
-    """Around loading: a full GPU becomes an error of configuration."""
+def weights_must_fit(device: Device, settings: WorkerSettings, draft: str = "") -> Iterator[None]:
+    """Around loading: a full GPU becomes an error of configuration. draft: name of the draft model, where it is one."""
     free, total = device.free_bytes(), device.total_bytes()
     try:
         yield
     except OutOfMemory as error:
+        if draft:
+            raise ConfigurationError(
+                f"the weights of the draft model {draft} do not fit in the GPU's memory beside the model's: "
+                f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB were free. A smaller speculative-model would hold less"
+            ) from error
         raise ConfigurationError(
             f"the weights do not fit in the GPU's memory: {free / _GIB:.1f} of {total / _GIB:.1f} GiB were free. "
             f"tensor-parallel-size {2 * settings.tensor_parallel_size} would halve what each GPU holds; a model with "

@@ -13,22 +13,16 @@ import zmq
 from kernels.sampling.dispatch import sampling_ops
 from shared import supervisor_pipe
 from shared.errors import ConfigurationError
-from worker.executor.build import (
-    cache_directory,
-    load_decoder,
-    make_runner,
-    measure_memory,
-    num_threads,
-    prepare_process,
-    resolve_device,
-)
+from worker.executor.build import make_runner, measure_memory
 from worker.executor.device import open_device
 from worker.executor.memory import KVPlan
-from worker.executor.pending_step import PendingStep
-from worker.executor.profile import weights_must_fit
+from worker.executor.models import load_models
+from worker.executor.plan_runner import Launched
 from worker.executor.ranks import ENDPOINT_VARIABLE, IDLE, RankReply, RankStart, join_group
+from worker.executor.resolve import cache_directory, num_threads, prepare_process, resolve_device
 from worker.model.loading.open_model import open_model
 from worker.scheduler.plan import StepPlan
+from worker.speculative.draft_files import open_draft
 
 
 def main() -> int:
@@ -63,17 +57,16 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     parallel = join_group(start.rank, settings.tensor_parallel_size, start.store, settings.device)
     files = open_model(settings.model, cache_dir)
     device = open_device(resolve_device(settings, start.rank))
-    with weights_must_fit(device, settings):
-        decoder = load_decoder(settings, files, device.torch_device, parallel)
+    models = load_models(settings, files, open_draft(settings, files, cache_dir), device, parallel)
     ops = sampling_ops(device.torch_device, num_threads(settings), files.spec.vocab_size)
-    memory = measure_memory(settings, decoder, parallel, ops, device)
+    memory = measure_memory(settings, models, ops, device)
     _reply(socket, RankReply(stage="loaded", available=memory.available))
     num_pages, max_model_len = msgspec.msgpack.decode(socket.recv(), type=tuple[int, int])
     ops.compile()
-    runner = make_runner(settings, decoder, KVPlan(num_pages, max_model_len), parallel, ops, device)
+    runner = make_runner(settings, models, KVPlan(num_pages, max_model_len), ops, device)
     _reply(socket, RankReply(stage="ready"))
     decoder_of_plans = msgspec.msgpack.Decoder(StepPlan)
-    flights: deque[PendingStep] = deque()
+    flights: deque[Launched] = deque()
     while True:
         message = socket.recv()
         if message == IDLE:

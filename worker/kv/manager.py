@@ -20,12 +20,13 @@ class SequencePages:
         num_slots: tokens that the pages can hold.
         num_announced: entries of each block table that the executor knows; kept by the scheduler.
         num_committed: leading full pages that are computed and, where caching is on, in the prefix cache.
+        num_drafted: leading tokens that the draft model has computed too; 0 where there is none.
         last_match: what `match_prefix` last found, and when and for how many tokens.
         hashes: of the leading full pages, as far as they were ever needed. They depend on token ids alone and so
             outlive the pages when a request is preempted.
     """
 
-    __slots__ = ("hashes", "last_match", "num_announced", "num_committed", "num_slots", "salt", "tables")
+    __slots__ = ("hashes", "last_match", "num_announced", "num_committed", "num_drafted", "num_slots", "salt", "tables")
 
     def __init__(self, salt: bytes, num_groups: int) -> None:
         self.salt = salt
@@ -33,6 +34,7 @@ class SequencePages:
         self.num_slots = 0
         self.num_announced = 0
         self.num_committed = 0
+        self.num_drafted = 0
         self.hashes: list[bytes] = []
         self.last_match: tuple[int, int, PrefixMatch] | None = None
 
@@ -55,6 +57,10 @@ class PrefixMatch:
 class KVManager:
     """Pages for sequences, in one pool per KV group.
 
+    Where a draft model works beside the target, each page of the first group has a second half for its keys and values.
+    It is computed on its own, later than the target's or never, so a page is marked when all of it is; the mark goes
+    with the page from one sequence to the next, until the page is handed out for other content.
+
     Args:
         num_pages: pages of each group's pool.
         page_size: tokens in a page, the same in all groups.
@@ -73,6 +79,8 @@ class KVManager:
         self._caches = [PrefixCache() for _ in range(num_groups)]
         self._pools = [BlockPool(num_pages, self._evictor(cache)) for cache in self._caches]
         self._live: set[SequencePages] = set()
+        # Pages of the first group whose draft half is computed; blank ones may be left among them.
+        self._drafted: set[int] = set()
         # Raised whenever a page changes hands or becomes findable.
         self._version = 0
         self._no_match = PrefixMatch(0, [[] for _ in range(num_groups)], [0] * num_groups)
@@ -163,6 +171,7 @@ class KVManager:
         sequence.num_slots = match.num_tokens
         if match.num_tokens:
             self._live.add(sequence)
+        self.find_drafted(sequence)
 
     def shared_with(self, parent: SequencePages, num_tokens: int) -> PrefixMatch:
         """The full pages below num_tokens of a live sequence, as something to start from."""
@@ -172,8 +181,8 @@ class KVManager:
     def fork(self, parent: SequencePages, child: SequencePages, num_tokens: int) -> list[PageCopy]:
         """Gives an empty child the first num_tokens of its parent.
 
-        Full pages are shared; a partial last page is copied, because both will write into theirs. The caller has
-        checked with `fits` that there is a page for it.
+        Full pages are shared; a partial last page is copied with its draft half, because both will write into theirs.
+        The caller has checked with `fits` that there is a page for it.
         """
         shared = self.shared_with(parent, num_tokens)
         child.hashes = parent.hashes[: len(shared.pages[0])]
@@ -183,6 +192,8 @@ class KVManager:
         if num_tokens == shared.num_tokens:
             return []
         self.extend(child, num_tokens)
+        # Of the page that is copied, so far as all before it is drafted.
+        child.num_drafted = max(child.num_drafted, min(parent.num_drafted, num_tokens))
         index = len(shared.pages[0])
         return [
             PageCopy(group, theirs[index], ours[index])
@@ -199,6 +210,8 @@ class KVManager:
         self._version += 1
         for pool, table in zip(self._pools, sequence.tables, strict=True):
             table.extend(pool.allocate(count))
+        if self._drafted:
+            self._drafted.difference_update(sequence.tables[0][-count:])
         sequence.num_slots = len(sequence.tables[0]) * self.page_size
         self._live.add(sequence)
         return True
@@ -216,6 +229,28 @@ class KVManager:
             sequence.num_committed = index + 1
             self._version += 1
 
+    def commit_drafted(self, sequence: SequencePages, num_drafted: int) -> None:
+        """The draft model has computed the first num_drafted tokens of a sequence, all of them known by now.
+
+        Raises ValueError where the sequence has no pages for so many. Fewer than it is known to have change nothing.
+        """
+        if num_drafted > sequence.num_slots:
+            raise ValueError(f"{num_drafted} tokens drafted in pages for {sequence.num_slots}")
+        if num_drafted > sequence.num_drafted:
+            first, end = sequence.num_drafted // self.page_size, num_drafted // self.page_size
+            self._drafted.update(sequence.tables[0][first:end])
+            sequence.num_drafted = num_drafted
+
+    def find_drafted(self, sequence: SequencePages) -> int:
+        """The sequence's num_drafted, raised by what others have drafted meanwhile in pages that it shares."""
+        if self._drafted:
+            size, pages = self.page_size, sequence.tables[0]
+            index = sequence.num_drafted // size
+            while index < len(pages) and pages[index] in self._drafted:
+                index += 1
+            sequence.num_drafted = max(sequence.num_drafted, index * size)
+        return sequence.num_drafted
+
     def free(self, sequence: SequencePages, *, distrust: bool = False) -> None:
         """Gives all pages back. Those in the prefix cache stay findable until they are needed.
 
@@ -231,7 +266,7 @@ class KVManager:
                     pool.forget(page)
                 pool.release(page, findable=page in cache)
             table.clear()
-        sequence.num_slots = sequence.num_announced = sequence.num_committed = 0
+        sequence.num_slots = sequence.num_announced = sequence.num_committed = sequence.num_drafted = 0
         self._live.discard(sequence)
 
     def check_integrity(self) -> None:
@@ -244,6 +279,10 @@ class KVManager:
                 raise AssertionError("block tables of the KV groups differ in length")
             if any(len(set(table)) != len(table) for table in sequence.tables):
                 raise AssertionError("a page is twice in one block table")
+            if sequence.num_drafted > sequence.num_slots:
+                raise AssertionError("more tokens are drafted than there are pages for")
+            if not self._drafted.issuperset(sequence.tables[0][: sequence.num_drafted // self.page_size]):
+                raise AssertionError("a page of drafted tokens is not marked")
 
     @property
     def num_live(self) -> int:

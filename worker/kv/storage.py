@@ -82,6 +82,7 @@ class KVStorage:
         on_cpu = self.device.type == "cpu" and kv_format == "dense"
         paired = on_cpu and stored_in_pairs(dtype, width, page_size)
         by_slot = on_cpu and not paired
+        self._draft: KVStorage | None = None
         found: dict[int, KVPages] = {}
         # Per KV group its tensors as they lie in memory, [layers of the group, pages, ...].
         self._groups: list[list[torch.Tensor]] = []
@@ -124,7 +125,13 @@ class KVStorage:
         cell_bytes = width * cell_dtype.itemsize + (0 if kv_format == "dense" else torch.float32.itemsize)
         return 2 * spec.num_layers * num_kv_heads * page_size * cell_bytes
 
+    def copy_along(self, draft: KVStorage) -> None:
+        """From now on the draft model's half of a page, which goes by the ids of the first group, is copied too."""
+        self._draft = draft
+
     def copy_pages(self, copies: CopyBatch) -> None:
         """Copies pages in all layers of a KV group; nothing is read on the host."""
         for tensor in self._groups[copies.group]:
             tensor.index_copy_(1, copies.targets, tensor.index_select(1, copies.sources))
+        if self._draft is not None and copies.group == 0:
+            self._draft.copy_pages(copies)

@@ -16,7 +16,7 @@ from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from tests.fakes.tiny_model import write_tiny_model
-from worker.executor import build
+from worker.executor import build, models, resolve
 from worker.executor.build import build_executor
 from worker.executor.device import CpuDevice
 from worker.executor.executor import ExecutorError
@@ -213,20 +213,20 @@ def test_dtypes(settings, monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         monkeypatch.setattr("kernels.cpu.bf16.supported", lambda native=native: native)
-        assert build.resolve_dtype(settings(dtype="auto"), cpu) is expected
-        assert build.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is expected
-        assert build.resolve_kv_dtype(settings(dtype="float32"), cpu, torch.float32) is torch.float32
-    assert build.resolve_kv_dtype(settings(), cpu, torch.bfloat16) is torch.float32
-    assert build.resolve_dtype(settings(dtype="float16"), cpu) is torch.float16
-    assert build.resolve_kv_dtype(settings(kv_cache_dtype="bfloat16"), cpu, torch.float32) is torch.bfloat16
+        assert resolve.resolve_dtype(settings(dtype="auto"), cpu) is expected
+        assert resolve.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is expected
+        assert resolve.resolve_kv_dtype(settings(dtype="float32"), cpu, torch.float32) is torch.float32
+    assert resolve.resolve_kv_dtype(settings(), cpu, torch.bfloat16) is torch.float32
+    assert resolve.resolve_dtype(settings(dtype="float16"), cpu) is torch.float16
+    assert resolve.resolve_kv_dtype(settings(kv_cache_dtype="bfloat16"), cpu, torch.float32) is torch.bfloat16
 
 
 def test_kv_formats(settings):
-    assert build.resolve_kv_format(settings(), 64) == "dense"
-    assert build.resolve_kv_format(settings(kv_cache_dtype="float16"), 63) == "dense"
-    assert build.resolve_kv_format(settings(kv_cache_dtype="fp8"), 63) == "fp8"
+    assert resolve.resolve_kv_format(settings(), 64) == "dense"
+    assert resolve.resolve_kv_format(settings(kv_cache_dtype="float16"), 63) == "dense"
+    assert resolve.resolve_kv_format(settings(kv_cache_dtype="fp8"), 63) == "fp8"
     with pytest.raises(ConfigurationError, match=r"int4.*heads have 63"):
-        build.resolve_kv_format(settings(kv_cache_dtype="int4"), 63)
+        resolve.resolve_kv_format(settings(kv_cache_dtype="int4"), 63)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8", "int4"])
@@ -249,16 +249,16 @@ def test_deterministic_mode_is_not_promised_where_products_depend_on_the_batch(s
 @pytest.mark.parametrize("tokens,seqs", [(64, 4), (16, 16), (500, 2)])
 def test_the_profile_run_goes_through_the_runner_of_a_gpu(settings, folder, tokens, seqs):
     config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
-    build.prepare_process(config)
+    resolve.prepare_process(config)
     files = open_model(str(folder), Path("/nonexistent"))
-    decoder = build.load_decoder(config, files, torch.device("cpu"), ParallelContext())
     ops = sampling_ops(torch.device("cpu"), 1)
     device = CpuDevice(late=True)
+    loaded = models.load_models(config, files, None, device, ParallelContext())
     pages = []
 
     def make_execute(plan):
         pages.append(plan.num_pages)
-        return build.make_runner(config, decoder, plan, ParallelContext(), ops, device).execute
+        return build.make_runner(config, loaded, plan, ops, device).execute
 
     room = measure_step(device, config, max_model_len=256, num_groups=1, make_execute=make_execute)
     assert pages == [1]

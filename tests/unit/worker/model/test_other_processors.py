@@ -13,7 +13,7 @@ from kernels.linear_panels import cpu as linear_panels
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.fakes.weights import make_batch
-from worker.executor.build import resolve_kv_dtype
+from worker.executor.resolve import resolve_kv_dtype
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles

@@ -1,0 +1,186 @@
+"""The draft model's own steps: it reads the known tokens that it has not seen, then proposes one after the other.
+
+It works on the target's rows, block tables (of the first KV group) and page ids, with keys and values of its own in
+each page. What it proposes is written to the rows behind the known tokens, where its next proposal reads it and where
+the target's next step writes over it; so nothing is waited for between two proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
+from kernels.step_inputs.inputs import TEMPERATURE
+from worker.executor.device import Device, Download
+from worker.executor.model_runner import Model, PageStorage
+from worker.executor.request_rows import RequestRows
+from worker.sampling.sampled_rows import Listed, Needs, SampledRows
+from worker.sampling.sampler import Sampler
+from worker.scheduler.plan import DraftedRow, DraftedTokens, ScheduledTokens, StepPlan, StepResult
+
+_CHANGES_LOGITS = Needs.ADJUST | Needs.PENALTY | Needs.EXTENDED | Needs.DRY | Needs.ALLOWED | Needs.BAD_WORDS
+"""Where a row has one of these the sampler writes to the logits."""
+
+
+class DraftModel:
+    """Executes what plans say of `drafting`; their block tables and page copies are made before.
+
+    A proposal is sampled as the target samples: with the row's parameters and the noise of the position, so that a
+    draft that knows the target's distribution draws the target's token. Penalties count known tokens only.
+
+    Args:
+        model, kv: of the draft alone; its pages have the target's numbers.
+        rows, sampler: the target's own.
+        vocab_size: of the target. The draft's logits are cut to it, or filled up with minus infinity.
+        draft_vocab_size: token ids that the model can read; those from there on, which no tokenizer has, are read as
+            its last.
+        max_len: the draft computes positions below it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: PageStorage,
+        rows: RequestRows,
+        sampler: Sampler,
+        device: Device,
+        *,
+        vocab_size: int,
+        draft_vocab_size: int,
+        max_len: int,
+    ) -> None:
+        self.max_len = max_len
+        self._model = model
+        self._kv = kv
+        self._rows = rows
+        self._sampler = sampler
+        self._device = device
+        self._vocab_size = vocab_size
+        self._draft_vocab_size = draft_vocab_size
+        self._all = torch.arange(rows.max_num_seqs, device=device.torch_device)
+
+    @torch.inference_mode()
+    def launch(self, step: int, drafting: Sequence[DraftedRow]) -> PendingDrafts:
+        """Enqueues one pass over the known tokens and one for each further proposal.
+
+        Raises ValueError for a row with proposals and no token to read, and for positions from max_len on.
+        """
+        for row in drafting:
+            if row.count < 1 or row.start + row.count + max(row.num_drafts - 1, 0) > self.max_len:
+                raise ValueError(
+                    f"row {row.row} drafts {row.num_drafts} tokens after {row.count} from position {row.start} on; "
+                    f"it needs one to read, and positions below {self.max_len}"
+                )
+        proposing = [row for row in drafting if row.num_drafts]
+        passes = [self._pass(step, [ScheduledTokens(r.row, r.start, r.count, r.num_drafts > 0) for r in drafting])]
+        for index in range(1, max((row.num_drafts for row in proposing), default=1)):
+            going_on = [row for row in proposing if row.num_drafts > index]
+            items = [ScheduledTokens(row.row, row.start + row.count + index - 1, 1, True) for row in going_on]
+            passes.append(self._pass(step, items))
+        return PendingDrafts(step, proposing, passes)
+
+    def _pass(self, step: int, items: list[ScheduledTokens]) -> _Pass:
+        """Computes tokens of the rows and samples one more in those that want it."""
+        staged = self._rows.stage(StepPlan(step=step, scheduled=items))
+        batch, sampled = staged.batch, replace(staged.sampled, trial=True)
+        if batch is None:
+            raise ValueError("a step of the draft model needs rows")
+        if self._draft_vocab_size < self._vocab_size:
+            batch = replace(batch, input_ids=batch.input_ids.clamp(max=self._draft_vocab_size - 1))
+        hidden = self._model.hidden_states(batch, self._kv)
+        tensors: list[torch.Tensor] = []
+        if len(sampled.rows):
+            tensors += self._propose(hidden, sampled)
+        passed = _Pass(self._device.download(tensors))
+        self._rows.hold(passed)
+        return passed
+
+    def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples from [S, hidden] and appends to the rows; [S] int64 ids, below 0 where there is none, and [S] float32
+        probabilities.
+
+        Rejection sampling would need the whole distribution that each token was drawn from, [S, vocab] a pass: it is
+        what the sampler leaves of `logits` after filters and temperature, before the noise.
+        """
+        logits = self._fitted(self._model.logits(hidden))
+        raw = logits.clone() if sampled.needs & _CHANGES_LOGITS else logits
+        token_ids = self._sampler.sample(logits, sampled).token_ids
+        self._rows.append(sampled, token_ids)
+        return token_ids, self._probabilities(raw, token_ids, sampled)
+
+    def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
+        """[S, the draft's vocabulary] -> [S, vocab_size]."""
+        missing = self._vocab_size - logits.shape[1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[:, : self._vocab_size].contiguous()
+
+    def _probabilities(self, raw: torch.Tensor, token_ids: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
+        """[S] of each token under softmax(raw / temperature), without filters; a greedy row's temperature counts as 1.
+        NaN where the logits were not usable, 0 where masks left no token."""
+        if sampled.needs & Needs.NOISE:
+            every = Listed(self._all[: len(sampled.rows)], sampled.rows, sampled.rows)
+            temperature = self._rows.sampling.words(sampled, every).view(torch.float32)[:, TEMPERATURE]
+            raw = raw / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+        drawn = raw.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
+        probabilities = (drawn - raw.logsumexp(dim=1)).exp()
+        probabilities = torch.where(token_ids == NOTHING_LEFT, 0.0, probabilities)
+        return torch.where(token_ids == NOT_USABLE, float("nan"), probabilities)
+
+
+class _Pass:
+    """One pass, until what it sampled has arrived.
+
+    Attributes:
+        arrived: after `wait`, ids and probabilities; nothing where nothing was sampled.
+    """
+
+    def __init__(self, download: Download) -> None:
+        self._download: Download | None = download
+        self.arrived: tuple[torch.Tensor, ...] = ()
+
+    def done(self) -> bool:
+        return self._download is None or self._download.done()
+
+    def wait(self) -> None:
+        """Returns when the pass is over. May be called twice."""
+        if self._download is not None:
+            self.arrived = self._download.wait()
+            self._download = None
+
+
+class PendingDrafts:
+    """A step of the draft model between `launch` and its result."""
+
+    def __init__(self, step: int, proposing: Sequence[DraftedRow], passes: Sequence[_Pass]) -> None:
+        self._step = step
+        self._proposing = proposing
+        self._passes = passes
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._passes[-1].done()
+
+    def wait(self) -> None:
+        """Returns when the step is over. May be called twice."""
+        for one in self._passes:
+            one.wait()
+
+    def result(self) -> StepResult:
+        """Waits for the step. May be called twice."""
+        self.wait()
+        drafted = {row.row: DraftedTokens(row.row, [], []) for row in self._proposing}
+        for index, one in enumerate(self._passes):
+            if not one.arrived:
+                continue
+            token_ids, probabilities = one.arrived
+            # What is no token is 0 in the row too; its probability is 0 or not finite.
+            columns = token_ids.clamp(min=0).tolist(), probabilities.tolist()
+            going_on = [row.row for row in self._proposing if row.num_drafts > index]
+            for row, token_id, probability in zip(going_on, *columns, strict=True):
+                drafted[row].token_ids.append(token_id)
+                drafted[row].probabilities.append(probability)
+        return StepResult(step=self._step, sampled=[], drafted=list(drafted.values()))
