@@ -15,7 +15,8 @@ Where several rules meet, in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -62,6 +63,10 @@ class GrammarState(Protocol):
         """Takes the text's next token; False where the grammar does not allow it."""
         ...
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after the other. Takes none."""
+        ...
+
 
 class PendingGrammar(Protocol):
     """A grammar that one choice waits for. Exactly one of `open` and `release` is called."""
@@ -86,8 +91,12 @@ class Grammars(Protocol):
         """Begins to compile a grammar, or finds it compiled. Raises UnavailableError."""
         ...
 
-    def fill(self, states: Sequence[GrammarState], masks: Words) -> Flags:
-        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end."""
+    def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
+        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end.
+
+        Args:
+            ahead: for each state the tokens, allowed by it, after each of which it has one more row; none: no tokens.
+        """
         ...
 
 
@@ -144,6 +153,16 @@ class Constraint:
         if self.grammar is not None:
             return 0
         return UNBOUNDED if self.thinking is None else self.thinking.num_free
+
+    def num_verifiable(self, drafts: Sequence[int]) -> int:
+        """How many of these tokens, which may come next one after the other, are worth a look: those that the grammar
+        allows, and fewer than may be sampled before the budget of reasoning forces one."""
+        count = len(drafts)
+        if self.thinking is not None:
+            count = max(0, min(count, self.thinking.num_free - 1))
+        if self.grammar is not None and count:
+            count = self.grammar.num_allowed(drafts[:count])
+        return count
 
     def advance(self, token_id: int) -> Finish | None:
         """Takes the next token; how the choice ends with it, or None where it goes on."""
@@ -210,27 +229,56 @@ class Constraints:
             raise
         return opened
 
-    def masks(self, requests: Sequence[ConstrainedRequest]) -> list[bytes | Finish]:
-        """What each of these, whose constraint is there, may sample next; or how it ends without a further token."""
-        masks: Words = np.full((len(requests), self._num_words), 0xFFFFFFFF, dtype=np.uint32)
-        may_end: Flags = np.zeros(len(requests), dtype=np.bool_)
-        states = [request.constraint.grammar for request in requests if request.constraint is not None]
-        with_grammar = [index for index, state in enumerate(states) if state is not None]
-        if with_grammar and self._grammars is not None:
-            followed = [state for state in states if state is not None]
-            if len(followed) == len(requests):
-                may_end = self._grammars.fill(followed, masks)
-            else:
-                filled: Words = np.empty((len(followed), self._num_words), dtype=np.uint32)
-                may_end[with_grammar] = self._grammars.fill(followed, filled)
-                masks[with_grammar] = filled
-        goes_on: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
-        return [
-            masks[index].tobytes()
-            if goes_on[index] and _is_plain(request)
-            else self._narrow(request, masks[index], bool(may_end[index]))
-            for index, request in enumerate(requests)
+    def masks(self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]]) -> list[list[bytes] | Finish]:
+        """What each of these, whose constraint is there, may sample next; or how it ends without a further token.
+
+        With a request come its drafts, as many as are verifiable: then what it may sample after each of them follows,
+        up to one after which it would end.
+        """
+        places = [
+            request if not index else _Ahead(request, drafts[:index])
+            for request, drafts in requests
+            for index in range(1 + len(drafts))
         ]
+        masks, may_end = self._fill(requests, len(places))
+        goes_on: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
+        narrowed = [
+            masks[index].tobytes()
+            if goes_on[index] and _is_plain(place)
+            else self._narrow(place, masks[index], bool(may_end[index]))
+            for index, place in enumerate(places)
+        ]
+        results: list[list[bytes] | Finish] = []
+        at = 0
+        for _, drafts in requests:
+            first, own = narrowed[at], list(takewhile(_is_mask, narrowed[at : at + 1 + len(drafts)]))
+            at += 1 + len(drafts)
+            results.append(first if isinstance(first, Finish) else own)
+        return results
+
+    def _fill(
+        self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]], num_places: int
+    ) -> tuple[Words, Flags]:
+        """What grammars allow at each place, [num_places, words], and whether the text may end there."""
+        masks: Words = np.full((num_places, self._num_words), 0xFFFFFFFF, dtype=np.uint32)
+        may_end: Flags = np.zeros(num_places, dtype=np.bool_)
+        states, ahead, with_grammar = [], [], []
+        at = 0
+        for request, drafts in requests:
+            state = None if request.constraint is None else request.constraint.grammar
+            if state is not None:
+                states.append(state)
+                ahead.append(drafts)
+                with_grammar += range(at, at + 1 + len(drafts))
+            at += 1 + len(drafts)
+        if states and self._grammars is not None:
+            if len(with_grammar) == num_places:
+                may_end = self._grammars.fill(states, masks, ahead)
+            else:
+                filled: Words = np.empty((len(with_grammar), self._num_words), dtype=np.uint32)
+                may_end[with_grammar] = self._grammars.fill(states, filled, ahead)
+                masks[with_grammar] = filled
+        return masks, may_end
 
     def _narrow(self, request: ConstrainedRequest, mask: Words, may_end: bool) -> bytes | Finish:
         """Applies everything else that the request says of tokens."""
@@ -277,6 +325,36 @@ class Constraints:
         if too_short or sampling.ignore_eos:
             suppressed = set(self._eos).difference(sampling.stop_token_ids)
         return suppressed.union(sampling.stop_token_ids) if too_short else suppressed
+
+
+class _Ahead:
+    """A request as it would be after some drafts."""
+
+    __slots__ = ("_request", "token_ids")
+
+    def __init__(self, request: ConstrainedRequest, drafts: Sequence[int]) -> None:
+        self._request = request
+        self.token_ids = [*request.token_ids, *drafts]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._request.sampling
+
+    @property
+    def min_num_tokens(self) -> int:
+        return self._request.min_num_tokens
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._request.stop_ids
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self._request.constraint
+
+
+def _is_mask(mask: bytes | Finish) -> TypeGuard[bytes]:
+    return isinstance(mask, bytes)
 
 
 def _is_plain(request: ConstrainedRequest) -> bool:

@@ -67,7 +67,7 @@ class StepLayout:
     """Sizes, and where everything lies.
 
     R rows, T tokens a step, G KV groups, P pages of a row. A step computes N <= R requests, padding included, and
-    samples S <= N of them.
+    samples after S of its tokens, no more than Z: one of a request, or each of those that verify drafts.
 
     Attributes:
         token_stride: token ids that a row holds.
@@ -76,6 +76,7 @@ class StepLayout:
         max_tail: words of a step's changes and lists; more changes go in several copies.
         vocab_words: of one bit for each token.
         max_bad_word_tokens: of all bad words of a row.
+        max_sampled: Z; 0: R.
 
         token_ids: [R, token_stride] int32.
         tables: [G, R, P] int32, the rows' block tables.
@@ -88,10 +89,10 @@ class StepLayout:
         starts: [R] int32 position of its first token in this step.
         cu_seqlens: [R + 1] int32, prefix sums of the tokens per request.
         seq_lens: [R] int32, context including this step's tokens; 0: padding.
-        sampled_rows: [R] int32 row of each request that is sampled.
-        logits_indices: [R] int64, the token of each whose logits are wanted.
-        new_positions: [R] int64, index in the sequence of the token that is sampled.
-        append_at: [R] int64, the word of the state that takes it.
+        sampled_rows: [Z] int32 row that each sampled token is for.
+        logits_indices: [Z] int64, the token whose logits it is drawn from.
+        new_positions: [Z] int64, its index in the sequence.
+        append_at: [Z] int64, the word of the state that takes it.
         tail: first word after these.
 
         input_ids, positions: [T] int32.
@@ -109,6 +110,7 @@ class StepLayout:
     max_tail: int = 1 << 16
     vocab_words: int = 0
     max_bad_word_tokens: int = 0
+    max_sampled: int = 0
 
     token_ids: Field = field(init=False)
     tables: Field = field(init=False)
@@ -158,9 +160,10 @@ class StepLayout:
         put("starts", packed.take(rows))
         put("cu_seqlens", packed.take(rows + 1))
         put("seq_lens", packed.take(rows))
-        put("sampled_rows", packed.take(rows))
+        sampled = self.max_sampled or rows
+        put("sampled_rows", packed.take(sampled))
         for name in ("logits_indices", "new_positions", "append_at"):
-            put(name, packed.take(rows, dtype=long))
+            put(name, packed.take(sampled, dtype=long))
         put("tail", packed.size)
         put("packed_words", packed.size + self.max_tail)
 

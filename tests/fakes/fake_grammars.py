@@ -43,6 +43,17 @@ class FakeState:
         self.taken.append(token_id)
         return True
 
+    def after(self, token_ids: Sequence[int]) -> FakeState:
+        state = FakeState(f"mod {self.modulus} for {self.length}")
+        state.taken = [*self.taken, *token_ids]
+        return state
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        for count, token_id in enumerate(token_ids):
+            if token_id not in self.after(token_ids[:count]).allowed():
+                return count
+        return len(token_ids)
+
 
 class FakePending:
     def __init__(self, grammars: FakeGrammars, source: str) -> None:
@@ -90,13 +101,19 @@ class FakeGrammars:
         self.num_pending += 1
         return FakePending(self, source)
 
-    def fill(self, states: Sequence[FakeState], masks: np.ndarray) -> np.ndarray:
-        assert masks.shape == (len(states), -(-self.vocab_size // 32))
+    def fill(self, states: Sequence[FakeState], masks: np.ndarray, ahead: Sequence[Sequence[int]] = ()) -> np.ndarray:
+        drafted = ahead or [()] * len(states)
+        places = [
+            state.after(drafts[:count])
+            for state, drafts in zip(states, drafted, strict=True)
+            for count in range(1 + len(drafts))
+        ]
+        assert masks.shape == (len(places), -(-self.vocab_size // 32))
         masks[:] = 0
-        for row, state in zip(masks, states, strict=True):
-            for token_id in state.allowed() + [END] * state.may_end:
+        for row, place in zip(masks, places, strict=True):
+            for token_id in place.allowed() + [END] * place.may_end:
                 row[token_id // 32] |= np.uint32(1 << token_id % 32)
-        return np.array([state.may_end for state in states], dtype=bool)
+        return np.array([place.may_end for place in places], dtype=bool)
 
 
 def allows(mask: bytes, token_id: int) -> bool:

@@ -178,9 +178,11 @@ class ModelRunner:
 
 
 def _samples_equally_many(plan: StepPlan) -> bool:
-    """Whether every request samples after equally many tokens and reports nothing else: what a graph holds."""
+    """Whether every request samples once, after equally many tokens, and reports nothing else: what a graph holds."""
     scheduled = plan.scheduled
     if not scheduled:
         return False
     count = scheduled[0].count
-    return all(item.count == count and item.sample and item.prompt_logprobs is None for item in scheduled)
+    return all(
+        item.count == count and item.sample and item.prompt_logprobs is None and not item.drafts for item in scheduled
+    )

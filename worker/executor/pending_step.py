@@ -30,10 +30,10 @@ class StepOutput:
     """What a step leaves on the device.
 
     Attributes:
-        rows: [S] the sampled rows, on the host; token_ids: [S] int64, None where S is 0.
-        reporting: [L] of the sampled rows those with log-probabilities, on the host; num_top: [L] alternatives of each.
+        rows: [S] the row of each sampled token, on the host; token_ids: [S] int64, None where S is 0.
+        reporting: [L] which of the S have log-probabilities, on the host; num_top: [L] alternatives of each.
         logprobs: of these L.
-        aiming: [E] of the sampled rows those with rarer filters, on the host; mu: [E] what mirostat aims at in them,
+        aiming: [E] which of the S are of rows with rarer filters, on the host; mu: [E] what mirostat aims at in them,
             None where nobody uses it.
         prompts: in the order of their positions.
     """
@@ -64,10 +64,10 @@ def step_output(
         step=step,
         rows=sampled.rows.tolist(),
         token_ids=None if tokens is None else tokens.token_ids,
-        reporting=[] if reporting is None else reporting.rows.tolist(),
+        reporting=[] if reporting is None or logprobs is None else reporting.host_index.tolist(),
         num_top=[] if sampled.num_top is None else sampled.num_top.tolist(),
         logprobs=logprobs,
-        aiming=[] if extended is None or mu is None else extended.rows.tolist(),
+        aiming=[] if extended is None or mu is None else extended.host_index.tolist(),
         mu=mu,
         prompts=prompts,
     )
@@ -131,9 +131,9 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
     if output.token_ids is not None:
         token_ids = arrived[0].tolist()
         at = 1
-    by_row: dict[int, TokenLogprobs] = {}
+    reported: dict[int, TokenLogprobs] = {}
     if output.logprobs is not None:
-        by_row = dict(zip(output.reporting, to_entries(take_logprobs(), output.num_top)))
+        reported = dict(zip(output.reporting, to_entries(take_logprobs(), output.num_top)))
     mu: dict[int, float] = {}
     if output.mu is not None:
         mu = dict(zip(output.aiming, arrived[at].tolist()))
@@ -146,8 +146,8 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
     return StepResult(
         step=output.step,
         sampled=[
-            SampledToken(row, token_id, by_row.get(row) if token_id >= 0 else None, mu.get(row))
-            for row, token_id in zip(output.rows, token_ids, strict=True)
+            SampledToken(row, token_id, reported.get(index) if token_id >= 0 else None, mu.get(index))
+            for index, (row, token_id) in enumerate(zip(output.rows, token_ids, strict=True))
         ],
         prompt_logprobs=prompts,
     )

@@ -20,6 +20,7 @@ from worker.executor.decode_graphs import Size
 from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
 from worker.executor.mask_uploads import MaskUploads
+from worker.executor.staged_drafts import StagedDrafts
 from worker.executor.step_packer import StepPacker, Waitable
 from worker.kv.storage import CopyBatch
 from worker.sampling.parameters import SamplingParameters
@@ -71,6 +72,7 @@ class RequestRows:
 
     Args:
         num_groups: KV groups, each with a block table per row.
+        max_drafts: most drafts of a request that a step verifies.
     """
 
     def __init__(
@@ -83,10 +85,13 @@ class RequestRows:
         num_groups: int,
         vocab_size: int,
         device: Device,
+        max_drafts: int = 0,
     ) -> None:
         max_num_tokens = max(max_num_tokens, max_num_seqs)
-        # Words of lists: pages to copy, indices of eight kinds, and the tokens whose logits are wanted.
-        lists = 2 * ((2 * num_groups + 9) * (max_num_seqs + 1) + max_num_tokens)
+        max_sampled = min(max_num_seqs * (1 + max_drafts), max_num_tokens)
+        # Words of lists: pages to copy, indices of ten kinds, the drafts before each token that is sampled, and the
+        # tokens whose logits are wanted.
+        lists = 2 * (2 * num_groups * (max_num_seqs + 1) + (11 + max_drafts) * (max_sampled + 1) + max_num_tokens)
         self._layout = StepLayout(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -99,12 +104,13 @@ class RequestRows:
             max_tail=_WORDS_OF_CHANGES + lists,
             vocab_words=-(-vocab_size // 32),
             max_bad_word_tokens=MAX_BAD_WORD_TOKENS,
+            max_sampled=max_sampled,
         )
         self._max_model_len = max_model_len
         self._buffers = StepBuffers(self._layout, device.torch_device)
         self._ops = step_ops(self._buffers)
         self._packer = StepPacker(self._buffers, self._ops, device, lists)
-        self._masks = MaskUploads(vocab_size, max_num_seqs, device)
+        self._masks = MaskUploads(vocab_size, max_sampled, device)
         self.sampling = SamplingParameters(self._buffers, vocab_size)
         layout, outputs, packed = self._layout, self._buffers.outputs, self._buffers.packed
         self._token_ids = layout.token_ids.of(self._buffers.state)
@@ -134,10 +140,16 @@ class RequestRows:
         """
         self._packer.begin()
         self._change(plan)
+        drafts = StagedDrafts.of(plan)
         samples, shape, longest = self._put_requests(plan, size)
-        sampled_rows = self._put_sampled(len(plan.scheduled), samples)
+        if drafts is None:
+            sampled_rows = self._put_sampled(len(plan.scheduled), samples)
+        else:
+            sampled_rows = self._put_drafts(drafts)
         copies = self._put_copies(plan.page_copies)
         sampled = self._list_needs(sampled_rows)
+        if drafts is not None:
+            sampled = drafts.verification(sampled, self._packer.integers)
         if plan.masks:
             sampled = self._add_masks(plan, sampled)
         chunks = self._prompt_chunks(plan)
@@ -244,13 +256,32 @@ class RequestRows:
         np.add(rows * self._layout.token_stride, lengths, out=host.append_at[:num_sampled])
         return rows
 
+    def _put_drafts(self, drafts: StagedDrafts) -> Integers:
+        """Fills the fields of all tokens that are sampled, several for a request with drafts; their rows."""
+        host, layout = self._packer.host, self._layout
+        for row, start, token_ids in drafts.written:
+            self._packer.change(row * layout.token_stride + start, np.array(token_ids, dtype=np.int32))
+        of, before = drafts.requests, drafts.before
+        rows, num_sampled = host.rows[of].astype(np.int64), len(of)
+        lengths = host.seq_lens[of] - before
+        host.sampled_rows[:num_sampled] = rows
+        np.subtract(host.cu_seqlens[1:][of] - 1, before, out=host.logits_indices[:num_sampled])
+        host.new_positions[:num_sampled] = lengths
+        np.add(rows * layout.token_stride, lengths, out=host.append_at[:num_sampled])
+        return rows
+
     def _list_needs(self, rows: Integers) -> SampledRows:
         views, lengths = self._views(len(rows)), self._packer.host.new_positions[: len(rows)]
         return self.sampling.list_needs(rows, views[0], views[1], lengths, self._packer.integers)
 
     def _add_masks(self, plan: StepPlan, sampled: SampledRows) -> SampledRows:
         """What grammars allow the sampled rows."""
-        which = [item.mask for item in plan.scheduled if item.sample]
+        which = [
+            item.mask if item.mask < 0 else item.mask + index
+            for item in plan.scheduled
+            if item.sample
+            for index in range(1 + len(item.drafts))
+        ]
         own_index = which == list(range(len(plan.masks)))
         mask_rows = None if own_index else self._packer.integers(np.array(which, dtype=np.int64))
         return replace(sampled, mask=self._masks.put(plan.masks), mask_rows=mask_rows)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -81,10 +82,22 @@ class Matcher:
         self._took(time.thread_time() - begin)
         return taken
 
-    def fill(self, row: Words) -> None:
-        """Writes the mask of the tokenizer's ids."""
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after the other. Takes none."""
         begin = time.thread_time()
-        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        count = int(self.matcher.validate_tokens(list(token_ids)))
+        self._took(time.thread_time() - begin)
+        return count
+
+    def fill(self, rows: Words, ahead: Sequence[int] = ()) -> None:
+        """Writes the mask of the tokenizer's ids to the first of [1 + len(ahead), words] rows; to the others, those
+        after each of the tokens `ahead`, which it allows."""
+        begin = time.thread_time()
+        if ahead:
+            rows[:] = 0  # what comes after the text's end is not written
+            self.matcher.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows[0].nbytes, list(ahead))
+        else:
+            self.matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows[0].nbytes)
         self._took(time.thread_time() - begin)
 
     def _took(self, seconds: float) -> None:
@@ -221,30 +234,46 @@ class LLGrammars:
         compilation.num_waiting += 1
         return _Waiting(self, source, compilation, None)
 
-    def fill(self, states: Sequence[GrammarState], masks: Words) -> Flags:
-        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end."""
+    def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
+        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end.
+
+        Args:
+            ahead: for each state the tokens, allowed by it, after each of which it has one more row; none: no tokens.
+        """
         matchers = [state for state in states if isinstance(state, Matcher)]
-        width = len(self._vocabulary.ends)
-        if len(self._wide) < len(matchers) or self._wide.shape[1] != width:
-            self._wide = np.zeros((max(len(matchers), 2 * len(self._wide)), width), dtype=np.uint32)
-        wide = self._wide[: len(matchers)]
-        if len(matchers) < _MANY_MASKS or self._num_mask_threads == 1 or self._num_watched > 0:
+        ahead = ahead or [()] * len(matchers)
+        starts = list(accumulate((1 + len(tokens) for tokens in ahead), initial=0))
+        num_rows, width = starts[-1], len(self._vocabulary.ends)
+        if len(self._wide) < num_rows or self._wide.shape[1] != width:
+            self._wide = np.zeros((max(num_rows, 2 * len(self._wide)), width), dtype=np.uint32)
+        wide = self._wide[:num_rows]
+        if num_rows < _MANY_MASKS or self._num_mask_threads == 1 or self._num_watched > 0:
             self._num_watched = max(0, self._num_watched - 1)
-            for matcher, row in zip(matchers, wide, strict=True):
-                matcher.fill(row)
+            for matcher, tokens, at in zip(matchers, ahead, starts):
+                matcher.fill(wide[at : at + 1 + len(tokens)], tokens)
         else:
-            self._fill_in_parallel(matchers, wide)
+            self._fill_in_parallel(matchers, ahead, starts, wide)
         may_end = self._vocabulary.cut(wide, masks)
         for index, matcher in enumerate(matchers):
             if matcher.is_too_slow:
-                masks[index], may_end[index] = 0, False
+                rows = slice(starts[index], starts[index + 1])
+                masks[rows], may_end[rows] = 0, False
         return may_end
 
-    def _fill_in_parallel(self, matchers: list[Matcher], wide: Words) -> None:
+    def _fill_in_parallel(
+        self, matchers: list[Matcher], ahead: Sequence[Sequence[int]], starts: list[int], wide: Words
+    ) -> None:
         self._executor = self._executor or LLExecutor(num_threads=self._num_mask_threads)
-        numbered = [(matcher.matcher, index) for index, matcher in enumerate(matchers)]
         begin = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr(numbered, wide.ctypes.data, 4 * wide.shape[1], len(matchers))
+        if len(wide) == len(matchers):
+            numbered = [(matcher.matcher, index) for index, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(numbered, wide.ctypes.data, 4 * wide.shape[1], len(wide))
+        else:
+            wide[:] = 0  # what comes after a text's end is not written
+            drafted = [(matcher.matcher, at, list(tokens)) for matcher, at, tokens in zip(matchers, starts, ahead)]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafted, wide.ctypes.data, 4 * wide.shape[1], len(wide)
+            )
         if time.perf_counter() - begin > _SLOW_SECONDS:
             self._num_watched = _NUM_WATCHED
 

@@ -62,8 +62,9 @@ class SamplingParameters:
         self._words = layout.sampling.of(state)
         self._floats = self._words.view(torch.float32)
         self._top_p = self._words.view(torch.float64)[:, TOP_P // 2]
-        self._own_rows = torch.arange(num_rows, dtype=torch.int32, device=state.device)
-        self._own_index = torch.arange(num_rows, device=state.device)
+        num_sampled = layout.max_sampled or num_rows
+        self._own_rows = torch.arange(num_sampled, dtype=torch.int32, device=state.device)
+        self._own_index = torch.arange(num_sampled, device=state.device)
         # On the CPU rows are gathered by numpy: six calls of torch would take a tenth of a small step.
         self._host_words = self._words.numpy() if state.device.type == "cpu" else None
         nothing = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
@@ -128,7 +129,8 @@ class SamplingParameters:
         """Factors and counts of the rows with penalties."""
         rows = sampled.device_rows.index_select(0, penalized)
         factors = self._floats[:, REPETITION : REPETITION + 3].index_select(0, rows)
-        return self.penalties.inputs(penalized, slots, factors.t().contiguous())
+        extra = None if sampled.verification is None else sampled.verification.extra
+        return self.penalties.inputs(penalized, slots, factors.t().contiguous(), extra)
 
     def extend_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> ExtendInputs:
         """The rarer filters of the listed rows; words: [E, SAMPLING_WORDS] int32 of these."""

@@ -50,8 +50,11 @@ class PenaltyTables:
         slots: Integers = self._slot_of_row[rows]
         return slots
 
-    def inputs(self, indices: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor) -> PenaltyInputs:
-        """Of the rows `indices` of the logits; factors [3, P]: repetition, presence, frequency."""
+    def inputs(
+        self, indices: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor, extra: torch.Tensor | None = None
+    ) -> PenaltyInputs:
+        """Of the rows `indices` of the logits; factors [3, P]: repetition, presence, frequency; extra [P, E]: drafts
+        that count too."""
         repetition, presence, frequency = factors.unbind(0)
         return PenaltyInputs(
             rows=indices,
@@ -61,12 +64,17 @@ class PenaltyTables:
             repetition=repetition,
             presence=presence,
             frequency=frequency,
+            extra=extra,
         )
 
-    def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Counts one sampled token in each slot; ids below 0 count as 0, their requests have failed."""
-        ones = torch.ones_like(slots, dtype=torch.int32)
-        self._output_counts.index_put_((slots, token_ids.clamp(min=0)), ones, accumulate=True)
+    def add(self, slots: torch.Tensor, token_ids: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Counts [P] sampled tokens in their slots; ids below 0 count as 0, their requests have failed.
+
+        Args:
+            kept: [P] bool, which of them come into the text; None: all.
+        """
+        counts = torch.ones_like(slots, dtype=torch.int32) if kept is None else kept.to(torch.int32)
+        self._output_counts.index_put_((slots, token_ids.clamp(min=0)), counts, accumulate=True)
 
     def _grow(self) -> None:
         old = self._output_counts.shape[0]

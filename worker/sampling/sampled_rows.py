@@ -49,8 +49,25 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
+class Verification:
+    """Drafts that a step verifies. Its S sampled tokens are those of R requests, one after the other.
+
+    Attributes:
+        drafts: [S] int64 on the device, the draft for the position that is sampled; -1 for a request's last, which has
+            none.
+        cu_rows: [R + 1] int64 on the device, prefix sums of the sampled tokens per request.
+        extra: [P, E] int64 on the device, for the rows with PENALTY the drafts that come before what they sample, and
+            are to be counted too; -1: none. None where no row has penalties.
+    """
+
+    drafts: torch.Tensor
+    cu_rows: torch.Tensor
+    extra: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows of one step that get a new token, S in all.
+    """The tokens that a step samples, S in all: one of a row, or several where it verifies drafts.
 
     Attributes:
         rows: [S] int64 on the host; device_rows: [S] int32 on the device.
@@ -62,6 +79,8 @@ class SampledRows:
         mask: [M, ceil(vocab / 32)] int32 on the device, what grammars allow; see SamplingInputs. None: everything.
         mask_rows: [S] on the device, the row of `mask` of each, below 0 where all tokens are allowed; None: its own
             index.
+        verification: None where no row has drafts.
+        trial: what is sampled is a draft itself: it is not counted and not reported.
     """
 
     rows: Integers
@@ -74,3 +93,5 @@ class SampledRows:
     slots: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     mask_rows: torch.Tensor | None = None
+    verification: Verification | None = None
+    trial: bool = False

@@ -113,7 +113,7 @@ class StepBudget:
 
     def __init__(self, *, target_ms: float, max_tokens: int) -> None:
         self.target_ms = target_ms
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         # What is too low here makes prompts wait; what is too high would make streams wait.
         self._decode = CostTable(lean_low=True)
         self._prompt = CostTable()
@@ -158,7 +158,7 @@ class StepBudget:
         cheaper for each. Once for each doubling of the decoding rows, and now and then while prompts follow each
         other, a step goes without prompts, to learn what so many take alone.
         """
-        room = self._max_tokens - num_decode
+        room = self.max_tokens - num_decode
         if num_decode == 0:
             most = max(_BULK, int(self._alone_rate * MAX_ALONE_SECONDS)) if self._alone_rate else _FIRST_ALONE
             return min(room, most)

@@ -192,10 +192,11 @@ class Scheduler:
     def _mask(self, flight: Flight, constraints: Constraints) -> None:
         """Says what the rows of a plan may sample. One for which nothing is left to sample ends now; its row computes
         what nobody waits for."""
-        for request, mask in zip(flight.masked, constraints.masks(flight.masked), strict=True):
-            if isinstance(mask, Finish):
-                self._finish(request, mask)
-            flight.plan.masks.append(constraints.everything if isinstance(mask, Finish) else mask)
+        found = constraints.masks([(request, ()) for request in flight.masked])
+        for request, masks in zip(flight.masked, found, strict=True):
+            if isinstance(masks, Finish):
+                self._finish(request, masks)
+            flight.plan.masks.extend([constraints.everything] if isinstance(masks, Finish) else masks)
 
     # ---- results ----------------------------------------------------------------------------------------------
 
