@@ -31,8 +31,10 @@ WORKER_COUNTERS = {
     "prefix_cache_hits": "prompt tokens found in the prefix cache",
     "prefix_cache_evictions": "cached pages that were given to other content",
     "num_preemptions": "requests whose pages were taken away, to be computed again later",
-    "spec_decode_num_draft_tokens": "tokens drafted",
+    "spec_decode_num_drafts": "verifications of drafted tokens, one for each choice and step",
+    "spec_decode_num_draft_tokens": "drafted tokens that the model verified",
     "spec_decode_num_accepted_tokens": "drafted tokens that the model accepted",
+    "spec_decode_draft_seconds": "seconds that the draft model computed",
     "engine_steps": "steps that the engine ran",
     "step_tokens": "tokens that the steps computed, prompt and output",
     "discarded_tokens": "tokens sampled for requests that had ended meanwhile",
@@ -45,6 +47,9 @@ WORKER_COUNTERS = {
     "grammar_compile_seconds": "seconds that threads spent on compiling grammars",
 }
 """Keys of WorkerStats.counters, without the ending `_total`. Other keys are not shown."""
+
+ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+"""From WorkerStats.accepted_per_position, with the label `position`, from 0."""
 
 WORKER_GAUGES = {
     "num_requests_running": "choices that the worker is computing",
@@ -191,6 +196,16 @@ class WorkerCollector(Collector):
                 value = snapshot.stats.counters.get(f"{name}_total", 0.0)
                 counter.add_metric([snapshot.model_name, snapshot.worker], value)
             yield counter
+        yield _accepted_per_position(snapshots)
+
+
+def _accepted_per_position(snapshots: Iterable[WorkerSnapshot]) -> CounterMetricFamily:
+    doc = "drafted tokens that the model accepted, by their place in the draft"
+    counter = CounterMetricFamily(PREFIX + ACCEPTED_PER_POSITION, doc, labels=["model_name", "worker", "position"])
+    for snapshot in snapshots:
+        for position, value in enumerate(snapshot.stats.accepted_per_position):
+            counter.add_metric([snapshot.model_name, snapshot.worker, str(position)], value)
+    return counter
 
 
 def _gauge_value(name: str, snapshot: WorkerSnapshot) -> float:

@@ -215,6 +215,7 @@ class Engine:
             num_cached_pages=scheduler.kv.num_cached,
             prefill_tokens_per_second=scheduler.budget.prefill_tokens_per_second,
             counters=scheduler.counters.as_dict(),
+            accepted_per_position=list(scheduler.counters.accepted_per_position),
         )
 
     # ---- results ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -25,6 +25,11 @@ class Counters:
         grammar_compilations_total: grammars compiled, or given up.
         grammar_cache_hits_total: choices whose grammar was found compiled.
         grammar_compile_seconds_total: time that threads spent on compiling.
+        spec_decode_num_drafts_total: verifications of drafted tokens, one for each choice and step.
+        spec_decode_num_draft_tokens_total, spec_decode_num_accepted_tokens_total: drafted tokens that were verified,
+            and those of them that are in the output.
+        spec_decode_draft_seconds_total: time that the draft model computed.
+        accepted_per_position: accepted tokens by their place in the draft; they add up to those accepted in all.
     """
 
     prompt_tokens_total: int = 0
@@ -43,7 +48,22 @@ class Counters:
     grammar_compilations_total: int = 0
     grammar_cache_hits_total: int = 0
     grammar_compile_seconds_total: float = 0.0
+    spec_decode_num_drafts_total: int = 0
+    spec_decode_num_draft_tokens_total: int = 0
+    spec_decode_num_accepted_tokens_total: int = 0
+    spec_decode_draft_seconds_total: float = 0.0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def count_verification(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts what came of one choice's drafts in one step: the first `num_accepted` of them are in its output."""
+        self.spec_decode_num_drafts_total += 1
+        self.spec_decode_num_draft_tokens_total += num_drafts
+        self.spec_decode_num_accepted_tokens_total += num_accepted
+        positions = self.accepted_per_position
+        positions += [0] * (num_accepted - len(positions))
+        for position in range(num_accepted):
+            positions[position] += 1
 
     def as_dict(self) -> dict[str, float]:
-        """For WorkerStats.counters."""
-        return {name: float(value) for name, value in asdict(self).items()}
+        """The numbers, for WorkerStats.counters."""
+        return {one.name: float(getattr(self, one.name)) for one in fields(self) if one.name != "accepted_per_position"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.api.params import SamplingFields
+from gateway.api.speculation_fields import SpeculativeField
 from gateway.api.structured_fields import TextFormat
 from gateway.flow.beam_state import BeamParams
 from shared.errors import InvalidRequestError
@@ -35,6 +36,8 @@ _IDLE: dict[str, tuple[object, ...]] = {
     "structured_outputs": (),
     "tools": ([],),
     "thinking_token_budget": (),
+    "speculative": (SpeculativeField(enabled=False),),
+    "prediction": (),
 }
 """What beam search does not take -> values that ask for nothing, besides null."""
 

@@ -24,24 +24,33 @@ _SUCCESSES = ("stop", "length", "tool_calls", "repetition")
 
 @dataclass(slots=True)
 class Tally:
-    """Counts tokens for `usage`: each prompt once, however many choices it has."""
+    """Counts tokens for `usage`: each prompt once, however many choices it has.
+
+    Accepted are drafted tokens that are in the completions, rejected the others; the latter are in no other count.
+    """
 
     num_prompt_tokens: int
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     num_reasoning_tokens: int | None = None
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object. Reasoning is counted only where it is told from the rest."""
-        usage: dict[str, Any] = {
+        details = {
+            "accepted_prediction_tokens": self.num_accepted_tokens,
+            "rejected_prediction_tokens": self.num_rejected_tokens,
+        }
+        if self.num_reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.num_reasoning_tokens
+        return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": details,
         }
-        if self.num_reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
-        return usage
 
 
 class FanIn:
@@ -206,6 +215,9 @@ class FanIn:
         if delta.num_cached_tokens is not None and not self._cached_known >> prompt_index & 1:
             self._cached_known |= 1 << prompt_index
             self.tally.num_cached_tokens += delta.num_cached_tokens
+        if delta.drafts is not None:
+            self.tally.num_accepted_tokens += delta.drafts.num_accepted
+            self.tally.num_rejected_tokens += delta.drafts.num_rejected
         if delta.finish_reason is not None:
             if delta.finish_reason not in _SUCCESSES:
                 raise InternalError("The generation was ended by the server.")

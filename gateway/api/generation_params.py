@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.api.accounting import Accounting, accounting
@@ -11,6 +11,7 @@ from gateway.api.beam_params import beam_params
 from gateway.api.params import ChatFields, CompletionFields, SamplingFields
 from gateway.api.ranges import MAX_INT32, check_range
 from gateway.api.sampling_fields import NO_WORDS, WordIds, sampling_values
+from gateway.api.speculation import may_draft
 from gateway.auth import Identity
 from gateway.flow.beam_state import BeamParams
 from gateway.flow.events import GenerationRequest
@@ -40,6 +41,7 @@ class Common:
         beams: of beam search; None: tokens are sampled.
         include_usage: whether a stream ends with its usage; continuous_usage: whether each chunk has it so far.
         words: what sampling needs of the vocabulary; gateway.routes.common fills it in.
+        prediction: token ids of what the client expects the output to be; likewise.
         grammar: what every choice must spell; gateway.api.output_grammar makes it when the model is known, and the
             route puts it here with dataclasses.replace, as it does with `format` and `thinking`.
         format: how the model's text is taken apart.
@@ -66,6 +68,7 @@ class Common:
     seed: int
     accounting: Accounting
     words: WordIds = NO_WORDS
+    prediction: list[int] = field(default_factory=list)
     grammar: str = ""
     format: MessageFormat | None = None
     thinking: ThinkingBudget | None = None
@@ -96,6 +99,8 @@ class Common:
             affinity=self.accounting.affinity,
             grammar=self.grammar,
             format=self.format,
+            speculative=may_draft(fields),
+            prediction=self.prediction,
         )
 
     def _sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:

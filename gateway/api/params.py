@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.api.refused import NO_EFFECT, UNSUPPORTED, refusal_text
+from gateway.api.speculation_fields import PredictionField, SpeculativeField
 from gateway.api.structured_fields import ResponseFormat, StructuredOutputs
 from gateway.api.tool_params import ToolChoiceField, ToolField
 from shared.errors import InvalidRequestError
@@ -53,6 +54,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    speculative: SpeculativeField | None = None
     # Structured output: gateway.api.structured.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -112,6 +114,7 @@ class ChatFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
+    prediction: PredictionField | None = None
     # How the prompt is made of the messages.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

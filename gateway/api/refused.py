@@ -65,7 +65,7 @@ UNSUPPORTED: dict[str, str] = {
     "parallel_tool_calls": "it goes with chat",
     "penalize_nl": "send logit_bias",
     "post_sampling_probs": "log-probabilities are the model's own",
-    "prediction": "",
+    "prediction": "it goes with chat",
     "prompt": "it goes with completions",
     "prompt_embeds": "prompts are text or token ids",
     "reasoning": "send reasoning_effort",

@@ -166,6 +166,7 @@ class BeamSearch(ClosedOnExit):
             stop=(),
             stop_regex=(),
             format=None,
+            speculative=False,
             arrival=time.monotonic(),
         )
 

@@ -18,7 +18,7 @@ from gateway.text.message_parser import MessageFormat, ToolCallDelta
 from gateway.text.stop_regex import RegexScanner, StopRegexes
 from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError
-from shared.messages import Finish, Output, TokenLogprobs
+from shared.messages import DraftCounts, Finish, Output, TokenLogprobs
 
 
 class Scanner(Protocol):
@@ -72,6 +72,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_drafts",
         "_include_stop",
         "_max_tokens",
         "_min_tokens",
@@ -89,6 +90,8 @@ class Choice:
         self.index = index
         self.token_ids: list[int] = []
         self.finished = False
+        # The worker's last word on drafted tokens.
+        self._drafts: DraftCounts | None = None
         self._detokenizer = detokenizer
         self._scanner = scanner
         self._include_stop = request.include_stop_str_in_output
@@ -114,6 +117,8 @@ class Choice:
             tail, found = self._tail()
             text += tail
             reason = "stop" if found else finish.reason.value
+        if output.drafts is not None:
+            self._drafts = _shown_drafts(output.drafts, self._drafts, len(output.token_ids), len(token_ids))
         self.token_ids += token_ids
         delta = TextDelta(
             self.index, text, token_ids, logprobs, reason, output.num_cached_tokens, output.prompt_logprobs
@@ -121,7 +126,7 @@ class Choice:
         if reason is None:
             return delta
         self.finished = True
-        return msgspec.structs.replace(delta, stop_reason=self._stop_reason(finish))
+        return msgspec.structs.replace(delta, stop_reason=self._stop_reason(finish), drafts=self._drafts)
 
     def _stop_reason(self, finish: Finish | None) -> int | str | None:
         if self._scanner is not None and self._scanner.found is not None:
@@ -239,6 +244,7 @@ class FormattedChoice(Choice):
             calls,
             num_reasoning_tokens,
             delta.stop_reason,
+            delta.drafts,
         )
 
     def _calls_are_complete(self) -> bool:
@@ -319,3 +325,15 @@ def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> list[Cho
 
 def _length(logprobs: list[TokenLogprobs] | None) -> int:
     return 0 if logprobs is None else len(logprobs)
+
+
+def _shown_drafts(drafts: DraftCounts, before: DraftCounts | None, num_tokens: int, num_shown: int) -> DraftCounts:
+    """The counts after an output of which the first `num_shown` tokens are shown: an accepted draft that stands behind
+    a stop string is in no completion. The accepted drafts of a step are the first tokens of its output.
+
+    Args:
+        drafts, before: the worker's counts with this output, and those that it sent before.
+    """
+    num_accepted = drafts.num_accepted - (0 if before is None else before.num_accepted)
+    num_cut = max(min(num_accepted, num_tokens) - num_shown, 0)
+    return DraftCounts(drafts.num_accepted - num_cut, drafts.num_rejected + num_cut) if num_cut else drafts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.text.message_parser import MessageFormat, ToolCallDelta
-from shared.messages import TokenLogprobs
+from shared.messages import DraftCounts, TokenLogprobs
 from shared.sampling_params import SamplingParams
 
 
@@ -29,6 +29,8 @@ class GenerationRequest:
         stop_regex: regular expressions that end a choice as stop strings do.
         affinity: requests with the same one rather go to the same worker; empty: no preference.
         format: how the model's text is taken apart into reasoning, content and tool calls; None: it is all content.
+        speculative: whether tokens may be drafted; the output is the same either way.
+        prediction: what the output is expected to be, as tokens.
     """
 
     request_id: str
@@ -48,6 +50,8 @@ class GenerationRequest:
     stop_regex: tuple[str, ...] = ()
     format: MessageFormat | None = None
     affinity: str = ""
+    speculative: bool = True
+    prediction: list[int] = field(default_factory=list)
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -66,6 +70,7 @@ class TextDelta(msgspec.Struct, frozen=True):
         num_reasoning_tokens: how many of the token ids are reasoning.
         stop_reason: with finish_reason, the stop string, the text that an expression matched, or the one of
             stop_token_ids that ended the choice; None: something else did.
+        drafts: with finish_reason, the choice's drafted tokens, if there were any.
     """
 
     choice: int
@@ -79,3 +84,4 @@ class TextDelta(msgspec.Struct, frozen=True):
     tool_calls: list[ToolCallDelta] = []
     num_reasoning_tokens: int = 0
     stop_reason: int | str | None = None
+    drafts: DraftCounts | None = None

@@ -432,6 +432,8 @@ def _submit_message(request: GenerationRequest, request_id: str, model: str, tim
         tenant=request.tenant,
         priority=request.priority,
         deadline=time.time() + timeout if request.deadline is None else request.deadline,
+        speculative=request.speculative,
+        prediction=request.prediction,
     )
 
 

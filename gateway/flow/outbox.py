@@ -42,6 +42,7 @@ def merged(deltas: Sequence[TextDelta]) -> TextDelta:
         _merged_calls([call for delta in deltas for call in delta.tool_calls]),
         sum([delta.num_reasoning_tokens for delta in deltas]),
         deltas[-1].stop_reason,
+        deltas[-1].drafts,
     )
 
 

@@ -16,6 +16,7 @@ from gateway.api.generation_params import Common
 from gateway.api.params import CompletionFields
 from gateway.api.prompts import check_token_ids, completion_budget, truncated
 from gateway.api.sampling_fields import needs_words, word_ids
+from gateway.api.speculation import check_speculation, prediction_ids
 from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.requests import GeneratorLike, ModelEntryLike
 from gateway.keys import GENERATOR, MODELS, log
@@ -125,8 +126,10 @@ async def submit_all(
     """One generation for each prompt, submitted when the result is entered; leaving that cancels what is left."""
     facts = entry.facts
     _check_reports(common, prompts)
+    check_speculation(common.fields, facts)
     if needs_words(common.fields):
         common = dataclasses.replace(common, words=await word_ids(common.fields, entry.pipeline))
+    common = dataclasses.replace(common, prediction=await prediction_ids(common.fields, entry))
     requests = []
     for index, (ids, max_tokens) in enumerate(prompts):
         if index:

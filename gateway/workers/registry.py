@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from gateway.text.formats import resolve_formats
 from gateway.text.pipeline import TextPipeline, TextThreads
 from gateway.workers.client import Liveness, WorkerLink
+from gateway.workers.discovery import WorkerDirectory
 from gateway.workers.stats import LinkCounters
-from shared import sockets
 from shared.errors import ConfigurationError, ModelNotFoundError, UnavailableError
 from shared.log import get_logger
 from shared.messages import Bundle, WorkerFacts
@@ -33,7 +34,7 @@ log = get_logger("gateway.workers")
 
 
 class ModelEntry:
-    """One served model: its names, its facts (the smallest limits of its workers), its pipeline, its workers.
+    """One served model: its names, its facts (what all its workers can do), its pipeline, its workers.
 
     Raises ConfigurationError where its worker asks for a format that is not known.
     """
@@ -62,11 +63,15 @@ class ModelEntry:
 
     @property
     def facts(self) -> WorkerFacts:
-        """Those of the worker with the least room, so that what fits them fits every worker."""
+        """Those of the worker with the least room, so that what fits them fits every worker; tokens are drafted where
+        all workers draft."""
         facts = [worker.facts for worker in self.workers if worker.facts is not None]
         if not facts:
             return self._first_facts
-        return min(facts, key=lambda one: (min(one.max_model_len, one.num_pages * one.page_size), one.max_model_len))
+        least = min(facts, key=lambda one: (min(one.max_model_len, one.num_pages * one.page_size), one.max_model_len))
+        if least.speculative_method != "off" and any(one.speculative_method == "off" for one in facts):
+            return msgspec.structs.replace(least, speculative_method="off")
+        return least
 
     def ready_workers(self) -> list[WorkerLink]:
         """Those that answered lately."""
@@ -108,7 +113,7 @@ class Registry:
         liveness: Liveness | None = None,
         scan_interval: float = SCAN_INTERVAL,
     ) -> None:
-        self._directory = directory
+        self._directory = None if directory is None or endpoints else WorkerDirectory(directory)
         self._endpoints = tuple(endpoints)
         self._gateway_id = gateway_id
         self._threads = threads
@@ -207,9 +212,7 @@ class Registry:
                 log.exception("scan_failed")
 
     def _scan(self) -> None:
-        found = list(self._endpoints)
-        if self._directory is not None and not found:
-            found = sockets.list_worker_endpoints(self._directory)
+        found = self._endpoints if self._directory is None else self._directory.endpoints()
         for endpoint in found:
             if endpoint not in self._links:
                 self._connect(endpoint)

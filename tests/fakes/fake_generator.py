@@ -13,7 +13,7 @@ from gateway.text.detokenizer import Detokenizer, TokenBytes
 from gateway.text.formats import ModelFormats
 from gateway.text.tools.prompting import TemplateSupport
 from shared.errors import ContextLengthError, ModelNotFoundError
-from shared.messages import TokenLogprobs, WorkerFacts
+from shared.messages import DraftCounts, TokenLogprobs, WorkerFacts
 
 EOS = 257
 MODEL = "fake-model"
@@ -236,8 +236,8 @@ def logprob(token_id: int, value: float | None = -0.5, alternatives: int = 0) ->
     return TokenLogprobs(token_id, value, 1, ids, [(value or 0.0) - offset for offset in range(alternatives)])
 
 
-def spell(text: str, finish: str = "stop", cached: int = 0) -> Script:
-    """Each choice answers with `text`, a code point per event; reports logprobs as asked for."""
+def spell(text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts | None = None) -> Script:
+    """Each choice answers with `text`, a code point per event; reports logprobs as asked for, and ends with `drafts`."""
 
     def script(request: GenerationRequest) -> Iterable[Step]:
         wanted = request.sampling.logprobs
@@ -254,7 +254,7 @@ def spell(text: str, finish: str = "stop", cached: int = 0) -> Script:
                     prompt_logprobs=_prompt_logprobs(request) if first and choice == 0 else None,
                 )
         for choice in range(request.n):
-            yield TextDelta(choice, "", [], finish_reason=finish)
+            yield TextDelta(choice, "", [], finish_reason=finish, drafts=drafts)
 
     return script
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from shared import sockets, wire
@@ -21,6 +22,7 @@ from shared.messages import (
     Bundle,
     BundleRequest,
     Cancel,
+    DraftCounts,
     Finish,
     FinishReason,
     GatewayMessage,
@@ -72,7 +74,9 @@ class _Running:
     identity: bytes
     choice: int
     script: list[int]
+    drafts: list[DraftCounts]
     position: int = 0
+    counts: DraftCounts | None = None
 
 
 def echo(submit: Submit) -> list[int]:
@@ -87,6 +91,8 @@ class FakeWorker:
     Attributes:
         script: the ids with which a prompt is answered; ends early at id 2 (STOP) or at max_tokens (LENGTH).
         failure: called for each prompt; what it returns ends each of its choices when the script is over.
+        drafts: for each prompt, how many drafts each of its first steps accepts and rejects: such a step gives the
+            accepted ones and a token more. The counts so far go with it and with the end.
         delay: seconds between tokens of a request.
         received: every message, in order.
     """
@@ -96,6 +102,7 @@ class FakeWorker:
     epoch: str = "00000001"
     script: Callable[[Submit], list[int]] = echo
     failure: Callable[[Submit], Finish | None] = lambda _: None
+    drafts: Callable[[Submit], Sequence[DraftCounts]] = lambda _: ()
     delay: float = 0.0
     bundle: Bundle = field(default_factory=make_bundle)
     model_names: Sequence[str] = ("fake",)
@@ -104,6 +111,7 @@ class FakeWorker:
     max_num_seqs: int = 64
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    speculative_method: str = "off"
     faults: Misbehaviour = field(default_factory=Misbehaviour)
     welcome_epoch: str | None = None
     version: int = PROTOCOL_VERSION
@@ -169,6 +177,7 @@ class FakeWorker:
             bundle_hash=self.bundle.bundle_hash,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
+            speculative_method=self.speculative_method,
         )
 
     # ---- the loop, in the thread or the process ---------------------------------------------------------------
@@ -208,7 +217,7 @@ class FakeWorker:
         elif isinstance(message, Submit):
             script = self.script(message)
             for choice in range(message.choice, message.choice + message.num_choices):
-                self._running.append(_Running(message, identity, choice, script))
+                self._running.append(_Running(message, identity, choice, script, [*self.drafts(message)]))
         elif not self.faults.ignore_cancel:
             self._cancel(identity, message)
 
@@ -232,6 +241,21 @@ class FakeWorker:
             self._send_steps(identity, outputs)
 
     def _next_output(self, one: _Running) -> Output:
+        """One token, or several where drafts are accepted."""
+        verified = one.drafts.pop(0) if one.drafts else None
+        output = self._with_one_token(one)
+        for _ in range(0 if verified is None else verified.num_accepted):
+            if output.finish is None:
+                output = _joined(output, self._with_one_token(one))
+        if verified is not None:
+            before = one.counts or DraftCounts(0, 0)
+            one.counts = DraftCounts(
+                before.num_accepted + verified.num_accepted, before.num_rejected + verified.num_rejected
+            )
+        drafts = one.counts if verified is not None or output.finish is not None else None
+        return msgspec.structs.replace(output, drafts=drafts)
+
+    def _with_one_token(self, one: _Running) -> Output:
         sampling = one.submit.sampling
         ended = one.position >= len(one.script)
         failure = self.failure(one.submit)
@@ -272,6 +296,13 @@ class FakeWorker:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError:
             self._running = [one for one in self._running if one.identity != identity]
+
+
+def _joined(first: Output, second: Output) -> Output:
+    logprobs = None if first.logprobs is None else [*first.logprobs, *(second.logprobs or ())]
+    return msgspec.structs.replace(
+        first, token_ids=[*first.token_ids, *second.token_ids], finish=second.finish, logprobs=logprobs
+    )
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ async def test_whole_answer():
             "completion_tokens": 5,
             "total_tokens": prompt_tokens + 5,
             "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
         }
         assert headers["x-request-id"] and headers["openai-version"] and int(headers["openai-processing-ms"]) >= 0
 

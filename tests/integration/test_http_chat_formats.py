@@ -125,7 +125,7 @@ async def test_reasoning_can_be_left_out_and_is_counted(tmp_path: Path) -> None:
         body = await ask(gateway, include_reasoning=False)
         assert "reasoning" not in body["choices"][0]["message"]
         count = len(ids_of(THOUGHT.rstrip())) - 1
-        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
         raw = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "include_reasoning": False}
         options = {"stream_options": {"include_usage": True}}
         events = parse_events(await gateway.stream_raw("/v1/chat/completions", {**raw, **options}))
@@ -254,7 +254,7 @@ async def test_without_a_reasoning_format_all_is_content(tmp_path: Path) -> None
     async with talking(tmp_path, THOUGHT + "Yes.", reasoning_parser="none") as (gateway, _):
         answer = await both(gateway)
         assert (answer["content"], answer["reasoning"]) == (THOUGHT + "Yes.", "")
-        assert "completion_tokens_details" not in (await ask(gateway))["usage"]
+        assert "reasoning_tokens" not in (await ask(gateway))["usage"]["completion_tokens_details"]
         status, body, _ = await gateway.chat(model=MODEL, thinking_token_budget=7)
         assert status == 400 and body["error"]["param"] == "thinking_token_budget"
         assert body["error"]["code"] == "unsupported_parameter"

@@ -19,7 +19,8 @@ from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
-from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
+from shared.messages import DraftCounts
+from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.http_gateway import run_gateway
 
 FOLDER = Path(__file__).parent
@@ -40,6 +41,22 @@ class _Thinker(FakeGenerator):
     """Of a model with formats for reasoning and calls. What parsers make of its text has tests of its own."""
 
     formats = ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], template=SUPPORT)
+
+
+class _Drafter(FakeGenerator):
+    """Of a server that drafts tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(spell("abc", drafts=DraftCounts(2, 1)))
+
+
+def _entry(generator: FakeGenerator) -> FakeEntry:
+    """The model that it speaks for."""
+    if isinstance(generator, _Thinker):
+        return FakeEntry(formats=generator.formats)
+    if isinstance(generator, _Drafter):
+        return FakeEntry(facts(speculative_method="ngram"))
+    return FakeEntry()
 
 
 def _speaks(*deltas: TextDelta) -> FakeGenerator:
@@ -104,6 +121,8 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
 SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}}
 BAD_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "intt"}}}}
 
+PREDICTION = {"prediction": {"type": "content", "content": [{"type": "text", "text": "abd"}]}}
+
 CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "chat": ("POST", "/v1/chat/completions", CHAT, FakeGenerator(spell(TEXT, cached=16))),
     "chat_stream": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(spell(TEXT))),
@@ -138,6 +157,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         "/v1/chat/completions",
         {**CHAT, **SCHEMA, "stream": True, "logprobs": True},
         FakeGenerator(spell('{"a"', "length")),
+    ),
+    "chat_prediction": ("POST", "/v1/chat/completions", {**CHAT, **PREDICTION}, _Drafter()),
+    "chat_stream_prediction": ("POST", "/v1/chat/completions", {**CHAT, **USAGE, **PREDICTION, "n": 2}, _Drafter()),
+    "chat_error_prediction": ("POST", "/v1/chat/completions", {**CHAT, **PREDICTION}, FakeGenerator()),
+    "completion_not_speculative": (
+        "POST",
+        "/v1/completions",
+        {**COMPLETION, "speculative": {"enabled": False}},
+        FakeGenerator(spell("a")),
     ),
     "chat_error_schema": ("POST", "/v1/chat/completions", {**CHAT, **BAD_SCHEMA}, FakeGenerator()),
     "chat_error_unknown": ("POST", "/v1/chat/completions", {**CHAT, "no_such": 1, "stream": True}, FakeGenerator()),
@@ -204,8 +232,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
 
 
 async def _transcript(method: str, path: str, body: dict[str, Any] | None, generator: FakeGenerator) -> str:
-    entry = FakeEntry(formats=generator.formats) if isinstance(generator, _Thinker) else FakeEntry()
-    async with run_gateway(generator, FakeModels(entry)) as gateway:
+    async with run_gateway(generator, FakeModels(_entry(generator))) as gateway:
         headers = {"X-Request-Id": "the-request"}
         async with gateway.session.request(method, gateway.url + path, json=body, headers=headers) as response:
             raw = (await response.read()).decode()

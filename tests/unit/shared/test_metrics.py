@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from shared import metrics
 from shared.messages import WorkerStats
 from shared.metrics import WORKER_COUNTERS, GatewayMetrics, WorkerCollector, WorkerSnapshot, metric_names
+from worker.stats import Counters
 
 # Names that dashboards made for vLLM ask for, under our prefix.
 PROMISED = [
@@ -25,7 +26,9 @@ PROMISED = [
     "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
+    "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
     "spec_decode_num_accepted_tokens_total",
 ]
 
@@ -53,6 +56,27 @@ def test_each_worker_is_shown_once_with_its_labels():
     assert b"made_up" not in generate_latest(registry)
     snapshots.clear()
     assert value("pelton:num_requests_running", "0") is None
+
+
+def test_accepted_drafts_are_shown_by_position():
+    counters = Counters()
+    for num_drafts, num_accepted in ((3, 3), (2, 0), (4, 1)):
+        counters.count_verification(num_drafts, num_accepted)
+    stats = WorkerStats(counters=counters.as_dict(), accepted_per_position=counters.accepted_per_position)
+    idle = WorkerStats(counters=Counters().as_dict())
+    snapshots = [WorkerSnapshot("m", "0", True, 20, stats), WorkerSnapshot("m", "1", True, 20, idle)]
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(lambda: snapshots))
+
+    def value(name, worker="0", **labels):
+        return registry.get_sample_value(f"pelton:spec_decode_{name}", {"model_name": "m", "worker": worker, **labels})
+
+    totals = {"num_drafts_total": 3, "num_draft_tokens_total": 9, "num_accepted_tokens_total": 4}
+    assert {name: value(name) for name in totals} == totals
+    assert {name: value(name, "1") for name in totals} == dict.fromkeys(totals, 0)
+    by_position = [value("num_accepted_tokens_per_pos_total", position=str(index)) for index in range(4)]
+    assert by_position == [2, 1, 1, None]
+    assert value("num_accepted_tokens_per_pos_total", "1", position="0") is None
 
 
 def test_every_metric_has_documentation():

@@ -259,7 +259,7 @@ def test_bookkeeping_that_changes_nothing():
         ({"metadata": {"k": 1}}, "metadata"), ({"metadata": []}, "metadata"),
         ({"safety_identifier": "s" * 65}, "safety_identifier"), ({"safety_identifier": ""}, "safety_identifier"),
         ({"prompt_cache_key": "s" * 65}, "prompt_cache_key"), ({"prompt_cache_retention": "24h"}, "prompt_cache_ret"),
-        ({"user": 5}, "user"), ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"user": 5}, "user"),
         ({"web_search_options": {}}, "web_search_options"), ({"audio": {}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
     ],

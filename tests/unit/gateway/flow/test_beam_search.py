@@ -202,6 +202,7 @@ async def test_parts_and_deltas():
     assert all(
         request.sampling.max_tokens == 1 and request.n == 1 and request.salt == b"s" for request in generator.requests
     )
+    assert not any(request.speculative for request in generator.requests)
     assert [request.sampling.prompt_logprobs for request in generator.requests[:2]] == [0, None]
     assert {request.sampling.logprobs for request in generator.requests} == {3}
     (room,) = generator.reservations

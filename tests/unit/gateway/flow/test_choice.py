@@ -15,7 +15,7 @@ from gateway.flow.choice import Choice, scanners_of
 from gateway.flow.events import TextDelta
 from gateway.text.detokenizer import Detokenizer, build_token_bytes
 from shared.errors import InternalError
-from shared.messages import Finish, FinishReason, Output, TokenLogprobs
+from shared.messages import DraftCounts, Finish, FinishReason, Output, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from tests.fakes.gateway_core import make_request
 from tests.fakes.tokenizers import byte_level_json
@@ -128,3 +128,43 @@ def test_impossible_outputs_are_failures(token_ids: list[int]) -> None:
 def test_missing_logprobs_are_a_failure() -> None:
     with pytest.raises(InternalError, match="log-prob"):
         feed(make(sampling=SamplingParams(max_tokens=9, logprobs=0)), [5])
+
+
+def test_drafts_are_told_at_the_end() -> None:
+    choice = make()
+    assert feed(choice, ids_of("abc"), drafts=DraftCounts(2, 1)).drafts is None
+    assert feed(choice, ids_of("d")).drafts is None
+    assert feed(choice, [*ids_of("e"), 2], STOP, drafts=DraftCounts(3, 4)).drafts == DraftCounts(3, 4)
+    assert feed(make(), ids_of("a"), LENGTH).drafts is None
+    choice = make()
+    feed(choice, ids_of("a"), drafts=DraftCounts(0, 3))
+    assert feed(choice, ids_of("b"), LENGTH).drafts == DraftCounts(0, 3), "an end without news of them"
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_cut"),
+    [
+        # Of "hello!" the stop string leaves 5 tokens; how many of the 6 were drafts, and how many of those are cut.
+        (DraftCounts(6, 0), 1),
+        (DraftCounts(5, 2), 0),
+        (DraftCounts(0, 7), 0),
+    ],
+)
+@pytest.mark.parametrize("finish", [None, LENGTH])
+def test_accepted_drafts_behind_a_stop_string_are_in_no_completion(
+    counts: DraftCounts, num_cut: int, finish: Finish | None
+) -> None:
+    for before in (DraftCounts(0, 0), DraftCounts(3, 2)):
+        choice = make("lo")
+        feed(choice, ids_of("abcd"), drafts=before)
+        so_far = DraftCounts(before.num_accepted + counts.num_accepted, before.num_rejected + counts.num_rejected)
+        delta = feed(choice, ids_of("hello!"), finish, drafts=so_far)
+        assert delta.finish_reason == "stop" and len(delta.token_ids) == 5
+        assert delta.drafts == DraftCounts(so_far.num_accepted - num_cut, so_far.num_rejected + num_cut)
+
+
+def test_a_stop_string_shows_the_last_counts() -> None:
+    choice = make("lo")
+    feed(choice, ids_of("abc"), drafts=DraftCounts(2, 1))
+    assert feed(choice, ids_of("lo")).drafts == DraftCounts(2, 1)
+    assert feed(make("lo"), ids_of("lo")).drafts is None

@@ -23,7 +23,7 @@ from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.format import Tool, ToolRequest
 from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.prompting import TemplateSupport
-from shared.messages import Finish, FinishReason, Output, TokenLogprobs
+from shared.messages import DraftCounts, Finish, FinishReason, Output, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from tests.fakes.gateway_core import make_request
 from tests.fakes.hermes import END, call_text, tokenizer
@@ -199,6 +199,13 @@ def test_any_grouping_of_tokens_gives_the_same_message(
     assert (cut.text, cut.reasoning, calls_of(cut)) == (whole.text, whole.reasoning, calls_of(whole))
     assert (cut.finish_reason, cut.token_ids) == (whole.finish_reason, whole.token_ids)
     assert cut.num_reasoning_tokens == whole.num_reasoning_tokens
+
+
+def test_drafts_are_told_with_the_end() -> None:
+    choice = make()
+    assert feed(choice, ids_of(THOUGHT), drafts=DraftCounts(3, 0)).drafts is None
+    delta = feed(choice, [*ids_of("Yes."), END], STOP, drafts=DraftCounts(4, 1))
+    assert (delta.text, delta.finish_reason, delta.drafts) == ("Yes.", "stop", DraftCounts(4, 1))
 
 
 def test_news_of_calls_are_merged() -> None:

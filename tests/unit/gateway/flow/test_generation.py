@@ -150,13 +150,15 @@ async def test_a_second_end_of_a_choice_changes_nothing() -> None:
 
 async def test_a_request_without_output_moves_once() -> None:
     world = World(num_links=2)
-    generation = world.generator.submit(make_request([1, 2, 3]))
+    generation = world.generator.submit(make_request([1, 2, 3], speculative=False, prediction=[7, 8]))
     first, second = sorted(world.links, key=lambda link: -len(link.submitted))
     world.links = [second]
     generation.on_lost(WorkerLostError("gone"))
     assert second.submitted[0].token_ids == [1, 2, 3]
     assert second.submitted[0].request_id != first.submitted[0].request_id
     assert second.submitted[0].sampling == first.submitted[0].sampling
+    for link in (first, second):
+        assert (link.submitted[0].speculative, link.submitted[0].prediction) == (False, [7, 8])
     world.links = [Link()]
     generation.on_lost(WorkerLostError("gone"))
     with pytest.raises(WorkerLostError):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import FULL_AT_TOKENS, Outbox, Turn
 from gateway.text.message_parser import ToolCallDelta
-from shared.messages import TokenLogprobs
+from shared.messages import DraftCounts, TokenLogprobs
 
 
 def never() -> None:
@@ -24,8 +24,8 @@ async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
     entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in (1, 2)]
     outbox.put(TextDelta(1, "a", [1], entries[:1], None, 7, entries))
     outbox.put(TextDelta(0, "x", [5]))
-    outbox.put(TextDelta(1, "b", [2], entries[1:], "stop"))
-    assert outbox.take() == TextDelta(1, "ab", [1, 2], entries, "stop", 7, entries)
+    outbox.put(TextDelta(1, "b", [2], entries[1:], "stop", drafts=DraftCounts(1, 2)))
+    assert outbox.take() == TextDelta(1, "ab", [1, 2], entries, "stop", 7, entries, drafts=DraftCounts(1, 2))
     assert outbox.take() == TextDelta(0, "x", [5])
     assert outbox.take() is None
 

@@ -35,6 +35,16 @@ def test_a_request_runs_and_leaves_nothing(worker: Worker) -> None:
     assert stats.counters["prompt_tokens_total"] == 5
 
 
+def test_accepted_drafts_are_reported_by_position(worker: Worker) -> None:
+    client = worker.client()
+    assert client.sync().accepted_per_position == []
+    worker.counters.count_verification(4, 2)
+    worker.counters.count_verification(4, 1)
+    stats = client.sync()
+    assert stats.accepted_per_position == [2, 1]
+    assert stats.counters["spec_decode_num_accepted_tokens_total"] == 3
+
+
 def test_many_at_once_get_one_steps_message_a_step(worker: Worker) -> None:
     client = worker.client()
     submits = [client.submit(f"r{i}", [5 + i] * (i + 1), seed=i, ignore_eos=True) for i in range(8)]

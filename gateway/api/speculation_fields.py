@@ -1,0 +1,25 @@
+"""The fields `speculative` and `prediction`; gateway.api.speculation says what they mean."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SpeculativeField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`{"enabled": false}`: nothing is drafted for the request."""
+
+    enabled: bool
+
+
+class PredictedPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`{"type": "text", "text": ...}`."""
+
+    type: str
+    text: str
+
+
+class PredictionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's predicted output: `{"type": "content", "content": ...}`."""
+
+    type: str
+    content: str | list[PredictedPart]

@@ -1,0 +1,164 @@
+"""Speculation as clients see it: over HTTP, the real gateway and a worker that says how many drafts it accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from shared.messages import DraftCounts, Submit, WorkerStats
+from shared.metrics import WorkerCollector
+from tests.fakes.fake_generator import FakeEntry, FakeGenerator, FakeModels, facts, spell
+from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.gateway_core import running_core, until
+from tests.fakes.hermes import ids_of
+from tests.fakes.http_gateway import Gateway, parse_events, run_gateway
+from tests.fakes.talking import MODEL, ask, talking
+
+TEXT = "The rain in Spain."
+PREDICTION = {"prediction": {"type": "content", "content": "The rain in Rome."}}
+DRAFTS = {"speculative_method": "auto", "drafts": lambda _: [DraftCounts(3, 2), DraftCounts(0, 1), DraftCounts(2, 0)]}
+
+
+async def usage_of_stream(gateway: Gateway, **fields: Any) -> Any:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream_options": {"include_usage": True}}
+    events = parse_events(await gateway.stream_raw("/v1/chat/completions", {**body, **fields}))
+    return events[-2]["usage"]
+
+
+def details(accepted: int, rejected: int) -> dict[str, int]:
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
+async def test_accepted_and_rejected_tokens_are_in_the_usage(tmp_path: Path) -> None:
+    async with talking(tmp_path, TEXT, **DRAFTS) as (gateway, _):
+        body = await ask(gateway)
+        usage = body["usage"]
+        assert body["choices"][0]["message"]["content"] == TEXT
+        assert usage["completion_tokens_details"] == {**details(5, 3), "reasoning_tokens": 0}
+        # Rejected tokens are in no other count.
+        assert usage["completion_tokens"] == len(ids_of(TEXT))
+        assert await usage_of_stream(gateway) == usage
+        several = (await ask(gateway, n=3))["usage"]
+        assert several["completion_tokens_details"] == {**details(15, 9), "reasoning_tokens": 0}
+        assert await usage_of_stream(gateway, n=3) == several
+        status, body, _ = await gateway.complete(model=MODEL, prompt=["a", "b"], n=2, max_tokens=100)
+        assert status == 200 and body["usage"]["completion_tokens_details"] == details(20, 12)
+        # What the response does not show was generated too.
+        status, body, _ = await gateway.complete(model=MODEL, prompt="a", best_of=3, max_tokens=100)
+        assert status == 200 and body["usage"]["completion_tokens_details"] == details(15, 9)
+
+
+async def test_continuous_usage_has_them_from_the_end_of_the_choice_on(tmp_path: Path) -> None:
+    async with talking(tmp_path, TEXT, **DRAFTS) as (gateway, _):
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "stream_options": {"continuous_usage_stats": True}}
+        *chunks, done = parse_events(await gateway.stream_raw("/v1/completions", body))
+    assert done == "[DONE]"
+    shown = [chunk["usage"]["completion_tokens_details"] for chunk in chunks]
+    ended = next(index for index, chunk in enumerate(chunks) if chunk["choices"][0]["finish_reason"])
+    assert shown == [details(0, 0)] * ended + [details(5, 3)] * (len(chunks) - ended)
+
+
+async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path) -> None:
+    async with talking(tmp_path, TEXT, **DRAFTS) as (gateway, _):
+        # The first step gives "The ra", the second "i", the third "n i". An accepted token behind the stop string is
+        # in no completion.
+        for stop, counts in (("The", (1, 4)), ("The ", (2, 3)), (" ra", (3, 2)), ("rai", (3, 3)), ("pain", (5, 3))):
+            body = await ask(gateway, stop=stop)
+            assert body["choices"][0]["message"]["content"] == TEXT[: TEXT.index(stop)]
+            assert body["usage"]["completion_tokens_details"] == {**details(*counts), "reasoning_tokens": 0}
+            assert await usage_of_stream(gateway, stop=stop) == body["usage"]
+
+
+async def test_without_drafts_there_are_none(tmp_path: Path) -> None:
+    async with talking(tmp_path, TEXT, reasoning_parser="none") as (gateway, _):
+        assert (await ask(gateway))["usage"]["completion_tokens_details"] == details(0, 0)
+        assert (await usage_of_stream(gateway))["completion_tokens_details"] == details(0, 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_the_worker_is_told(tmp_path: Path, streams: bool) -> None:
+    async with talking(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):
+
+        async def told(**fields: Any) -> Submit:
+            await (usage_of_stream(gateway, **fields) if streams else ask(gateway, **fields))
+            return worker.submits()[-1]
+
+        plain = await told()
+        assert (plain.speculative, plain.prediction) == (True, [])
+        assert not (await told(speculative={"enabled": False})).speculative
+        assert (await told(speculative={"enabled": True})).speculative
+        predicted = await told(**PREDICTION, n=2, logprobs=True, seed=5)
+        assert predicted.speculative and predicted.prediction == ids_of("The rain in Rome.")[:-1]
+        # All else is as without one.
+        assert predicted.token_ids == plain.token_ids
+        parts = [{"type": "text", "text": text} for text in ("The rain", " in Rome.")]
+        assert (await told(prediction={"type": "content", "content": parts})).prediction == predicted.prediction
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (PREDICTION, "prediction"),
+        ({"speculative": {"enabled": True}}, "speculative"),
+        ({"speculative": {"enabled": 1}}, "speculative.enabled"),
+        ({"speculative": False}, "speculative"),
+    ],
+)
+async def test_a_server_without_drafts_refuses_what_asks_for_them(fields: dict[str, Any], param: str) -> None:
+    async with run_gateway() as gateway:
+        for stream in (False, True):
+            status, body, _ = await gateway.chat(**fields, stream=stream)
+            assert status == 400 and body["error"]["param"] == param
+            status, body, _ = await gateway.complete(**fields, stream=stream)
+            assert status == 400 and body["error"]["param"] == param
+        assert not gateway.generator.requests
+        for send in (gateway.chat, gateway.complete):
+            assert (await send(speculative={"enabled": False}))[0] == 200
+            assert not gateway.generator.requests[-1].speculative
+
+
+async def test_a_prediction_that_is_longer_than_the_context() -> None:
+    models = FakeModels(FakeEntry(facts(speculative_method="draft_model")))
+    async with run_gateway(FakeGenerator(spell("x")), models) as gateway:
+        for size, status in ((4096, 200), (4097, 400), (100_000, 400)):
+            prediction = {"type": "content", "content": "a" * size}
+            got, body, _ = await gateway.chat(prediction=prediction, max_tokens=1)
+            assert got == status, body
+            assert status == 200 or body["error"]["param"] == "prediction"
+        assert [len(request.prediction) for request in gateway.generator.requests] == [4096]
+
+
+async def test_drafts_are_promised_where_all_workers_draft(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, index=0, speculative_method="ngram"):
+        async with running_core(tmp_path) as core:
+            await until(lambda: core.registry.ready()[0])
+            assert core.registry.model("fake").facts.speculative_method == "ngram"
+            with FakeWorker(tmp_path, index=1, max_num_seqs=3):
+                await until(lambda: len(core.registry.model("fake").ready_workers()) == 2)
+                assert core.registry.model("fake").facts.speculative_method == "off"
+            await until(lambda: len(core.registry.model("fake").workers) == 1)
+            assert core.registry.model("fake").facts.speculative_method == "ngram"
+
+
+async def test_metrics_of_a_worker(tmp_path: Path) -> None:
+    counters = {"spec_decode_num_drafts_total": 4.0, "spec_decode_draft_seconds_total": 0.5}
+    stats = WorkerStats(counters=counters, accepted_per_position=[3, 1, 0])
+    with FakeWorker(tmp_path, stats=stats):
+        async with running_core(tmp_path) as core:
+            await until(lambda: [one.stats for one in core.registry.snapshots()] == [stats])
+            registry = CollectorRegistry()
+            registry.register(WorkerCollector(core.registry.snapshots))
+            text = generate_latest(registry).decode()
+    lines = [line for line in text.splitlines() if line.startswith("pelton:spec_decode_")]
+    assert lines == [
+        'pelton:spec_decode_num_drafts_total{model_name="fake",worker="0"} 4.0',
+        'pelton:spec_decode_num_draft_tokens_total{model_name="fake",worker="0"} 0.0',
+        'pelton:spec_decode_num_accepted_tokens_total{model_name="fake",worker="0"} 0.0',
+        'pelton:spec_decode_draft_seconds_total{model_name="fake",worker="0"} 0.5',
+        'pelton:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="0",worker="0"} 3.0',
+        'pelton:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="1",worker="0"} 1.0',
+        'pelton:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="2",worker="0"} 0.0',
+    ]
