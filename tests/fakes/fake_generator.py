@@ -237,7 +237,7 @@ def logprob(token_id: int, value: float | None = -0.5, alternatives: int = 0) ->
 
 
 def spell(text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts | None = None) -> Script:
-    """Each choice answers with `text`, a code point per event; reports logprobs as asked for, and ends with `drafts`."""
+    """Each choice answers with `text`, a code point per event; reports logprobs as asked for, `drafts` at the end."""
 
     def script(request: GenerationRequest) -> Iterable[Step]:
         wanted = request.sampling.logprobs
