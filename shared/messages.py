@@ -195,7 +195,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
         logprobs: one entry per token id, where asked for.
         num_cached_tokens: prompt tokens found in the prefix cache; set on the first Output of a choice.
         prompt_logprobs: one entry per prompt token; on the first Output of the first choice, where asked for.
-        drafts: with the finish, where anything was drafted.
+        drafts: counts of the choice so far: with the finish, where anything was drafted, and with any Output before. A
+            choice that the gateway ends, at a stop string, shows the last that came.
     """
 
     request_id: str
