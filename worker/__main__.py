@@ -28,6 +28,7 @@ from worker.model.loading import ModelFiles, open_model
 from worker.sampling.grammar import LLGrammars
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.speculative.draft_files import open_draft
+from worker.speculative.speculator import SpeculationConfig
 from worker.stats import Counters
 from worker.transport import Transport
 
@@ -94,6 +95,17 @@ def _serve(settings: WorkerSettings) -> int:
     return 0
 
 
+def _speculation(settings: WorkerSettings, built: BuiltExecutor) -> SpeculationConfig | None:
+    """None where nothing is drafted."""
+    if settings.speculative_method == "off":
+        return None
+    return SpeculationConfig(
+        look_up=settings.speculative_method != "draft_model",
+        draft_len=built.draft_max_len,
+        max_drafts=settings.num_speculative_tokens,
+    )
+
+
 def build_engine(
     settings: WorkerSettings, files: ModelFiles, built: BuiltExecutor, transport: Transport, counters: Counters
 ) -> Engine:
@@ -114,6 +126,7 @@ def build_engine(
         created=files.created,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
+        speculative_method=settings.speculative_method,
     )
     kv = KVManager(
         num_pages=built.num_pages,
@@ -139,7 +152,8 @@ def build_engine(
     )
     warm_up_at = time.monotonic() + _WARM_UP_SECONDS
     constraints = Constraints(grammars, vocab_size=files.spec.vocab_size, eos_token_ids=files.eos_token_ids)
-    scheduler = Scheduler(config, kv, counters, constraints=constraints)
+    speculation = _speculation(settings, built)
+    scheduler = Scheduler(config, kv, counters, constraints=constraints, speculation=speculation)
     return Engine(
         scheduler,
         built.executor,

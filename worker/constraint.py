@@ -15,8 +15,7 @@ Where several rules meet, in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -251,9 +250,12 @@ class Constraints:
         results: list[list[bytes] | Finish] = []
         at = 0
         for _, drafts in requests:
-            first, own = narrowed[at], list(takewhile(_is_mask, narrowed[at : at + 1 + len(drafts)]))
-            at += 1 + len(drafts)
-            results.append(first if isinstance(first, Finish) else own)
+            first, end = narrowed[at], at + 1 + len(drafts)
+            if isinstance(first, Finish):
+                results.append(first)
+            else:
+                results.append(_before_finish(narrowed[at:end]))
+            at = end
         return results
 
     def _fill(
@@ -262,7 +264,9 @@ class Constraints:
         """What grammars allow at each place, [num_places, words], and whether the text may end there."""
         masks: Words = np.full((num_places, self._num_words), 0xFFFFFFFF, dtype=np.uint32)
         may_end: Flags = np.zeros(num_places, dtype=np.bool_)
-        states, ahead, with_grammar = [], [], []
+        states: list[GrammarState] = []
+        ahead: list[Sequence[int]] = []
+        with_grammar: list[int] = []
         at = 0
         for request, drafts in requests:
             state = None if request.constraint is None else request.constraint.grammar
@@ -353,8 +357,13 @@ class _Ahead:
         return self._request.constraint
 
 
-def _is_mask(mask: bytes | Finish) -> TypeGuard[bytes]:
-    return isinstance(mask, bytes)
+def _before_finish(masks: Iterable[bytes | Finish]) -> list[bytes]:
+    found = []
+    for mask in masks:
+        if isinstance(mask, Finish):
+            break
+        found.append(mask)
+    return found
 
 
 def _is_plain(request: ConstrainedRequest) -> bool:

@@ -11,6 +11,7 @@ from shared.messages import MAX_CHOICES, Submit, TokenLogprobs
 from worker.constraint import Constraint
 from worker.kv.manager import SequencePages
 from worker.repetition import RepetitionWatch
+from worker.speculative.speculation import Speculation
 
 
 class Status(enum.Enum):
@@ -47,6 +48,7 @@ class Request:
         mu: what mirostat aims at after token_ids; None before the first token, and where it is not used.
         constraint: what narrows its tokens, in step with token_ids once it is there; None: nothing.
         repetition: follows its generated tokens; None: nobody looks for repetitions.
+        speculation: what may come next, by guess; None: nothing is drafted for it.
     """
 
     __slots__ = (
@@ -76,6 +78,7 @@ class Request:
         "request_id",
         "row",
         "sampling",
+        "speculation",
         "status",
         "stop_ids",
         "token_ids",
@@ -93,6 +96,7 @@ class Request:
         max_model_len: int,
         pages: SequencePages,
         constraint: Constraint | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         sampling = submit.sampling
         self.owner = owner
@@ -125,6 +129,7 @@ class Request:
         self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.constraint = constraint
+        self.speculation = speculation
         self.repetition: RepetitionWatch | None = None
         if sampling.repetition_detection is not None:
             self.repetition = RepetitionWatch(
@@ -150,8 +155,12 @@ class Request:
 
     @property
     def awaits_values(self) -> bool:
-        """Whether its next token can be chosen only once those in flight have arrived."""
-        return self.constraint is not None and self.num_pending > 0 and self.num_pending >= self.constraint.num_free
+        """Whether its next token can be chosen, or is to be drafted, only once those in flight have arrived."""
+        if self.num_pending == 0:
+            return self.speculation is not None and self.speculation.is_drafting
+        if self.constraint is not None and self.num_pending >= self.constraint.num_free:
+            return True
+        return self.speculation is not None and self.speculation.is_promising
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from worker.constraint import Constraints
 from worker.kv.manager import KVManager
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from worker.speculative.speculator import SpeculationConfig
 
 
 def make_submit(request_id: str, token_ids: list[int], **fields) -> Submit:
@@ -44,6 +45,7 @@ class Harness:
         corrupt=lambda plan: set(),
         kv_class=KVManager,
         constraints: Constraints | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.kv = kv_class(
             num_pages=num_pages,
@@ -57,7 +59,7 @@ class Harness:
             max_model_len=max_model_len,
             eos_token_ids=(EOS_TOKEN_ID,),
         )
-        self.scheduler = Scheduler(config, self.kv, clock=clock, constraints=constraints)
+        self.scheduler = Scheduler(config, self.kv, clock=clock, constraints=constraints, speculation=speculation)
         self.executor = FakeExecutor(
             max_num_seqs=max_num_seqs,
             num_pages=num_pages,

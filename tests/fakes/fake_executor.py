@@ -1,20 +1,31 @@
 """An executor without a model that still notices every mistake in plans.
 
 It keeps a KV cache whose slots hold token ids. A row's next token is a hash of the tokens that its block table leads
-to, so a page that was shared, copied, evicted or written wrongly changes the text, as it would with a model.
+to, so a page that was shared, copied, evicted or written wrongly changes the text, as it would with a model. So does
+what a step verifies: a draft that was wrong leaves its token in a slot. The draft model, whose half of each page holds
+tokens too, knows what comes next two times out of three.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_grammars import FakeState, allows
 from worker.executor.executor import ExecutorError
-from worker.scheduler.plan import NOTHING_LEFT, NewRow, SampledToken, ScheduledTokens, StepPlan, StepResult
+from worker.scheduler.plan import (
+    NOTHING_LEFT,
+    DraftedRow,
+    DraftedTokens,
+    NewRow,
+    SampledToken,
+    ScheduledTokens,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 2
@@ -129,6 +140,7 @@ class FakeExecutor:
         self._pages: list[list[list[int | None]]] = [
             [[None] * page_size for _ in range(num_pages)] for _ in range(num_groups)
         ]
+        self._draft_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
 
     def submit(self, plan: StepPlan) -> FakeHandle:
         if self.closed:
@@ -152,6 +164,13 @@ class FakeExecutor:
         for copy in plan.page_copies:
             group = self._pages[copy.group]
             group[copy.target] = list(group[copy.source])
+            if copy.group == 0:
+                self._draft_pages[copy.target] = list(self._draft_pages[copy.source])
+        if plan.drafting:
+            assert not (plan.scheduled or plan.new_rows), "a step of the draft model has others in it"
+            return StepResult(
+                step=plan.step, sampled=[], drafted=[self._draft(row) for row in plan.drafting if self._catch_up(row)]
+            )
         assert len({item.row for item in plan.scheduled}) == len(plan.scheduled), "a row is scheduled twice in a step"
         assert all(item.count > 0 for item in plan.scheduled)
         # All rows write before any row reads: what a step shares with itself would go wrong on a device too.
@@ -164,8 +183,35 @@ class FakeExecutor:
             self._read(item, plan.masks, sampled, prompt_logprobs)
         return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs)
 
+    def _catch_up(self, drafted: DraftedRow) -> int:
+        """Reads the tokens that the draft model does not know; how many it shall propose."""
+        row, size = self._rows[drafted.row], self._page_size
+        table, end = row.tables[0], drafted.start + drafted.count
+        assert drafted.count > 0
+        assert end == len(row.tokens) if drafted.num_drafts else end <= len(row.tokens)
+        for position in range(drafted.start):
+            known = self._draft_pages[table[position // size]][position % size]
+            assert known == row.tokens[position], "the draft model has read something else"
+        for position in range(drafted.start, end):
+            self._draft_pages[table[position // size]][position % size] = row.tokens[position]
+        assert end + drafted.num_drafts - 1 < len(table) * size, "drafts have no place"
+        for position in range(end, end + drafted.num_drafts - 1):
+            self._draft_pages[table[position // size]][position % size] = None
+        return drafted.num_drafts
+
+    def _draft(self, drafted: DraftedRow) -> DraftedTokens:
+        row = self._rows[drafted.row]
+        tokens = list(row.tokens)
+        for _ in range(drafted.num_drafts):
+            token = next_token(tokens, row.num_prompt_tokens, row.sampling, row.choice)
+            tokens.append(token if sum(tokens) % 3 else POISON_TOKEN_ID)
+        return DraftedTokens(drafted.row, tokens[len(row.tokens) :], [0.9] * drafted.num_drafts)
+
     def _write(self, item: ScheduledTokens, corrupted: bool) -> list[tuple[int, int, int]]:
         row = self._rows[item.row]
+        if item.drafts:
+            assert item.sample and item.start + 1 == len(row.tokens), "drafts follow the last known token"
+            row.tokens += item.drafts
         slots = []
         for position in range(item.start, item.start + item.count):
             for group, table in enumerate(row.tables):
@@ -205,12 +251,24 @@ class FakeExecutor:
             ]
         if item.sample:
             assert end == len(row.tokens), "a token is sampled that is not the next one"
-            token = next_token(tokens, row.num_prompt_tokens, row.sampling, row.choice)
-            token = masked(token, masks[item.mask]) if item.mask >= 0 else token
-            row.tokens.append(max(token, 0))
+            sampled += self._sample(row, item, masks, tokens)
+
+    def _sample(
+        self, row: _Row, item: ScheduledTokens, masks: list[bytes], tokens: list[int]
+    ) -> Iterator[SampledToken]:
+        first = item.start + item.count - len(item.drafts)
+        foreseen = True
+        for index in range(1 + len(item.drafts)):
+            # What is sampled after a draft that was wrong means nothing.
+            token = next_token(tokens[: first + index], row.num_prompt_tokens, row.sampling, row.choice)
+            token = masked(token, masks[item.mask + index]) if item.mask >= 0 else token
+            token = token if foreseen else -1
             alternatives = row.sampling.logprobs
             logprobs = self._logprob(token, alternatives) if alternatives is not None and token >= 0 else None
-            sampled.append(SampledToken(item.row, token, logprobs))
+            yield SampledToken(item.row, token, logprobs)
+            if foreseen and item.drafts[index : index + 1] != [token]:
+                foreseen = False
+                row.tokens[first + index :] = [max(token, 0)]
 
     @staticmethod
     def _logprob(token_id: int, alternatives: int) -> TokenLogprobs:

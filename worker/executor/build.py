@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kernels.cpu.pool import use_cache_directory
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
+from kernels.speculative.dispatch import speculative_ops
 from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
@@ -217,6 +218,7 @@ def make_rows(
         num_groups=num_groups,
         vocab_size=vocab_size,
         device=device,
+        max_drafts=settings.num_speculative_tokens if settings.speculative_method != "off" else 0,
     )
 
 
@@ -226,7 +228,8 @@ def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: Sam
     kv, draft_kv = make_kv(settings, models, plan, device)
     target.fuse_layers(kv)
     rows = make_rows(settings, plan.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
-    sampler = Sampler(rows.sampling, ops)
+    verifying = speculative_ops(device.torch_device, num_threads(settings), spec.vocab_size)
+    sampler = Sampler(rows.sampling, ops, verifying)
     runner = ModelRunner(
         target,
         kv,

@@ -95,7 +95,8 @@ class Matcher:
         begin = time.thread_time()
         if ahead:
             rows[:] = 0  # what comes after the text's end is not written
-            self.matcher.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows[0].nbytes, list(ahead))
+            fill = self.matcher.unsafe_compute_mask_ptr_with_draft_token  # type: ignore[attr-defined]  # not in its stub
+            fill(rows.ctypes.data, rows[0].nbytes, list(ahead))
         else:
             self.matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows[0].nbytes)
         self._took(time.thread_time() - begin)

@@ -16,6 +16,7 @@ from kernels.logprobs.tensors import LogprobTensors
 from kernels.sampling.dispatch import SamplingOps
 from kernels.sampling.extended import next_mu
 from kernels.sampling.inputs import Feature
+from kernels.speculative.dispatch import SpeculativeOps
 from kernels.step_inputs.inputs import MIROSTAT, MIROSTAT_ETA, MIROSTAT_MU, MIROSTAT_TAU
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.sampled_rows import Listed, Needs, SampledRows
@@ -37,20 +38,27 @@ class SampledTokens:
 
 
 class Sampler:
-    """Stateless apart from the parameters that it reads, and the counts and aims that it moves on."""
+    """Stateless apart from the parameters that it reads, and the counts and aims that it moves on.
 
-    def __init__(self, parameters: SamplingParameters, ops: SamplingOps) -> None:
+    Args:
+        speculative: for steps that verify drafts; None: there are none.
+    """
+
+    def __init__(
+        self, parameters: SamplingParameters, ops: SamplingOps, speculative: SpeculativeOps | None = None
+    ) -> None:
         self._parameters = parameters
         self._ops = ops
+        self._speculative = speculative
 
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
-        """Samples one token for each row and counts it for the penalties. Nothing is read on the host.
+        """Samples a token at each place and counts it for the penalties. Nothing is read on the host.
 
         Args:
             logits: [S, vocab] float32, raw; overwritten.
         """
         parameters, ops, listed = self._parameters, self._ops, sampled.listed
-        reporting, penalized = listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
+        reporting, penalized = None if sampled.trial else listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
         raw = logits.index_select(0, reporting.index) if reporting is not None else None
         if sampled.needs & Needs.ADJUST:
             ops.adjust(logits, parameters.lists.adjust_inputs(sampled))
@@ -68,12 +76,24 @@ class Sampler:
             token_ids, mu = self._extend_and_sample(logits, sampled, listed[Needs.EXTENDED])
         else:
             token_ids = ops.sample(logits, parameters.sampling_inputs(sampled))
-        if penalized is not None and sampled.slots is not None:
-            parameters.penalties.add(sampled.slots, token_ids.index_select(0, penalized.index))
+        if penalized is not None and not sampled.trial:
+            self._count(token_ids, sampled, penalized)
         if raw is None or reporting is None or sampled.num_top is None:
             return SampledTokens(token_ids, mu=mu)
         reported = token_ids.index_select(0, reporting.index)
         return SampledTokens(token_ids, ops.logprobs(raw, reported, int(sampled.num_top.max())), mu)
+
+    def _count(self, token_ids: torch.Tensor, sampled: SampledRows, penalized: Listed) -> None:
+        """For the penalties; of what verifies drafts, those tokens that come into the text."""
+        penalties, slots, verification = self._parameters.penalties, sampled.slots, sampled.verification
+        if slots is None:
+            return
+        ids, kept = token_ids.index_select(0, penalized.index), None
+        if verification is not None and self._speculative is not None:
+            bounds = verification.cu_rows.to(torch.int32)
+            kept = self._speculative.verify(token_ids, verification.drafts, bounds).kept
+            kept = kept.index_select(0, penalized.index)
+        penalties.add(slots, ids, kept)
 
     def _extend_and_sample(
         self, logits: torch.Tensor, sampled: SampledRows, extended: Listed
@@ -89,6 +109,8 @@ class Sampler:
         new_logit = logits[extended.index, chosen.clamp(min=0)]
         before = floats[:, MIROSTAT_MU]
         mu = next_mu(before, floats[:, MIROSTAT_TAU], floats[:, MIROSTAT_ETA], log_mass, new_logit)
+        if sampled.trial:
+            return token_ids, None
         mu = torch.where((chosen >= 0) & (words[:, MIROSTAT] > 0), mu, before)
         parameters.store_mu(sampled.device_rows.index_select(0, extended.index), mu)
         return token_ids, mu

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from worker.request import Request
-from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, ScheduledTokens, StepPlan
+from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, PageCopy, ScheduledTokens, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +17,8 @@ class Flight:
 
     Attributes:
         requests, lives: for each scheduled item the request and which of its lives it was.
-        num_decode, num_prompt: tokens of rows that were one behind, and of the others.
-        masked: the requests of the plan's masks, which are still to be made.
+        num_decode, num_prompt: tokens of rows that were one behind, drafts included, and of the others.
+        masked: the requests of the plan's masks, which are still to be made, each with its drafts.
     """
 
     plan: StepPlan
@@ -23,7 +26,17 @@ class Flight:
     lives: list[int]
     num_decode: int
     num_prompt: int
-    masked: list[Request]
+    masked: list[tuple[Request, Sequence[int]]]
+
+    def cut(self, request: Request, num_drafts: int) -> None:
+        """Leaves the request, whose result is not there yet, no more than its first drafts."""
+        index = self.requests.index(request)
+        item = self.plan.scheduled[index]
+        num_fewer = len(item.drafts) - num_drafts
+        self.plan.scheduled[index] = msgspec.structs.replace(
+            item, count=item.count - num_fewer, drafts=item.drafts[:num_drafts]
+        )
+        request.num_computed_tokens -= num_fewer
 
 
 class PlanBuilder:
@@ -39,7 +52,9 @@ class PlanBuilder:
         self._new_rows: list[NewRow] = []
         self._block_tables: list[BlockTableUpdate] = []
         self._lives: list[int] = []
-        self._masked: list[Request] = []
+        self._masked: list[tuple[Request, Sequence[int]]] = []
+        self._num_masks = 0
+        self._drafting: list[DraftedRow] = []
 
     def enter_row(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """The request's row was given to it in this step."""
@@ -55,35 +70,54 @@ class PlanBuilder:
             )
         )
 
-    def take(self, request: Request, room: int) -> int:
-        """Schedules up to `room` of the tokens that the request is behind; returns how many. It has the pages."""
+    def take(self, request: Request, room: int, drafts: Sequence[int] = ()) -> int:
+        """Schedules up to `room` of the tokens that the request is behind; returns how many. It has the pages.
+
+        Args:
+            drafts: to be verified; the request is one token behind then, and has pages for them too.
+        """
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
         count = min(room, num_tokens - start)
+        sample = start + count == num_tokens
+        count += len(drafts)
         end = start + count
-        sample = end == num_tokens
         alternatives = None
         if request.wants_prompt_logprobs and start < request.num_prompt_tokens:
             alternatives = request.sampling.prompt_logprobs
         mask = -1
         if sample and request.constraint is not None and request.constraint.num_free == 0:
-            mask = len(self._masked)
-            self._masked.append(request)
-        self._scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives, mask))
+            mask = self._num_masks
+            self._num_masks += 1 + len(drafts)
+            self._masked.append((request, drafts))
+        self._scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts)))
         self.requests.append(request)
         self._lives.append(request.life)
-        pages = request.pages
-        if pages.num_announced * self._page_size < pages.num_slots:
-            for group, table in enumerate(pages.tables):
-                news = table[pages.num_announced :]
-                self._block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
-            pages.num_announced = len(pages.tables[0])
+        self._announce_pages(request)
         request.num_computed_tokens = end
         if sample:
             request.num_pending += 1
         if request.prompt_step is None and end >= request.num_initial_tokens:
             request.prompt_step = self.step
         return count
+
+    def draft(self, request: Request, row: DraftedRow) -> None:
+        """The draft model works on this row; a step has such rows alone."""
+        if request.speculation is not None:
+            request.speculation.is_drafting = True
+        self._drafting.append(row)
+        self.requests.append(request)
+        self._lives.append(request.life)
+        self._announce_pages(request)
+
+    def _announce_pages(self, request: Request) -> None:
+        """Tells the executor of the pages that it does not know."""
+        pages = request.pages
+        if pages.num_announced * self._page_size < pages.num_slots:
+            for group, table in enumerate(pages.tables):
+                news = table[pages.num_announced :]
+                self._block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
+            pages.num_announced = len(pages.tables[0])
 
     def launch(self) -> Flight:
         """The finished plan."""
@@ -94,6 +128,7 @@ class PlanBuilder:
             block_tables=self._block_tables,
             page_copies=self.page_copies,
             masks=[],
+            drafting=self._drafting,
         )
         num_prompt = plan.num_tokens - self.num_decode
         return Flight(plan, self.requests, self._lives, self.num_decode, num_prompt, self._masked)

@@ -10,6 +10,7 @@ from worker.request import Request, Status
 from worker.scheduler.budget import StepBudget
 from worker.scheduler.plan_builder import Flight, PlanBuilder
 from worker.scheduler.policy import RequestQueue, admission_reserve
+from worker.speculative.speculator import Speculator
 from worker.stats import Counters
 
 
@@ -22,6 +23,7 @@ class Planner:
         kv: owner of the pages.
         budget: tokens that a step may take.
         counters: raised here.
+        speculator: decides on drafts; None: nothing is drafted.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class Planner:
         kv: KVManager,
         budget: StepBudget,
         counters: Counters,
+        speculator: Speculator | None = None,
     ) -> None:
         self._max_num_seqs = max_num_seqs
         self._eos_token_ids = eos_token_ids
         self._kv = kv
         self._budget = budget
         self._counters = counters
+        self._speculator = speculator
         self._running = RequestQueue()
         self._waiting = RequestQueue()
         self._compiling: list[Request] = []
@@ -129,8 +133,10 @@ class Planner:
         """
         self._make_way()
         builder = PlanBuilder(self._num_steps, self._kv.page_size)
+        if self._speculator is not None and self._draft(builder, self._speculator):
+            self._num_steps += 1
+            return builder.launch()
         behind, preempted = self._schedule_decoding(builder)
-        builder.num_decode = len(builder.requests)
         num_waiting = len(behind) + min(len(self._waiting), len(self._free_rows))
         room = self._budget.prompt_tokens(builder.num_decode, num_waiting)
         for request in behind:
@@ -146,10 +152,24 @@ class Planner:
         self._num_steps += 1
         return builder.launch()
 
+    def _draft(self, builder: PlanBuilder, speculator: Speculator) -> bool:
+        """Lets the draft model have this step where that pays."""
+        ready = [
+            request
+            for request in self._running
+            if request.num_pending == 0
+            and request.num_computed_tokens == len(request.token_ids) - 1
+            and not request.awaits_values
+        ]
+        for request, row in speculator.plan_drafting(ready):
+            builder.draft(request, row)
+        return bool(builder.requests)
+
     def _schedule_decoding(self, builder: PlanBuilder) -> tuple[list[Request], bool]:
-        """Gives each row that is one token behind its token; returns the rows further behind, and whether pages
-        were so short that requests had to be preempted."""
+        """Gives each row that is one token behind its token, with drafts to verify where that pays; returns the rows
+        further behind, and whether pages were so short that requests had to be preempted."""
         behind: list[Request] = []
+        ready: list[Request] = []
         preempted = False
         running = self._running
         index = 0
@@ -165,8 +185,13 @@ class Planner:
                     self._preempt(running[-1])
                     preempted = True
                 if request.status is Status.RUNNING:
-                    builder.take(request, 1)
+                    ready.append(request)
             index += 1
+        drafts: list[Sequence[int]] | None = None
+        if self._speculator is not None and ready and not preempted:
+            drafts = self._speculator.choose(ready, self._budget.max_tokens - len(ready))
+        for place, request in enumerate(ready):
+            builder.num_decode += builder.take(request, 1, drafts[place] if drafts is not None else ())
         return behind, preempted
 
     # ---- admission and preemption -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from shared.errors import ConfigurationError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
@@ -14,10 +15,11 @@ from worker.kv.manager import KVManager
 from worker.request import Request, Status, check_length
 from worker.scheduler.budget import StepBudget
 from worker.scheduler.outbox import Outbox
-from worker.scheduler.plan import NOTHING_LEFT, SampledToken, StepPlan, StepResult
+from worker.scheduler.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, StepPlan, StepResult
 from worker.scheduler.plan_builder import Flight
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
+from worker.speculative.speculator import SpeculationConfig, Speculator
 from worker.stats import Counters
 from worker.stop import FINISH_LENGTH, finish_after
 
@@ -60,6 +62,7 @@ class Scheduler:
         counters: raised here.
         clock: Unix time in seconds, for deadlines.
         constraints: what requests may ask of their tokens beyond sampling parameters; None: nothing that needs masks.
+        speculation: how tokens are drafted; None: not at all.
     """
 
     def __init__(
@@ -69,17 +72,22 @@ class Scheduler:
         counters: Counters | None = None,
         clock: Callable[[], float] = time.time,
         constraints: Constraints | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
         self.counters = counters if counters is not None else Counters()
         self.budget = StepBudget(target_ms=config.target_step_ms, max_tokens=config.max_num_batched_tokens)
+        self._speculator: Speculator | None = None
+        if speculation is not None:
+            self._speculator = Speculator(speculation, kv, self.counters)
         self._planner = Planner(
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=config.eos_token_ids,
             kv=kv,
             budget=self.budget,
             counters=self.counters,
+            speculator=self._speculator,
         )
         self._clock = clock
         self._constraints = constraints
@@ -114,6 +122,7 @@ class Scheduler:
                 max_model_len=self.config.max_model_len,
                 pages=self.kv.open(submit.salt),
                 constraint=constraint,
+                speculation=self._speculator.open(submit) if self._speculator is not None else None,
             )
             self._num_arrived += 1
             self._live.setdefault((owner, submit.request_id), {})[choice] = request
@@ -192,11 +201,14 @@ class Scheduler:
     def _mask(self, flight: Flight, constraints: Constraints) -> None:
         """Says what the rows of a plan may sample. One for which nothing is left to sample ends now; its row computes
         what nobody waits for."""
-        found = constraints.masks([(request, ()) for request in flight.masked])
-        for request, masks in zip(flight.masked, found, strict=True):
+        for (request, drafts), masks in zip(flight.masked, constraints.masks(flight.masked), strict=True):
             if isinstance(masks, Finish):
                 self._finish(request, masks)
-            flight.plan.masks.extend([constraints.everything] if isinstance(masks, Finish) else masks)
+                masks = []
+            elif len(masks) <= len(drafts):
+                flight.cut(request, len(masks) - 1)
+            num_unused = 1 + len(drafts) - len(masks)
+            flight.plan.masks.extend([*masks, *[constraints.everything] * num_unused])
 
     # ---- results ----------------------------------------------------------------------------------------------
 
@@ -207,23 +219,29 @@ class Scheduler:
             milliseconds: what the step took, for the cost table; None where it was not measured.
         """
         flight = self._land(plan)
-        if result.step != plan.step or len(result.sampled) != sum(item.sample for item in plan.scheduled):
+        if plan.drafting:
+            self._take_drafted(flight, result, milliseconds)
+            return
+        num_sampled = sum(1 + len(item.drafts) for item in plan.scheduled if item.sample)
+        if result.step != plan.step or len(result.sampled) != num_sampled:
             raise RuntimeError(f"the result of step {result.step} does not belong to the plan of step {plan.step}")
         if milliseconds is not None:
             self.budget.observe(flight.num_decode, flight.num_prompt, milliseconds)
+            if self._speculator is not None and not flight.num_prompt:
+                self._speculator.observe(flight.num_decode, milliseconds)
         sampled = iter(result.sampled)
         for request, life, item in zip(flight.requests, flight.lives, plan.scheduled, strict=True):
-            token = next(sampled) if item.sample else None
+            tokens = list(islice(sampled, 1 + len(item.drafts))) if item.sample else None
             if request.life != life:
                 # It ended or was preempted while the step was in flight.
-                self.counters.discarded_tokens_total += token is not None
+                self.counters.discarded_tokens_total += tokens is not None
                 continue
             if item.prompt_logprobs is not None:
                 self._outbox.collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
-            if token is None:
+            if tokens is None:
                 self.kv.commit(request.pages, request.token_ids, item.start + item.count)
             else:
-                self._append(request, token, item.start + item.count)
+                self._append(request, item, tokens)
         self.counters.prefix_cache_evictions_total = self.kv.num_evictions
 
     def _land(self, plan: StepPlan) -> Flight:
@@ -232,31 +250,74 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} came back before step {flight.plan.step}")
         return flight
 
-    def _append(self, request: Request, token: SampledToken, num_computed: int) -> None:
-        if token.row != request.row:
-            raise RuntimeError(f"row {token.row} was sampled where row {request.row} was planned")
+    def _append(self, request: Request, item: ScheduledTokens, tokens: list[SampledToken]) -> None:
+        """Takes a sampled token; and with drafts those after it, up to the first that differs from its draft: what is
+        sampled after a draft holds where the draft was right."""
+        if tokens[0].row != request.row:
+            raise RuntimeError(f"row {tokens[0].row} was sampled where row {request.row} was planned")
+        drafts = item.drafts
+        num_computed = item.start + item.count - len(drafts)
         request.num_pending -= 1
-        if token.token_id == NOTHING_LEFT:
-            message = "the request's rules for tokens leave no token that may come next"
-            self._finish(request, Finish(FinishReason.ERROR, message=message, code="invalid_request"))
-            return
-        if token.token_id < 0:
-            self.counters.invalid_logits_total += 1
-            message = "the model computed no finite logits for this request"
-            finish = Finish(FinishReason.ERROR, message=message, code="invalid_logits")
-            self._finish(request, finish, distrust=True)
-            return
-        request.token_ids.append(token.token_id)
-        request.mu = token.mu
-        if num_computed >= (request.pages.num_committed + 1) * self.kv.page_size:
+        token_ids: list[int] = []
+        finish: Finish | None = None
+        distrust = False
+        for token in tokens:
+            token_id = token.token_id
+            if token_id < 0:
+                finish, distrust = self._failure(token_id)
+                break
+            request.token_ids.append(token_id)
+            token_ids.append(token_id)
+            if request.speculation is not None:
+                request.speculation.append(token_id)
+            finish = finish_after(request)
+            taken = len(token_ids)
+            if finish is not None or taken > len(drafts) or token_id != drafts[taken - 1]:
+                break
+        request.mu = tokens[0].mu
+        # What the last of them was sampled from is computed, and it is not.
+        num_computed += max(len(token_ids) - 1, 0)
+        if drafts:
+            self._resolve(request, drafts, token_ids, num_computed)
+        if token_ids and num_computed >= (request.pages.num_committed + 1) * self.kv.page_size:
             self.kv.commit(request.pages, request.token_ids, num_computed)
-        self.counters.generation_tokens_total += 1
-        finish_now = finish_after(request)
-        logprobs = [token.logprobs] if token.logprobs is not None else None
-        if finish_now is None:
-            self._outbox.put(request, [token.token_id], None, logprobs)
+        self.counters.generation_tokens_total += len(token_ids)
+        logprobs = [token.logprobs for token in tokens[: len(token_ids)] if token.logprobs is not None] or None
+        if finish is None:
+            self._outbox.put(request, token_ids, None, logprobs)
         else:
-            self._finish(request, finish_now, [token.token_id], logprobs)
+            self._finish(request, finish, token_ids, logprobs, distrust=distrust)
+
+    def _failure(self, token_id: int) -> tuple[Finish, bool]:
+        """How a request ends for which nothing was sampled, and whether its pages are not to be trusted."""
+        if token_id == NOTHING_LEFT:
+            message = "the request's rules for tokens leave no token that may come next"
+            return Finish(FinishReason.ERROR, message=message, code="invalid_request"), False
+        self.counters.invalid_logits_total += 1
+        message = "the model computed no finite logits for this request"
+        return Finish(FinishReason.ERROR, message=message, code="invalid_logits"), True
+
+    def _resolve(self, request: Request, drafts: list[int], token_ids: list[int], num_computed: int) -> None:
+        """What a verification means for a request: the keys of drafts that were wrong are to be written over."""
+        request.num_computed_tokens = num_computed
+        matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, token_ids))
+        if self._speculator is not None:
+            self._speculator.resolve(request, len(drafts), sum(1 for _ in matches))
+
+    def _take_drafted(self, flight: Flight, result: StepResult, milliseconds: float | None) -> None:
+        """What the draft model read and proposes."""
+        speculator, plan = self._speculator, flight.plan
+        if speculator is None or len(result.drafted) != sum(row.num_drafts > 0 for row in plan.drafting):
+            raise RuntimeError(f"the result of step {result.step} does not belong to the plan of step {plan.step}")
+        if milliseconds is not None:
+            speculator.observe_drafting(plan.drafting, milliseconds)
+        drafted = iter(result.drafted)
+        for request, life, row in zip(flight.requests, flight.lives, plan.drafting, strict=True):
+            proposed = next(drafted) if row.num_drafts else None
+            if request.speculation is not None:
+                request.speculation.is_drafting = False
+            if request.life == life:
+                speculator.take_drafted(request, row, proposed)
 
     # ---- ends -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,57 @@
+"""Speculation that guesses well, badly and at random, for schedulers with a fake executor behind them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from tests.fakes.engine_harness import Harness
+from tests.fakes.fake_executor import VOCAB_SIZE, next_token
+from worker.request import Request
+from worker.speculative.proposal import Proposal, Source
+from worker.speculative.speculator import SpeculationConfig, Speculator
+
+MAX_DRAFTS = 5
+
+
+def speculation(draft_len: int = 0) -> SpeculationConfig:
+    return SpeculationConfig(look_up=True, draft_len=draft_len, max_drafts=MAX_DRAFTS)
+
+
+class Guesses:
+    """Takes the place of a speculator's sources and of its controller.
+
+    Args:
+        skill: share of the guessed tokens that are what the fake model says next, were it not for masks.
+        draft_model: let the fake draft model propose where nothing is guessed.
+    """
+
+    def __init__(self, harness: Harness, seed: int, *, skill: float = 0.7, draft_model: bool = False) -> None:
+        speculator = harness.scheduler._speculator
+        assert isinstance(speculator, Speculator)
+        self._rng = random.Random(seed)
+        self._skill = skill
+        self._draft_model = draft_model
+        self._guess_from = speculator._guess
+        speculator._guess = self.guess  # type: ignore[method-assign]
+        controller = speculator._controller
+        controller.choose = self.choose  # type: ignore[method-assign]
+        controller.num_to_draft = lambda *_: self._rng.randrange(MAX_DRAFTS + 1)  # type: ignore[method-assign]
+        controller.catch_up_pays = lambda *_: self._rng.random() < 0.7  # type: ignore[method-assign]
+
+    def guess(self, request: Request, limit: int) -> Proposal | None:
+        if self._draft_model or self._rng.random() < 0.3:
+            return self._guess_from(request, limit)
+        tokens = list(request.token_ids)
+        for _ in range(self._rng.randrange(limit + 1)):
+            right = next_token(tokens, request.num_prompt_tokens, request.sampling, request.choice)
+            tokens.append(max(right, 0) if self._rng.random() < self._skill else self._rng.randrange(VOCAB_SIZE))
+        guessed = tokens[len(request.token_ids) :]
+        return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed)) if guessed else None
+
+    def choose(self, proposals: Sequence[Proposal | None], num_rows: int, room: int) -> list[int]:
+        counts: list[int] = []
+        for proposal in proposals:
+            most = 0 if proposal is None else min(len(proposal.token_ids), room - sum(counts))
+            counts.append(self._rng.choice((0, most, most, self._rng.randrange(most + 1))))
+        return counts

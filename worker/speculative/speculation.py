@@ -1,0 +1,162 @@
+"""What is proposed for one request, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from worker.speculative.acceptance import MAX_PLACES, Acceptance, RequestAcceptance, match_grades, probability_grades
+from worker.speculative.ngram import NgramIndex
+from worker.speculative.prediction import PredictionCursor
+from worker.speculative.proposal import Proposal, Source
+
+_TRUSTED = 0.6
+"""Chance of its first token from which the client's prediction is followed without a look-up beside it."""
+
+
+_PROMISING = 0.3
+_LOOK_EVERY = 16
+"""Tokens after which a text whose proposals were wrong is looked at again."""
+
+
+class _Followed:
+    """A proposal that is compared with the tokens that arrive, whether or not it was verified."""
+
+    __slots__ = ("grades", "place", "token_ids")
+
+    def __init__(self, token_ids: Sequence[int], grades: Sequence[int]) -> None:
+        self.token_ids = token_ids
+        self.grades = grades
+        self.place = 0
+
+
+class Speculation:
+    """Drafts for one choice of a request.
+
+    How often they are accepted is learned from the tokens that arrive, verified or not: what comes next is the
+    same either way. So a request for which nothing is verified because its text cannot be foreseen shows by itself
+    when that changes. From each source one proposal is followed to its first difference, then the next one.
+
+    Args:
+        token_ids: prompt and what was generated so far; only read, up to its present length, and until the first
+            `propose`.
+        num_prompt_tokens: how many of them are prompt.
+        prediction: what the client expects the output to be; may be empty.
+        look_up: whether the end of the text is looked up in the text.
+        acceptance: of all requests of the worker.
+
+    Attributes:
+        num_drafted, num_accepted: tokens that were verified, and those of them that are in the output.
+        is_drafting: the draft model has been asked, and has not answered; kept by the scheduler.
+    """
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        prediction: Sequence[int],
+        *,
+        look_up: bool,
+        acceptance: Acceptance,
+    ) -> None:
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.is_drafting = False
+        self._num_output = 0
+        self._token_ids = token_ids
+        self._num_known = len(token_ids)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._look_up = look_up
+        self._acceptance = RequestAcceptance(acceptance)
+        self._cursor = PredictionCursor(prediction) if len(prediction) else None
+        # Made at the first propose; until then what arrived waits.
+        self._index: NgramIndex | None = None
+        self._begun = False
+        self._waiting: list[int] = []
+        self._drafted: tuple[Sequence[int], Sequence[int]] | None = None
+        self._followed: list[_Followed | None] = [None] * len(Source)
+
+    def append(self, token_id: int) -> None:
+        """A token of the output arrived."""
+        self._num_output += 1
+        self._drafted = None
+        if not self._begun:
+            self._waiting.append(token_id)
+        else:
+            if self._index is not None:
+                self._index.append(token_id)
+            if self._cursor is not None:
+                self._cursor.append(token_id)
+        for source in Source:
+            followed = self._followed[source]
+            if followed is not None:
+                place = followed.place
+                came = followed.token_ids[place] == token_id
+                self._acceptance.observe(source, place, followed.grades[place], came)
+                followed.place = place + 1
+                if not came or followed.place == len(followed.token_ids):
+                    self._followed[source] = None
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether to wait for tokens that are in flight, to draft what follows them: proposals were right lately, or it is time
+        to look whether they would be."""
+        return self._num_output % _LOOK_EVERY == 0 or self._acceptance.recent() > _PROMISING
+
+    def propose(self, limit: int) -> Proposal | None:
+        """What may follow the last token, at most `limit` tokens (and MAX_PLACES).
+
+        The client's prediction first, unless its place is doubtful and a look-up promises more, then a look-up, then
+        what the draft model said.
+        """
+        limit = min(limit, MAX_PLACES)
+        if limit <= 0:
+            return None
+        if not self._begun:
+            self._begin()
+        predicted = None
+        if self._cursor is not None:
+            predicted = self._matching(Source.PREDICTION, *self._cursor.propose(limit))
+            if predicted is not None and predicted.chances[0] >= _TRUSTED:
+                return predicted
+        if self._index is not None:
+            found = self._matching(Source.LOOKUP, *self._index.propose(limit))
+            if found is not None and (predicted is None or found.chances[0] > predicted.chances[0]):
+                return found
+        if predicted is not None or self._drafted is None:
+            return predicted
+        token_ids, grades = self._drafted
+        return self._proposal(Source.DRAFT_MODEL, token_ids[:limit], grades[:limit])
+
+    def set_drafted(self, token_ids: Sequence[int], probabilities: Sequence[float]) -> None:
+        """What a draft model proposes after the last token; forgotten when one arrives. Probabilities may be NaN."""
+        self._drafted = (token_ids, probability_grades(probabilities)) if len(token_ids) else None
+
+    def draft_chances(self, count: int) -> list[float]:
+        """What to expect of `count` tokens if the draft model is asked for them: chances as in a Proposal."""
+        return self._acceptance.by_place(Source.DRAFT_MODEL, count)
+
+    def resolve(self, num_verified: int, num_accepted: int) -> None:
+        """So many drafted tokens were verified, and so many of them are in the output; before or after `append`."""
+        self.num_drafted += num_verified
+        self.num_accepted += num_accepted
+
+    def _begin(self) -> None:
+        known = self._token_ids[: self._num_known]
+        if self._look_up:
+            self._index = NgramIndex(known)
+            for token_id in self._waiting:
+                self._index.append(token_id)
+        if self._cursor is not None:
+            for token_id in (*known[self._num_prompt_tokens :], *self._waiting):
+                self._cursor.append(token_id)
+        self._begun = True
+        self._token_ids, self._waiting = (), []
+
+    def _matching(self, source: Source, token_ids: Sequence[int], matched: int) -> Proposal | None:
+        return self._proposal(source, token_ids, match_grades(matched, len(token_ids))) if token_ids else None
+
+    def _proposal(self, source: Source, token_ids: Sequence[int], grades: Sequence[int]) -> Proposal:
+        followed = self._followed[source]
+        if followed is None or followed.place == 0:
+            self._followed[source] = _Followed(token_ids, grades)
+        return Proposal(token_ids, source, self._acceptance.chances(source, grades))
