@@ -19,6 +19,7 @@ from shared.messages import (
     Bundle,
     BundleRequest,
     Cancel,
+    DraftCounts,
     Finish,
     FinishReason,
     Hello,
@@ -45,6 +46,7 @@ FACTS = WorkerFacts(
     eos_token_ids=[2],
     model_hash="h",
     bundle_hash="b",
+    speculative_method="ngram",
 )
 LOGPROBS = TokenLogprobs(1, -0.5, 1, [1, 2], [-0.5, -1.5])
 SUBMIT = Submit(
@@ -55,6 +57,8 @@ SUBMIT = Submit(
     sampling=SamplingParams(logit_bias={5: 1.0}, stop_token_ids=(7,), seed=-(2**63)),
     salt=b"salt",
     deadline=1.5,
+    speculative=False,
+    prediction=[4, 5],
 )
 GATEWAY_MESSAGES = [
     Hello(PROTOCOL_VERSION, "g"),
@@ -70,11 +74,15 @@ WORKER_MESSAGES = [
         "0123abcd",
         1,
         [
-            Output("r", 0, [1], Finish(FinishReason.STOP, 2), [LOGPROBS], 16, [LOGPROBS]),
+            Output("r", 0, [1], Finish(FinishReason.STOP, 2), [LOGPROBS], 16, [LOGPROBS], DraftCounts(3, 1)),
             Output("r", 1, [], Finish(FinishReason.ERROR, message="why", code="internal_error")),
         ],
     ),
-    Pong("0123abcd", 7, WorkerStats(num_running=1, counters={"prompt_tokens_total": 2.0})),
+    Pong(
+        "0123abcd",
+        7,
+        WorkerStats(num_running=1, counters={"prompt_tokens_total": 2.0}, accepted_per_position=[2, 1]),
+    ),
     Bundle(bundle_hash="b", tokenizer_json=b"{}", special_tokens={"eos_token": "</s>"}),
 ]
 DECODERS = [wire.decode_gateway_message, wire.decode_worker_message]
