@@ -1,0 +1,167 @@
+"""build_executor with a draft model: memory, limits, warm-up, and several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.sampling.dispatch import sampling_ops
+from shared.errors import ConfigurationError
+from shared.sampling_params import SamplingParams
+from shared.settings import WorkerSettings
+from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from worker.executor import build, models, resolve
+from worker.executor.device import CpuDevice
+from worker.executor.profile import measure_step, weights_must_fit
+from worker.model.loading.open_model import open_model
+from worker.model.parallel import ParallelContext
+from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
+from worker.speculative.draft_files import open_draft
+
+PROMPTS = ([5, 9, 77, 200, 13], [1, 2, 3], [262, 0, 100, 101, 102, 103, 104])
+SAMPLING = (
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
+    SamplingParams(temperature=0.0, logprobs=2, max_tokens=20),
+)
+NOWHERE = Path("/nonexistent")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def settings(folder, tmp_path):
+    def make(**values):
+        (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
+        defaults = {"max_num_seqs": 4, "num_kv_pages": 64, "dtype": "float32", "num_threads": 1}
+        places = {"model": str(folder), "runtime_dir": str(tmp_path / "run")}
+        drafting = {"speculative_model": str(folder), "speculative_method": "draft_model"}
+        return WorkerSettings(**(defaults | places | drafting | values))
+
+    threads = torch.get_num_threads()
+    yield make
+    torch.set_num_threads(threads)
+
+
+def start(settings):
+    files = open_model(settings.model, NOWHERE)
+    return build.build_executor(settings, files, draft_files=open_draft(settings, files, NOWHERE))
+
+
+def run(executor, num_drafts=5):
+    """What three requests say and what had been drafted for them after their first tokens."""
+    rows = range(len(PROMPTS))
+    first = StepPlan(
+        step=1,
+        scheduled=[ScheduledTokens(row, 0, len(PROMPTS[row]), True) for row in rows],
+        new_rows=[
+            NewRow(
+                row=row,
+                token_ids=PROMPTS[row],
+                num_prompt_tokens=len(PROMPTS[row]),
+                sampling=SAMPLING[row],
+                eos_token_ids=[2],
+                choice=0,
+            )
+            for row in rows
+        ],
+        block_tables=[BlockTableUpdate(row, 0, 0, [40 - 2 * row, 41 - 2 * row]) for row in rows],
+    )
+    drafting = StepPlan(
+        step=2, scheduled=[], drafting=[DraftedRow(row, 0, len(PROMPTS[row]) + 1, num_drafts) for row in rows]
+    )
+    executor.submit(first).result()
+    drafted = executor.submit(drafting).result()
+    assert drafted.step == 2
+    said = []
+    for step in range(num_drafts):
+        items = [ScheduledTokens(row, len(PROMPTS[row]) + step, 1, True) for row in rows]
+        said.append([token.token_id for token in executor.submit(StepPlan(step=3, scheduled=items)).result().sampled])
+    return [list(column) for column in zip(*said, strict=True)], [row.token_ids for row in drafted.drafted]
+
+
+def test_one_rank_and_two_draft_what_the_model_says(settings):
+    built = start(settings())
+    said, drafted = run(built.executor)
+    built.executor.close()
+    assert drafted == said and len(set(map(tuple, said))) == 3
+    assert built.draft_max_len == built.max_model_len == 256
+    # A rank has half of the target and the whole draft model.
+    pair = start(settings(tensor_parallel_size=2))
+    try:
+        assert run(pair.executor) == (said, said)
+        pair.check()
+    finally:
+        pair.executor.close()
+
+
+def test_a_page_takes_both_models_memory(settings):
+    room = {"num_kv_pages": 0, "kv_cache_memory": 1 << 20, "max_num_seqs": 16}
+    alone = start(settings(**room, speculative_model="", speculative_method="off"))
+    both = start(settings(**room))
+    alone.executor.close()
+    both.executor.close()
+    page = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, heads, head_dim, tokens, bytes
+    assert (alone.num_pages, both.num_pages) == ((1 << 20) // page, (1 << 20) // (2 * page))
+    assert (alone.draft_max_len, both.draft_max_len) == (0, 256)
+    with pytest.raises(ConfigurationError, match=f"{2 * page} bytes each .* kv-cache-memory {16 * 2 * page}"):
+        start(settings(num_kv_pages=0, kv_cache_memory=10 * page, max_model_len=256))
+
+
+@pytest.mark.parametrize(
+    ("max_position", "max_model_len", "expected"), [(100, 0, 100), (512, 0, 256), (100, 64, 64), (9, 0, 9)]
+)
+def test_the_draft_may_have_a_shorter_context(settings, tmp_path, monkeypatch, max_position, max_model_len, expected):
+    monkeypatch.setitem(CONFIG, "max_position_embeddings", max_position)
+    small = write_tiny_model(tmp_path / "small", seed=1)
+    built = start(settings(speculative_model=str(small), max_model_len=max_model_len))
+    built.executor.close()
+    assert built.draft_max_len == expected
+    assert built.max_model_len == (max_model_len or 256)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int4"])
+def test_a_quantized_cache_is_quantized_for_both(settings, kv_cache_dtype):
+    built = start(settings(kv_cache_dtype=kv_cache_dtype))
+    said, drafted = run(built.executor)
+    built.executor.close()
+    assert drafted == said
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(64, 4), (16, 16), (500, 2)])
+def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs):
+    config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    resolve.prepare_process(config)
+    files = open_model(config.model, NOWHERE)
+    device = CpuDevice(late=True)
+    loaded = models.load_models(config, files, open_draft(config, files, NOWHERE), device, ParallelContext())
+    ops = sampling_ops(torch.device("cpu"), 1)
+    plans = []
+
+    def make_execute(plan):
+        runner = build.make_runner(config, loaded, plan, ops, device)
+
+        def execute(step):
+            plans.append(step)
+            return runner.execute(step)
+
+        return execute
+
+    room = measure_step(device, config, max_model_len=256, num_groups=1, make_execute=make_execute, draft_max_len=200)
+    assert room > 0
+    first, drafting, _ = plans
+    assert [row.count for row in drafting.drafting] == [min(200, item.count) for item in first.scheduled]
+    assert sum(row.count for row in drafting.drafting) <= tokens
+
+
+def test_weights_that_do_not_fit_are_said_to_be_the_drafts():
+    with pytest.raises(
+        ConfigurationError, match=r"weights of the draft model small do not fit.*smaller speculative-model"
+    ):
+        with weights_must_fit(CpuDevice(), WorkerSettings(), "small"):
+            raise torch.OutOfMemoryError("full")
