@@ -1,4 +1,8 @@
-"""`python -m gateway`: the HTTP side. Exit code 0 after an orderly end, 1 for a configuration that cannot be used."""
+"""`python -m gateway`: the HTTP side.
+
+Exit code 0 after an orderly end, else one of shared.exit_codes: 1 for a configuration that cannot be used, 78 where
+`pelton serve` began it and the model cannot be served.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,11 @@ from collections.abc import Sequence
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from gateway.service import Service
+from gateway.service import RefusedModelError, Service
 from shared import log
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from shared.exit_codes import EXIT_CONFIGURATION, EXIT_REFUSED
 from shared.settings import GatewaySettings
 
 
@@ -29,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
             runner.run(_serve(settings, writer))
     except ConfigurationError as error:
         print(f"pelton gateway: {error}", file=sys.stderr)
-        return 1
+        return EXIT_REFUSED if isinstance(error, RefusedModelError) else EXIT_CONFIGURATION
     return 0
 
 

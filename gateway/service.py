@@ -49,8 +49,15 @@ _OWN_DESCRIPTORS = 64
 log = get_logger("gateway")
 
 
+class RefusedModelError(ConfigurationError):
+    """The workers that belong to this gateway serve a model that it cannot serve."""
+
+
 class Service:
-    """Runs until a signal, or the end of its supervisor, stops it.
+    """Runs until a signal, the end of its supervisor, or a model that it cannot serve stops it.
+
+    The last where a supervisor began it, with workers that will not serve anything else. Whoever runs a gateway by
+    itself may start other workers at any time.
 
     Args:
         log_writer: whose count of dropped lines is shown in /metrics.
@@ -66,9 +73,10 @@ class Service:
         self._metrics = GatewayMetrics(self._counted)
         self._registry: Registry | None = None
         self._peers: Peers | None = None
+        self._refusal: str | None = None
 
     async def run(self) -> None:
-        """Serves until it is stopped. Raises ConfigurationError where it cannot start."""
+        """Serves until it is stopped. Raises ConfigurationError where it cannot start, RefusedModelError as above."""
         settings = self._settings
         runner = HttpRunner(
             self._build(),
@@ -90,6 +98,12 @@ class Service:
             await self._wind_down()
         finally:
             await runner.cleanup()
+        if self._refusal is not None:
+            raise RefusedModelError(f"the model cannot be served: {self._refusal}")
+
+    def _give_up(self, reason: str) -> None:
+        self._refusal = reason
+        self._stop.set()
 
     def _build(self) -> web.Application:
         settings = self._settings
@@ -107,6 +121,7 @@ class Service:
             gateway_id=gateway_id,
             threads=threads,
             metrics=self._metrics,
+            on_refused=None if supervisor_pipe.supervisor_fd() is None else self._give_up,
         )
         peers = self._peers = self._find_peers(directory)
         admission = Admission(

@@ -3,8 +3,9 @@
 It imports neither aiohttp nor torch. Each child is in a session of its own, so that a Ctrl-C reaches only the
 supervisor, which passes it on in order: the gateway first, so that it drains while the workers still compute, then the
 workers. A child that dies is started again with exponential back-off. One that cannot start at all (exit code 1
-before it was ever ready) ends everything, because a second try would end the same way. When the supervisor itself
-dies, however, the children read end-of-file on their pipe and exit (shared.supervisor_pipe).
+before it was ever ready), or that cannot use what the others are (shared.exit_codes), ends everything, because a second
+try would end the same way. When the supervisor itself dies, however, the children read end-of-file on their pipe and
+exit (shared.supervisor_pipe).
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ from pathlib import Path
 
 from shared import announce, config, log, notify, sockets, supervisor_pipe
 from shared.errors import ConfigurationError
+from shared.exit_codes import EXIT_CONFIGURATION, EXIT_REFUSED
 from shared.settings import GatewaySettings, ServeSettings, WorkerSettings
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-EXIT_CONFIGURATION = 1
-"""The exit code of a command that printed a ConfigurationError."""
-
 _WORKER_STOP_SECONDS = 10.0
 _GATEWAY_STOP_MARGIN_SECONDS = 5.0
 
@@ -213,7 +212,7 @@ class Supervisor:
             child.read_notifications()
             if self._stopping is not None:
                 logger.info("ended", child=child.spec.name, exit_code=code)
-            elif code == EXIT_CONFIGURATION and not child.was_ready:
+            elif code == EXIT_REFUSED or (code == EXIT_CONFIGURATION and not child.was_ready):
                 logger.error("could not start; its message is above", child=child.spec.name, exit_code=code)
                 self._begin_stop(EXIT_CONFIGURATION)
             else:

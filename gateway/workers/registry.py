@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,8 @@ from shared.messages import Bundle, WorkerFacts
 from shared.metrics import GatewayMetrics, WorkerSnapshot
 
 SCAN_INTERVAL = 0.25
+_QUIET_INTERVALS = 4
+"""So many are between scans while all workers that are known have joined: one more may wait, others serve."""
 _MAX_IDLE_PIPELINES = 4
 _BUNDLE_RETRY = 5.0
 
@@ -100,6 +102,7 @@ class Registry:
         directory: the runtime directory to scan; None where endpoints are given.
         endpoints: of workers to connect to instead.
         gateway_id: this gateway's identity on the sockets, the same for its whole life and unique.
+        on_refused: called with the reason when a worker cannot be used, unless one has joined before.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Registry:
         metrics: GatewayMetrics | None = None,
         liveness: Liveness | None = None,
         scan_interval: float = SCAN_INTERVAL,
+        on_refused: Callable[[str], None] | None = None,
     ) -> None:
         self._directory = None if directory is None or endpoints else WorkerDirectory(directory)
         self._endpoints = tuple(endpoints)
@@ -120,6 +124,7 @@ class Registry:
         self._metrics = metrics
         self._liveness = liveness or Liveness()
         self._scan_interval = scan_interval
+        self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, WorkerLink] = {}
         self._entries: list[ModelEntry] = []
@@ -129,7 +134,7 @@ class Registry:
         self._parsing: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, tuple[WorkerLink, float]] = {}
         self._unusable: dict[str, str] = {}
-        # Endpoints of workers with flags that mean nothing here -> why. A restarted worker has another endpoint.
+        # Endpoints of workers with facts or flags that mean nothing here -> why. A restarted worker has another.
         self._refused: dict[str, str] = {}
         self._conflicts: set[str] = set()
         self._lost_counters = LinkCounters()
@@ -205,11 +210,15 @@ class Registry:
 
     async def _scan_on(self) -> None:
         while True:
-            await asyncio.sleep(self._scan_interval)
+            await asyncio.sleep(self._scan_interval * (_QUIET_INTERVALS if self._is_quiet() else 1))
             try:
                 self._scan()
             except Exception:
                 log.exception("scan_failed")
+
+    def _is_quiet(self) -> bool:
+        num_joined = sum(len(entry.workers) for entry in self._entries)
+        return 0 < num_joined == len(self._links)
 
     def _scan(self) -> None:
         found = self._endpoints if self._directory is None else self._directory.endpoints()
@@ -266,8 +275,8 @@ class Registry:
         if facts is None or link.lost or facts.bundle_hash in self._unusable or link.endpoint in self._refused:
             return
         if not facts.model_names or facts.page_size < 1 or facts.vocab_size < 1:
-            self._unusable[facts.bundle_hash] = "its facts make no sense"
-            log.error("worker_not_usable", worker=link.name, reason="its facts make no sense")
+            self._refused[link.endpoint] = reason = "its facts make no sense"
+            self._refuse("worker_not_usable", reason, worker=link.name)
             return
         pipeline = self._pipelines.get(facts.bundle_hash)
         if pipeline is None:
@@ -286,8 +295,8 @@ class Registry:
             try:
                 entry = ModelEntry(facts, pipeline)
             except ConfigurationError as error:
-                self._refused[link.endpoint] = str(error)
-                log.error("worker_not_usable", worker=link.name, reason=str(error))
+                self._refused[link.endpoint] = reason = str(error)
+                self._refuse("worker_not_usable", reason, worker=link.name)
                 return
             self._entries.append(entry)
         entry.workers.append(link)
@@ -297,6 +306,11 @@ class Registry:
         while len(self._known_names) > 1024:
             self._known_names.popitem(last=False)
         log.info("worker_joined", worker=link.name, epoch=link.epoch, model=entry.name)
+
+    def _refuse(self, event: str, reason: str, **fields: str) -> None:
+        log.error(event, reason=reason, **fields)
+        if self._on_refused is not None and not self._known_names:
+            self._on_refused(reason)
 
     def _ask_for_bundle(self, link: WorkerLink, bundle_hash: str) -> None:
         if bundle_hash in self._parsing:
@@ -322,8 +336,8 @@ class Registry:
         try:
             pipeline = await asyncio.to_thread(TextPipeline, bundle, self._threads)
         except ConfigurationError as error:
-            self._unusable[bundle.bundle_hash] = str(error)
-            log.error("bundle_not_usable", reason=str(error))
+            self._unusable[bundle.bundle_hash] = reason = str(error)
+            self._refuse("bundle_not_usable", reason)
             return
         self._pipelines[bundle.bundle_hash] = pipeline
         self._drop_idle_pipelines()
@@ -338,7 +352,8 @@ class Registry:
             del self._pipelines[bundle_hash]
 
     def _show_wire_errors(self) -> None:
-        errors = self.counters().wire_errors
+        # The sum of `counters`, without making it: this is done with each scan.
+        errors = self._lost_counters.wire_errors + sum(link.counters.wire_errors for link in self._links.values())
         if self._metrics is not None and errors > self._wire_errors_shown:
             self._metrics.wire_errors.inc(errors - self._wire_errors_shown)
         self._wire_errors_shown = errors

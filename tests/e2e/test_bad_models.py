@@ -14,8 +14,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def _serve(model: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *flags, "-m", "shared.cli", "serve", str(model), "--port", "0"]
-    command += ["--runtime-dir", str(tmp_path / "run"), "--cache-dir", str(tmp_path / "cache")]
+    return _run([*flags, "-m", "shared.cli", "serve", str(model), "--cache-dir", str(tmp_path / "cache")], tmp_path)
+
+
+def _run(arguments: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments, "--port", "0", "--runtime-dir", str(tmp_path / "run")]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
 
 
@@ -46,3 +49,11 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     ended = _serve(tmp_path / "nowhere.gguf", tmp_path)
     output = ended.stdout + ended.stderr
     assert ended.returncode == 1 and "nowhere.gguf" in output and "Traceback" not in output
+
+
+def test_what_only_the_gateway_can_tell_ends_all_too(tmp_path: Path) -> None:
+    ended = _run(["-m", "shared.cli", "serve", "--tool-call-parser", "nonsense"], tmp_path)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 1, output
+    assert "the model cannot be served: --tool-call-parser is 'nonsense'" in output
+    assert "Traceback" not in output

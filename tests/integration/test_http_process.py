@@ -19,6 +19,8 @@ import openai
 import orjson
 import pytest
 
+from shared.exit_codes import EXIT_REFUSED
+from shared.messages import Bundle
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.http_gateway import parse_events
 from tests.fakes.processes import listening_url
@@ -50,6 +52,14 @@ class Process:
             assert self.popen.poll() is None, self.log.read_text()
             await asyncio.sleep(0.025)
         raise AssertionError("does not listen")
+
+    async def says(self, words: str) -> None:
+        """Returns once they are in its log."""
+        for _ in range(400):
+            if words in self.log.read_text():
+                return
+            await asyncio.sleep(0.025)
+        raise AssertionError(f"does not say {words!r}")
 
     async def end(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
         self.popen.send_signal(number)
@@ -205,6 +215,55 @@ async def test_the_end_of_the_supervisor_ends_the_gateway(directory):
         assert await asyncio.to_thread(process.popen.wait, 20) == 0
     finally:
         process.kill()
+
+
+REFUSED = [
+    ({"bundle": Bundle(bundle_hash="broken", tokenizer_json=b"{}")}, "the tokenizer cannot be parsed"),
+    ({"tool_call_parser": "nonsense"}, "--tool-call-parser is 'nonsense'"),
+    ({"model_names": ()}, "its facts make no sense"),
+]
+
+
+@pytest.mark.parametrize(("worker", "words"), REFUSED)
+async def test_a_model_that_is_refused_ends_what_serve_began(directory, worker, words):
+    reading, writing = os.pipe()
+    os.set_inheritable(reading, True)
+    process = Process(directory, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading))
+    os.close(reading)
+    try:
+        with FakeWorker(directory, **worker):
+            assert await asyncio.to_thread(process.popen.wait, 20) == EXIT_REFUSED
+        output = process.log.read_text()
+        assert f"pelton gateway: the model cannot be served: {words}" in output and "Traceback" not in output
+    finally:
+        process.kill()
+        os.close(writing)
+
+
+@pytest.mark.parametrize(("worker", "words"), REFUSED)
+async def test_a_gateway_by_itself_waits_for_other_workers(directory, worker, words):
+    async with running(directory) as (process, url), aiohttp.ClientSession() as session:
+        with FakeWorker(directory, **worker):
+            await process.says(words)
+            await ready(session, url, 503)
+        with FakeWorker(directory, index=1):
+            await ready(session, url)
+        assert await process.end() == 0
+
+
+async def test_a_refused_worker_ends_no_gateway_that_has_another(directory):
+    reading, writing = os.pipe()
+    os.set_inheritable(reading, True)
+    with FakeWorker(directory):
+        async with running(directory, pass_fds=(reading,), PELTON_SUPERVISOR_FD=str(reading)) as (process, url):
+            os.close(reading)
+            async with aiohttp.ClientSession() as session:
+                await ready(session, url)
+                with FakeWorker(directory, index=1, bundle=Bundle(bundle_hash="broken", tokenizer_json=b"{}")):
+                    await process.says("bundle_not_usable")
+                await ready(session, url)
+            os.close(writing)
+            assert await asyncio.to_thread(process.popen.wait, 20) == 0
 
 
 async def test_ready_and_watchdog_notifications(directory, tmp_path):

@@ -47,6 +47,7 @@ KEEP_RUNNING = """
 DIE_WITH_2 = "sys.exit(2)"
 REFUSE = "sys.exit(1)"
 READY_THEN_1 = "notify.ready('up'); time.sleep(0.05); sys.exit(1)"
+READY_THEN_REFUSE = "notify.ready('up'); time.sleep(0.05); sys.exit(78)"
 IGNORE_TERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN); notify.ready('up'); time.sleep(50)"
 
 RUNNER = """
@@ -187,6 +188,13 @@ def test_exit_code_1_after_being_ready_is_a_crash_like_any_other(run):
     running = run(worker=READY_THEN_1)
     running.wait_for(lambda: len(running.pids("worker")) >= 2)
     assert running.process.poll() is None
+
+
+def test_what_a_gateway_refuses_once_it_is_up_ends_everything_with_1(run):
+    running = run(gateway=READY_THEN_REFUSE, worker=KEEP_RUNNING)
+    assert running.process.wait(20) == 1
+    assert len(running.pids("gateway")) == 1
+    assert not any(_is_alive(pid) for pid in running.pids("worker"))
 
 
 def test_kill_9_of_the_supervisor_ends_its_children(run):
