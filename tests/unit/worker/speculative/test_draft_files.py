@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, models
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from tests.fakes.tiny_model import write_tiny_model
 from worker.model.loading.open_model import open_model
 from worker.model.spec import KVGroupSpec
 from worker.speculative.draft_files import check_draft, open_draft
 
-VOCAB = CONFIG["vocab_size"]
+VOCAB = 263
 
 
 @pytest.fixture(scope="module")
