@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from operator import truediv
 from pathlib import Path
@@ -46,12 +47,15 @@ class Figures:
     Attributes:
         cpu_ratio: of a token to a bare write.
         two_processes_ratio: of a token with two gateway processes to one with one.
+        two_bare_ratio: the same of bare servers, each with half of the streams: what it costs by itself that two
+            processes wake where one did.
     """
 
     cpu_us_per_token: dict[str, float] = field(default_factory=dict)
     bare_us_per_write: dict[str, float] = field(default_factory=dict)
     cpu_ratio: dict[str, float] = field(default_factory=dict)
     two_processes_ratio: dict[str, float] = field(default_factory=dict)
+    two_bare_ratio: dict[str, float] = field(default_factory=dict)
     ttft_ms_p50: float = 0.0
     idle_kilobytes: float = 0.0
     idle_streams: int = 0
@@ -147,27 +151,34 @@ async def stream_cost(count: int, tick: float, num_processes: int, seconds: floa
     return cost
 
 
-async def bare_cost(count: int, tick: float, size: float, seconds: float) -> float:
-    """The same load on the bare server: microseconds of CPU per event."""
-    with running(str(HERE / "bare_server.py"), str(round(size)), str(tick)) as server:
-        if server.stdout is None:
-            raise BenchError("the bare server has no output")
-        port = int(server.stdout.readline())
-        streams = await open_streams(port, count, post(1))
-        cost, _ = await cpu_per_event([server.pid], streams, seconds)
+async def bare_cost(count: int, tick: float, size: float, num_servers: int, seconds: float) -> float:
+    """The same load on so many bare servers, shared out evenly: microseconds of CPU per event."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(running(str(HERE / "bare_server.py"), str(round(size)), str(tick)))
+            for _ in range(num_servers)
+        ]
+        streams: list[Streams] = []
+        for server in servers:
+            if server.stdout is None:
+                raise BenchError("the bare server has no output")
+            streams += await open_streams(int(server.stdout.readline()), count // num_servers, post(1))
+        cost, _ = await cpu_per_event([server.pid for server in servers], streams, seconds)
         for stream in streams:
             stream.close()
     return cost
 
 
 async def measure_streams(figures: Figures, count: int, tick: float, seconds: float) -> None:
-    """One process, the bare server and two processes in turns: what else the machine does meets all of them alike."""
-    ones, bares, twos = [], [], []
+    """One and two processes and bare servers in turns: what else the machine does meets all of them alike."""
+    ones, bares, twos, two_bares = [], [], [], []
+    seconds /= _ROUNDS
     for _ in range(_ROUNDS):
-        one, size = await stream_cost(count, tick, 1, seconds / _ROUNDS)
+        one, size = await stream_cost(count, tick, 1, seconds)
         ones.append(one)
-        bares.append(await bare_cost(count, tick, size, seconds / _ROUNDS))
-        twos.append((await stream_cost(count, tick, 2, seconds / _ROUNDS))[0])
+        bares.append(await bare_cost(count, tick, size, 1, seconds))
+        twos.append((await stream_cost(count, tick, 2, seconds))[0])
+        two_bares.append(await bare_cost(count, tick, size, 2, seconds))
     name = f"{count} streams"
     figures.cpu_us_per_token[f"{name}, 1 process"] = statistics.median(ones)
     figures.cpu_us_per_token[f"{name}, 2 processes"] = statistics.median(twos)
@@ -175,6 +186,7 @@ async def measure_streams(figures: Figures, count: int, tick: float, seconds: fl
     figures.cpu_ratio[f"{name}, 1 process"] = statistics.median(map(truediv, ones, bares))
     figures.cpu_ratio[f"{name}, 2 processes"] = statistics.median(map(truediv, twos, bares))
     figures.two_processes_ratio[name] = statistics.median(map(truediv, twos, ones))
+    figures.two_bare_ratio[name] = statistics.median(map(truediv, two_bares, bares))
 
 
 async def measure_first_token(figures: Figures, count: int) -> None:
@@ -228,7 +240,10 @@ def report(figures: Figures) -> str:
     ratios = figures.cpu_ratio
     rows = [[name, f"{cost:.1f}", f"{ratios[name]:.2f}x"] for name, cost in figures.cpu_us_per_token.items()]
     rows += [[f"bare aiohttp, {name}", f"{cost:.1f}", "1x"] for name, cost in figures.bare_us_per_write.items()]
-    both = [f"{ratio:.2f}x with {name}" for name, ratio in figures.two_processes_ratio.items()]
+    both = [
+        f"{ratio:.2f}x with {name} (bare servers {figures.two_bare_ratio[name]:.2f}x)"
+        for name, ratio in figures.two_processes_ratio.items()
+    ]
     two = f"a token with two processes, of one with one: {', '.join(both)}"
     first = f"first token through the gateway: {figures.ttft_ms_p50:.2f} ms (p50)"
     idle = f"{figures.idle_streams} idle streams: {figures.idle_kilobytes:.1f} KB each"

@@ -38,11 +38,13 @@ def test_the_table_shows_costs_beside_the_bare_server() -> None:
         bare_us_per_write={"64 streams": 10.0},
         cpu_ratio={"64 streams, 1 process": 1.5},
         two_processes_ratio={"64 streams": 1.04},
+        two_bare_ratio={"64 streams": 1.02},
         idle_kilobytes=22.0,
         idle_streams=5000,
     )
     text = report(figures)
-    assert "1.50x" in text and "1.04x with 64 streams" in text and "5000 idle streams: 22.0 KB each" in text
+    assert "1.50x" in text and "5000 idle streams: 22.0 KB each" in text
+    assert "1.04x with 64 streams (bare servers 1.02x)" in text
     assert json.loads(json.dumps(asdict(figures)))["cpu_ratio"] == {"64 streams, 1 process": 1.5}
 
 
