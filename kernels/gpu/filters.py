@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.random import NO_TOKEN, noisy_best, philox_words, words_of_tokens
+from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_ids, words_of_tokens
 
 ALL = tl.constexpr(2**31 - 1)
 """Above every key; also as many equal tokens as there are."""
@@ -248,10 +248,7 @@ def best_of_candidates(b_key, b_token, border, equals, vocab, position, choice, 
     if equals < tl.sum(b_equal.to(tl.int32), axis=0):
         last_id = id_of_rank(b_equal, b_token, equals, vocab)
     b_in = (b_key < border) | (b_equal & (b_token <= last_id))
-    w0, w1, w2, w3 = philox_words((b_token // 4).to(tl.uint32), position, choice, key_low, key_high)
-    b_low = tl.where(b_token % 2 == 0, w0, w1)
-    b_high = tl.where(b_token % 2 == 0, w2, w3)
-    b_word = tl.where(b_token % 4 < 2, b_low, b_high)
+    b_word = words_of_ids(b_token, position, choice, key_low, key_high)
     none = tl.full((), NO_TOKEN, tl.int32)
     _, best_id = noisy_best(value_of(b_key), b_word, b_token, b_in, tl.full((), _MINUS_INFINITY, tl.float32), none)
     return best_id

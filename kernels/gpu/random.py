@@ -13,7 +13,7 @@ _M1 = tl.constexpr(philox.MULTIPLIER_1)
 _W0 = tl.constexpr(philox.WEYL_0)
 _W1 = tl.constexpr(philox.WEYL_1)
 _ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
-_STREAM = tl.constexpr(philox.STREAM)
+_STREAM = philox.STREAM
 _ULP_OF_UNIFORM = tl.constexpr(2.0**-24)
 _ULP_OF_MANTISSA = tl.constexpr(2.0**-23)
 _MINUS_LN2 = tl.constexpr(-0.6931472)
@@ -23,12 +23,12 @@ _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def philox_words(b_counter, position, choice, key_low, key_high):
+def philox_words(b_counter, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
     """The four words of each counter; everything uint32."""
     c0 = b_counter
     c1 = position
     c2 = choice
-    c3 = tl.full((), _STREAM, tl.uint32)
+    c3 = tl.full((), STREAM, tl.uint32)
     k0 = key_low
     k1 = key_high
     for _ in tl.static_range(_ROUNDS):
@@ -44,10 +44,19 @@ def philox_words(b_counter, position, choice, key_low, key_high):
 
 
 @triton.jit
-def words_of_tokens(b_counter, position, choice, key_low, key_high):
+def words_of_tokens(b_counter, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
     """Words of neighbouring tokens: four of each counter."""
-    w0, w1, w2, w3 = philox_words(b_counter, position, choice, key_low, key_high)
+    w0, w1, w2, w3 = philox_words(b_counter, position, choice, key_low, key_high, STREAM)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def words_of_ids(b_token, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
+    """Words of tokens that lie anywhere."""
+    w0, w1, w2, w3 = philox_words((b_token // 4).to(tl.uint32), position, choice, key_low, key_high, STREAM)
+    b_low = tl.where(b_token % 2 == 0, w0, w1)
+    b_high = tl.where(b_token % 2 == 0, w2, w3)
+    return tl.where(b_token % 4 < 2, b_low, b_high)
 
 
 @triton.jit

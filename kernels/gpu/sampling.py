@@ -39,7 +39,7 @@ class TritonSamplingOps(ReferenceOps):
         if not self._vocab_size:
             return
         logits = torch.zeros((1, self._vocab_size), device=self._device)
-        inputs = _one_row(self._device)
+        inputs = one_row(self._device)
         words = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
         masked = replace(inputs, mask=words, mask_rows=torch.zeros(1, dtype=torch.int64, device=self._device))
         for random, filtered in ((False, False), (True, False), (True, True)):
@@ -79,8 +79,11 @@ class TritonSamplingOps(ReferenceOps):
         return logprobs_kernels.compute_logprobs(logits, token_ids, num_top)
 
 
-def _one_row(device: torch.device) -> SamplingInputs:
-    """Types as the worker's tables have them: 32 bits but for positions and top_p."""
+def one_row(device: torch.device) -> SamplingInputs:
+    """Inputs of a row that is only there so that something is compiled.
+
+    Types are as the worker's tables have them: 32 bits but for positions and top_p.
+    """
     words = torch.zeros(1, dtype=torch.int32, device=device)
     return SamplingInputs(
         temperature=torch.ones(1, device=device),

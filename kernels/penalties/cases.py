@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -37,8 +38,11 @@ def penalties(num_rows: int, vocab: int, seed: int = 0, num_extra: int | None = 
 
 def on(inputs: PenaltyInputs, device: torch.device) -> PenaltyInputs:
     """The same on a device."""
-    values = (getattr(inputs, name) for name in inputs.__slots__)
-    return PenaltyInputs(*(None if value is None else value.to(device) for value in values))
+    moved: dict[str, Any] = {}
+    for name in inputs.__slots__:
+        value = getattr(inputs, name)
+        moved[name] = None if value is None else value.to(device)
+    return PenaltyInputs(**moved)
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kernels.cpu.row_threads import RowThreads
 from kernels.logprobs import reference as logprobs_reference
 from kernels.logprobs.tensors import LogprobTensors
 from kernels.sampling import dry, extended, reference
@@ -129,8 +128,7 @@ class CpuOps(ReferenceOps):
         self._extended: Any = None
         self._beside = False
         self._compiling: threading.Thread | None = None
-        self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, "sampling") if num_threads > 1 else None
+        self._threads = RowThreads(num_threads, "sampling")
 
     def compile(self) -> None:
         """Compiles or loads from the cache; returns when it is done. What few requests ask for waits until one does,
@@ -148,7 +146,7 @@ class CpuOps(ReferenceOps):
         logits = torch.zeros((1, 8))
         one = torch.ones(1)
         zero = torch.zeros(1, dtype=torch.int64)
-        _sample_rows(cpu, _arrays(logits, _inputs_of_one(one, zero)), 0, 1, np.empty(1, np.int64))
+        _sample_rows(cpu, sampling_arrays(logits, inputs_of_one(one, zero)), 0, 1, np.empty(1, np.int64))
         counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
         self._compiled = cpu
@@ -195,8 +193,8 @@ class CpuOps(ReferenceOps):
         if self._compiled is None:
             return reference.sample(logits, inputs)
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        run = partial(_sample_rows, self._compiled, _arrays(logits, inputs.gathered()), out=ids.numpy())
-        self._share(run, logits.shape[0])
+        run = partial(_sample_rows, self._compiled, sampling_arrays(logits, inputs.gathered()), out=ids.numpy())
+        self._threads.run(run, logits.shape[0])
         return ids
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
@@ -227,19 +225,8 @@ class CpuOps(ReferenceOps):
         log_masses = torch.zeros(len(inputs.rows))
         columns = _extend_columns(inputs)
         run = partial(_extend_rows, self._extended, logits.numpy(), columns, out=log_masses.numpy())
-        self._share(run, len(inputs.rows))
+        self._threads.run(run, len(inputs.rows))
         return log_masses
-
-    def _share(self, run: Callable[..., None], num_rows: int) -> None:
-        if self._threads is None or num_rows < 2:
-            run(start=0, end=num_rows)
-            return
-        parts = min(self._num_threads, num_rows)
-        bounds = [num_rows * i // parts for i in range(parts + 1)]
-        futures = [self._threads.submit(run, start=bounds[i], end=bounds[i + 1]) for i in range(1, parts)]
-        run(start=bounds[0], end=bounds[1])
-        for future in futures:
-            future.result()
 
 
 _NO_MASK = torch.zeros((1, 1), dtype=torch.int32)
@@ -251,7 +238,8 @@ def _mask_rows(inputs: SamplingInputs, num_rows: int) -> torch.Tensor:
     return torch.arange(num_rows) if inputs.mask_rows is None else inputs.mask_rows.long()
 
 
-def _arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.ndarray]:
+def sampling_arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.ndarray]:
+    """Logits and gathered inputs on the CPU as the compiled functions take them."""
     tensors = (
         logits,
         inputs.temperature,
@@ -331,7 +319,8 @@ def _one_extended(zero: torch.Tensor, one: torch.Tensor) -> ExtendInputs:
     )
 
 
-def _inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
+def inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
+    """Of a row that is only there so that something is compiled; one: [1] float32, zero: [1] int64."""
     return SamplingInputs(
         temperature=one,
         top_k=zero,

@@ -17,6 +17,10 @@ STREAM = 0x504C544E
 """Last word of the counter ("PLTN"); other uses of the generator take another word."""
 XTC_STREAM = 0x58544321
 """Of the coin that XTC tosses ("XTC!")."""
+ACCEPT_STREAM = 0x41434350
+"""Of the number that decides whether a draft is accepted ("ACCP")."""
+REPLACE_STREAM = 0x5245504C
+"""Of the token that takes the place of a rejected draft ("REPL")."""
 MAX_NOISE = 17.4
 """Above the largest noise, -log(-log(1 - 2**-25)) = 17.33."""
 _MASK = 0xFFFFFFFF
@@ -49,11 +53,31 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
+def uniform_noise(
+    key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int
+) -> torch.Tensor:
+    """A number in (0, 1) for every token, on a stream: ((word >> 8) + 0.5) / 2**24.
+
+    Args:
+        key: [2, S] int64; choice, position: [S] int64.
+
+    Returns:
+        [S, vocab_size] float64.
+    """
+    blocks = torch.arange(-(-vocab_size // 4), device=key.device).expand(key.shape[1], -1)
+    streams = torch.full_like(blocks, stream)
+    counter = torch.stack(
+        (blocks, position.unsqueeze(1).expand_as(blocks), choice.unsqueeze(1).expand_as(blocks), streams), dim=-1
+    )
+    words = philox4x32(counter, key.t().unsqueeze(1)).flatten(1)[:, :vocab_size]
+    return ((words >> 8).double() + 0.5) * 2.0**-24
+
+
 def gumbel_noise(key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise of every token.
 
-    u = ((word >> 8) + 0.5) / 2**24 lies in (0, 1), but in float32 its largest value rounds to 1, whose noise is
-    infinite; so both logarithms are taken in float64, and the result is rounded to float32 once.
+    The largest uniform number would round to 1 in float32, whose noise is infinite; so both logarithms are taken in
+    float64, and the result is rounded to float32 once.
 
     Args:
         key: [2, S] int64; choice, position: [S] int64.
@@ -61,11 +85,4 @@ def gumbel_noise(key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
     Returns:
         [S, vocab_size] float32.
     """
-    blocks = torch.arange(-(-vocab_size // 4), device=key.device).expand(key.shape[1], -1)
-    stream = torch.full_like(blocks, STREAM)
-    counter = torch.stack(
-        (blocks, position.unsqueeze(1).expand_as(blocks), choice.unsqueeze(1).expand_as(blocks), stream), dim=-1
-    )
-    words = philox4x32(counter, key.t().unsqueeze(1)).flatten(1)[:, :vocab_size]
-    uniform = ((words >> 8).double() + 0.5) * 2.0**-24
-    return (-torch.log(-torch.log(uniform))).float()
+    return (-torch.log(-torch.log(uniform_noise(key, choice, position, vocab_size, STREAM)))).float()

@@ -8,7 +8,6 @@ hold the border of the filters, finish reads the row again. The maths is in READ
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,27 +15,25 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.filters import (
-    ALL,
-    best_of_candidates,
-    best_of_row,
-    cut_of,
-    filter_border,
-    key_of,
-    last_key,
-    masked_logits,
-)
+from kernels.gpu.filters import ALL, best_of_candidates, best_of_row, filter_border, key_of, last_key, masked_logits
 from kernels.gpu.launch import Variant
-from kernels.gpu.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
+from kernels.gpu.ordered import order_of
 from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_tokens
-from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
+from kernels.gpu.splits import (
+    Split,
+    candidate_ids,
+    load_candidates,
+    mask_of_row,
+    row_of_tables,
+    scratch_of_row,
+    split,
+    store_candidates,
+    surveyed,
+    tokens_of_split,
+)
+from kernels.sampling.inputs import SamplingInputs
 
-_CHUNK = tl.constexpr(128)  # neighbours in a split: the likely tokens, which have low ids, are shared among the splits
-_MOST_CANDIDATES = 4096
-_SEGMENTS = tl.constexpr(5)  # numbers kept of each split
 _LOWEST = tl.constexpr(float("-inf"))
-_NOT_USABLE = tl.constexpr(NOT_USABLE)
-_NOTHING_LEFT = tl.constexpr(NOTHING_LEFT)
 
 
 _SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
@@ -47,73 +44,6 @@ _VARYING: dict[str, Any] = {
     "do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS],
 }
 """What may lie anywhere in a packed buffer, so that nothing is compiled while serving."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How the rows of a vocabulary are shared out; by nothing else, so that results do not depend on the batch.
-
-    Attributes:
-        tile: tokens of a split.
-        splits: of a row; padded: to a power of two.
-        capacity: likeliest tokens that are kept of a split.
-        num_warps: of the kernels.
-    """
-
-    tile: int
-    splits: int
-    padded: int
-    capacity: int
-    num_warps: int
-
-
-@functools.cache
-def split(vocab: int, num_lanes: int = 32) -> Split:
-    """The table of the three kernels."""
-    tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
-    splits = triton.cdiv(vocab, tile)
-    padded = triton.next_power_of_2(splits)
-    capacity = max(min(_MOST_CANDIDATES // padded, tile), 16)
-    return Split(tile, splits, padded, capacity, max(min(tile // 256, 8) * 32 // num_lanes, 1))
-
-
-@triton.jit
-def _tokens_of_split(i_split, num_splits, TILE: tl.constexpr):
-    o_token = tl.arange(0, TILE)
-    return (o_token // _CHUNK) * (_CHUNK * num_splits) + i_split * _CHUNK + o_token % _CHUNK
-
-
-@triton.jit
-def _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK: tl.constexpr):
-    """The words of a row's grammar, and on how many tokens it decides. MASK: 0 none, 1 a row each, 2 by index."""
-    i_mask = i_row
-    if MASK == 2:
-        i_mask = tl.load(p_mask_rows + i_row).to(tl.int64)
-    return p_mask + tl.maximum(i_mask, 0) * mask_stride, tl.where(i_mask >= 0, vocab, 0)
-
-
-@triton.jit
-def _row_of_tables(p_rows, i_row, HAS_ROWS: tl.constexpr):
-    if HAS_ROWS:
-        i_row = tl.load(p_rows + i_row).to(tl.int64)
-    return i_row
-
-
-@triton.jit
-def _scratch_of_row(p_scratch, i_row, PADDED: tl.constexpr, CAPACITY: tl.constexpr):
-    return p_scratch + i_row * (PADDED * (_SEGMENTS + 2 * CAPACITY))
-
-
-@triton.jit
-def _surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
-    """The row's largest logit, its lowest id, whether the row is usable, and what is sampled where it is not."""
-    o_split = tl.arange(0, PADDED)
-    b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=NONE)
-    b_id = tl.load(p_row_scratch + PADDED + o_split, mask=o_split < num_splits, other=NO_TOKEN)
-    order = tl.max(b_order, axis=0)
-    best_id = tl.min(tl.where(b_order == order, b_id, NO_TOKEN), axis=0)
-    failure = tl.where(order == MINUS_INFINITY, _NOTHING_LEFT, _NOT_USABLE)
-    return number_of(order), best_id, (order < INFINITY) & (order > MINUS_INFINITY), failure
 
 
 @triton.jit(**_ROW_VARYING)
@@ -133,12 +63,12 @@ def survey_kernel(
     """[S, splits] programs: scratch gets the largest logit of the split, as an ordered integer, and its lowest id."""
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
-    p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
-    b_token = _tokens_of_split(i_split, tl.num_programs(1), TILE)
+    p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+    b_token = tokens_of_split(i_split, tl.num_programs(1), TILE)
     b_order = order_of(masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK))
     order = tl.max(b_order, axis=0)
     best_id = tl.min(tl.where(b_order == order, b_token, NO_TOKEN), axis=0)
-    p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
     tl.store(p_row_scratch + i_split, order)
     tl.store(p_row_scratch + PADDED + i_split, best_id)
 
@@ -179,13 +109,13 @@ def draw_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     num_splits = tl.num_programs(1)
-    p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, _, usable, _ = _surveyed(p_row_scratch, num_splits, PADDED)
-    i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, _, usable, _ = surveyed(p_row_scratch, num_splits, PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
-        p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
-        b_token = _tokens_of_split(i_split, num_splits, TILE)
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        b_token = tokens_of_split(i_split, num_splits, TILE)
         b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
         b_scaled = tl.div_rn(b_logit - highest, temperature)
         b_key = key_of(b_scaled)
@@ -196,24 +126,7 @@ def draw_kernel(
             top_k = tl.load(p_top_k + i_table * top_k_stride)
             searching = (top_k > 0) | (tl.load(p_top_p + i_table * top_p_stride) < 1.0)
         if searching:
-            count = tl.sum(b_in.to(tl.int32), axis=0)
-            mass = tl.sum(tl.where(b_in, tl.exp(b_scaled), 0.0), axis=0)
-            b_key = tl.where(b_in, b_key, ALL)
-            cut = tl.full((), ALL, tl.int32)
-            if count > CAPACITY:
-                cut = cut_of(b_key, limit, CAPACITY)
-            b_in = b_in & (b_key <= cut)
-            b_place = tl.cumsum(b_in.to(tl.int32), axis=0) - 1
-            p_segment = p_row_scratch + PADDED * _SEGMENTS + i_split * CAPACITY
-            tl.store(p_segment + b_place, b_key, mask=b_in)
-            tl.store(p_segment + PADDED * CAPACITY + b_place, b_token, mask=b_in)
-            o_place = tl.arange(0, CAPACITY)
-            tl.store(
-                p_segment + o_place, tl.full((CAPACITY,), ALL, tl.int32), mask=o_place >= tl.sum(b_in.to(tl.int32), 0)
-            )
-            tl.store(p_row_scratch + 2 * PADDED + i_split, mass.to(tl.int32, bitcast=True))
-            tl.store(p_row_scratch + 3 * PADDED + i_split, cut)
-            tl.store(p_row_scratch + 4 * PADDED + i_split, count)
+            store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_in, limit, PADDED, CAPACITY)
         else:
             position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
             choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
@@ -265,10 +178,10 @@ def finish_kernel(
 ):
     """[S] programs: the token of a row, a number below 0 where it is not usable."""
     i_row = tl.program_id(0).to(tl.int64)
-    p_row_scratch = _scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, best_id, usable, failure = _surveyed(p_row_scratch, num_splits, PADDED)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, best_id, usable, failure = surveyed(p_row_scratch, num_splits, PADDED)
     if RANDOM:
-        i_table = _row_of_tables(p_rows, i_row, HAS_ROWS)
+        i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
         temperature = tl.load(p_temperature + i_table * temperature_stride)
         if usable & (temperature > 0.0):
             o_split = tl.arange(0, PADDED)
@@ -284,15 +197,9 @@ def finish_kernel(
                 searching = (top_k > 0) | (top_p < 1.0)
             if searching:
                 p_row = p_logits + i_row * row_stride
-                p_words, masked = _mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+                p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
                 limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
-                reach = tl.minimum(tl.min(b_third, axis=0), limit)
-                count = tl.sum(tl.load(p_row_scratch + 4 * PADDED + o_split, mask=b_there, other=0), axis=0)
-                mass = tl.sum(b_second.to(tl.float64), axis=0)
-                o_candidate = tl.arange(0, PADDED * CAPACITY)
-                p_segments = p_row_scratch + PADDED * _SEGMENTS
-                b_key = tl.load(p_segments + o_candidate, mask=o_candidate < num_splits * CAPACITY, other=ALL)
-                b_key = tl.where(b_key <= reach, b_key, ALL)
+                reach, count, mass, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
                 border, equals = filter_border(
                     p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key,
                     MASK, TILE,
@@ -302,7 +209,7 @@ def finish_kernel(
                 key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
                 key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
                 if border <= reach:
-                    b_token = tl.load(p_segments + PADDED * CAPACITY + o_candidate, mask=b_key < ALL, other=0)
+                    b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
                     best_id = best_of_candidates(
                         b_key, b_token, border, equals, vocab, position, choice, key_low, key_high
                     )
@@ -320,8 +227,7 @@ def finish_kernel(
 
 def scratch_size(num_rows: int, vocab: int) -> int:
     """32-bit numbers that `sample` needs for its intermediate results."""
-    table = split(vocab)
-    return num_rows * table.padded * (_SEGMENTS.value + 2 * table.capacity)
+    return num_rows * split(vocab).scratch_of_row
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,394 @@
+"""Verification of drafts on a GPU: which rows are kept in one launch, rejection in three. README.md has the maths.
+
+Rejection begins as sampling does. survey: the largest logit of every split of a row. weigh: number, mass and likeliest
+tokens of a split. reject: a program a row finds where the filters cut and what the mass is, accepts the draft or finds
+another token, among the candidates where they are all that passes, else in the row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.compilations import Compilation, Target
+from kernels.gpu.filters import ALL, filter_border, key_of, last_key, masked_logits, row_sums, value_of
+from kernels.gpu.launch import Variant
+from kernels.gpu.race import accept_number, first_of_candidates, first_of_row, rank_in_row
+from kernels.gpu.random import NO_TOKEN
+from kernels.gpu.splits import (
+    Split,
+    candidate_ids,
+    load_candidates,
+    mask_of_row,
+    row_of_tables,
+    scratch_of_row,
+    split,
+    store_candidates,
+    surveyed,
+    tokens_of_split,
+)
+from kernels.sampling.inputs import SamplingInputs
+from kernels.sampling.triton import survey_kernel
+from kernels.speculative.inputs import DraftInputs, Verified
+
+VERIFY_TILE = 32
+"""Rows of a request that are looked at together; most have fewer."""
+
+_INFINITY = tl.constexpr(float("inf"))
+_VERIFY_VARYING: dict[str, Any] = {
+    "do_not_specialize": ["num_requests", "num_rows"],
+    "do_not_specialize_on_alignment": ["p_token_ids", "p_drafts", "p_cu_rows", "p_kept", "p_num_accepted"],
+}
+_SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
+_DRAFTS = ("p_drafts", "p_drafted", "p_drafted_rows")
+_STRIDES = (*(f"{name[2:]}_stride" for name in _SCALARS[1:]), "key_word_stride")
+_WEIGH_VARYING: dict[str, Any] = {
+    "do_not_specialize": ["temperature_stride", "log_min_p_stride"],
+    "do_not_specialize_on_alignment": ["p_mask_rows", "p_rows", "p_temperature", "p_log_min_p"],
+}
+_VARYING: dict[str, Any] = {
+    "do_not_specialize": list(_STRIDES),
+    "do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS, *_DRAFTS],
+}
+"""What may lie anywhere in a packed buffer, so that nothing is compiled while serving."""
+
+
+@triton.jit(**_VERIFY_VARYING)
+def verify_kernel(p_token_ids, p_drafts, p_cu_rows, p_kept, p_num_accepted, num_requests, num_rows, TILE: tl.constexpr):
+    """[R + 1] programs, a request each; the last has the rows that are nobody's."""
+    i_request = tl.program_id(0)
+    start = tl.load(p_cu_rows + i_request)
+    end = num_rows
+    last = start - 1  # that is kept
+    if i_request < num_requests:
+        end = tl.load(p_cu_rows + i_request + 1)
+        last = end
+    for first in range(start, end, TILE):
+        o_row = first + tl.arange(0, TILE)
+        b_there = o_row < end
+        b_id = tl.load(p_token_ids + o_row, mask=b_there, other=0)
+        b_ends = b_there & ((b_id < 0) | (b_id != tl.load(p_drafts + o_row, mask=b_there, other=0)))
+        last = tl.minimum(last, tl.min(tl.where(b_ends, o_row, end), axis=0))
+        tl.store(p_kept + o_row, (o_row <= last).to(tl.uint8), mask=b_there)
+    if i_request < num_requests:
+        tl.store(p_num_accepted + i_request, last - start)
+
+
+@triton.jit(**_WEIGH_VARYING)
+def weigh_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S, splits] programs: number, mass and likeliest tokens of what passes min_p."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_split = tl.program_id(1)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, _, usable, _ = surveyed(p_row_scratch, tl.num_programs(1), PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    if usable & (temperature > 0.0):
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        b_token = tokens_of_split(i_split, tl.num_programs(1), TILE)
+        b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
+        b_scaled = tl.div_rn(b_logit - highest, temperature)
+        b_key = key_of(b_scaled)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_key <= limit, limit, PADDED, CAPACITY)
+
+
+@triton.jit(**_VARYING)
+def reject_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    p_key,
+    key_word_stride,
+    key_stride,
+    p_choice,
+    choice_stride,
+    p_position,
+    position_stride,
+    p_top_k,
+    top_k_stride,
+    p_top_p,
+    top_p_stride,
+    p_drafts,
+    p_drafted,
+    drafted_stride,
+    p_drafted_rows,
+    p_out,
+    num_splits,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    DRAFTED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S] programs: the draft or what takes its place, a number below 0 where the row is not usable.
+
+    DRAFTED: whether some draft has a distribution.
+    """
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, result, usable, failure = surveyed(p_row_scratch, num_splits, PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    if usable & (temperature > 0.0):
+        p_row = p_logits + i_row * row_stride
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
+        top_p = tl.load(p_top_p + i_table * top_p_stride)
+        reach, count, total, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
+        border, equals = filter_border(
+            p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, total, b_key, MASK,
+            TILE,
+        )  # fmt: skip
+        b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
+        inside = border <= reach
+        if (border < limit) | (equals < ALL):
+            # Only so many of the equal tokens at the border pass, and there are not always as many.
+            if inside:
+                b_mass = tl.exp(value_of(b_key))
+                below = tl.sum(tl.where(b_key < border, b_mass, 0.0), axis=0).to(tl.float64)
+                at_border = tl.sum(tl.where(b_key == border, b_mass, 0.0), axis=0).to(tl.float64)
+            else:
+                below, up_to, _ = row_sums(
+                    p_row, p_words, masked, vocab, highest, temperature, border - 1, border, border, True, MASK, TILE
+                )
+                at_border = up_to - below
+            passing = equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
+            total = below + tl.minimum(passing, at_border)
+        position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
+        choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
+        key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
+        key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
+        draft = tl.load(p_drafts + i_row)
+        proposed = (draft >= 0) & (draft < vocab)
+        draft = tl.where(proposed, draft, 0).to(tl.int32)
+        chance = tl.full((), 1.0, tl.float32)
+        p_chances = p_drafted
+        num_chances = tl.full((), 0, tl.int32)
+        if DRAFTED:
+            i_drafted = tl.load(p_drafted_rows + i_row)
+            p_chances += tl.maximum(i_drafted, 0) * drafted_stride
+            drawn_with = tl.load(p_chances + draft)
+            given = proposed & (i_drafted >= 0) & (drawn_with > 0.0) & (drawn_with < _INFINITY)
+            chance = tl.where(given, drawn_with, chance)
+            num_chances = tl.where(given, vocab, 0)
+        draft_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, draft, MASK) - highest, temperature)
+        draft_key = key_of(draft_scaled)
+        passes = draft_key <= border
+        if (draft_key == border) & (equals < ALL):
+            if inside:
+                rank = tl.sum(((b_key == border) & (b_token <= draft)).to(tl.int32), axis=0)
+            else:
+                rank = rank_in_row(p_row, p_words, masked, vocab, highest, temperature, border, draft, MASK, TILE)
+            passes = rank <= equals
+        target = tl.where(passes, tl.exp(draft_scaled).to(tl.float64), 0.0) / total
+        uniform = accept_number(position, choice, key_low, key_high)
+        if proposed & (uniform * chance.to(tl.float64) < target):
+            result = draft
+        else:
+            left_out = tl.where(proposed, draft, -1)
+            inverse = (1.0 / total).to(tl.float32)
+            if inside:
+                result = first_of_candidates(
+                    b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice,
+                    key_low, key_high, DRAFTED,
+                )  # fmt: skip
+            else:
+                result = first_of_row(
+                    p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances,
+                    num_chances, position, choice, key_low, key_high, DRAFTED, MASK, TILE,
+                )  # fmt: skip
+            result = tl.where(result == NO_TOKEN, draft, result)  # nothing is left: the distributions are equal
+    tl.store(p_out + i_row, tl.where(usable, result, failure).to(tl.int64))
+
+
+_verify = Variant(verify_kernel, TILE=VERIFY_TILE, num_warps=1, num_stages=1, enable_fp_fusion=False)
+
+
+def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
+    """See the reference; contiguous tensors. Nothing is read on the host."""
+    num_rows, num_requests = len(token_ids), len(cu_rows) - 1
+    kept = torch.empty(num_rows, dtype=torch.bool, device=token_ids.device)
+    num_accepted = torch.empty(num_requests, dtype=torch.int32, device=token_ids.device)
+    _verify(
+        (num_requests + 1,),
+        token_ids,
+        drafts,
+        cu_rows,
+        kept.view(torch.uint8),
+        num_accepted,
+        num_requests,
+        num_rows,
+    )
+    return Verified(kept, num_accepted)
+
+
+def scratch_size(num_rows: int, vocab: int) -> int:
+    """32-bit numbers that `reject` needs for its intermediate results."""
+    return num_rows * split(vocab).scratch_of_row
+
+
+def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, scratch: torch.Tensor) -> torch.Tensor:
+    """See the reference.
+
+    Args:
+        logits: [S, vocab] float32, rows without gaps; not changed.
+        scratch: at least scratch_size(S, vocab) int32; what it holds does not matter.
+
+    Raises:
+        ValueError: for logits or distributions of another type or layout, or too little scratch.
+    """
+    num_rows, vocab = logits.shape
+    drafted, drafted_rows = drafts.probabilities, drafts.rows
+    for tensor in (logits, logits if drafted is None else drafted):
+        if tensor.dtype is not torch.float32 or tensor.shape[1] != vocab or (len(tensor) and tensor.stride(1) != 1):
+            raise ValueError(
+                f"rejection takes float32 rows of {vocab} without gaps, not {tensor.dtype} {tensor.stride()}"
+            )
+    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
+        raise ValueError(f"rejecting {num_rows} rows of {vocab} takes scratch of {scratch_size(num_rows, vocab)} int32")
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return out
+    if drafted is None or drafted_rows is None or not len(drafted):
+        drafted, drafted_rows = None, None
+    table = split(vocab, 64 if torch.version.hip else 32)
+    mask = out if inputs.mask is None else inputs.mask
+    mask_rows = out if inputs.mask_rows is None else inputs.mask_rows
+    kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
+    row = (logits, logits.stride(0), vocab, mask, mask_rows, mask.stride(0), scratch)
+    weighing = (
+        out if inputs.rows is None else inputs.rows,
+        *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
+    )
+    parameters = (
+        inputs.key,
+        inputs.key.stride(0),
+        inputs.key.stride(1),
+        *(x for name in ("choice", "position", "top_k", "top_p") for x in _strided(getattr(inputs, name))),
+        drafts.token_ids,
+        *_strided(logits if drafted is None else drafted),
+        drafts.token_ids if drafted_rows is None else drafted_rows,
+    )
+    grid = (num_rows, table.splits)
+    variants = _variants(table, kind, inputs.rows is not None, drafted is not None)
+    variants.survey(grid, *row)
+    if inputs.any_random:
+        variants.weigh(grid, *row, *weighing)
+    variants.reject((num_rows,), *row, *weighing, *parameters, out, table.splits)
+    return out
+
+
+class _Variants(NamedTuple):
+    survey: Variant
+    weigh: Variant
+    reject: Variant
+
+
+@functools.cache
+def _variants(table: Split, mask: int, has_rows: bool, drafted: bool) -> _Variants:
+    tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
+    options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    return _Variants(
+        Variant(survey_kernel, **tiles, **options),
+        Variant(weigh_kernel, HAS_ROWS=has_rows, **tiles, **options),
+        Variant(reject_kernel, HAS_ROWS=has_rows, DRAFTED=drafted, **tiles, **options),
+    )
+
+
+def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor.stride(0)
+
+
+_SHAPES = (128256, 49152, 256000, 1000)
+_WEIGH_SIGNATURE = (
+    "p_logits:*fp32 row_stride:i32 vocab:i32 p_mask:*i32 p_mask_rows:*i32 mask_stride:i32 p_scratch:*i32 p_rows:*i32"
+    " p_temperature:*fp32 temperature_stride:i32 p_log_min_p:*fp32 log_min_p_stride:i32"
+)
+_REJECT_SIGNATURE = (
+    f"{_WEIGH_SIGNATURE} p_key:*i32 key_word_stride:i32 key_stride:i32 p_choice:*i32 choice_stride:i32 p_position:*i32"
+    " position_stride:i32 p_top_k:*i32 top_k_stride:i32 p_top_p:*fp64 top_p_stride:i32 p_drafts:*i64 p_drafted:*fp32"
+    " drafted_stride:i32 p_drafted_rows:*i64 p_out:*i64 num_splits:i32"
+)
+_VERIFY_SIGNATURE = (
+    "p_token_ids:*i64 p_drafts:*i64 p_cu_rows:*i32 p_kept:*u8 p_num_accepted:*i32 num_requests:i32 num_rows:i32"
+)
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Every variant at Llama's vocabulary, those of mixed batches at others."""
+
+    def compilation(
+        name: str, what: str, function: Any, signature: str, varying: dict[str, Any], warps: int, **constants: Any
+    ) -> Compilation:
+        types = dict(part.split(":") for part in signature.split()) | dict.fromkeys(constants, "constexpr")
+        return Compilation(
+            kernel=name,
+            configuration=what,
+            function=function,
+            signature=types,
+            constants=constants,
+            num_warps=warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+            unaligned=frozenset(varying["do_not_specialize_on_alignment"]),
+        )
+
+    found = [compilation("verify", "", verify_kernel, _VERIFY_SIGNATURE, _VERIFY_VARYING, 1, TILE=VERIFY_TILE)]
+    for vocab in _SHAPES:
+        table = split(vocab, 64 if target == "gfx942" else 32)
+        tiles = {"TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity, "HAS_ROWS": True}
+        for mask in (0, 2) if vocab == _SHAPES[0] else (2,):
+            what, warps = f"vocab={vocab} mask={mask}", table.num_warps
+            weigh = compilation(
+                "weigh", what, weigh_kernel, _WEIGH_SIGNATURE, _WEIGH_VARYING, warps, MASK=mask, **tiles
+            )
+            rejects = (
+                compilation(
+                    "reject",
+                    f"{what} drafted={drafted}",
+                    reject_kernel,
+                    _REJECT_SIGNATURE,
+                    _VARYING,
+                    warps,
+                    MASK=mask,
+                    DRAFTED=drafted,
+                    **tiles,
+                )
+                for drafted in (True, False)
+            )
+            found += [weigh, *rejects]
+    return found

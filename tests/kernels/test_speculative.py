@@ -1,0 +1,335 @@
+"""Verification of drafts: implementations against the reference, and the reference against what it is to give."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.gpu.speculative import TritonSpeculativeOps
+from kernels.gpu.splits import Split
+from kernels.sampling import reference as sampling
+from kernels.sampling.cases import SamplingCase, make_case
+from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
+from kernels.sampling.philox import philox4x32
+from kernels.speculative import reference
+from kernels.speculative import triton as kernels
+from kernels.speculative.cases import CASES, make_rejection, make_verification
+from kernels.speculative.dispatch import CpuOps, ReferenceOps, speculative_ops
+from kernels.speculative.inputs import DraftInputs
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    ops = CpuOps(2)
+    ops.compile()
+    return ops
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def ops(request, cpu, device):
+    """Each takes tensors of the CPU and gives such."""
+    return cpu if request.param == "cpu" else OnDevice(device)
+
+
+class OnDevice:
+    """The GPU's, on scratch full of NaN."""
+
+    def __init__(self, device):
+        self._device = device
+        self._ops = TritonSpeculativeOps(device)
+        self._ops._scratch = torch.full((2_000_000,), 0x7FC00000, dtype=torch.int32, device=device)
+
+    def verify(self, *tensors):
+        return tuple(x.cpu() for x in self._ops.verify(*(x.to(self._device) for x in tensors)))
+
+    def reject(self, logits, inputs, drafts):
+        moved = (
+            None if x is None else x.to(self._device) for x in (drafts.token_ids, drafts.probabilities, drafts.rows)
+        )
+        return self._ops.reject(logits.to(self._device), inputs.on(self._device), DraftInputs(*moved)).cpu()
+
+
+def test_rows_are_kept_up_to_the_first_that_differs():
+    ids = torch.tensor([5, 6, 7, 5, 9, 7, -1, 6, -2, 4, 3, 3])
+    drafts = torch.tensor([5, 6, -1, 5, 6, -1, 5, 6, -1, -1, 3, -1])
+    kept, accepted = reference.verify(ids, drafts, torch.tensor([0, 3, 6, 8, 9, 10, 10], dtype=torch.int32))
+    assert kept.tolist() == [True] * 3 + [True, True, False] + [True, False] + [True] + [True] + [False] * 2
+    assert accepted.tolist() == [2, 1, 0, 0, 0, 0]
+    assert accepted.dtype is torch.int32
+
+
+@pytest.mark.parametrize("counts, extra", [([1], 0), ([5, 1, 3, 0, 9], 4), ([33, 70, 1, 32], 1), ([0, 0], 3), ([], 2)])
+def test_verify(counts, extra, ops):
+    for seed in range(3):
+        case = make_verification(counts, extra, seed)
+        kept, accepted = ops.verify(*case)
+        expected = reference.verify(*case)
+        assert torch.equal(kept, expected.kept)
+        assert torch.equal(accepted, expected.num_accepted)
+        assert accepted.dtype is torch.int32
+
+
+def test_only_kept_tokens_are_counted(device):
+    counts = torch.zeros(3, 6, dtype=torch.int32)
+    counts[2, 4] = 5
+    slots = torch.tensor([2, 2, 2, 0, 0, 2])
+    ids = torch.tensor([4, 4, 1, 0, -1, -2])
+    kept = torch.tensor([True, True, False, True, True, False])
+    result = counts.to(device, copy=True)
+    reference.add_kept(result, slots.to(device), ids.to(device), kept.to(device))
+    counts[2, 4] += 2
+    counts[0, 0] += 1
+    assert torch.equal(result.cpu(), counts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rejection(case, ops):
+    for seed in range(2):
+        logits, inputs, drafts = make_rejection(case, seed)
+        kept = logits.clone()
+        expected = reference.reject(logits, inputs, drafts)
+        assert torch.equal(ops.reject(logits, inputs, drafts), expected)
+        assert torch.equal(logits, kept)
+        assert ((expected >= 0) & (expected < case.vocab_size)).all()
+
+
+@pytest.mark.parametrize("spread, step", [(0.3, 0.0), (1.5, 0.5)])
+def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, monkeypatch, device):
+    """Many splits that keep few candidates, so that a small vocabulary goes every way."""
+    monkeypatch.setattr(kernels, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
+    rows = (*CASES[0].rows[1:], (5.0, 250, 0.999, 0.0), (1.0, 200, 1.0, 0.0))
+    case = SamplingCase("", 18, 300, spread, rows, step=step)
+    logits, inputs, drafts = make_rejection(case)
+    # Of equal tokens at the border of top_k some pass and some do not.
+    drafts = replace(drafts, token_ids=torch.where(torch.arange(18) % 5 == 3, torch.arange(18) * 16, drafts.token_ids))
+    expected = reference.reject(logits, inputs, drafts)
+    assert torch.equal(OnDevice(device).reject(logits, inputs, drafts), expected)
+
+
+def test_the_cases_accept_and_reject():
+    logits, inputs, drafts = make_rejection(CASES[0])
+    has_one = drafts.token_ids >= 0
+    accepted = reference.reject(logits, inputs, drafts) == drafts.token_ids
+    assert 0.2 < accepted[has_one].double().mean() < 0.9
+    assert not accepted[~has_one].any()
+
+
+def test_drafts_without_distributions(ops):
+    logits, inputs, drafts = make_rejection(CASES[0], 3)
+    alone = DraftInputs(drafts.token_ids)
+    expected = reference.reject(logits, inputs, alone)
+    assert torch.equal(ops.reject(logits, inputs, alone), expected)
+    assert not torch.equal(expected, reference.reject(logits, inputs, drafts))
+
+
+def test_what_cannot_have_been_drawn_is_the_only_token_proposed(ops):
+    """NaN, zero and infinity at the draft; ids beyond the vocabulary are no drafts."""
+    logits, inputs, drafts = make_rejection(SamplingCase("", 10, 60, 1.0, CASES[0].rows), 1)
+    alone = reference.reject(logits, inputs, DraftInputs(drafts.token_ids))
+    for value in (NAN, 0.0, float("inf"), -1.0):
+        bad = replace(drafts, probabilities=torch.full_like(drafts.probabilities, value))
+        assert torch.equal(ops.reject(logits, inputs, bad), alone)
+    beyond = replace(drafts, token_ids=torch.full_like(drafts.token_ids, 60))
+    none = DraftInputs(torch.full_like(drafts.token_ids, -1))
+    assert torch.equal(ops.reject(logits, inputs, beyond), reference.reject(logits, inputs, none))
+
+
+def test_equal_distributions_accept(ops, cpu):
+    logits, inputs, _ = make_rejection(SamplingCase("", 8, 1009, 3.0, CASES[0].rows))
+    inputs = replace(inputs, temperature=inputs.temperature.clamp(min=0.5))
+    chances = cpu.probabilities(logits, inputs)
+    ids = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(0)).squeeze(1)
+    drafts = DraftInputs(ids, chances, torch.arange(len(ids)))
+    for seed in range(3):
+        again = replace(inputs, key=inputs.key + seed)
+        assert torch.equal(ops.reject(logits, again, drafts), ids)
+
+
+def test_an_empty_rest_gives_the_draft(ops):
+    """A distribution that exceeds the target everywhere: nothing is left to draw, and nothing is divided by 0."""
+    logits, inputs = make_case(SamplingCase("", 16, 9, 1.0, ((1.0, 0, 1.0, 0.0),)))
+    ids = torch.arange(16) % 9
+    drafts = DraftInputs(ids, torch.full((1, 9), 1e6), torch.zeros(16, dtype=torch.int64))
+    assert torch.equal(ops.reject(logits, inputs, drafts), ids)
+
+
+def test_rows_that_are_not_usable_and_greedy_ones(ops):
+    logits, inputs, drafts = make_rejection(SamplingCase("", 10, 40, 2.0, CASES[0].rows), 2)
+    good = ops.reject(logits, inputs, drafts)
+    bad = logits.clone()
+    bad[0, 3], bad[1, 39], bad[2], bad[8, 1] = NAN, float("inf"), float("-inf"), NAN
+    ids = ops.reject(bad, inputs, drafts)
+    assert ids[[0, 1, 2, 8]].tolist() == [NOT_USABLE, NOT_USABLE, NOTHING_LEFT, NOT_USABLE]
+    rest = [3, 4, 5, 6, 7, 9]
+    assert torch.equal(ids[rest], good[rest])
+    greedy = replace(inputs, temperature=torch.zeros(10), any_random=False, any_filter=False)
+    assert torch.equal(ops.reject(logits, greedy, drafts), logits.argmax(dim=-1))
+
+
+def test_a_grammar_and_tables(ops):
+    logits, inputs, drafts = make_rejection(SamplingCase("", 16, 70, 1.5, CASES[0].rows), 4)
+    words = torch.randint(-(2**31), 2**31, (16, 3), generator=torch.Generator().manual_seed(5)).int()
+    mask_rows = torch.where(torch.arange(16) % 3 == 0, -1, torch.arange(16).flip(0))
+    masked = replace(inputs, mask=words, mask_rows=mask_rows)
+    expected = reference.reject(sampling.allow(logits, masked), inputs, drafts)
+    assert torch.equal(ops.reject(logits, masked, drafts), expected)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(6))
+    tables = {name: torch.empty_like(getattr(inputs, name)) for name in ("temperature", "top_k", "top_p", "log_min_p")}
+    for name, table in tables.items():
+        table[order] = getattr(inputs, name)
+    key, choice = torch.empty_like(inputs.key), torch.empty_like(inputs.choice)
+    key[:, order], choice[order] = inputs.key, inputs.choice
+    tabled = replace(masked, **tables, key=key, choice=choice, rows=order)
+    assert torch.equal(ops.reject(logits, tabled, drafts), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_probabilities(case, cpu):
+    logits, inputs = make_case(case)
+    result = cpu.probabilities(logits, inputs)
+    torch.testing.assert_close(result, reference.probabilities(logits, inputs).float(), rtol=1e-5, atol=1e-9)
+    bad = logits.clone()
+    bad[0, 0] = NAN
+    assert cpu.probabilities(bad, inputs)[0].isnan().all()
+    assert ReferenceOps().probabilities(bad, inputs)[0].isnan().all()
+
+
+def test_numbers_are_those_that_the_documents_state():
+    """A draft of probability p is accepted where the ACCP stream's number is below it; REPL draws what follows."""
+    key, position, choice = torch.tensor([[42], [0]]), torch.tensor([17]), torch.tensor([1])
+    inputs = replace(
+        make_case(SamplingCase("", 1, 4, 1.0, ((1.0, 0, 1.0, 0.0),)))[1], key=key, position=position, choice=choice
+    )
+
+    def words(stream):
+        return philox4x32(torch.tensor([[0, 17, 1, stream]]), torch.tensor([[42, 0]]))[0].tolist()
+
+    number = ((words(0x41434350)[0] >> 8) + 0.5) / 2**24
+    times = [-math.log(((word >> 8) + 0.5) / 2**24) for word in words(0x5245504C)]
+    others = [0.2, 0.3, 0.1]
+    for p in (number - 0.001, number + 0.001):
+        rest = [(1 - p) * share / 0.6 for share in others]
+        logits = torch.tensor([[p, *rest]]).log()
+        expected = 0 if number < p else max((1, 2, 3), key=lambda i: rest[i - 1] / times[i])
+        assert reference.reject(logits, inputs, DraftInputs(torch.tensor([0]))).item() == expected
+
+
+def chi_squared(observed, expected):
+    """The statistic and what it exceeds once in 10**5 (Wilson and Hilferty 1931)."""
+    used = expected > 0
+    assert observed[~used].sum() == 0
+    freedom = int(used.sum()) - 1
+    statistic = ((observed - expected)[used] ** 2 / expected[used]).sum().item()
+    spread = 2 / (9 * freedom)
+    return statistic, freedom * (1 - spread + 4.265 * math.sqrt(spread)) ** 3
+
+
+NUM_SEEDS = 10_000
+TARGET = torch.tensor([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -2.0, 1.9, 0.1, -3.0])
+PARAMETERS = ((0.7, 0, 0.9, 0.0), (1.3, 0, 0.95, 0.0), (1.3, 0, 1.0, 0.0))
+
+
+def of_seeds(parameters, position=40, choice=2):
+    """Inputs of a row for each seed."""
+    _, inputs = make_case(SamplingCase("", NUM_SEEDS, 1, 1.0, (parameters,)))
+    key = torch.stack((torch.arange(NUM_SEEDS), torch.zeros(NUM_SEEDS, dtype=torch.int64)))
+    same = torch.ones(NUM_SEEDS, dtype=torch.int64)
+    return replace(inputs, key=key, position=same * position, choice=same * choice)
+
+
+def proposals(kind, target):
+    """Logits of the draft's distribution and what is told of it."""
+    flat = torch.zeros_like(target)
+    if kind == "wrong":  # almost all that the draft proposes is what the target never says
+        return torch.where(target == target.min(), 12.0, flat)
+    return target if kind == "equal" else flat
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize("kind", ["equal", "uniform", "wrong", "one-hot", "NaN", "zeros", "none"])
+def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
+    """Drafts are drawn with the noise that both models share, as the draft model draws them."""
+    inputs = of_seeds(parameters)
+    logits = TARGET.expand(NUM_SEEDS, -1)
+    exact = reference.probabilities(TARGET.unsqueeze(0), of_one(inputs))[0] * NUM_SEEDS
+    of_draft = proposals(kind, TARGET)
+    unfiltered = replace(inputs, top_p=torch.ones(NUM_SEEDS, dtype=torch.float64))
+    drawn_as = unfiltered if kind in ("uniform", "wrong") else inputs
+    ids = sampling.sample(of_draft.expand(NUM_SEEDS, -1), drawn_as)
+    told = reference.probabilities(of_draft.unsqueeze(0), of_one(drawn_as)).float()
+    if kind in ("one-hot", "NaN", "zeros"):
+        ids = torch.full_like(ids, 1)  # a look-up proposes what it found, whatever the noise
+        told = torch.full_like(told, NAN if kind == "NaN" else 0.0)
+    rows = torch.full_like(ids, -1 if kind == "one-hot" else 0)
+    drafts = DraftInputs(torch.full_like(ids, -1)) if kind == "none" else DraftInputs(ids, told, rows)
+    for ops in (ReferenceOps(), cpu):
+        result = ops.reject(logits, inputs, drafts)
+        statistic, limit = chi_squared(torch.bincount(result, minlength=len(TARGET)).double(), exact)
+        assert statistic < limit
+    accepted = (result == ids).double().mean().item()
+    assert {"equal": accepted == 1.0, "wrong": accepted < 0.1}.get(kind, True)
+
+
+def of_one(inputs):
+    """The first row's."""
+    names = ("temperature", "top_k", "top_p", "log_min_p", "position", "choice")
+    return replace(inputs, key=inputs.key[:, :1], **{name: getattr(inputs, name)[:1] for name in names})
+
+
+def test_texts_have_the_distribution_of_the_target(cpu):
+    """Two drafts and a token more, each depending on the one before it: pairs of tokens as the target says them."""
+    generator = torch.Generator().manual_seed(0)
+    target, draft = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)  # last row: begin
+    parameters = (1.3, 0, 0.9, 0.0)
+    inputs = [of_seeds(parameters, position) for position in (10, 11, 12)]
+    of_target = reference.probabilities(target, repeated(of_one(inputs[0]), 6))
+    of_draft = cpu.probabilities(draft, repeated(of_one(inputs[0]), 6))
+    before = torch.full((NUM_SEEDS,), 5)
+    drafts, sampled = [], []
+    for j in range(3):
+        ids = torch.full_like(before, -1) if j == 2 else sampling.sample(draft[before], inputs[j])
+        sampled.append(cpu.reject(target[before], inputs[j], DraftInputs(ids, of_draft, before)))
+        drafts.append(ids)
+        before = ids
+    bounds = torch.arange(0, 3 * NUM_SEEDS + 1, 3, dtype=torch.int32)
+    kept, accepted = cpu.verify(torch.stack(sampled, 1).flatten(), torch.stack(drafts, 1).flatten(), bounds)
+    kept = kept.view(-1, 3)
+    assert torch.equal(kept.sum(1).int(), accepted + 1)
+    assert all((accepted == count).any() for count in range(3))
+    first, second, third = sampled
+    # Where the first draft is rejected the next step samples the second token.
+    following = cpu.reject(target[first], of_seeds(parameters, 11), DraftInputs(torch.full_like(first, -1)))
+    second = torch.where(kept[:, 1], second, following)
+    pairs = torch.bincount(first * 5 + second, minlength=25).double()
+    exact = (of_target[5].unsqueeze(1) * of_target[:5]).flatten() * NUM_SEEDS
+    statistic, limit = chi_squared(pairs, exact)
+    assert statistic < limit
+    ends = torch.bincount((second * 5 + third)[kept[:, 2]], minlength=25).double().view(5, 5)
+    statistic, limit = chi_squared(ends.flatten(), (ends.sum(1, keepdim=True) * of_target[:5]).flatten())
+    assert statistic < limit * 1.2  # 5 sums are taken from the sample itself
+
+
+def repeated(inputs, times):
+    """A row's inputs for several rows."""
+    names = ("temperature", "top_k", "top_p", "log_min_p", "position", "choice")
+    return replace(inputs, key=inputs.key.expand(2, times), **{n: getattr(inputs, n).expand(times) for n in names})
+
+
+def test_other_tensors_are_refused(device):
+    logits, inputs, drafts = make_rejection(SamplingCase("", 5, 40, 1.0, CASES[0].rows))
+    ops = TritonSpeculativeOps(device)
+    with pytest.raises(ValueError, match="float32 rows of 40"):
+        ops.reject(logits.double(), inputs, drafts)
+    with pytest.raises(ValueError, match="float32 rows of 40"):
+        ops.reject(logits, inputs, replace(drafts, probabilities=torch.zeros(5, 41)))
+
+
+def test_each_device_has_its_own(device):
+    assert isinstance(speculative_ops(torch.device("cpu"), 1), CpuOps)
+    logits, inputs, drafts = make_rejection(CASES[4])
+    plain = speculative_ops(torch.device("cpu"), 1)  # before it is compiled
+    assert torch.equal(plain.reject(logits, inputs, drafts), reference.reject(logits, inputs, drafts))
+    TritonSpeculativeOps(device, 40).compile()
