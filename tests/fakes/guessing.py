@@ -15,7 +15,8 @@ MAX_DRAFTS = 5
 
 
 def speculation(draft_len: int = 0) -> SpeculationConfig:
-    return SpeculationConfig(look_up=True, draft_len=draft_len, max_drafts=MAX_DRAFTS)
+    """Look-ups, or a draft model alone."""
+    return SpeculationConfig(look_up=not draft_len, draft_len=draft_len, max_drafts=MAX_DRAFTS)
 
 
 class Guesses:

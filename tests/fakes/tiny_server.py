@@ -13,6 +13,7 @@ import worker.model.linear
 from kernels.attention.kv_pages import KVFormat
 from kernels.dispatch import ReferenceOps
 from kernels.sampling.dispatch import ReferenceOps as ReferenceSamplingOps
+from kernels.speculative.dispatch import ReferenceOps as ReferenceSpeculativeOps
 from kernels.step_inputs.reference import ReferenceStepOps
 from shared.messages import Submit
 from tests.fakes.engine_harness import Harness, make_submit
@@ -20,12 +21,15 @@ from tests.fakes.weights import MemoryWeights
 from worker.executor.device import CpuDevice, open_device
 from worker.executor.local import LocalExecutor
 from worker.executor.model_runner import ModelRunner
+from worker.executor.plan_runner import PlanRunner
 from worker.executor.request_rows import RequestRows
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
 from worker.quant.dense import DenseScheme
 from worker.sampling.sampler import Sampler
+from worker.speculative.draft_model import DraftModel
+from worker.speculative.speculator import SpeculationConfig
 
 CPU = torch.device("cpu")
 VOCAB = 96
@@ -85,6 +89,8 @@ class TinyServer(Harness):
     Args:
         ops, sampling_ops, step_ops: None: plain torch, which like a GPU's takes rows of padding.
         late: a late device, two steps in flight, decode steps as graphs; so is a GPU.
+        speculation: as the scheduler's; with a `draft_len` there is a draft model.
+        draft_seed: of the draft model's weights; the target's are 0.
     """
 
     def __init__(
@@ -98,11 +104,13 @@ class TinyServer(Harness):
         step_ops=ReferenceStepOps,
         device: torch.device = CPU,
         kv_format: KVFormat = "dense",
+        speculation: SpeculationConfig | None = None,
+        draft_seed: int = 0,
         **options,
     ) -> None:
         spec = spec or tiny_spec()
         options = {"max_model_len": MAX_MODEL_LEN, "num_groups": len(spec.kv_groups)} | options
-        super().__init__(depth=2 if late else 1, **options)
+        super().__init__(depth=2 if late else 1, speculation=speculation, **options)
         monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: ops or ReferenceOps())
         monkeypatch.setattr(
             worker.model.linear, "linear_scheme", lambda dtype, device, *_, **__: DenseScheme(dtype, device)
@@ -110,14 +118,17 @@ class TinyServer(Harness):
         monkeypatch.setattr(worker.executor.request_rows, "step_ops", step_ops)
         config, page_size = self.scheduler.config, self.kv.page_size
         self.device = CpuDevice(late=late) if device.type == "cpu" else open_device(device)
-        decoder = Decoder(
-            spec,
-            tiny_weights(spec),
-            dtype=torch.float32,
-            device=device,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-        )
+
+        def decoder_of(spec: DecoderSpec, seed: int) -> Decoder:
+            return Decoder(
+                spec,
+                tiny_weights(spec, seed),
+                dtype=torch.float32,
+                device=device,
+                max_num_tokens=config.max_num_batched_tokens,
+                max_model_len=MAX_MODEL_LEN,
+            )
+
         storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device, kv_format=kv_format)
         rows = RequestRows(
             max_num_seqs=config.max_num_seqs,
@@ -127,12 +138,28 @@ class TinyServer(Harness):
             num_groups=len(spec.kv_groups),
             vocab_size=VOCAB,
             device=self.device,
+            max_drafts=0 if speculation is None else speculation.max_drafts,
         )
         rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
-        self.runner = ModelRunner(
-            decoder, storage, rows, Sampler(rows.sampling, sampling_ops or ReferenceSamplingOps()), self.device
-        )
-        self.executor: LocalExecutor = LocalExecutor(self.runner.launch, self.executor.depth)  # type: ignore[assignment]
+        sampler = Sampler(rows.sampling, sampling_ops or ReferenceSamplingOps(), ReferenceSpeculativeOps())
+        self.runner = ModelRunner(decoder_of(spec, 0), storage, rows, sampler, self.device)
+        draft = None
+        if speculation is not None and speculation.draft_len:
+            small = tiny_spec(spec.head_dim)
+            draft_kv = KVStorage(small, self.kv.num_pages, page_size, torch.float32, device)
+            storage.copy_along(draft_kv)
+            draft = DraftModel(
+                decoder_of(small, draft_seed),
+                draft_kv,
+                rows,
+                sampler,
+                self.device,
+                vocab_size=VOCAB,
+                draft_vocab_size=VOCAB,
+                max_len=MAX_MODEL_LEN,
+            )
+        launch = PlanRunner(self.runner, draft).launch
+        self.executor: LocalExecutor = LocalExecutor(launch, self.executor.depth)  # type: ignore[assignment]
 
     @property
     def num_captured(self) -> int:

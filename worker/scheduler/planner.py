@@ -161,7 +161,7 @@ class Planner:
             and request.num_computed_tokens == len(request.token_ids) - 1
             and not request.awaits_values
         ]
-        for request, row in speculator.plan_drafting(ready):
+        for request, row in speculator.plan_drafting(ready, self._budget.max_tokens):
             builder.draft(request, row)
         return bool(builder.requests)
 

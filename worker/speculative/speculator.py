@@ -113,9 +113,13 @@ class Speculator:
 
     # ---- the draft model --------------------------------------------------------------------------------------
 
-    def plan_drafting(self, requests: Sequence[Request]) -> list[tuple[Request, DraftedRow]]:
+    def plan_drafting(self, requests: Sequence[Request], room: int) -> list[tuple[Request, DraftedRow]]:
         """What the draft model shall do before the next step for these, which are all one token behind; nothing where
-        that would not pay. Never twice in a row: streams wait for the steps between."""
+        that would not pay. Never twice in a row: streams wait for the steps between.
+
+        Args:
+            room: tokens that it may read.
+        """
         if not self._config.draft_len or self._drafted_last:
             self._drafted_last = False
             return []
@@ -123,9 +127,10 @@ class Speculator:
         count = self._num_to_draft(wanting, len(requests))
         rows = []
         for request in wanting:
-            row = self._drafted_row(request, count)
+            row = self._drafted_row(request, count, room)
             if row is not None:
                 rows.append((request, row))
+                room -= row.count
         self._drafted_last = bool(rows)
         return rows
 
@@ -159,13 +164,14 @@ class Speculator:
             return False
         return self._guess(request, 1) is None
 
-    def _drafted_row(self, request: Request, count: int) -> DraftedRow | None:
+    def _drafted_row(self, request: Request, count: int, room: int) -> DraftedRow | None:
         num_tokens = len(request.token_ids)
         # The last token is read in any case: what comes after it is to be proposed.
         start = min(request.pages.num_drafted, num_tokens - 1)
         unread = num_tokens - start
-        if unread > MAX_CATCH_UP:
-            return DraftedRow(request.row, start, MAX_CATCH_UP, 0)
+        if unread > min(room, MAX_CATCH_UP):
+            most = min(room, MAX_CATCH_UP)
+            return DraftedRow(request.row, start, most, 0) if most else None
         count = min(count, request.max_num_tokens - num_tokens - 1)
         if count < 1 or not self._kv.extend(request.pages, num_tokens + count):
             return None
