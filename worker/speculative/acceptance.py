@@ -2,8 +2,8 @@
 
 What tells most about a token's chance is not its place in the proposal but the evidence for it. For look-ups and
 predictions that is how many tokens before it came as the same place says (one at place j has those of the match and j
-more, given that it is reached), for a draft model the probability that it gave the token. Evidence is put in grades, and
-each source has one acceptance per grade. By place acceptance is kept too, for what is not proposed yet.
+more, given that it is reached), for a draft model the probability that it gave the token. Evidence is put in grades,
+and each source has one acceptance per grade. By place acceptance is kept too, for what is not proposed yet.
 """
 
 from __future__ import annotations

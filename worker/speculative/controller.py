@@ -1,0 +1,265 @@
+"""How many drafted tokens a step verifies, and how many a draft model is asked for: as makes tokens come fastest.
+
+What a step yields is one token a row and the drafts that are accepted, each with the product of its own chance and of
+those before it; what it takes is learned by the number of rows. On a CPU each row costs, on a GPU some dozens are
+almost free: nothing but the measured table knows the difference.
+
+What is not known has to be tried, and a trial may be slow. So trials are paid from an account: a small share of all
+time flows in, and what a trial is expected to lose flows out. Where trials win they follow each other at once; where
+they lose they are rare, and all of them together cost no more than that share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from worker.scheduler.budget import CostTable
+from worker.speculative.proposal import Proposal
+from worker.speculative.row_costs import SURE, RowCosts, on_grid
+
+MARGIN = 1.02
+"""Drafts are verified where that is expected to be faster by this factor than not to: estimates err."""
+
+_NOISE_MARGIN = 0.4
+"""Added to it, times the mean deviation of measurements."""
+
+TRIAL_SHARE = 0.007
+"""Part of all time that trials may lose."""
+
+_FIRST_CREDIT = 3.0
+_MOST_CREDIT = 10.0
+"""In steps."""
+
+_RECHECK_CLOSE, _RECHECK_FAR = 12, 300
+"""Steps after which it is measured again what a step takes without drafts where some are always verified: where that is
+nearly as fast, and added where it is far slower."""
+
+_RECHECK_DECLINED = 192
+"""As many with drafts that were found not to pay."""
+
+_LEAST_GAIN = 0.02
+"""Tokens with less chance of being reached and accepted are not considered."""
+
+_FIRST_GAP = 8
+_LAST_GAP = 2048
+"""Steps between trials of a draft model that does not pay; the gap doubles with each."""
+
+_UNSEEN_SLOPE = 0.25
+"""Rows never measured may cost this part of what they would in proportion, as far as trials of a draft model go."""
+
+_DRAFT_OVERHEAD = 1.0
+"""What a step of the draft model takes beside its tokens, in tokens; matters only for other numbers than usual."""
+
+_CATCH_UP_UNKNOWN = 512
+"""Tokens that a draft model may read while it is not known how fast it reads, and whether it pays."""
+
+
+class Controller:
+    """Chooses for the whole batch, each step; knows nothing about requests.
+
+    All milliseconds are of steps as the scheduler sees them, from start to result.
+
+    Args:
+        max_drafts: most tokens of one row that are verified in a step.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._costs = RowCosts()
+        # Relative to RowCosts.level, for the same reason as its shape.
+        self._drafting = CostTable(lean_low=True)
+        self._reading_ms: float | None = None
+        self._credit: float | None = None
+        self._gap = _FIRST_GAP
+        self._since_trial = _FIRST_GAP
+        # Milliseconds of the machine's time that drafting saves with each token, by the last look; None: not known.
+        self._saved_ms: float | None = None
+
+    def observe(self, num_rows: int, milliseconds: float) -> None:
+        """What a step of so many rows, drafts included and no prompt tokens, took."""
+        self._costs.observe(num_rows, milliseconds)
+
+    def choose(self, proposals: Sequence[Proposal | None], num_rows: int, room: int) -> list[int]:
+        """How many tokens of each proposal the next step verifies.
+
+        Args:
+            proposals: of the rows that may speculate; None: nothing is proposed.
+            num_rows: rows of the step that sample without drafts, those of `proposals` included.
+            room: most drafts in the step.
+        """
+        counts = [0] * len(proposals)
+        gains = self._gains(proposals)
+        limit = min(room, len(gains))
+        costs = self._costs.read(num_rows, max(limit, 0))
+        if num_rows <= 0 or not costs:
+            return counts
+        self._earn(costs[0])
+        if limit <= 0:
+            return counts
+        # tokens[m]: expected with the m drafts that are likeliest to be accepted.
+        tokens = [float(num_rows)]
+        for gain, _ in gains[:limit]:
+            tokens.append(tokens[-1] - gain)
+        for _, index in gains[: self._num_to_verify(num_rows, tokens, costs)]:
+            counts[index] += 1
+        return counts
+
+    def _gains(self, proposals: Sequence[Proposal | None]) -> list[tuple[float, int]]:
+        """(-chance that the token is reached and accepted, index of its proposal), the best first.
+
+        Chances fall along a proposal, so any number of first entries holds a beginning of each.
+        """
+        gains = []
+        for index, proposal in enumerate(proposals):
+            if proposal is not None:
+                gain = 1.0
+                for chance in proposal.chances[: self._max_drafts]:
+                    gain *= chance
+                    if gain < _LEAST_GAIN:
+                        break
+                    gains.append((-gain, index))
+        gains.sort()
+        return gains
+
+    def _num_to_verify(self, num_rows: int, tokens: list[float], costs: list[float]) -> int:
+        candidates = [num for num in range(1, len(tokens)) if on_grid(num_rows + num)]
+        if not candidates:
+            return 0
+        speeds = [count / cost for count, cost in zip(tokens, costs)]
+        best = max(candidates, key=speeds.__getitem__)
+        if speeds[best] < speeds[0] * self._margin:
+            best = 0
+        for trial in self._trials(num_rows, best, candidates, speeds, tokens, costs):
+            # Unknown costs are taken to be in proportion: what a trial may lose, not what it should.
+            if self._pay(costs[trial] - tokens[trial] / speeds[best]):
+                return trial
+        return best
+
+    def _trials(
+        self,
+        num_rows: int,
+        best: int,
+        candidates: list[int],
+        speeds: list[float],
+        tokens: list[float],
+        costs: list[float],
+    ) -> Iterator[int]:
+        """Numbers of drafts that are worth measuring instead of the best known."""
+        table = self._costs
+        most = candidates[-1]
+        hope = speeds[best] * self._margin
+        # Beyond known costs, where all drafts would pay if they took no longer: one small step further.
+        sure = min(table.sure_up_to(num_rows) - num_rows, most)
+        if sure < most and table.samples(num_rows) >= SURE and tokens[most] / costs[sure] > hope:
+            yield _next(candidates, sure)
+        if best and table.age(num_rows) > _RECHECK_CLOSE + _RECHECK_FAR * (1.0 - speeds[0] / speeds[best]):
+            yield 0
+        # What was found slow long ago: a step further than the best, and the best of those declined.
+        if best < most and tokens[most] / costs[best] > hope:
+            further = _next(candidates, best)
+            if table.age(num_rows + further) > _RECHECK_DECLINED:
+                yield further
+            declined = max(candidates, key=speeds.__getitem__)
+            if not best and declined <= sure and table.age(num_rows + declined) > _RECHECK_DECLINED:
+                yield declined
+
+    @property
+    def _margin(self) -> float:
+        """How much faster something must seem than what is sure, by how much measurements vary."""
+        return MARGIN + _NOISE_MARGIN * self._costs.noise
+
+    def _earn(self, step_ms: float) -> None:
+        if self._credit is None:
+            self._credit = _FIRST_CREDIT * step_ms
+        self._credit = min(self._credit + TRIAL_SHARE * step_ms, _MOST_CREDIT * step_ms)
+
+    def _pay(self, loss_ms: float) -> bool:
+        """Whether the account allows for a trial that loses so much, which is then taken from it."""
+        if self._credit is None or loss_ms > self._credit:
+            return False
+        self._credit -= max(loss_ms, 0.0)
+        return True
+
+    # The draft model.
+
+    def observe_draft(self, num_rows: int, num_tokens_each: int, milliseconds: float) -> None:
+        """What a step of the draft model took that proposed so many tokens for each of num_rows rows."""
+        if num_rows > 0 and num_tokens_each > 0 and milliseconds > 0.0:
+            each = milliseconds / (num_tokens_each + _DRAFT_OVERHEAD)
+            self._drafting.observe(num_rows, each / self._costs.level)
+
+    def observe_catch_up(self, num_tokens: int, milliseconds: float) -> None:
+        """What a step of the draft model took that only read so many tokens."""
+        if num_tokens > 0 and milliseconds > 0.0:
+            each = milliseconds / num_tokens
+            self._reading_ms = (
+                each if self._reading_ms is None else min(each, self._reading_ms + 0.25 * (each - self._reading_ms))
+            )
+
+    def num_to_draft(self, num_wanting: int, num_rows: int, chances: Sequence[float]) -> int:
+        """How many tokens the draft model shall propose for each row that wants some; 0: it shall not run.
+
+        Args:
+            num_wanting: rows that have no other proposal.
+            num_rows: all rows of the next step, without drafts.
+            chances: what to expect of the tokens, as in a Proposal: the mean over those rows.
+        """
+        most = min(len(chances), self._max_drafts)
+        costs = self._costs.read(num_rows, num_wanting * most)
+        if num_wanting <= 0 or most == 0 or not costs:
+            return 0
+        self._since_trial += 1
+        none = num_rows / costs[0]
+        each = self._drafting.cost(num_wanting)
+        each_ms = None if each is None else each * self._costs.level
+        measured = self._costs.sure_up_to(num_rows) - num_rows
+        best, best_speed = 0, none * MARGIN
+        hoped, hoped_speed, loss = 0, none * MARGIN, 0.0
+        gain, tokens = 1.0, float(num_rows)
+        for count in range(1, most + 1):
+            gain *= chances[count - 1]
+            tokens += num_wanting * gain
+            verified = num_wanting * count
+            draft_ms = (each_ms or 0.0) * (count + _DRAFT_OVERHEAD)
+            surely = tokens / (costs[verified] + draft_ms)
+            if surely > best_speed:
+                best, best_speed = count, surely
+            flat = costs[min(verified, measured)]
+            perhaps = tokens / (flat + _UNSEEN_SLOPE * (costs[verified] - flat) + draft_ms)
+            if perhaps > hoped_speed:
+                hoped, hoped_speed = count, perhaps
+                loss = costs[verified] + draft_ms - tokens / none
+        if each_ms is not None:
+            self._saved_ms = 1.0 / none - 1.0 / best_speed if best else 0.0
+            if best:
+                self._gap = _FIRST_GAP
+                return best
+        return self._try_draft(hoped, loss, costs[0])
+
+    def _try_draft(self, hoped: int, loss_ms: float, step_ms: float) -> int:
+        """Now and then drafts though nothing says that it pays: costs and acceptance change."""
+        if self._since_trial < self._gap:
+            return 0
+        if not hoped:
+            # Nothing to hope for by what is known: a single token, to see whether that is still so.
+            hoped, loss_ms = 1, step_ms
+        if not self._pay(loss_ms):
+            return 0
+        self._since_trial = 0
+        self._gap = min(2 * self._gap, _LAST_GAP)
+        return hoped
+
+    def catch_up_pays(self, num_tokens_to_read: int, expected_output: float) -> bool:
+        """Whether the draft model should read so many tokens that it has not seen, to draft for the output after them.
+
+        Args:
+            expected_output: tokens that the request is likely to generate yet.
+        """
+        if self._saved_ms is None or self._reading_ms is None:
+            return num_tokens_to_read <= _CATCH_UP_UNKNOWN
+        return self._reading_ms * num_tokens_to_read * MARGIN < self._saved_ms * expected_output
+
+
+def _next(candidates: list[int], num: int) -> int:
+    """The candidate one step beyond `num` drafts."""
+    return next(other for other in candidates if other > num)
