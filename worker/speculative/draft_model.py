@@ -75,6 +75,8 @@ class DraftModel:
                     f"it needs one to read, and positions below {self.max_len}"
                 )
         proposing = [row for row in drafting if row.num_drafts]
+        if self._rows.distributions is not None:
+            self._rows.distributions.forget(row.row for row in proposing)
         passes = [self._pass(step, [ScheduledTokens(r.row, r.start, r.count, r.num_drafts > 0) for r in drafting])]
         for index in range(1, max((row.num_drafts for row in proposing), default=1)):
             going_on = [row for row in proposing if row.num_drafts > index]
@@ -101,15 +103,23 @@ class DraftModel:
     def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from [S, hidden] and appends to the rows; [S] int64 ids, below 0 where there is none, and [S] float32
         probabilities.
-
-        Rejection sampling would need the whole distribution that each token was drawn from, [S, vocab] a pass: it is
-        what the sampler leaves of `logits` after filters and temperature, before the noise.
         """
         logits = self._fitted(self._model.logits(hidden))
         raw = logits.clone() if sampled.needs & _CHANGES_LOGITS else logits
         token_ids = self._sampler.sample(logits, sampled).token_ids
+        self._keep_distributions(logits, sampled)
         self._rows.append(sampled, token_ids)
         return token_ids, self._probabilities(raw, token_ids, sampled)
+
+    def _keep_distributions(self, logits: torch.Tensor, sampled: SampledRows) -> None:
+        """For rejection, what the tokens were drawn from: of the logits as the sampler left them. A row that it filters
+        in ways of its own keeps none, and its drafts count as found, not drawn."""
+        distributions = self._rows.distributions
+        if distributions is None or sampled.needs & Needs.EXTENDED:
+            return
+        found = self._sampler.distributions(logits, sampled)
+        if found is not None:
+            distributions.put(sampled.rows.tolist(), sampled.lengths.tolist(), found)
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
         """[S, the draft's vocabulary] -> [S, vocab_size]."""
@@ -125,8 +135,7 @@ class DraftModel:
             every = Listed(self._all[: len(sampled.rows)], sampled.rows, sampled.rows)
             temperature = self._rows.sampling.words(sampled, every).view(torch.float32)[:, TEMPERATURE]
             raw = raw / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-        drawn = raw.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
-        probabilities = (drawn - raw.logsumexp(dim=1)).exp()
+        probabilities = raw.softmax(dim=1).gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
         probabilities = torch.where(token_ids == NOTHING_LEFT, 0.0, probabilities)
         return torch.where(token_ids == NOT_USABLE, float("nan"), probabilities)
 
