@@ -1,0 +1,125 @@
+"""Writes a draft as a model that a worker loads: in the form of the target, a GGUF file or a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from scripts._distill.draft import VOCABULARY, target_name
+from scripts._distill.files import replaced
+from worker.model.families import gguf_names, hf_names, required_shapes
+from worker.model.loading.weights import WeightSource
+from worker.model.spec import DecoderSpec
+
+LayerFormat = Literal["q4_0", "q4_1", "q8_0", "bf16"]
+TRAINED_FORMATS = {
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q4_1": gguf.GGMLQuantizationType.Q4_1,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+}
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_TEXT_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
+               "chat_template.*", "generation_config.json")  # fmt: skip
+
+
+def write_draft(
+    out: Path,
+    target: Path,
+    spec: DecoderSpec,
+    layers: Sequence[int],
+    trained: Mapping[str, torch.Tensor] | None,
+    weights: WeightSource,
+    layer_format: LayerFormat,
+) -> Path:
+    """Writes the draft into the folder `out`; returns what a worker is to load.
+
+    Args:
+        target: its file, or its folder.
+        layers: of the target, which the draft has.
+        trained: canonical name -> weight; None: the target's own, as they are.
+        weights: the target's, open.
+        layer_format: of trained matrices in a GGUF file. In a folder they are bfloat16.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".gguf":
+        path = out / "draft.gguf"
+        with replaced(path) as temporary:
+            _write_gguf(temporary, target, spec, layers, trained, layer_format)
+        return path
+    _write_folder(out, target, spec, layers, trained, weights)
+    return out
+
+
+def _write_gguf(
+    path: Path,
+    target: Path,
+    spec: DecoderSpec,
+    layers: Sequence[int],
+    trained: Mapping[str, torch.Tensor] | None,
+    layer_format: LayerFormat,
+) -> None:
+    """The target's file with fewer layers: its metadata, and its tensors where none was trained."""
+    reader = gguf.GGUFReader(target)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, architecture)
+    left_out = {"general.architecture", f"{architecture}.block_count", f"{architecture}.attention.sliding_window"}
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in left_out:
+            item = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=item)
+    writer.add_block_count(len(layers))
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    theirs, ours = gguf_names(max(layers) + 1), gguf_names(len(layers))
+    for name in required_shapes(spec):
+        if trained is None or name in VOCABULARY:
+            tensor = stored[theirs[target_name(name, layers)]]
+            writer.add_tensor(ours[name], tensor.data, raw_dtype=tensor.tensor_type)
+            continue
+        values = trained[name].detach().float().numpy()
+        kind = TRAINED_FORMATS[layer_format] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(ours[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
+    if "rope_freqs.weight" in stored:
+        writer.add_tensor("rope_freqs.weight", np.array(stored["rope_freqs.weight"].data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_folder(
+    out: Path,
+    target: Path,
+    spec: DecoderSpec,
+    layers: Sequence[int],
+    trained: Mapping[str, torch.Tensor] | None,
+    weights: WeightSource,
+) -> None:
+    """The target's folder with fewer layers, all weights in bfloat16."""
+    names = hf_names(len(layers))
+    tensors = {}
+    for name in required_shapes(spec):
+        if trained is None or name in VOCABULARY:
+            values = weights.get(target_name(name, layers)).dequantize(torch.bfloat16)
+        else:
+            values = trained[name].detach().to(torch.bfloat16)
+        tensors[names[name]] = values.contiguous()
+    config: dict[str, Any] = json.loads((target / "config.json").read_text("utf-8"))
+    for key in ("quantization_config", *_WINDOW_KEYS):
+        config.pop(key, None)
+    config |= {"num_hidden_layers": len(layers), "torch_dtype": "bfloat16"}
+    # A list of ends that stands elsewhere in the target's folder comes with its files.
+    for pattern in _TEXT_FILES:
+        for source in target.glob(pattern):
+            shutil.copyfile(source, out / source.name)
+    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    with replaced(out / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})

@@ -1,0 +1,167 @@
+"""A model and its KV cache without a worker: writes many texts at once, and says what it expects along given ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from kernels.sampling.dispatch import sampling_ops
+from kernels.sampling.inputs import NO_CUT, SamplingInputs
+from shared.settings import WorkerSettings
+from worker.executor.forward_batch import ForwardBatch
+from worker.executor.resolve import resolve_dtype, resolve_kv_dtype
+from worker.kv.storage import KVStorage
+from worker.model.decoder import Decoder
+from worker.model.loading.model_files import ModelFiles
+
+_PAGE_SIZE = 16
+_HEAD_ROWS = 256
+"""Logits of so many tokens at a time."""
+_STEP_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How tokens of a text are chosen: the likeliest at temperature 0, else by the noise of `seed`."""
+
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and what a model wrote after it.
+
+    Attributes:
+        top_ids: [outputs, K] int32, the likeliest tokens at each position of the output, the likeliest first.
+        top_logprobs: [outputs, K] float16, their log-probabilities at temperature 1.
+    """
+
+    token_ids: torch.Tensor
+    num_prompt: int
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.token_ids) - self.num_prompt
+
+
+class LoadedModel:
+    """A decoder on the CPU with pages for `num_texts` texts of `max_length` tokens each.
+
+    Args:
+        files: opened; the weights are read and closed.
+        dtype: None: what a worker would take on this processor.
+    """
+
+    def __init__(self, files: ModelFiles, *, num_texts: int, max_length: int, dtype: torch.dtype | None = None) -> None:
+        settings, device = WorkerSettings(device="cpu"), torch.device("cpu")
+        dtype = dtype or resolve_dtype(settings, device)
+        self.spec = files.spec
+        self._ends = frozenset(files.eos_token_ids)
+        self._pages_each = -(-max_length // _PAGE_SIZE)
+        self._decoder = Decoder(
+            files.spec, files.weights, dtype=dtype, device=device, max_num_tokens=_STEP_TOKENS, max_model_len=max_length
+        )
+        files.weights.close()
+        kv_dtype = resolve_kv_dtype(settings, device, dtype)
+        self._kv = KVStorage(files.spec, num_texts * self._pages_each, _PAGE_SIZE, kv_dtype, device)
+        self._decoder.fuse_layers(self._kv)
+        self._ops = sampling_ops(device, torch.get_num_threads())
+        self._ops.compile()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], draws: Sequence[Draw], *, max_tokens: int, num_top: int
+    ) -> list[Text]:
+        """Continues each prompt to an end-of-text token, which the text holds, or for max_tokens tokens."""
+        texts = [list(prompt) for prompt in prompts]
+        tops: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in texts]
+        running = list(range(len(texts)))
+        hidden = torch.cat([self._hidden([i], texts, 0) for i in running])
+        while running:
+            logits = self._decoder.logits(hidden)
+            values, ids = logits.topk(num_top, dim=-1)
+            values -= logits.logsumexp(dim=-1, keepdim=True)
+            positions = torch.tensor([len(texts[i]) for i in running])
+            new = self.choose(logits, [draws[i] for i in running], positions).tolist()
+            for row, i in enumerate(running):
+                tops[i].append((ids[row].int(), values[row].half()))
+                texts[i].append(new[row])
+            running = [
+                i for i in running if texts[i][-1] not in self._ends and len(texts[i]) < len(prompts[i]) + max_tokens
+            ]
+            if running:
+                hidden = self._hidden(running, texts, -1)
+        return [
+            Text(
+                torch.tensor(text, dtype=torch.int32),
+                len(prompt),
+                torch.stack([ids for ids, _ in top]),
+                torch.stack([values for _, values in top]),
+            )
+            for text, prompt, top in zip(texts, prompts, tops)
+        ]
+
+    def predictions(self, text: Text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What the model says at each position of the text's output, some at a time.
+
+        Yields:
+            [n] int64 positions, and [n, vocab] float32 logits of the tokens that stand there.
+        """
+        ids = text.token_ids.tolist()
+        first = text.num_prompt - 1
+        hidden = self._hidden([0], [ids[:-1]], 0, wanted=range(first, len(ids) - 1))
+        for start in range(0, len(hidden), _HEAD_ROWS):
+            part = hidden[start : start + _HEAD_ROWS]
+            yield torch.arange(start, start + len(part)) + text.num_prompt, self._decoder.logits(part)
+
+    def choose(self, logits: torch.Tensor, draws: Sequence[Draw], positions: torch.Tensor) -> torch.Tensor:
+        """[n] int64 tokens for these positions, as the sampler of a worker chooses them."""
+        temperature = torch.tensor([draw.temperature for draw in draws])
+        seeds = torch.tensor([draw.seed for draw in draws])
+        zeros = torch.zeros(len(draws), dtype=torch.int64)
+        inputs = SamplingInputs(
+            temperature=temperature,
+            top_k=zeros,
+            top_p=torch.ones(len(draws), dtype=torch.float64),
+            log_min_p=torch.full((len(draws),), NO_CUT),
+            key=torch.stack((seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF)),
+            position=positions,
+            choice=zeros,
+            any_random=bool((temperature > 0).any()),
+            any_filter=False,
+        )
+        return self._ops.sample(logits, inputs)
+
+    def _hidden(
+        self, chosen: Sequence[int], texts: Sequence[Sequence[int]], start: int, wanted: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Computes the tokens of some texts from `start` on (below 0: from the end).
+
+        wanted: of which of the tokens [n, hidden] is returned; None: of the last one of each text.
+        """
+        lengths = [len(texts[i]) for i in chosen]
+        starts = [start % length for length in lengths]
+        counts = [length - begin for length, begin in zip(lengths, starts)]
+        ids = [token for i, begin in zip(chosen, starts) for token in texts[i][begin:]]
+        positions = torch.cat([torch.arange(begin, length) for begin, length in zip(starts, lengths)])
+        row = torch.arange(len(chosen)).repeat_interleave(torch.tensor(counts))
+        tables = torch.tensor(chosen)[:, None] * self._pages_each + torch.arange(self._pages_each)
+        bounds = list(accumulate(counts, initial=0))
+        batch = ForwardBatch(
+            input_ids=torch.tensor(ids, dtype=torch.int32),
+            positions=positions.int(),
+            cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            slot_mapping=(tables[row, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE,),
+            block_tables=(tables.int(),),
+            logits_indices=torch.tensor(bounds[1:]) - 1 if wanted is None else torch.tensor(list(wanted)),
+            max_seqlen_q=max(counts),
+            max_seqlen_k=max(lengths),
+        )
+        return self._decoder.hidden_states(batch, self._kv)

@@ -1,0 +1,237 @@
+"""Makes a draft model for speculative decoding out of a target: a few of its layers, trained on its own texts.
+
+The draft has some layers of the target, its embedding and its head. The target writes texts, greedy ones and ones
+that are sampled, and the draft's layers learn to give the distributions that the target had while it wrote. Embedding
+and head stay the target's own. What comes out is a model in the target's form (a GGUF file, or a folder with
+safetensors), for --speculative-model.
+
+Texts and checkpoints are kept in the folder `work` beside it: a run that was stopped goes on where it was, to the
+same result. Before and after, it is measured on prompts that it did not learn from how many of its tokens the target
+accepts, greedy and at a temperature of 0.7 with shared noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from scripts._distill import acceptance
+from scripts._distill.draft import Draft, draft_spec
+from scripts._distill.export import TRAINED_FORMATS, write_draft
+from scripts._distill.files import replaced
+from scripts._distill.loaded_model import LoadedModel, Text
+from scripts._distill.prompts import own_prompts, read_prompts, tokenize
+from scripts._distill.texts import (
+    JUDGED,
+    TEXTS_AT_ONCE,
+    Order,
+    Recipe,
+    digest,
+    judged_orders,
+    make_texts,
+    orders,
+)
+from scripts._distill.training import Schedule, Training
+from shared import log
+from shared.errors import ConfigurationError, InvalidRequestError
+from shared.settings import WorkerSettings
+from worker.executor.resolve import cache_directory, prepare_process, resolve_dtype
+from worker.model.loading.model_files import ModelFiles
+from worker.model.loading.open_model import default_model_path, open_model
+
+
+class Distillation:
+    """One run.
+
+    Args:
+        options: of `parser`.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._out = Path(options.out)
+        self._target = Path(options.model).expanduser() if options.model else default_model_path()
+        if self._target.is_dir() and not (self._target / "config.json").exists():
+            raise ConfigurationError(f"{self._target.name} holds no config.json: name the .gguf file itself")
+        if not self._target.exists():
+            raise ConfigurationError(f"there is no model file or folder {self._target}")
+        files = self._open()
+        self._layers = list(range(options.layers)) if options.chosen_layers is None else options.chosen_layers
+        self._spec = draft_spec(files.spec, self._layers)
+        self._recipe = Recipe(
+            num_texts=options.texts,
+            max_prompt=options.max_prompt,
+            max_tokens=options.max_tokens,
+            num_top=min(options.top, files.spec.vocab_size),
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        if options.prompts is None:
+            learned, judged = own_prompts(options.seed)
+        else:
+            learned, judged = read_prompts(options.prompts, options.seed)
+        bundle = files.bundle
+        self._learned = orders(tokenize(learned, bundle, options.max_prompt), self._recipe)
+        self._judged = judged_orders(tokenize(judged, bundle, options.max_prompt), self._recipe)
+        self._model_hash = files.model_hash
+        self._loaded: LoadedModel | None = None
+        files.weights.close()
+
+    def run(self) -> dict[str, Any]:
+        """The whole of it; returns the figures."""
+        options = self._options
+        path = self._write(None if options.steps == 0 else self._work / "untrained", None)
+        figures: dict[str, Any] = {"layers": self._layers, "steps": options.steps}
+        judged = {} if options.no_measure else {t: self._texts(o, "judging") for t, o in self._judged.items()}
+        found = self._measure("first layers", path, judged)
+        if options.steps:
+            draft = self._train(self._texts(self._learned, "texts"), figures)
+            path = self._write(None, draft)
+            found |= self._measure("trained", path, judged)
+        if found:
+            print("\n".join(acceptance.table(found)), flush=True)
+        figures |= {"path": str(path), "acceptance": {name: msgspec.to_builtins(one) for name, one in found.items()}}
+        with replaced(self._out / "report.json") as temporary:
+            temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        return figures
+
+    @property
+    def _work(self) -> Path:
+        return self._out / "work"
+
+    def _open(self) -> ModelFiles:
+        return open_model(str(self._target), self._options.cache_dir)
+
+    def _write(self, folder: Path | None, draft: Draft | None) -> Path:
+        """Writes a draft, the target's own layers where it is None; returns what is to be loaded."""
+        files = self._open()
+        trained = None if draft is None else draft.trained
+        try:
+            return write_draft(
+                folder or self._out, self._target, self._spec, self._layers, trained, files.weights,
+                self._options.layer_format,
+            )  # fmt: skip
+        finally:
+            files.weights.close()
+
+    def _texts(self, wanted: Sequence[Order], name: str) -> list[Text]:
+        """Makes texts, or reads those that were made."""
+        found: list[Text] = []
+        with tqdm(total=len(wanted), desc=name, unit="text", disable=None, file=sys.stderr) as bar:
+            for texts in make_texts(wanted, self._work, self._recipe, self._model_hash, self._model):
+                found += texts
+                bar.update(len(texts))
+                bar.set_postfix(tokens=sum(text.num_outputs for text in found))
+        return found
+
+    def _model(self) -> LoadedModel:
+        """The target, loaded when it is first needed."""
+        if self._loaded is None:
+            length = self._recipe.max_prompt + self._recipe.max_tokens
+            self._loaded = LoadedModel(self._open(), num_texts=TEXTS_AT_ONCE, max_length=length)
+        return self._loaded
+
+    def _measure(self, name: str, path: Path, judged: dict[float, list[Text]]) -> dict[str, acceptance.Acceptance]:
+        """Of what was written, loaded as a worker loads it."""
+        if not judged:
+            return {}
+        length = self._recipe.max_prompt + self._recipe.max_tokens
+        draft = LoadedModel(open_model(str(path), self._options.cache_dir), num_texts=1, max_length=length)
+        found = {}
+        for temperature in JUDGED:
+            label = f"{name}, " + ("greedy" if temperature == 0 else f"temperature {temperature}")
+            draws = [order.draw for order in self._judged[temperature]]
+            found[label] = acceptance.measure(draft, judged[temperature], draws)
+        return found
+
+    def _train(self, texts: Sequence[Text], figures: dict[str, Any]) -> Draft:
+        self._loaded = None  # memory for the training
+        options = self._options
+        schedule = Schedule(
+            steps=options.steps,
+            batch=options.batch,
+            learning_rate=options.learning_rate,
+            warm_up=max(1, options.steps // 20),
+            weight_decay=options.weight_decay,
+            negatives=options.negatives,
+            seed=options.seed,
+            save_every=options.save_every,
+        )
+        files = self._open()
+        dtype = resolve_dtype(WorkerSettings(device="cpu"), torch.device("cpu"))
+        draft = Draft(self._spec, files.weights, self._layers, dtype)
+        files.weights.close()
+        content = [digest(self._model_hash, self._recipe, self._learned), self._layers, msgspec.to_builtins(schedule)]
+        run = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        training = Training(draft, schedule, self._work / "checkpoint.safetensors", run)
+        training.resume()
+        losses: list[float] = []
+        with tqdm(
+            total=schedule.steps, initial=training.step, desc="training", unit="step", disable=None, file=sys.stderr
+        ) as bar:
+
+            def told(step: int, loss: float) -> None:
+                losses.append(loss)
+                bar.update(1)
+                bar.set_postfix(loss=f"{sum(losses[-20:]) / len(losses[-20:]):.3f}")
+
+            training.run(texts, told)
+        figures["texts"] = {"count": len(texts), "tokens": sum(text.num_outputs for text in texts)}
+        if losses:
+            figures |= {"first_loss": losses[0], "last_loss": sum(losses[-20:]) / len(losses[-20:])}
+        return draft
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of scripts/distill_draft."""
+    p = argparse.ArgumentParser(
+        prog="scripts/distill_draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--out", required=True, help="folder for the draft")
+    p.add_argument("--model", default="", help="path of the target; empty: the default model")
+    p.add_argument("--prompts", type=Path, help="a prompt a line, or .jsonl with `prompt` or `messages`; none: our own")
+    p.add_argument("--layers", type=int, default=2, help="layers of the draft: the target's first ones")
+    p.add_argument("--chosen-layers", type=int, nargs="+", help="these layers of the target instead, counted from 0")
+    p.add_argument("--layer-format", choices=list(TRAINED_FORMATS), default="q8_0", help="of trained layers, in a GGUF")
+    p.add_argument("--steps", type=int, default=1000, help="0: the layers as they are")
+    p.add_argument("--batch", type=int, default=12, help="texts in a step")
+    p.add_argument("--learning-rate", type=float, default=1e-3)
+    p.add_argument("--weight-decay", type=float, default=0.01)
+    p.add_argument("--negatives", type=int, default=2048, help="tokens a step compares with beside the likely ones")
+    p.add_argument("--texts", type=int, default=1280, help="to learn from")
+    p.add_argument("--max-prompt", type=int, default=256, help="tokens; longer prompts keep their end")
+    p.add_argument("--max-tokens", type=int, default=192, help="of an output")
+    p.add_argument("--top", type=int, default=32, help="tokens of which the target's probabilities are kept")
+    p.add_argument("--temperature", type=float, default=0.8, help="of the sampled texts")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint")
+    p.add_argument("--threads", type=int, default=0, help="0: one a core")
+    p.add_argument("--no-measure", action="store_true", help="do not measure acceptance")
+    p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 where there is nothing to be made."""
+    options = parser().parse_args(argv)
+    prepare_process(WorkerSettings(device="cpu", num_threads=options.threads, cache_dir=str(options.cache_dir)))
+    try:
+        print(json.dumps(Distillation(options).run()))
+    except (ConfigurationError, InvalidRequestError) as error:
+        print(f"distill_draft: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    log.configure("warning", "console", process="distill")
+    sys.exit(main())
