@@ -29,7 +29,7 @@ class GenerationRequest:
         stop_regex: regular expressions that end a choice as stop strings do.
         affinity: requests with the same one rather go to the same worker; empty: no preference.
         format: how the model's text is taken apart into reasoning, content and tool calls; None: it is all content.
-        speculative: whether tokens may be drafted; the output is the same either way.
+        speculative: whether tokens may be drafted.
         prediction: what the output is expected to be, as tokens.
     """
 
