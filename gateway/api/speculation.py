@@ -1,6 +1,7 @@
 """What a request says of speculation: whether tokens may be drafted for it, and what it expects its output to be.
 
-Neither changes what may come out, or how likely it is. What would have no effect at all is refused like anything else that would be ignored.
+Neither changes what may come out, or how likely it is. What would have no effect at all is refused like anything else
+that would be ignored.
 """
 
 from __future__ import annotations
