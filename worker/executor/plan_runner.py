@@ -67,4 +67,4 @@ class PlanRunner:
 
     def capture_next(self) -> bool:
         """While nothing else is to do: captures one more decode step. False where there is none left."""
-        return self._target.capture_next()
+        return self._target.capture_next() or (self._draft is not None and self._draft.capture_next())

@@ -14,7 +14,9 @@ import torch
 
 from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 from kernels.step_inputs.inputs import TEMPERATURE
+from worker.executor.decode_graphs import DecodeGraphs, Size
 from worker.executor.device import Device, Download
+from worker.executor.forward_batch import ForwardBatch
 from worker.executor.model_runner import Model, PageStorage
 from worker.executor.request_rows import RequestRows
 from worker.sampling.sampled_rows import Listed, Needs, SampledRows
@@ -38,6 +40,7 @@ class DraftModel:
         draft_vocab_size: token ids that the model can read; those from there on, which no tokenizer has, are read as
             its last.
         max_len: the draft computes positions below it.
+        graphs: capture passes of one token a row, where the device can.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class DraftModel:
         vocab_size: int,
         draft_vocab_size: int,
         max_len: int,
+        graphs: bool = True,
     ) -> None:
         self.max_len = max_len
         self._model = model
@@ -61,6 +65,9 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._draft_vocab_size = draft_vocab_size
         self._all = torch.arange(rows.max_num_seqs, device=device.torch_device)
+        self._graphs: DecodeGraphs[torch.Tensor] | None = None
+        if graphs and device.captures:
+            self._graphs = DecodeGraphs(device, self._compute, rows.clear_inputs, max_num_seqs=rows.max_num_seqs)
 
     @torch.inference_mode()
     def launch(self, step: int, drafting: Sequence[DraftedRow]) -> PendingDrafts:
@@ -84,21 +91,41 @@ class DraftModel:
             passes.append(self._pass(step, items))
         return PendingDrafts(step, proposing, passes)
 
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """While nothing else is to do: captures one more kind of pass. False where there is none left."""
+        return self._graphs is not None and self._graphs.capture_next()
+
     def _pass(self, step: int, items: list[ScheduledTokens]) -> _Pass:
         """Computes tokens of the rows and samples one more in those that want it."""
-        staged = self._rows.stage(StepPlan(step=step, scheduled=items))
+        size = self._choose_graph(items)
+        staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
         if batch is None:
             raise ValueError("a step of the draft model needs rows")
-        if self._draft_vocab_size < self._vocab_size:
-            batch = replace(batch, input_ids=batch.input_ids.clamp(max=self._draft_vocab_size - 1))
-        hidden = self._model.hidden_states(batch, self._kv)
+        if size is not None and self._graphs is not None:
+            hidden = self._graphs.replay(size)[: len(items)]
+        else:
+            hidden = self._hidden_states(batch)
         tensors: list[torch.Tensor] = []
         if len(sampled.rows):
             tensors += self._propose(hidden, sampled)
         passed = _Pass(self._device.download(tensors))
         self._rows.hold(passed)
         return passed
+
+    def _choose_graph(self, items: list[ScheduledTokens]) -> Size | None:
+        if self._graphs is None or not all(item.count == 1 and item.sample for item in items):
+            return None
+        return self._graphs.choose(len(items), 1)
+
+    def _compute(self, size: Size) -> torch.Tensor:
+        return self._hidden_states(self._rows.graph_batch(size))
+
+    def _hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        if self._draft_vocab_size < self._vocab_size:
+            batch = replace(batch, input_ids=batch.input_ids.clamp(max=self._draft_vocab_size - 1))
+        return self._model.hidden_states(batch, self._kv)
 
     def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from [S, hidden] and appends to the rows; [S] int64 ids, below 0 where there is none, and [S] float32

@@ -91,6 +91,11 @@ class Pair:
             )
         self.runner = PlanRunner(runner, model)
 
+    @property
+    def num_captured(self) -> int:
+        """Graphs of the draft model."""
+        return self.runner._draft._graphs.num_captured
+
     @staticmethod
     def _storage(decoder: Decoder) -> KVStorage:
         return KVStorage(decoder.spec, NUM_PAGES, PAGE, torch.float32, "cpu")

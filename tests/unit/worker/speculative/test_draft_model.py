@@ -61,6 +61,20 @@ def test_a_draft_equal_to_the_target_proposes_what_the_target_says(models, late)
     # The second time it has seen all but what came since: 3 of its 5 drafts, 2 of which it has read.
     drafted = pair.draft(*((row, len(known[row]) - 1, 1, 6) for row in range(4)))
     assert [drafted[row].token_ids for row in range(4)] == [expected[row][3:] for row in range(4)]
+    if late:
+        assert pair.num_captured == 1
+
+
+def test_idle_time_captures_passes_of_every_size_and_the_drafts_stay(models):
+    pair = Pair(models[0], models[1], late=True)
+    while pair.runner.capture_next():
+        pass
+    assert pair.num_captured == 4  # 1, 2, 4 and 5 rows
+    known = [[*prompt, pair.enter(row, prompt, SAMPLING[row])] for row, prompt in enumerate(PROMPTS)]
+    # The rows that go on become fewer: passes of 4, 3 and 1 rows, two of them padded.
+    drafted = pair.draft(*((row, 0, len(known[row]), count) for row, count in enumerate((2, 5, 1, 3))))
+    for row, count in enumerate((2, 5, 1, 3)):
+        assert drafted[row].token_ids == continued(models[1], known[row], count, SAMPLING[row])
 
 
 @pytest.mark.parametrize("windows", [False, True])
