@@ -1,0 +1,161 @@
+"""What one request proposes, and what is learned from the tokens that arrive."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from worker.speculative.acceptance import Acceptance, RequestAcceptance, match_grades, probability_grades
+from worker.speculative.proposal import Proposal, Source
+from worker.speculative.speculation import Speculation
+
+
+def _speculation(token_ids, *, prediction=(), look_up=True, num_prompt_tokens=None, acceptance=None) -> Speculation:
+    return Speculation(
+        token_ids,
+        len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        prediction,
+        look_up=look_up,
+        acceptance=acceptance or Acceptance(),
+    )
+
+
+def test_a_proposal_can_be_cut():
+    proposal = Proposal([1, 2, 3], Source.LOOKUP, [0.9, 0.8, 0.7])
+    assert proposal.first(2) == Proposal([1, 2], Source.LOOKUP, [0.9, 0.8])
+    assert proposal.first(5) is proposal
+    assert proposal.first(0) is None
+
+
+def test_the_prediction_comes_before_the_look_up_and_that_before_the_draft():
+    prompt = [1, 2, 3, 4, 9, 1, 2]
+    speculation = _speculation(prompt, prediction=[5, 6, 7, 8])
+    speculation.append(5)
+    speculation.append(6)
+    speculation.append(7)
+    assert speculation.propose(4).source is Source.PREDICTION
+    assert _speculation(prompt).propose(2).token_ids == [3, 4]
+    drafting = _speculation([1, 2, 3])
+    drafting.set_drafted([7, 8, 9], [0.9, 0.5, math.nan])
+    proposal = drafting.propose(2)
+    assert (proposal.source, list(proposal.token_ids)) == (Source.DRAFT_MODEL, [7, 8])
+    assert len(drafting.propose(8).chances) == 3
+
+
+def test_a_doubtful_place_in_the_prediction_gives_way_to_a_better_look_up():
+    line = list(range(100, 140))
+    speculation = _speculation([*line, 7, *line[:20]], prediction=[line[18], line[19], 500, 501])
+    for token in line[20:24]:
+        speculation.append(token)
+    assert speculation.propose(3).source is Source.LOOKUP
+
+
+def test_drafted_tokens_are_forgotten_when_a_token_arrives():
+    speculation = _speculation([1, 2, 3], look_up=False)
+    speculation.set_drafted([7, 8], [0.9, 0.9])
+    speculation.append(7)
+    assert speculation.propose(4) is None
+    speculation.set_drafted([], [])
+    assert speculation.propose(4) is None
+
+
+def test_nothing_is_proposed_without_room():
+    speculation = _speculation([1, 2, 1, 2])
+    assert speculation.propose(0) is None
+    assert len(speculation.propose(3).token_ids) == 3
+    assert len(speculation.propose(10**6).token_ids) == 16
+
+
+def test_tokens_before_the_first_proposal_count_whether_or_not_the_list_grew():
+    tokens = [1, 2, 3, 4, 5]
+    speculation = _speculation(tokens)
+    for token in (9, 1, 2):
+        tokens.append(token)
+        speculation.append(token)
+    assert speculation.propose(3).token_ids == [3, 4, 5]
+    # A prompt, and what was generated before the request came here.
+    resumed = _speculation([1, 2, 3, 50, 51], num_prompt_tokens=3, prediction=[50, 51, 52, 53])
+    assert resumed.propose(2).token_ids == [52, 53]
+
+
+def test_counts_are_of_what_was_verified():
+    speculation = _speculation([1, 2, 1, 2])
+    speculation.resolve(4, 3)
+    speculation.resolve(2, 0)
+    assert (speculation.num_drafted, speculation.num_accepted) == (6, 3)
+
+
+def test_acceptance_is_learned_without_verification():
+    acceptance = Acceptance()
+    rng = random.Random(1)
+    prompt = [rng.randrange(1000) for _ in range(300)]
+    quoting = _speculation(prompt + prompt[:20], acceptance=acceptance)
+    lying = _speculation(prompt + prompt[:20], acceptance=acceptance)
+    for step in range(60):
+        quoting.propose(7)
+        lying.propose(7)
+        quoting.append(prompt[20 + step])
+        # Goes along for two tokens, then leaves.
+        lying.append(prompt[3 * step + (step % 3)] if step % 3 else 5000 + step)
+    lying.append(prompt[0])
+    lying.append(prompt[1])
+    assert quoting.propose(7).chances[0] > 0.9
+    assert lying.propose(7).chances[0] < 0.4
+
+
+def test_a_text_that_turns_predictable_is_noticed_and_one_that_stops_to_be():
+    request = RequestAcceptance(Acceptance())
+    grade = match_grades(10, 1)[0]
+
+    def after(num: int, rate: float) -> float:
+        rng = random.Random(5)
+        for _ in range(num):
+            request.observe(Source.LOOKUP, 0, grade, rng.random() < rate)
+        return request.chances(Source.LOOKUP, [grade])[0]
+
+    assert after(30, 0.95) > 0.8
+    assert after(30, 0.02) < 0.3
+    assert after(30, 0.95) > 0.8
+
+
+def test_new_requests_begin_with_what_others_showed():
+    acceptance = Acceptance()
+    seen = RequestAcceptance(acceptance)
+    grades = match_grades(2, 1)
+    before = RequestAcceptance(acceptance).chances(Source.LOOKUP, grades)[0]
+    for _ in range(200):
+        seen.observe(Source.LOOKUP, 0, grades[0], False)
+    assert RequestAcceptance(acceptance).chances(Source.LOOKUP, grades)[0] < 0.3 * before
+    # Of other sources nothing was learned.
+    assert acceptance.by_place(Source.DRAFT_MODEL, 2) == Acceptance().by_place(Source.DRAFT_MODEL, 2)
+
+
+def test_estimated_chances_are_those_that_come_true():
+    acceptance = Acceptance()
+    rng = random.Random(2)
+    probabilities = [0.05, 0.3, 0.6, 0.85, 0.99]
+    for _ in range(3000):
+        request = RequestAcceptance(acceptance)
+        grade = probability_grades([rng.choice(probabilities)])[0]
+        p = probabilities[[probability_grades([q])[0] for q in probabilities].index(grade)]
+        request.observe(Source.DRAFT_MODEL, 0, grade, rng.random() < p * 0.8)
+    chances = RequestAcceptance(acceptance).chances(Source.DRAFT_MODEL, probability_grades(probabilities))
+    assert chances == pytest.approx([p * 0.8 for p in probabilities], abs=0.08)
+
+
+def test_by_place_follows_the_request():
+    acceptance = Acceptance()
+    good, bad = RequestAcceptance(acceptance), RequestAcceptance(acceptance)
+    for _ in range(20):
+        good.observe(Source.DRAFT_MODEL, 0, 3, True)
+        bad.observe(Source.DRAFT_MODEL, 0, 3, False)
+    assert good.by_place(Source.DRAFT_MODEL, 3)[0] > 2 * bad.by_place(Source.DRAFT_MODEL, 3)[0]
+    assert len(good.by_place(Source.DRAFT_MODEL, 20)) == 20
+
+
+def test_probabilities_that_are_none_are_the_lowest_grade():
+    assert probability_grades([math.nan, math.inf, -math.inf, 0.0]) == [0, 0, 0, 0]
+    grades = probability_grades([0.1, 0.5, 0.9, 1.0])
+    assert list(grades) == sorted(set(grades))
