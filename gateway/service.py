@@ -124,22 +124,9 @@ class Service:
             on_refused=None if supervisor_pipe.supervisor_fd() is None else self._give_up,
         )
         peers = self._peers = self._find_peers(directory)
-        admission = Admission(
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-        )
-        generator = Generator(
-            registry,
-            admission,
-            Router(),
-            gateway_id=gateway_id,
-            request_timeout=settings.request_timeout,
-            write_timeout=settings.write_timeout,
-            metrics=self._metrics,
-        )
         services = Services(
             models=registry,
-            generator=generator,
+            generator=self._generator(registry, gateway_id),
             key_ring=key_ring,
             salts=Salts(secret, shared=settings.shared_prefix_cache),
             grammars=self._grammars,
@@ -165,6 +152,22 @@ class Service:
             app.cleanup_ctx.append(peers.listening)
         app.cleanup_ctx.append(self._housekeeping)
         return app
+
+    def _generator(self, registry: Registry, gateway_id: str) -> Generator:
+        settings = self._settings
+        admission = Admission(
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+        )
+        return Generator(
+            registry,
+            admission,
+            Router(),
+            gateway_id=gateway_id,
+            request_timeout=settings.request_timeout,
+            write_timeout=settings.write_timeout,
+            metrics=self._metrics,
+        )
 
     def _find_peers(self, directory: Path) -> Peers | None:
         """The other gateway processes, where there are any."""
