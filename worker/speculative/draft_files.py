@@ -30,10 +30,12 @@ def open_draft(settings: WorkerSettings, target: ModelFiles, cache_dir: Path) ->
         return None
     if method not in _METHODS:
         raise ConfigurationError(
-            f"speculative-model is {model}, but speculative-method {method} asks no model: "
-            f"it would be draft_model or auto"
+            f"speculative-model is {model}, but speculative-method {method} uses none: set it to draft_model or auto"
         )
-    draft = open_model(model, cache_dir)
+    try:
+        draft = open_model(model, cache_dir)
+    except ConfigurationError as error:
+        raise type(error)(f"speculative-model: {error}") from error
     try:
         check_draft(target, draft)
     except BaseException:

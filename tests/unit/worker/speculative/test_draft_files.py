@@ -114,7 +114,7 @@ def test_method_and_model_go_together(target, folder, tmp_path):
     with pytest.raises(ConfigurationError, match="draft_model needs a speculative-model"):
         open_draft(settings(method="draft_model"), target, tmp_path)
     for method in ("off", "ngram"):
-        with pytest.raises(ConfigurationError, match=f"speculative-method {method} asks no model"):
+        with pytest.raises(ConfigurationError, match=f"speculative-method {method} uses none"):
             open_draft(settings(folder, method), target, tmp_path)
 
 
@@ -128,5 +128,5 @@ def test_a_draft_is_opened_as_any_model_and_checked(target, folder, tmp_path, me
     (small / "tokenizer.json").write_bytes(tokenizer_of(words() | {0: "zero"}))
     with pytest.raises(ConfigurationError, match="small cannot draft for tiny"):
         open_draft(settings(small, method), target, tmp_path)
-    with pytest.raises(ConfigurationError, match="no model file or folder"):
+    with pytest.raises(ConfigurationError, match="^speculative-model: there is no model file or folder"):
         open_draft(settings(tmp_path / "absent", method), target, tmp_path)
