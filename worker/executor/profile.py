@@ -57,7 +57,7 @@ def measure_step(
 
     def run(num_tokens: int) -> int:
         plans = profile_plans(settings, max_model_len, num_groups, num_tokens)
-        drafting = drafting_plan(plans[0], draft_max_len) if draft_max_len else None
+        drafting = drafting_plan(settings, plans[0], draft_max_len) if draft_max_len else None
         return _run(device, settings, make_execute(plan), *plans, drafting)
 
     try:
@@ -150,9 +150,13 @@ def profile_plans(
     )
 
 
-def drafting_plan(first: StepPlan, draft_max_len: int) -> StepPlan:
-    """After the first of `profile_plans`: the draft model reads the same tokens and proposes one for each row."""
-    drafting = [DraftedRow(item.row, 0, min(item.count, draft_max_len), 1) for item in first.scheduled]
+def drafting_plan(settings: WorkerSettings, first: StepPlan, draft_max_len: int) -> StepPlan:
+    """After the first of `profile_plans`: the draft model reads the same tokens and proposes the most for each row."""
+    drafting = []
+    for item in first.scheduled:
+        count = min(item.count, draft_max_len)
+        num_drafts = min(settings.num_speculative_tokens, draft_max_len - count + 1)
+        drafting.append(DraftedRow(item.row, 0, count, num_drafts))
     return StepPlan(step=0, scheduled=[], drafting=drafting)
 
 

@@ -82,23 +82,20 @@ class DraftModel:
                     f"it needs one to read, and positions below {self.max_len}"
                 )
         proposing = [row for row in drafting if row.num_drafts]
-        if self._rows.distributions is not None:
-            self._rows.distributions.forget(row.row for row in proposing)
-        passes = [self._pass(step, [ScheduledTokens(r.row, r.start, r.count, r.num_drafts > 0) for r in drafting])]
+        wanted = [[ScheduledTokens(row.row, row.start, row.count, row.num_drafts > 0) for row in drafting]]
         for index in range(1, max((row.num_drafts for row in proposing), default=1)):
             going_on = [row for row in proposing if row.num_drafts > index]
-            items = [ScheduledTokens(row.row, row.start + row.count + index - 1, 1, True) for row in going_on]
-            passes.append(self._pass(step, items))
-        return PendingDrafts(step, proposing, passes)
+            wanted.append([ScheduledTokens(r.row, r.start + r.count + index - 1, 1, True) for r in going_on])
+        sizes = self._choose_graphs(wanted)
+        return PendingDrafts(step, proposing, [self._pass(step, items, size) for items, size in zip(wanted, sizes)])
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """While nothing else is to do: captures one more kind of pass. False where there is none left."""
         return self._graphs is not None and self._graphs.capture_next()
 
-    def _pass(self, step: int, items: list[ScheduledTokens]) -> _Pass:
+    def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None) -> _Pass:
         """Computes tokens of the rows and samples one more in those that want it."""
-        size = self._choose_graph(items)
         staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
         if batch is None:
@@ -114,10 +111,14 @@ class DraftModel:
         self._rows.hold(passed)
         return passed
 
-    def _choose_graph(self, items: list[ScheduledTokens]) -> Size | None:
-        if self._graphs is None or not all(item.count == 1 and item.sample for item in items):
-            return None
-        return self._graphs.choose(len(items), 1)
+    def _choose_graphs(self, wanted: list[list[ScheduledTokens]]) -> list[Size | None]:
+        """For each pass; what is captured is so before the first, and a step asks but once for a size."""
+        graphs = self._graphs
+        if graphs is None:
+            return [None] * len(wanted)
+        decodes = [all(item.count == 1 and item.sample for item in items) for items in wanted]
+        chosen = {num: graphs.choose(num, 1) for num in {len(items) for items, fits in zip(wanted, decodes) if fits}}
+        return [chosen[len(items)] if fits else None for items, fits in zip(wanted, decodes)]
 
     def _compute(self, size: Size) -> torch.Tensor:
         return self._hidden_states(self._rows.graph_batch(size))

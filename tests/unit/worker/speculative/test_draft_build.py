@@ -157,6 +157,7 @@ def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs):
     first, drafting, _ = plans
     assert [row.count for row in drafting.drafting] == [min(200, item.count) for item in first.scheduled]
     assert sum(row.count for row in drafting.drafting) <= tokens
+    assert {row.num_drafts for row in drafting.drafting} == {1 if tokens == 500 else 7}
 
 
 def test_weights_that_do_not_fit_are_said_to_be_the_drafts():

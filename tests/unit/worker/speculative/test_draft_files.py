@@ -128,5 +128,5 @@ def test_a_draft_is_opened_as_any_model_and_checked(target, folder, tmp_path, me
     (small / "tokenizer.json").write_bytes(tokenizer_of(words() | {0: "zero"}))
     with pytest.raises(ConfigurationError, match="small cannot draft for tiny"):
         open_draft(settings(small, method), target, tmp_path)
-    with pytest.raises(ConfigurationError, match="^speculative-model: there is no model file or folder"):
+    with pytest.raises(ConfigurationError, match=r"^speculative-model: there is no model file or folder"):
         open_draft(settings(tmp_path / "absent", method), target, tmp_path)
