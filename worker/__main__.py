@@ -103,6 +103,7 @@ def _speculation(settings: WorkerSettings, built: BuiltExecutor) -> SpeculationC
         look_up=settings.speculative_method != "draft_model",
         draft_len=built.draft_max_len,
         max_drafts=settings.num_speculative_tokens,
+        rejection=settings.speculative_acceptance == "rejection",
     )
 
 

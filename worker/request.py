@@ -186,6 +186,11 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
         raise InvalidRequestError(
             f"token id {largest} is not below the vocabulary's size {limits.vocab_size}", param="token_ids"
         )
+    if submit.prediction and max(submit.prediction) >= limits.vocab_size:
+        raise InvalidRequestError(
+            f"predicted token id {max(submit.prediction)} is not below the vocabulary's size {limits.vocab_size}",
+            param="prediction",
+        )
     if not 1 <= submit.num_prompt_tokens <= num_tokens:
         raise InvalidRequestError(
             f"num_prompt_tokens is {submit.num_prompt_tokens}, but there are {num_tokens} tokens",

@@ -14,9 +14,9 @@ from worker.speculative.speculator import SpeculationConfig, Speculator
 MAX_DRAFTS = 5
 
 
-def speculation(draft_len: int = 0) -> SpeculationConfig:
+def speculation(draft_len: int = 0, *, rejection: bool = False) -> SpeculationConfig:
     """Look-ups, or a draft model alone."""
-    return SpeculationConfig(look_up=not draft_len, draft_len=draft_len, max_drafts=MAX_DRAFTS)
+    return SpeculationConfig(look_up=not draft_len, draft_len=draft_len, max_drafts=MAX_DRAFTS, rejection=rejection)
 
 
 class Guesses:

@@ -28,6 +28,7 @@ from worker.model.decoder import Decoder
 from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
 from worker.quant.dense import DenseScheme
 from worker.sampling.sampler import Sampler
+from worker.speculative.distributions import Distributions
 from worker.speculative.draft_model import DraftModel
 from worker.speculative.speculator import SpeculationConfig
 
@@ -109,6 +110,7 @@ class TinyServer(Harness):
         **options,
     ) -> None:
         spec = spec or tiny_spec()
+        rejection = speculation is not None and speculation.rejection
         options = {"max_model_len": MAX_MODEL_LEN, "num_groups": len(spec.kv_groups)} | options
         super().__init__(depth=2 if late else 1, speculation=speculation, **options)
         monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: ops or ReferenceOps())
@@ -139,9 +141,12 @@ class TinyServer(Harness):
             vocab_size=VOCAB,
             device=self.device,
             max_drafts=0 if speculation is None else speculation.max_drafts,
+            distributions=Distributions() if rejection else None,
         )
         rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
-        sampler = Sampler(rows.sampling, sampling_ops or ReferenceSamplingOps(), ReferenceSpeculativeOps())
+        sampler = Sampler(
+            rows.sampling, sampling_ops or ReferenceSamplingOps(), ReferenceSpeculativeOps(), rejection=rejection
+        )
         self.runner = ModelRunner(decoder_of(spec, 0), storage, rows, sampler, self.device)
         draft = None
         if speculation is not None and speculation.draft_len:

@@ -32,6 +32,7 @@ from worker.model.loading.model_files import ModelFiles
 from worker.model.parallel import ParallelContext
 from worker.sampling.sampler import Sampler
 from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
+from worker.speculative.distributions import Distributions
 from worker.speculative.draft_model import DraftModel
 
 _log = get_logger("worker.executor")
@@ -219,6 +220,7 @@ def make_rows(
         vocab_size=vocab_size,
         device=device,
         max_drafts=settings.num_speculative_tokens if settings.speculative_method != "off" else 0,
+        distributions=Distributions() if settings.speculative_acceptance == "rejection" else None,
     )
 
 
@@ -229,7 +231,8 @@ def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: Sam
     target.fuse_layers(kv)
     rows = make_rows(settings, plan.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
     verifying = speculative_ops(device.torch_device, num_threads(settings), spec.vocab_size)
-    sampler = Sampler(rows.sampling, ops, verifying)
+    rejection = settings.speculative_acceptance == "rejection"
+    sampler = Sampler(rows.sampling, ops, verifying, rejection=rejection)
     runner = ModelRunner(
         target,
         kv,
@@ -255,6 +258,7 @@ def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: Sam
             vocab_size=spec.vocab_size,
             draft_vocab_size=draft.spec.vocab_size,
             max_len=min(plan.max_model_len, draft.max_model_len),
+            graphs=settings.decode_graphs,
         ),
     )
 

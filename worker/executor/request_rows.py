@@ -27,6 +27,7 @@ from worker.sampling.parameters import SamplingParameters
 from worker.sampling.row_lists import MAX_ADJUSTMENTS
 from worker.sampling.sampled_rows import Needs, SampledRows
 from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
+from worker.speculative.distributions import Distributions
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -73,6 +74,7 @@ class RequestRows:
     Args:
         num_groups: KV groups, each with a block table per row.
         max_drafts: most drafts of a request that a step verifies.
+        distributions: of the draft model, where drafts are accepted by rejection.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class RequestRows:
         vocab_size: int,
         device: Device,
         max_drafts: int = 0,
+        distributions: Distributions | None = None,
     ) -> None:
+        self.distributions = distributions
         max_num_tokens = max(max_num_tokens, max_num_seqs)
         max_sampled = min(max_num_seqs * (1 + max_drafts), max_num_tokens)
         # Words of lists: pages to copy, indices of ten kinds, the drafts before each token that is sampled, and the
@@ -149,7 +153,7 @@ class RequestRows:
         copies = self._put_copies(plan.page_copies)
         sampled = self._list_needs(sampled_rows)
         if drafts is not None:
-            sampled = drafts.verification(sampled, self._packer.integers)
+            sampled = drafts.verification(sampled, self._packer.integers, self.distributions)
         if plan.masks:
             sampled = self._add_masks(plan, sampled)
         chunks = self._prompt_chunks(plan)

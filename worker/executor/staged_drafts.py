@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from worker.sampling.sampled_rows import Integers, Needs, SampledRows, Upload, Verification
 from worker.scheduler.plan import StepPlan
+from worker.speculative.distributions import Distributions
 
 _NONE = -1
 
@@ -22,6 +24,7 @@ class StagedDrafts:
         drafts: [S] what was drafted for its place; -1: nothing.
         cu_rows: [R + 1] prefix sums of the sampled tokens per request.
         written: (row, position, token ids) of the drafts.
+        drawn: (which of the S, row, position) of drafts that the draft model drew.
     """
 
     requests: Integers
@@ -29,6 +32,7 @@ class StagedDrafts:
     drafts: Integers
     cu_rows: Integers
     written: list[tuple[int, int, list[int]]]
+    drawn: list[tuple[int, int, int]]
 
     @staticmethod
     def of(plan: StepPlan) -> StagedDrafts | None:
@@ -46,15 +50,49 @@ class StagedDrafts:
             drafts=np.array([token for _, item in sampled for token in (*item.drafts, _NONE)], dtype=np.int64),
             cu_rows=cu_rows,
             written=[(item.row, item.start + 1, item.drafts) for _, item in sampled if item.drafts],
+            drawn=[
+                (first + index, item.row, item.start + 1 + index)
+                for (_, item), first in zip(sampled, cu_rows.tolist())
+                if item.drawn
+                for index in range(len(item.drafts))
+            ],
         )
 
-    def verification(self, sampled: SampledRows, upload: Upload) -> SampledRows:
-        """The sampled rows with what is verified in them."""
+    def verification(
+        self, sampled: SampledRows, upload: Upload, distributions: Distributions | None = None
+    ) -> SampledRows:
+        """The sampled rows with what is verified in them.
+
+        Args:
+            distributions: where drafts are accepted by rejection.
+        """
         extra = None
         if Needs.PENALTY in sampled.listed:
             before = self._drafts_before(sampled.listed[Needs.PENALTY].host_index)
             extra = upload(before.reshape(-1)).view(before.shape)
-        return replace(sampled, verification=Verification(upload(self.drafts), upload(self.cu_rows), extra))
+        verification = Verification(upload(self.drafts), upload(self.cu_rows), extra)
+        if distributions is not None:
+            verification = self._with_distributions(verification, upload, distributions)
+        return replace(sampled, verification=verification)
+
+    def _with_distributions(
+        self, verification: Verification, upload: Upload, distributions: Distributions
+    ) -> Verification:
+        counts = np.diff(self.cu_rows)
+        drafted = np.repeat(counts > 1, counts)
+        found: list[torch.Tensor] = []
+        rows = np.full(len(self.drafts), _NONE, dtype=np.int64)
+        for index, row, position in self.drawn:
+            distribution = distributions.find(row, position)
+            if distribution is not None:
+                rows[index] = len(found)
+                found.append(distribution)
+        return replace(
+            verification,
+            drafted=None if drafted.all() else upload(drafted.astype(np.int64)),
+            probabilities=torch.stack(found) if found else None,
+            probability_rows=upload(rows) if found else None,
+        )
 
     def _drafts_before(self, index: Integers) -> Integers:
         """[P, E] the drafts before each of the sampled tokens `index`, which come first; -1 fills the rest."""

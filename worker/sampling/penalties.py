@@ -12,14 +12,18 @@ _FIRST_SLOTS = 4
 
 
 class PenaltyTables:
-    """One slot of counts for each row with penalties; the tables grow by doubling."""
+    """One slot of counts for each row with penalties; the tables grow by doubling.
+
+    Attributes:
+        output_counts: [slots, vocab] int32, occurrences in the output.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._slot_of_row: Integers = np.full(max_num_seqs, -1, dtype=np.int64)
         self._free: list[int] = []
-        self._output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def take(self, row: int) -> None:
@@ -43,7 +47,7 @@ class PenaltyTables:
         prompt, output = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
         self._in_prompt[slot].zero_().index_fill_(0, prompt, True)
         ones = torch.ones_like(output, dtype=torch.int32)
-        self._output_counts[slot].zero_().index_add_(0, output, ones)
+        self.output_counts[slot].zero_().index_add_(0, output, ones)
 
     def slots(self, rows: Integers) -> Integers:
         """[P] int64 slots of rows that all have one."""
@@ -59,7 +63,7 @@ class PenaltyTables:
         return PenaltyInputs(
             rows=indices,
             slots=slots,
-            output_counts=self._output_counts,
+            output_counts=self.output_counts,
             in_prompt=self._in_prompt,
             repetition=repetition,
             presence=presence,
@@ -67,19 +71,15 @@ class PenaltyTables:
             extra=extra,
         )
 
-    def add(self, slots: torch.Tensor, token_ids: torch.Tensor, kept: torch.Tensor | None = None) -> None:
-        """Counts [P] sampled tokens in their slots; ids below 0 count as 0, their requests have failed.
-
-        Args:
-            kept: [P] bool, which of them come into the text; None: all.
-        """
-        counts = torch.ones_like(slots, dtype=torch.int32) if kept is None else kept.to(torch.int32)
-        self._output_counts.index_put_((slots, token_ids.clamp(min=0)), counts, accumulate=True)
+    def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Counts one sampled token in each slot; ids below 0 count as 0, their requests have failed."""
+        ones = torch.ones_like(slots, dtype=torch.int32)
+        self.output_counts.index_put_((slots, token_ids.clamp(min=0)), ones, accumulate=True)
 
     def _grow(self) -> None:
-        old = self._output_counts.shape[0]
+        old = self.output_counts.shape[0]
         more = max(old, min(_FIRST_SLOTS, len(self._slot_of_row)))
         more = min(more, len(self._slot_of_row) - old)
-        self._output_counts = torch.cat((self._output_counts, self._output_counts.new_zeros(more, self._vocab_size)))
+        self.output_counts = torch.cat((self.output_counts, self.output_counts.new_zeros(more, self._vocab_size)))
         self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(more, self._vocab_size)))
         self._free.extend(range(old, old + more))

@@ -58,11 +58,18 @@ class Verification:
         cu_rows: [R + 1] int64 on the device, prefix sums of the sampled tokens per request.
         extra: [P, E] int64 on the device, for the rows with PENALTY the drafts that come before what they sample, and
             are to be counted too; -1: none. None where no row has penalties.
+        drafted: [S] int64 on the device, 1 for those whose request has drafts, else 0; None: all have.
+        probabilities: [D, vocab] float32 on the device, distributions that drafts were drawn from; None: no draft has
+            one, or none is asked for.
+        probability_rows: [S] int64 on the device, the row of `probabilities` of each draft; below 0: none.
     """
 
     drafts: torch.Tensor
     cu_rows: torch.Tensor
     extra: torch.Tensor | None = None
+    drafted: torch.Tensor | None = None
+    probabilities: torch.Tensor | None = None
+    probability_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

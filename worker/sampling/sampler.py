@@ -17,6 +17,7 @@ from kernels.sampling.dispatch import SamplingOps
 from kernels.sampling.extended import next_mu
 from kernels.sampling.inputs import Feature
 from kernels.speculative.dispatch import SpeculativeOps
+from kernels.speculative.inputs import DraftInputs
 from kernels.step_inputs.inputs import MIROSTAT, MIROSTAT_ETA, MIROSTAT_MU, MIROSTAT_TAU
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.sampled_rows import Listed, Needs, SampledRows
@@ -42,14 +43,21 @@ class Sampler:
 
     Args:
         speculative: for steps that verify drafts; None: there are none.
+        rejection: drafts are accepted by rejection sampling; else where what is sampled, as always, is equal.
     """
 
     def __init__(
-        self, parameters: SamplingParameters, ops: SamplingOps, speculative: SpeculativeOps | None = None
+        self,
+        parameters: SamplingParameters,
+        ops: SamplingOps,
+        speculative: SpeculativeOps | None = None,
+        *,
+        rejection: bool = False,
     ) -> None:
         self._parameters = parameters
         self._ops = ops
         self._speculative = speculative
+        self._rejection = rejection
 
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
         """Samples a token at each place and counts it for the penalties. Nothing is read on the host.
@@ -75,7 +83,7 @@ class Sampler:
         if Needs.EXTENDED in listed:
             token_ids, mu = self._extend_and_sample(logits, sampled, listed[Needs.EXTENDED])
         else:
-            token_ids = ops.sample(logits, parameters.sampling_inputs(sampled))
+            token_ids = self._draw(logits, sampled)
         if penalized is not None and not sampled.trial:
             self._count(token_ids, sampled, penalized)
         if raw is None or reporting is None or sampled.num_top is None:
@@ -88,12 +96,32 @@ class Sampler:
         penalties, slots, verification = self._parameters.penalties, sampled.slots, sampled.verification
         if slots is None:
             return
-        ids, kept = token_ids.index_select(0, penalized.index), None
-        if verification is not None and self._speculative is not None:
-            bounds = verification.cu_rows.to(torch.int32)
-            kept = self._speculative.verify(token_ids, verification.drafts, bounds).kept
-            kept = kept.index_select(0, penalized.index)
-        penalties.add(slots, ids, kept)
+        ids = token_ids.index_select(0, penalized.index)
+        if verification is None or self._speculative is None:
+            penalties.add(slots, ids)
+            return
+        bounds = verification.cu_rows.to(torch.int32)
+        kept = self._speculative.verify(token_ids, verification.drafts, bounds).kept
+        self._speculative.add_kept(penalties.output_counts, slots, ids, kept.index_select(0, penalized.index))
+
+    def distributions(self, logits: torch.Tensor, sampled: SampledRows) -> torch.Tensor | None:
+        """[S, vocab] float32, what `sample` draws from where it makes no other changes to the logits, as of a draft;
+        None where nobody asks."""
+        if not self._rejection or self._speculative is None:
+            return None
+        return self._speculative.probabilities(logits, self._parameters.sampling_inputs(sampled))
+
+    def _draw(self, logits: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
+        """[S] tokens of finished logits."""
+        inputs, verification = self._parameters.sampling_inputs(sampled), sampled.verification
+        if verification is None or not self._rejection or self._speculative is None:
+            return self._ops.sample(logits, inputs)
+        drafts = DraftInputs(verification.drafts, verification.probabilities, verification.probability_rows)
+        drawn = self._speculative.reject(logits, inputs, drafts)
+        if verification.drafted is None:
+            return drawn
+        # Requests without drafts must not notice those of others.
+        return torch.where(verification.drafted > 0, drawn, self._ops.sample(logits, inputs))
 
     def _extend_and_sample(
         self, logits: torch.Tensor, sampled: SampledRows, extended: Listed
@@ -102,7 +130,7 @@ class Sampler:
         words = parameters.words(sampled, extended)
         inputs = parameters.extend_inputs(sampled, extended, words)
         log_mass = ops.extend(logits, inputs)
-        token_ids = ops.sample(logits, parameters.sampling_inputs(sampled))
+        token_ids = self._draw(logits, sampled)
         if not inputs.features & Feature.MIROSTAT:
             return token_ids, None
         floats, chosen = words.view(torch.float32), token_ids.index_select(0, extended.index)

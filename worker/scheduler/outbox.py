@@ -20,7 +20,7 @@ class Outbox:
         logprobs: list[TokenLogprobs] | None,
     ) -> None:
         """News of a request. The first carries the number of cached tokens, and the report on the prompt goes with
-        the first one after it is complete."""
+        the first one after it is complete. Counts of drafts go with all: a stop string ends a choice in the gateway."""
         cached = prompt_logprobs = None
         if not request.reported_cached_tokens:
             request.reported_cached_tokens = True
@@ -28,7 +28,7 @@ class Outbox:
         if request.wants_prompt_logprobs and len(request.prompt_logprobs) >= request.num_prompt_tokens:
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
             request.wants_prompt_logprobs = False
-        drafts = None if finish is None else _counts(request)
+        drafts = _counts(request)
         output = Output(
             request.request_id, request.choice, token_ids, finish, logprobs, cached, prompt_logprobs, drafts
         )

@@ -65,6 +65,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
         drafts: what may come after the last known token, which is then the only other one: count is 1 + len(drafts),
             and tokens are sampled at all positions start + 1 .. start + count. Those after the first that differs
             from its draft mean nothing.
+        drawn: the draft model drew the drafts in the last step of its own for this row.
     """
 
     row: int
@@ -74,6 +75,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     mask: int = -1
     drafts: list[int] = []
+    drawn: bool = False
 
 
 class DraftedRow(msgspec.Struct, frozen=True, array_like=True):

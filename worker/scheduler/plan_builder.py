@@ -9,6 +9,7 @@ import msgspec
 
 from worker.request import Request
 from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, PageCopy, ScheduledTokens, StepPlan
+from worker.speculative.proposal import Proposal, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,13 @@ class PlanBuilder:
             )
         )
 
-    def take(self, request: Request, room: int, drafts: Sequence[int] = ()) -> int:
+    def take(self, request: Request, room: int, proposal: Proposal | None = None) -> int:
         """Schedules up to `room` of the tokens that the request is behind; returns how many. It has the pages.
 
         Args:
-            drafts: to be verified; the request is one token behind then, and has pages for them too.
+            proposal: to be verified; the request is one token behind then, and has pages for it too.
         """
+        drafts = proposal.token_ids if proposal is not None else ()
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
         count = min(room, num_tokens - start)
@@ -90,7 +92,10 @@ class PlanBuilder:
             mask = self._num_masks
             self._num_masks += 1 + len(drafts)
             self._masked.append((request, drafts))
-        self._scheduled.append(ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts)))
+        # A grammar may have cut what was drawn, so the rest of it is no sample of the draft's distribution.
+        drawn = proposal is not None and proposal.source is Source.DRAFT_MODEL and request.constraint is None
+        item = ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts), drawn)
+        self._scheduled.append(item)
         self.requests.append(request)
         self._lives.append(request.life)
         self._announce_pages(request)

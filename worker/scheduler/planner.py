@@ -10,6 +10,7 @@ from worker.request import Request, Status
 from worker.scheduler.budget import StepBudget
 from worker.scheduler.plan_builder import Flight, PlanBuilder
 from worker.scheduler.policy import RequestQueue, admission_reserve
+from worker.speculative.proposal import Proposal
 from worker.speculative.speculator import Speculator
 from worker.stats import Counters
 
@@ -187,11 +188,11 @@ class Planner:
                 if request.status is Status.RUNNING:
                     ready.append(request)
             index += 1
-        drafts: list[Sequence[int]] | None = None
+        proposals: list[Proposal | None] | None = None
         if self._speculator is not None and ready and not preempted:
-            drafts = self._speculator.choose(ready, self._budget.max_tokens - len(ready))
+            proposals = self._speculator.choose(ready, self._budget.max_tokens - len(ready))
         for place, request in enumerate(ready):
-            builder.num_decode += builder.take(request, 1, drafts[place] if drafts is not None else ())
+            builder.num_decode += builder.take(request, 1, proposals[place] if proposals is not None else None)
         return behind, preempted
 
     # ---- admission and preemption -----------------------------------------------------------------------------

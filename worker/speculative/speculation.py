@@ -98,7 +98,7 @@ class Speculation:
 
     @property
     def is_promising(self) -> bool:
-        """Whether to wait for tokens that are in flight, to draft what follows them: proposals were right lately, or it is time
+        """Whether to wait for tokens in flight, to draft what follows them: proposals were right lately, or it is time
         to look whether they would be."""
         return self._num_output % _LOOK_EVERY == 0 or self._acceptance.recent() > _PROMISING
 

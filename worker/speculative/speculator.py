@@ -6,6 +6,7 @@ function of its position, and a draft is only a guess at it. What is decided her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,11 +35,13 @@ class SpeculationConfig:
         look_up: in prompt and output, and in the client's prediction.
         draft_len: tokens of a text that the draft model can read; 0: there is no draft model.
         max_drafts: most tokens of a request that a step verifies.
+        rejection: drafts are accepted by rejection sampling.
     """
 
     look_up: bool
     draft_len: int
     max_drafts: int
+    rejection: bool = False
 
 
 class Speculator:
@@ -70,19 +73,18 @@ class Speculator:
 
     # ---- verification -----------------------------------------------------------------------------------------
 
-    def choose(self, requests: Sequence[Request], room: int) -> list[Sequence[int]]:
-        """The drafts that a step verifies, for each of the requests, which are all one token behind; there are pages
-        for them.
+    def choose(self, requests: Sequence[Request], room: int) -> list[Proposal | None]:
+        """What a step verifies, for each of the requests, which are all one token behind; there are pages for it.
 
         Args:
             room: tokens that the step can take beyond the requests' own.
         """
         proposals = [self._propose(request) for request in requests]
         if not any(proposals):
-            return [()] * len(requests)
+            return [None] * len(requests)
         counts = self._controller.choose(proposals, len(requests), room)
         return [
-            self._with_pages(request, proposal.token_ids[:count]) if proposal is not None and count else ()
+            self._with_pages(request, proposal.first(count)) if proposal is not None else None
             for request, proposal, count in zip(requests, proposals, counts, strict=True)
         ]
 
@@ -98,8 +100,10 @@ class Speculator:
     def _guess(self, request: Request, limit: int) -> Proposal | None:
         return None if request.speculation is None else request.speculation.propose(limit)
 
-    def _with_pages(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
-        return drafts if self._kv.extend(request.pages, len(request.token_ids) + len(drafts)) else ()
+    def _with_pages(self, request: Request, proposal: Proposal | None) -> Proposal | None:
+        if proposal is None or not self._kv.extend(request.pages, len(request.token_ids) + len(proposal.token_ids)):
+            return None
+        return proposal
 
     def resolve(self, request: Request, num_verified: int, num_accepted: int) -> None:
         """What came of a verification."""
@@ -182,7 +186,11 @@ class Speculator:
         # It has read most of what it proposes too; which of that comes is not known, so it is read again.
         self._kv.commit_drafted(request.pages, row.start + row.count)
         if drafted is not None and request.speculation is not None:
-            request.speculation.set_drafted(drafted.token_ids, drafted.probabilities)
+            # Rejection is exact only where what is verified does not depend on what was drawn.
+            unknown = [math.nan] * len(drafted.token_ids)
+            request.speculation.set_drafted(
+                drafted.token_ids, unknown if self._config.rejection else drafted.probabilities
+            )
 
     def observe_drafting(self, rows: Sequence[DraftedRow], milliseconds: float) -> None:
         """What a step of the draft model took."""

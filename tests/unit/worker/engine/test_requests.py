@@ -164,6 +164,7 @@ def test_an_id_that_is_live_is_not_taken_twice(worker: Worker, num_choices: int)
 
 REFUSED = {
     "token id not below the vocabulary": ([5, VOCAB_SIZE], {}, "invalid_request"),
+    "predicted id not below the vocabulary": ([5], {"prediction": [VOCAB_SIZE]}, "invalid_request"),
     "no tokens": ([], {}, "invalid_request"),
     "prompt of no tokens": ([5], {"num_prompt_tokens": 0}, "invalid_request"),
     "prompt longer than the tokens": ([5], {"num_prompt_tokens": 2}, "invalid_request"),

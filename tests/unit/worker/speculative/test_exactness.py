@@ -1,4 +1,4 @@
-"""The runner with drafts in flight: what clients see is what they would see without, to the last log-probability's rank.
+"""The runner with drafts in flight: clients see what they would see without, to the ranks of log-probabilities.
 
 Drafts are the truth, corrupted now and then, or a draft model's: the target itself, or another one.
 """
@@ -6,9 +6,12 @@ Drafts are the truth, corrupted now and then, or a draft model's: the target its
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
+from tests.fakes.engine_harness import make_submit
+from tests.fakes.engine_harness import make_submit as make_plain_submit
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
 from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, WISHES, TinyServer, submits, tiny_spec
 from tests.unit.worker.executor.test_late_runner import outcome
@@ -110,14 +113,71 @@ def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monke
         assert tokens == (text[: len(tokens)] if key[0] in aborted else text)
 
 
+def draft_always(monkeypatch, server: TinyServer) -> None:
+    """As many tokens as possible, and verifies them all."""
+    controller = server.scheduler._speculator._controller
+    monkeypatch.setattr(controller, "num_to_draft", lambda *_: MAX_DRAFTS)
+    monkeypatch.setattr(controller, "catch_up_pays", lambda *_: True)
+    monkeypatch.setattr(controller, "choose", lambda proposals, *_: [len(p.token_ids) if p else 0 for p in proposals])
+
+
+def texts_of_many_seeds(server: TinyServer, count: int, first_seed: int) -> list[list[int]]:
+    sampling = {"temperature": 1.3, "top_p": 0.9, "max_tokens": 4, "ignore_eos": True}
+    for number in range(count):
+        server.add(make_submit(f"r{number}", [11, 12, 13, 14], sampling=sampling | {"seed": first_seed + number}))
+    server.drain()
+    return [server.tokens[f"r{number}", 0] for number in range(count)]
+
+
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["the same model", "another model"])
+def test_rejection_leaves_every_token_its_distribution(draft_seed, monkeypatch):
+    count = 640
+    options = {"late": False, "num_pages": 1200, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    server = TinyServer(
+        monkeypatch, speculation=speculation(POSITIONS, rejection=True), draft_seed=draft_seed, **options
+    )
+    draft_always(monkeypatch, server)
+    mine = texts_of_many_seeds(server, count, 0)
+    others = texts_of_many_seeds(TinyServer(monkeypatch, **options), count, count)
+    counters = server.scheduler.counters
+    share = counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
+    assert share > 0.8 if draft_seed == 0 else 0.1 < share < 0.8
+    for place in range(1, 4):
+        assert two_samples_agree([text[place] for text in mine], [text[place] for text in others])
+    pairs = [[96 * text[1] + text[2] for text in texts] for texts in (mine, others)]
+    assert two_samples_agree(*pairs)
+    if draft_seed == 0:
+        return
+    # The test would see a difference: texts drawn at another temperature are told from these.
+    wrong = TinyServer(monkeypatch, **options)
+    monkeypatch.setattr("tests.unit.worker.speculative.test_exactness.make_submit", colder)
+    assert not two_samples_agree([t[2] for t in mine], [t[2] for t in texts_of_many_seeds(wrong, count, 0)])
+
+
+def colder(name: str, prompt: list[int], sampling: dict[str, object]):
+    return make_plain_submit(name, prompt, sampling=sampling | {"temperature": 0.6})
+
+
+def two_samples_agree(ours: list[int], theirs: list[int]) -> bool:
+    """Pearson's chi-squared test of homogeneity, rare values together; one in ten thousand would fail it by chance."""
+    both = Counter(ours) + Counter(theirs)
+    usual = [value for value, number in both.items() if number >= 16]
+    tables = []
+    for sample in (ours, theirs):
+        counted = Counter(sample)
+        rest = len(sample) - sum(counted[value] for value in usual)
+        tables.append([*(counted[value] for value in usual), rest])
+    columns = [pair for pair in zip(*tables) if sum(pair)]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in columns)  # of samples of the same size
+    freedom = len(columns) - 1
+    # Wilson and Hilferty 1931: the cube root is nearly normal.
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+    return z < 3.72
+
+
 def test_a_greedy_draft_equal_to_the_target_is_accepted_fully(monkeypatch):
     server = TinyServer(monkeypatch, late=False, speculation=speculation(POSITIONS), num_pages=120)
-    guesses = Guesses(server, 0, draft_model=True)
-    controller = server.scheduler._speculator._controller
-    controller.num_to_draft = lambda *_: MAX_DRAFTS
-    controller.catch_up_pays = lambda *_: True
-    guesses.choose = lambda proposals, *_: [len(p.token_ids) if p else 0 for p in proposals]
-    controller.choose = guesses.choose
+    draft_always(monkeypatch, server)
     plain = TinyServer(monkeypatch, late=False, num_pages=120)
     for one in (server, plain):
         for submit in submits(5, wishes=({"temperature": 0.0, "ignore_eos": True},)):
