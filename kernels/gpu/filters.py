@@ -218,6 +218,29 @@ def filter_border(
 
 
 @triton.jit
+def mass_that_passes(
+    p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key,
+    MASK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens of a row up to a border; float64. `mass` is that of all up to `limit`, and a tile has all keys up
+    to `reach`."""
+    if (border < limit) | (equals < ALL):
+        # Only so many of the equal tokens at the border pass, and there are not always as many.
+        if border <= reach:
+            b_mass = tl.exp(value_of(b_key))
+            below = tl.sum(tl.where(b_key < border, b_mass, 0.0), axis=0).to(tl.float64)
+            at_border = tl.sum(tl.where(b_key == border, b_mass, 0.0), axis=0).to(tl.float64)
+        else:
+            below, up_to, _ = row_sums(
+                p_row, p_words, masked, vocab, highest, temperature, border - 1, border, border, True, MASK, TILE
+            )
+            at_border = up_to - below
+        passing = equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
+        mass = below + tl.minimum(passing, at_border)
+    return mass
+
+
+@triton.jit
 def best_of_row(
     p_row, p_words, masked, vocab, highest, temperature, border, equals, position, choice, key_low, key_high,
     MASK: tl.constexpr, TILE: tl.constexpr,

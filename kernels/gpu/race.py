@@ -68,6 +68,14 @@ def shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, D
 
 
 @triton.jit
+def passes(b_key, border, equals, seen):
+    """Which tokens of a row's next tile lie up to a border, and how many at the border there were until now."""
+    b_equal = (b_key == border).to(tl.int32)
+    b_rank = seen + tl.cumsum(b_equal, axis=0)
+    return (b_key < border) | ((b_key == border) & (b_rank <= equals)), seen + tl.sum(b_equal, axis=0)
+
+
+@triton.jit
 def first_of_candidates(
     b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice, key_low,
     key_high, DRAFTED: tl.constexpr,
@@ -97,11 +105,7 @@ def first_of_row(
     for start in range(0, vocab, TILE):
         b_token = start + tl.arange(0, TILE)
         b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
-        b_key = key_of(b_scaled)
-        b_equal = (b_key == border).to(tl.int32)
-        b_rank = seen + tl.cumsum(b_equal, axis=0)
-        seen += tl.sum(b_equal, axis=0)
-        b_in = (b_key < border) | ((b_key == border) & (b_rank <= equals))
+        b_in, seen = passes(key_of(b_scaled), border, equals, seen)
         b_share = shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
         if tl.max(b_share, axis=0).to(tl.float64) * _MOST_TIMES >= best:
             b_counter = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)

@@ -14,9 +14,9 @@ from kernels.speculative.inputs import DraftInputs, Verified
 
 
 class TritonSpeculativeOps(ReferenceOps):
-    """`probabilities` runs as the reference has it.
+    """Counts of kept tokens are added as the reference has it.
 
-    Owns the scratch of rejection, which grows to the most rows seen; the steps of one stream may share it.
+    Owns the scratch of the kernels, which grows to the most rows seen; the steps of one stream may share it.
 
     Args:
         vocab_size: what `compile` compiles for; 0: nothing, kernels then compile when they are first needed.
@@ -38,6 +38,7 @@ class TritonSpeculativeOps(ReferenceOps):
         inputs = one_row(self._device)
         words = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
         for row_inputs in (inputs, replace(inputs, mask=words, mask_rows=row)):
+            self.probabilities(logits, row_inputs)
             for drafts in (DraftInputs(row), DraftInputs(row, logits, row)):
                 self.reject(logits, row_inputs, drafts)
 
@@ -47,8 +48,15 @@ class TritonSpeculativeOps(ReferenceOps):
 
     def reject(self, logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs) -> torch.Tensor:
         """See kernels/speculative/reference.py."""
+        return kernels.reject(logits, inputs, drafts, self._scratch_of(logits))
+
+    def probabilities(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """See kernels/speculative/reference.py."""
+        return kernels.probabilities(logits, inputs, self._scratch_of(logits))
+
+    def _scratch_of(self, logits: torch.Tensor) -> torch.Tensor:
         needed = kernels.scratch_size(*logits.shape)
         if self._scratch.numel() < needed:
             self._replaced.append(self._scratch)
             self._scratch = torch.empty(needed, dtype=torch.int32, device=self._device)
-        return kernels.reject(logits, inputs, drafts, self._scratch)
+        return self._scratch

@@ -56,7 +56,7 @@ def _masses(row, best_id, temperature, border, masses):  # type: ignore[no-untyp
         if (largest_of(chunk) - highest) / temperature < cut:
             out[:] = np.float32(0.0)
             continue
-        at_border = 0
+        at_border = np.int64(0)
         for i in range(len(chunk)):
             s = (chunk[i] - highest) / temperature
             bits = np.float32(abs(s)).view(np.uint32)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
-from kernels.gpu.filters import ALL, filter_border, key_of, last_key, masked_logits, row_sums, value_of
+from kernels.gpu.filters import ALL, filter_border, key_of, last_key, masked_logits, mass_that_passes
 from kernels.gpu.launch import Variant
-from kernels.gpu.race import accept_number, first_of_candidates, first_of_row, rank_in_row
+from kernels.gpu.race import accept_number, first_of_candidates, first_of_row, passes, rank_in_row
 from kernels.gpu.random import NO_TOKEN
 from kernels.gpu.splits import (
     Split,
@@ -39,6 +39,7 @@ VERIFY_TILE = 32
 """Rows of a request that are looked at together; most have fewer."""
 
 _INFINITY = tl.constexpr(float("inf"))
+_NAN = tl.constexpr(float("nan"))
 _VERIFY_VARYING: dict[str, Any] = {
     "do_not_specialize": ["num_requests", "num_rows"],
     "do_not_specialize_on_alignment": ["p_token_ids", "p_drafts", "p_cu_rows", "p_kept", "p_num_accepted"],
@@ -49,6 +50,10 @@ _STRIDES = (*(f"{name[2:]}_stride" for name in _SCALARS[1:]), "key_word_stride")
 _WEIGH_VARYING: dict[str, Any] = {
     "do_not_specialize": ["temperature_stride", "log_min_p_stride"],
     "do_not_specialize_on_alignment": ["p_mask_rows", "p_rows", "p_temperature", "p_log_min_p"],
+}
+_PROBABILITIES_VARYING: dict[str, Any] = {
+    "do_not_specialize": ["temperature_stride", "log_min_p_stride", "top_k_stride", "top_p_stride"],
+    "do_not_specialize_on_alignment": ["p_mask_rows", "p_rows", "p_temperature", "p_log_min_p", "p_top_k", "p_top_p"],
 }
 _VARYING: dict[str, Any] = {
     "do_not_specialize": list(_STRIDES),
@@ -115,6 +120,67 @@ def weigh_kernel(
         store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_key <= limit, limit, PADDED, CAPACITY)
 
 
+@triton.jit(**_PROBABILITIES_VARYING)
+def probabilities_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    p_top_k,
+    top_k_stride,
+    p_top_p,
+    top_p_stride,
+    p_out,
+    num_splits,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S] programs: the distribution of a row, NaN where it is not usable."""
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, best_id, usable, _ = surveyed(p_row_scratch, num_splits, PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    p_result = p_out + i_row * vocab
+    if usable & (temperature > 0.0):
+        p_row = p_logits + i_row * row_stride
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
+        top_p = tl.load(p_top_p + i_table * top_p_stride)
+        reach, count, mass, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
+        border, equals = filter_border(
+            p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key, MASK,
+            TILE,
+        )  # fmt: skip
+        mass = mass_that_passes(
+            p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key, MASK, TILE
+        )
+        inverse = (1.0 / mass).to(tl.float32)
+        seen = tl.full((), 0, tl.int32)
+        for start in range(0, vocab, TILE):
+            b_token = start + tl.arange(0, TILE)
+            b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+            b_in, seen = passes(key_of(b_scaled), border, equals, seen)
+            tl.store(p_result + b_token, tl.where(b_in, tl.exp(b_scaled) * inverse, 0.0), mask=b_token < vocab)
+    else:
+        for start in range(0, vocab, TILE):
+            b_token = start + tl.arange(0, TILE)
+            b_chance = tl.where(b_token == best_id, 1.0, 0.0)
+            tl.store(p_result + b_token, tl.where(usable, b_chance, _NAN), mask=b_token < vocab)
+
+
 @triton.jit(**_VARYING)
 def reject_kernel(
     p_logits,
@@ -175,19 +241,9 @@ def reject_kernel(
         )  # fmt: skip
         b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
         inside = border <= reach
-        if (border < limit) | (equals < ALL):
-            # Only so many of the equal tokens at the border pass, and there are not always as many.
-            if inside:
-                b_mass = tl.exp(value_of(b_key))
-                below = tl.sum(tl.where(b_key < border, b_mass, 0.0), axis=0).to(tl.float64)
-                at_border = tl.sum(tl.where(b_key == border, b_mass, 0.0), axis=0).to(tl.float64)
-            else:
-                below, up_to, _ = row_sums(
-                    p_row, p_words, masked, vocab, highest, temperature, border - 1, border, border, True, MASK, TILE
-                )
-                at_border = up_to - below
-            passing = equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
-            total = below + tl.minimum(passing, at_border)
+        total = mass_that_passes(
+            p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, total, b_key, MASK, TILE
+        )
         position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
         choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
         key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
@@ -207,14 +263,14 @@ def reject_kernel(
             num_chances = tl.where(given, vocab, 0)
         draft_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, draft, MASK) - highest, temperature)
         draft_key = key_of(draft_scaled)
-        passes = draft_key <= border
+        may = draft_key <= border
         if (draft_key == border) & (equals < ALL):
             if inside:
                 rank = tl.sum(((b_key == border) & (b_token <= draft)).to(tl.int32), axis=0)
             else:
                 rank = rank_in_row(p_row, p_words, masked, vocab, highest, temperature, border, draft, MASK, TILE)
-            passes = rank <= equals
-        target = tl.where(passes, tl.exp(draft_scaled).to(tl.float64), 0.0) / total
+            may = rank <= equals
+        target = tl.where(may, tl.exp(draft_scaled).to(tl.float64), 0.0) / total
         uniform = accept_number(position, choice, key_low, key_high)
         if proposed & (uniform * chance.to(tl.float64) < target):
             result = draft
@@ -271,29 +327,15 @@ def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, sc
     Raises:
         ValueError: for logits or distributions of another type or layout, or too little scratch.
     """
-    num_rows, vocab = logits.shape
+    num_rows = len(logits)
     drafted, drafted_rows = drafts.probabilities, drafts.rows
-    for tensor in (logits, logits if drafted is None else drafted):
-        if tensor.dtype is not torch.float32 or tensor.shape[1] != vocab or (len(tensor) and tensor.stride(1) != 1):
-            raise ValueError(
-                f"rejection takes float32 rows of {vocab} without gaps, not {tensor.dtype} {tensor.stride()}"
-            )
-    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
-        raise ValueError(f"rejecting {num_rows} rows of {vocab} takes scratch of {scratch_size(num_rows, vocab)} int32")
+    _check(logits, logits if drafted is None else drafted, scratch)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
     if drafted is None or drafted_rows is None or not len(drafted):
         drafted, drafted_rows = None, None
-    table = split(vocab, 64 if torch.version.hip else 32)
-    mask = out if inputs.mask is None else inputs.mask
-    mask_rows = out if inputs.mask_rows is None else inputs.mask_rows
-    kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
-    row = (logits, logits.stride(0), vocab, mask, mask_rows, mask.stride(0), scratch)
-    weighing = (
-        out if inputs.rows is None else inputs.rows,
-        *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
-    )
+    table, mask, row, weighing = _launch(logits, inputs, scratch, out)
     parameters = (
         inputs.key,
         inputs.key.stride(0),
@@ -304,7 +346,7 @@ def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, sc
         drafts.token_ids if drafted_rows is None else drafted_rows,
     )
     grid = (num_rows, table.splits)
-    variants = _variants(table, kind, inputs.rows is not None, drafted is not None)
+    variants = _variants(table, mask, inputs.rows is not None, drafted is not None)
     variants.survey(grid, *row)
     if inputs.any_random:
         variants.weigh(grid, *row, *weighing)
@@ -312,9 +354,52 @@ def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, sc
     return out
 
 
+def probabilities(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
+    """See the reference, but for float32; logits, scratch and errors as of `reject`."""
+    _check(logits, logits, scratch)
+    out = torch.empty(logits.shape, device=logits.device)
+    if not len(logits):
+        return out
+    integers = scratch  # stands for what is not there
+    table, mask, row, weighing = _launch(logits, inputs, scratch, integers)
+    filters = (*_strided(inputs.top_k), *_strided(inputs.top_p))
+    variants = _variants(table, mask, inputs.rows is not None, False)
+    grid = (len(logits), table.splits)
+    variants.survey(grid, *row)
+    if inputs.any_random:
+        variants.weigh(grid, *row, *weighing)
+    variants.probabilities((len(logits),), *row, *weighing, *filters, out, table.splits)
+    return out
+
+
+def _check(logits: torch.Tensor, drafted: torch.Tensor, scratch: torch.Tensor) -> None:
+    num_rows, vocab = logits.shape
+    for tensor in (logits, drafted):
+        if tensor.dtype is not torch.float32 or tensor.shape[1] != vocab or (len(tensor) and tensor.stride(1) != 1):
+            raise ValueError(f"expected float32 rows of {vocab} without gaps, not {tensor.dtype} {tensor.stride()}")
+    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
+        raise ValueError(f"{num_rows} rows of {vocab} take scratch of {scratch_size(num_rows, vocab)} int32")
+
+
+def _launch(
+    logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor, none: torch.Tensor
+) -> tuple[Split, int, tuple[Any, ...], tuple[Any, ...]]:
+    """Table, kind of mask, arguments of all kernels, arguments of those after the survey; `none`: for what is not."""
+    mask = none if inputs.mask is None else inputs.mask
+    mask_rows = none if inputs.mask_rows is None else inputs.mask_rows
+    kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
+    row = (logits, logits.stride(0), logits.shape[1], mask, mask_rows, mask.stride(0), scratch)
+    weighing = (
+        none if inputs.rows is None else inputs.rows,
+        *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
+    )
+    return split(logits.shape[1], 64 if torch.version.hip else 32), kind, row, weighing
+
+
 class _Variants(NamedTuple):
     survey: Variant
     weigh: Variant
+    probabilities: Variant
     reject: Variant
 
 
@@ -325,6 +410,7 @@ def _variants(table: Split, mask: int, has_rows: bool, drafted: bool) -> _Varian
     return _Variants(
         Variant(survey_kernel, **tiles, **options),
         Variant(weigh_kernel, HAS_ROWS=has_rows, **tiles, **options),
+        Variant(probabilities_kernel, HAS_ROWS=has_rows, **tiles, **options),
         Variant(reject_kernel, HAS_ROWS=has_rows, DRAFTED=drafted, **tiles, **options),
     )
 
@@ -342,6 +428,9 @@ _REJECT_SIGNATURE = (
     f"{_WEIGH_SIGNATURE} p_key:*i32 key_word_stride:i32 key_stride:i32 p_choice:*i32 choice_stride:i32 p_position:*i32"
     " position_stride:i32 p_top_k:*i32 top_k_stride:i32 p_top_p:*fp64 top_p_stride:i32 p_drafts:*i64 p_drafted:*fp32"
     " drafted_stride:i32 p_drafted_rows:*i64 p_out:*i64 num_splits:i32"
+)
+_PROBABILITIES_SIGNATURE = (
+    f"{_WEIGH_SIGNATURE} p_top_k:*i32 top_k_stride:i32 p_top_p:*fp64 top_p_stride:i32 p_out:*fp32 num_splits:i32"
 )
 _VERIFY_SIGNATURE = (
     "p_token_ids:*i64 p_drafts:*i64 p_cu_rows:*i32 p_kept:*u8 p_num_accepted:*i32 num_requests:i32 num_rows:i32"
@@ -373,9 +462,14 @@ def compilations(target: Target) -> list[Compilation]:
         tiles = {"TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity, "HAS_ROWS": True}
         for mask in (0, 2) if vocab == _SHAPES[0] else (2,):
             what, warps = f"vocab={vocab} mask={mask}", table.num_warps
-            weigh = compilation(
-                "weigh", what, weigh_kernel, _WEIGH_SIGNATURE, _WEIGH_VARYING, warps, MASK=mask, **tiles
+            kernels: tuple[tuple[str, Any, str, dict[str, Any]], ...] = (
+                ("weigh", weigh_kernel, _WEIGH_SIGNATURE, _WEIGH_VARYING),
+                ("probabilities", probabilities_kernel, _PROBABILITIES_SIGNATURE, _PROBABILITIES_VARYING),
             )
+            found += [
+                compilation(name, what, function, signature, varying, warps, MASK=mask, **tiles)
+                for name, function, signature, varying in kernels
+            ]
             rejects = (
                 compilation(
                     "reject",
@@ -390,5 +484,5 @@ def compilations(target: Target) -> list[Compilation]:
                 )
                 for drafted in (True, False)
             )
-            found += [weigh, *rejects]
+            found += rejects
     return found

@@ -45,6 +45,9 @@ class OnDevice:
     def verify(self, *tensors):
         return tuple(x.cpu() for x in self._ops.verify(*(x.to(self._device) for x in tensors)))
 
+    def probabilities(self, logits, inputs):
+        return self._ops.probabilities(logits.to(self._device), inputs.on(self._device)).cpu()
+
     def reject(self, logits, inputs, drafts):
         moved = (
             None if x is None else x.to(self._device) for x in (drafts.token_ids, drafts.probabilities, drafts.rows)
@@ -101,12 +104,15 @@ def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, monkey
     """Many splits that keep few candidates, so that a small vocabulary goes every way."""
     monkeypatch.setattr(kernels, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
     rows = (*CASES[0].rows[1:], (5.0, 250, 0.999, 0.0), (1.0, 200, 1.0, 0.0))
-    case = SamplingCase("", 18, 300, spread, rows, step=step)
+    case = SamplingCase("", 9, 300, spread, rows, step=step)
     logits, inputs, drafts = make_rejection(case)
     # Of equal tokens at the border of top_k some pass and some do not.
-    drafts = replace(drafts, token_ids=torch.where(torch.arange(18) % 5 == 3, torch.arange(18) * 16, drafts.token_ids))
+    drafts = replace(drafts, token_ids=torch.where(torch.arange(9) % 5 == 3, torch.arange(9) * 16, drafts.token_ids))
     expected = reference.reject(logits, inputs, drafts)
-    assert torch.equal(OnDevice(device).reject(logits, inputs, drafts), expected)
+    ops = OnDevice(device)
+    assert torch.equal(ops.reject(logits, inputs, drafts), expected)
+    shares = reference.probabilities(logits, inputs).float()
+    torch.testing.assert_close(ops.probabilities(logits, inputs), shares, rtol=1e-5, atol=1e-9)
 
 
 def test_the_cases_accept_and_reject():
@@ -187,14 +193,15 @@ def test_a_grammar_and_tables(ops):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_probabilities(case, cpu):
-    logits, inputs = make_case(case)
-    result = cpu.probabilities(logits, inputs)
+def test_probabilities(case, ops):
+    logits, inputs = make_case(replace(case, num_rows=8))
+    result = ops.probabilities(logits, inputs)
     torch.testing.assert_close(result, reference.probabilities(logits, inputs).float(), rtol=1e-5, atol=1e-9)
     bad = logits.clone()
-    bad[0, 0] = NAN
-    assert cpu.probabilities(bad, inputs)[0].isnan().all()
-    assert ReferenceOps().probabilities(bad, inputs)[0].isnan().all()
+    bad[0, 0] = bad[3, 0] = NAN
+    for implementation in (ops, ReferenceOps()):
+        result = implementation.probabilities(bad, inputs)
+        assert result.isnan().all(dim=1).nonzero().flatten().tolist() == [0, 3]
 
 
 def test_numbers_are_those_that_the_documents_state():
@@ -271,6 +278,17 @@ def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
         assert statistic < limit
     accepted = (result == ids).double().mean().item()
     assert {"equal": accepted == 1.0, "wrong": accepted < 0.1}.get(kind, True)
+
+
+def test_nothing_is_owed_to_the_noise_that_drew_the_draft(cpu):
+    """Few tokens, unlike chances: what one stream for both would do to them is seen."""
+    inputs = of_seeds((1.0, 0, 1.0, 0.0))
+    chances = torch.tensor([0.02, 0.4, 0.58])
+    ids = sampling.sample(torch.zeros(NUM_SEEDS, 3), inputs)
+    drafts = DraftInputs(ids, torch.full((1, 3), 1 / 3), torch.zeros_like(ids))
+    result = cpu.reject(chances.log().expand(NUM_SEEDS, -1), inputs, drafts)
+    statistic, limit = chi_squared(torch.bincount(result, minlength=3).double(), chances.double() * NUM_SEEDS)
+    assert statistic < limit
 
 
 def of_one(inputs):
