@@ -15,15 +15,14 @@ from numba.extending import intrinsic, register_jitable
 
 from kernels.attention.rows import KEY_BLOCK, ROWS, key_block
 from kernels.cpu import bf16
-from kernels.cpu.simd import I16, I32, I64, VEC, WIDTH, call, const, fma, load, pointer, prefetch, splat, to_bf16
+from kernels.cpu.simd import I16, I32, I64, VEC, WIDTH, const, load, pointer, prefetch, splat, to_bf16
 from kernels.cpu.simd import vector as vector_type
 
 MOST_FEW = 8
 """Queries a KV head up to which those of one token are taken together instead."""
 _REGISTERS = 24
-_INTS = ir.VectorType(I32, WIDTH)
-# 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, fitted for the least largest relative error, which is 3e-6.
-_POWER = (0.69312418, 0.24024099, 0.055906426, 0.009582853)
+INTS = ir.VectorType(I32, WIDTH)
+"""A vector's lanes as integers."""
 
 
 def line_keys(page_size: int) -> int:
@@ -48,7 +47,7 @@ def _clamp(builder: Any, value: Any, low: Any, high: Any) -> Any:
     return builder.select(builder.icmp_signed(">", value, high), high, value)
 
 
-class _Shape:
+class Shape:
     """What the literals of an op say."""
 
     def __init__(self, few: Any, num_heads: Any, num_kv_heads: Any, dim: Any, page: Any) -> None:
@@ -77,7 +76,7 @@ def _score_columns(rows: int) -> int:
     return next(columns for columns in (8, 4, 2) if rows * columns <= _REGISTERS and (columns < 8 or rows < 3))
 
 
-def _score_body(builder: Any, shape: _Shape, arguments: list[Any]) -> None:
+def _score_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     query, keys, pages, scores, first, end, low, last, final, values = arguments
     columns, halves = _score_columns(shape.rows), 1 if shape.page % WIDTH == 0 else 2
     unit, pair_bytes = WIDTH // halves, 4 * shape.page
@@ -122,11 +121,11 @@ def _key_vector(builder: Any, places: list[Any], offset: Any) -> Any:
         return _load_pairs(builder, builder.add(places[0], offset))
     half = ir.VectorType(I32, WIDTH // 2)
     low, high = (builder.load(pointer(builder, builder.add(at, offset), half), align=4) for at in places)
-    lanes = const(_INTS, list(range(WIDTH)))
+    lanes = const(INTS, list(range(WIDTH)))
     return builder.bitcast(builder.shuffle_vector(low, high, lanes), bf16.PAIRS)
 
 
-def _add_body(builder: Any, shape: _Shape, arguments: list[Any]) -> None:
+def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     weights, values, pages, out, low, num_keys = arguments
     vectors = shape.dim // WIDTH
     blocks = -(-vectors // max(1, _REGISTERS // shape.rows))
@@ -179,20 +178,34 @@ def _add_body(builder: Any, shape: _Shape, arguments: list[Any]) -> None:
 
 def _lower(builder: Any, line: Any) -> Any:
     """Pairs with the second of each zero."""
-    bits = builder.and_(builder.bitcast(line, _INTS), const(_INTS, 0xFFFF))
+    bits = builder.and_(builder.bitcast(line, INTS), const(INTS, 0xFFFF))
     return builder.bitcast(bits, bf16.PAIRS)
 
 
-def _function(module: Any, name: str, shape: _Shape, count: int, body: Callable[[Any, _Shape, list[Any]], None]) -> Any:
-    """A function of the module, made once for all places that call it."""
-    kind = ir.FunctionType(ir.VoidType(), [I64] * count)
+def function(
+    module: Any,
+    name: str,
+    shape: Shape,
+    count: int,
+    body: Callable[[Any, Shape, list[Any]], Any],
+    result: Any = None,
+) -> Any:
+    """A function of the module with `count` int64 arguments, made once for all places that call it.
+
+    Args:
+        body: writes it; returns what it gives, of the type `result`, if that is not None.
+    """
+    kind = ir.FunctionType(ir.VoidType() if result is None else result, [I64] * count)
     found = cgutils.get_or_insert_function(module, kind, f"{name}_{shape.rows}_{int(shape.few)}")
     if found.is_declaration:
         found.linkage = "internal"
         found.attributes.add("noinline")
         builder = ir.IRBuilder(found.append_basic_block("entry"))
-        body(builder, shape, list(found.args))
-        builder.ret_void()
+        value = body(builder, shape, list(found.args))
+        if result is None:
+            builder.ret_void()
+        else:
+            builder.ret(value)
     return found
 
 
@@ -223,10 +236,10 @@ def score_pairs(
     Where `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after them, up to page
     `final`, are fetched into the cache meanwhile: the processor's own prefetching does not follow a block table.
     """
-    shape = _Shape(few, num_heads, num_kv_heads, dim, page)
+    shape = Shape(few, num_heads, num_kv_heads, dim, page)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(_function(builder.module, "score_pairs", shape, 10, _score_body), arguments[5:])
+        builder.call(function(builder.module, "score_pairs", shape, 10, _score_body), arguments[5:])
         return context.get_dummy_value()
 
     return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 10), codegen
@@ -252,58 +265,13 @@ def add_pairs(
     Literals and pages: see `score_pairs`. weights: bfloat16, rows as far apart as those of scores. values: address of
     the head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
     """
-    shape = _Shape(few, num_heads, num_kv_heads, dim, page)
+    shape = Shape(few, num_heads, num_kv_heads, dim, page)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.call(_function(builder.module, "add_pairs", shape, 6, _add_body), arguments[5:])
+        builder.call(function(builder.module, "add_pairs", shape, 6, _add_body), arguments[5:])
         return context.get_dummy_value()
 
     return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 6), codegen
-
-
-def _higher(builder: Any, x: Any, y: Any) -> Any:
-    """The larger of each lane; y where either is NaN."""
-    return builder.select(builder.fcmp_ordered("ogt", x, y), x, y)
-
-
-def _exp2(builder: Any, x: Any) -> Any:
-    """2^x of each lane, near enough for bfloat16; 0 below -200."""
-    x = _higher(builder, const(VEC, -200.0), x)
-    whole = call(builder, "nearbyint", VEC, x)
-    rest = builder.fsub(x, whole)
-    series = const(VEC, _POWER[-1])
-    for factor in (*_POWER[-2::-1], 1.0):
-        series = fma(builder, series, rest, const(VEC, factor))
-    kind = ir.FunctionType(VEC, [VEC, VEC, VEC, I16, I32])
-    scale = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
-    return builder.call(scale, [series, whole, const(VEC, 0.0), I16(-1), I32(4)])
-
-
-@intrinsic
-def vexp2(typing: Any, x: Any) -> Any:
-    """2^x of each lane within a 2^-17th; 0 below -200, infinity from 128 on."""
-    return vector_type(vector_type), lambda _c, builder, _s, values: _exp2(builder, values[0])
-
-
-@intrinsic
-def vhigher(typing: Any, x: Any, y: Any) -> Any:
-    """The larger of each lane; y where either is NaN."""
-    return vector_type(vector_type, vector_type), lambda _c, builder, _s, values: _higher(builder, *values)
-
-
-@intrinsic
-def weigh_pairs(typing: Any, scores: Any, weights: Any, shift: Any, total: Any) -> Any:
-    """32 scores become weights 2^(score - shift), rounded to bfloat16; returns total plus the weights as rounded."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        address, target, shift_by, total_before = values
-        halves = [load(builder, builder.add(address, I64(offset)), False) for offset in (0, 4 * WIDTH)]
-        rounded = bf16.round_pairs(builder, *(_exp2(builder, builder.fsub(x, shift_by)) for x in halves))
-        builder.store(rounded, pointer(builder, target, bf16.PAIRS), align=4)
-        ones = builder.bitcast(const(_INTS, 0x3F803F80), bf16.PAIRS)
-        return bf16.multiply_add(builder, total_before, rounded, ones)
-
-    return vector_type(types.int64, types.int64, vector_type, vector_type), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -313,7 +281,7 @@ def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, target, lanes = arguments
-        words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), _INTS)
+        words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), INTS)
         for pair in range(WIDTH // 2):
             place = pointer(builder, builder.add(target, I64(pair * stride)), I32)
             builder.store(builder.extract_element(words, I32(pair)), place, align=4)
@@ -328,9 +296,9 @@ def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, lanes, parity = arguments
-        words = builder.zext(to_bf16(builder, lanes), _INTS)
+        words = builder.zext(to_bf16(builder, lanes), INTS)
         shorts = ir.VectorType(I16, 2 * WIDTH)
-        both = builder.bitcast(builder.or_(words, builder.shl(words, const(_INTS, 16))), shorts)
+        both = builder.bitcast(builder.or_(words, builder.shl(words, const(INTS, 16))), shorts)
         parities = ir.Constant(shorts, [I16(i % 2) for i in range(2 * WIDTH)])
         chosen = builder.icmp_unsigned("==", parities, splat(builder, builder.trunc(parity, I16), 2 * WIDTH))
         anything = ir.PointerType(ir.IntType(8))
@@ -349,9 +317,9 @@ def store_rounded(typing: Any, address: Any, values: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, lanes = arguments
-        words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), _INTS)
+        words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), INTS)
         half = const(ir.VectorType(I32, WIDTH // 2), list(range(WIDTH // 2)))
-        words = builder.shuffle_vector(words, ir.Constant(_INTS, ir.Undefined), half)
+        words = builder.shuffle_vector(words, ir.Constant(INTS, ir.Undefined), half)
         builder.store(words, pointer(builder, target, words.type), align=2)
         return context.get_dummy_value()
 

@@ -20,11 +20,9 @@ from kernels.attention.micro_pairs import (
     score_pairs,
     store_half,
     store_rounded,
-    vexp2,
-    vhigher,
-    weigh_pairs,
 )
 from kernels.attention.rows import ROWS, key_block, rotated, tile_rows
+from kernels.attention.weights import HIDDEN, highest_score, rows_above, vexp2, weigh_rows
 from kernels.cpu.inner import inner
 from kernels.cpu.simd import (
     load_f32,
@@ -32,7 +30,6 @@ from kernels.cpu.simd import (
     store_f32,
     vadd,
     vdiv,
-    vhighest,
     vkeep,
     vload,
     vmul,
@@ -96,37 +93,26 @@ def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
 
 
 @inner
-def _weigh(
-    line: Any, low: Any, seen: Any, first: Any, end: Any, highest: Any, totals: Any, sums: Any, dim: Any
-) -> None:
-    """The scores first <= k < end of a row become weights 2^(score - highest so far), 0 but for low <= k < seen.
-
-    first and end are multiples of 32. Weights take the place of scores, so that of key k lies at line + 2 k. Updates
-    the highest score and the sums of weights ([16], to be added up), and scales down what was summed before.
-    """
-    literally(dim)
-    floor = types.float32(-3.0e38)
+def _hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
+    """Of the scores first <= k < end of a row all but low <= k < seen; first and end are multiples of 16."""
+    hidden = types.float32(HIDDEN)
     for i in range(first, min(low, end), 16):
-        vstore(line + i * 4, vdrop(vload(line + i * 4, 0), low - i, floor), 0)
+        vstore(line + i * 4, vdrop(vload(line + i * 4, 0), low - i, hidden), 0)
     for i in range(max(first, seen // 16 * 16), end, 16):
-        vstore(line + i * 4, vkeep(vload(line + i * 4, 0), seen - i, floor), 0)
-    top = vsplat(floor)
-    for i in range(first, end, 16):
-        top = vhigher(vload(line + i * 4, 0), top)
-    before = load_f32(highest)
-    now = max(before, vhighest(top))
-    total = vload(totals, 0)
-    if now > before:
-        store_f32(highest, now)
-        decay = vexp2(vsub(vsplat(before), vsplat(now)))
-        total = vmul(total, decay)
-        for i in range(0, dim, 16):
-            vstore(sums + i * 4, vmul(vload(sums + i * 4, 0), decay), 0)
-    # Where nothing was seen yet, hidden keys are still far below.
-    shift = vsplat(max(now, types.float32(-1.0e38)))
-    for i in range(first, end, 32):
-        total = weigh_pairs(line + i * 4, line + i * 2, shift, total)
-    vstore(totals, total, 0)
+        vstore(line + i * 4, vkeep(vload(line + i * 4, 0), seen - i, hidden), 0)
+
+
+@inner
+def _raise_shift(line: Any, first: Any, end: Any, shift: Any, total: Any, sums: Any, dim: Any) -> None:
+    """The shift of a row becomes its highest score so far; what was summed before is scaled down."""
+    literally(dim)
+    highest = highest_score(line, first, end)
+    # The shift of a row that has seen nothing is so low that the difference may not be finite.
+    decay = vexp2(vsplat(max(load_f32(shift) - highest, types.float32(-200.0))))
+    store_f32(shift, highest)
+    vstore(total, vmul(vload(total, 0), decay), 0)
+    for i in range(0, dim, 16):
+        vstore(sums + i * 4, vmul(vload(sums + i * 4, 0), decay), 0)
 
 
 @inner
@@ -170,8 +156,8 @@ def attend_to_pairs(
     query = scratch
     sums = query + max_rows * dim * 2
     totals = sums + max_rows * dim * 4
-    highest = totals + max_rows * 64
-    lines = highest + max_rows * 64
+    shifts = totals + max_rows * 64
+    lines = shifts + max_rows * 64
     rows = count * group
     few = count == 1 and group <= MOST_FEW
     at_once = group if few else ROWS
@@ -186,7 +172,7 @@ def attend_to_pairs(
         for i in range(0, dim, 16):
             vstore(sums + (r * dim + i) * 4, vsplat(types.float32(0.0)), 0)
         vstore(totals + r * 64, vsplat(types.float32(0.0)), 0)
-        store_f32(highest + r * 4, types.float32(-3.0e38))
+        store_f32(shifts + r * 4, types.float32(HIDDEN))
 
     head_bytes = page * dim * 2
     head_keys, head_values = keys + h * head_bytes, values + h * head_bytes
@@ -197,8 +183,11 @@ def attend_to_pairs(
         final = (context - 1 - begin) // page
         for r in range(0, rows, at_once):
             until = min(r + at_once, rows)
-            num_keys = min(block_keys, load_i32(positions + (start + (until - 1) // group) * 4) + 1 - begin)
-            low = max(0, load_i32(positions + (start + r // group) * 4) + 1 - window - begin)
+            # Keys of the block up to which its first row sees, which sees least, and its last.
+            least = load_i32(positions + (start + r // group) * 4) + 1 - begin
+            most = load_i32(positions + (start + (until - 1) // group) * 4) + 1 - begin
+            num_keys = min(block_keys, most)
+            low = max(0, least - window)
             if low >= num_keys:
                 continue
             low_page, last_page = low // page, (num_keys - 1) // page
@@ -214,15 +203,26 @@ def attend_to_pairs(
                     0, num_heads, num_kv_heads, dim, page, q, head_keys, table, lines, first, end, low_page, last_page,
                     0, 0,
                 )  # fmt: skip
-            for k in range(r, until):
-                line = lines + (k - r) * line_bytes
-                seen = load_i32(positions + (start + k // group) * 4) + 1 - begin
-                if softcap > types.float32(0.0):
-                    _cap(line, first, end, softcap * log2e)
-                _weigh(
-                    line, seen - window, min(seen, num_keys), first, end, highest + k * 4, totals + k * 64,
-                    sums + k * dim * 4, dim,
-                )  # fmt: skip
+            if softcap > types.float32(0.0):
+                for k in range(until - r):
+                    _cap(lines + k * line_bytes, first, end, softcap * log2e)
+            if min(least, num_keys) < end or most - window > first:
+                for k in range(r, until):
+                    seen = load_i32(positions + (start + k // group) * 4) + 1 - begin
+                    _hide(lines + (k - r) * line_bytes, seen - window, min(seen, num_keys), first, end)
+            if few:
+                above = rows_above(1, num_heads, num_kv_heads, dim, page, lines, first, end, shifts + r * 4)
+            else:
+                above = rows_above(0, num_heads, num_kv_heads, dim, page, lines, first, end, shifts + r * 4)
+            if above != 0:
+                for k in range(r, until):
+                    if above >> (k - r) & 1:
+                        line = lines + (k - r) * line_bytes
+                        _raise_shift(line, first, end, shifts + k * 4, totals + k * 64, sums + k * dim * 4, dim)
+            if few:
+                weigh_rows(1, num_heads, num_kv_heads, dim, page, lines, first, end, shifts + r * 4, totals + r * 64)
+            else:
+                weigh_rows(0, num_heads, num_kv_heads, dim, page, lines, first, end, shifts + r * 4, totals + r * 64)
             if few:
                 add_pairs(1, num_heads, num_kv_heads, dim, page, lines, head_values, table, target, low_page, num_keys)
             else:
