@@ -1,7 +1,9 @@
 """The draft in torch, for training: a few layers of the target between the target's embedding and head.
 
 The same arithmetic as worker/model/decoder.py, on whole texts and without a cache. Weights are in the layout of the
-target's file, so that they can be written as they are.
+target's file, so that they can be written as they are. One matrix is added: what layers in the middle of the target
+say is not yet said as its head wants it, but much of it is a linear map away (Belrose et al. 2023, "tuned lens"). The
+map is learned between the last norm and the head, and becomes part of the head when the draft is written.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from worker.model.loading.weights import WeightSource
 from worker.model.rope import rope_table
 from worker.model.spec import DecoderSpec, KVGroupSpec
 
-VOCABULARY = ("embed.weight", "head.weight")
-"""These stay as the target has them: they are most of a small model, and few texts touch all of their rows."""
+PROJECTION = "projection"
+"""Name of the map from the last norm to the target's head."""
+_VOCABULARY = ("embed.weight", "head.weight")
+"""These are not trained: they are most of a small model, and few texts touch all of their rows."""
 
 
 def draft_spec(target: DecoderSpec, layers: Sequence[int]) -> DecoderSpec:
@@ -52,8 +56,8 @@ class Draft:
 
     Attributes:
         spec: of the draft.
-        trained: canonical name -> float32 weight that learns, of all but VOCABULARY.
-        embedding, head: [vocab, hidden], fixed; one tensor where they are tied.
+        trained: name -> float32 weight that learns: canonical ones, and PROJECTION, [hidden, hidden].
+        embedding, head: [vocab, hidden], the target's.
     """
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, layers: Sequence[int], dtype: torch.dtype) -> None:
@@ -68,17 +72,30 @@ class Draft:
         head = self.embedding if spec.tie_word_embeddings else read("head.weight")
         self.head = head.to(dtype)
         self.trained = {
-            name: torch.nn.Parameter(read(name)) for name in required_shapes(spec) if name not in VOCABULARY
+            name: torch.nn.Parameter(read(name)) for name in required_shapes(spec) if name not in _VOCABULARY
         }
+        self.trained[PROJECTION] = torch.nn.Parameter(torch.eye(spec.hidden_size))
+
+    @property
+    def written_spec(self) -> DecoderSpec:
+        """Of `written`: the head is no longer the embedding."""
+        return dataclasses.replace(self.spec, tie_word_embeddings=False)
+
+    @torch.no_grad()
+    def written(self) -> dict[str, torch.Tensor]:
+        """Canonical name -> float32 weight of all that a decoder needs but the embedding, which is the target's."""
+        weights = {name: weight.detach() for name, weight in self.trained.items() if name != PROJECTION}
+        weights["head.weight"] = self.head.float() @ self.trained[PROJECTION]
+        return weights
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[B, L] ids of texts from their beginning -> [B, L, hidden] float32, normed for the head."""
+        """[B, L] ids of texts from their beginning -> [B, L, hidden], as the target's head takes it."""
         cosines, sines = rope_table(self.spec.rope, token_ids.shape[1]).chunk(2, dim=-1)
         x = F.embedding(token_ids, self.embedding)
         for i in range(self.spec.num_layers):
             x = x + self._attention(i, self._norm(f"layers.{i}.attn_norm", x), cosines, sines)
             x = x + self._feed_forward(i, self._norm(f"layers.{i}.mlp_norm", x))
-        return self._norm("norm", x)
+        return F.linear(self._norm("norm", x).to(self._dtype), self.trained[PROJECTION].to(self._dtype))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] float32, or [n, len(rows)] of some tokens."""

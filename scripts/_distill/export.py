@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,19 +14,29 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from scripts._distill.draft import VOCABULARY, target_name
+from scripts._distill.draft import target_name
 from scripts._distill.files import replaced
 from worker.model.families import gguf_names, hf_names, required_shapes
 from worker.model.loading.weights import WeightSource
 from worker.model.spec import DecoderSpec
 
-LayerFormat = Literal["q4_0", "q4_1", "q8_0", "bf16"]
+WeightFormat = Literal["q4_0", "q4_1", "q8_0", "bf16"]
 TRAINED_FORMATS = {
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
     "q4_1": gguf.GGMLQuantizationType.Q4_1,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "bf16": gguf.GGMLQuantizationType.BF16,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Of trained matrices in a GGUF file."""
+
+    layers: WeightFormat
+    head: WeightFormat
+
+
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _TEXT_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
                "chat_template.*", "generation_config.json")  # fmt: skip
@@ -36,24 +47,24 @@ def write_draft(
     target: Path,
     spec: DecoderSpec,
     layers: Sequence[int],
-    trained: Mapping[str, torch.Tensor] | None,
+    trained: Mapping[str, torch.Tensor],
     weights: WeightSource,
-    layer_format: LayerFormat,
+    formats: Formats,
 ) -> Path:
     """Writes the draft into the folder `out`; returns what a worker is to load.
 
     Args:
         target: its file, or its folder.
         layers: of the target, which the draft has.
-        trained: canonical name -> weight; None: the target's own, as they are.
+        trained: canonical name -> float32 weight. All others are the target's own, in a GGUF file as they are.
         weights: the target's, open.
-        layer_format: of trained matrices in a GGUF file. In a folder they are bfloat16.
+        formats: of trained matrices in a GGUF file. In a folder all are bfloat16.
     """
     out.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".gguf":
         path = out / "draft.gguf"
         with replaced(path) as temporary:
-            _write_gguf(temporary, target, spec, layers, trained, layer_format)
+            _write_gguf(temporary, target, spec, layers, trained, formats)
         return path
     _write_folder(out, target, spec, layers, trained, weights)
     return out
@@ -64,8 +75,8 @@ def _write_gguf(
     target: Path,
     spec: DecoderSpec,
     layers: Sequence[int],
-    trained: Mapping[str, torch.Tensor] | None,
-    layer_format: LayerFormat,
+    trained: Mapping[str, torch.Tensor],
+    formats: Formats,
 ) -> None:
     """The target's file with fewer layers: its metadata, and its tensors where none was trained."""
     reader = gguf.GGUFReader(target)
@@ -80,12 +91,13 @@ def _write_gguf(
     stored = {tensor.name: tensor for tensor in reader.tensors}
     theirs, ours = gguf_names(max(layers) + 1), gguf_names(len(layers))
     for name in required_shapes(spec):
-        if trained is None or name in VOCABULARY:
+        if name not in trained:
             tensor = stored[theirs[target_name(name, layers)]]
             writer.add_tensor(ours[name], tensor.data, raw_dtype=tensor.tensor_type)
             continue
-        values = trained[name].detach().float().numpy()
-        kind = TRAINED_FORMATS[layer_format] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        values = trained[name].numpy()
+        matrices = TRAINED_FORMATS[formats.head if name == "head.weight" else formats.layers]
+        kind = matrices if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(ours[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
     if "rope_freqs.weight" in stored:
         writer.add_tensor("rope_freqs.weight", np.array(stored["rope_freqs.weight"].data))
@@ -100,22 +112,26 @@ def _write_folder(
     target: Path,
     spec: DecoderSpec,
     layers: Sequence[int],
-    trained: Mapping[str, torch.Tensor] | None,
+    trained: Mapping[str, torch.Tensor],
     weights: WeightSource,
 ) -> None:
     """The target's folder with fewer layers, all weights in bfloat16."""
     names = hf_names(len(layers))
     tensors = {}
     for name in required_shapes(spec):
-        if trained is None or name in VOCABULARY:
+        if name not in trained:
             values = weights.get(target_name(name, layers)).dequantize(torch.bfloat16)
         else:
-            values = trained[name].detach().to(torch.bfloat16)
+            values = trained[name].to(torch.bfloat16)
         tensors[names[name]] = values.contiguous()
     config: dict[str, Any] = json.loads((target / "config.json").read_text("utf-8"))
     for key in ("quantization_config", *_WINDOW_KEYS):
         config.pop(key, None)
-    config |= {"num_hidden_layers": len(layers), "torch_dtype": "bfloat16"}
+    config |= {
+        "num_hidden_layers": len(layers),
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "torch_dtype": "bfloat16",
+    }
     # A list of ends that stands elsewhere in the target's folder comes with its files.
     for pattern in _TEXT_FILES:
         for source in target.glob(pattern):

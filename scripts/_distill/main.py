@@ -1,9 +1,9 @@
 """Makes a draft model for speculative decoding out of a target: a few of its layers, trained on its own texts.
 
 The draft has some layers of the target, its embedding and its head. The target writes texts, greedy ones and ones
-that are sampled, and the draft's layers learn to give the distributions that the target had while it wrote. Embedding
-and head stay the target's own. What comes out is a model in the target's form (a GGUF file, or a folder with
-safetensors), for --speculative-model.
+that are sampled, and the draft's layers learn to give the distributions that the target had while it wrote. The
+embedding stays the target's, the head too but for a linear map that is learned in front of it. What comes out is a
+model in the target's form (a GGUF file, or a folder with safetensors), for --speculative-model.
 
 Texts and checkpoints are kept in the folder `work` beside it: a run that was stopped goes on where it was, to the
 same result. Before and after, it is measured on prompts that it did not learn from how many of its tokens the target
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from scripts._distill import acceptance
 from scripts._distill.draft import Draft, draft_spec
-from scripts._distill.export import TRAINED_FORMATS, write_draft
+from scripts._distill.export import TRAINED_FORMATS, Formats, write_draft
 from scripts._distill.files import replaced
 from scripts._distill.loaded_model import LoadedModel, Text
 from scripts._distill.prompts import own_prompts, read_prompts, tokenize
@@ -113,13 +113,11 @@ class Distillation:
 
     def _write(self, folder: Path | None, draft: Draft | None) -> Path:
         """Writes a draft, the target's own layers where it is None; returns what is to be loaded."""
-        files = self._open()
-        trained = None if draft is None else draft.trained
+        files, options = self._open(), self._options
+        spec, trained = (self._spec, {}) if draft is None else (draft.written_spec, draft.written())
+        formats = Formats(options.layer_format, options.head_format)
         try:
-            return write_draft(
-                folder or self._out, self._target, self._spec, self._layers, trained, files.weights,
-                self._options.layer_format,
-            )  # fmt: skip
+            return write_draft(folder or self._out, self._target, spec, self._layers, trained, files.weights, formats)
         finally:
             files.weights.close()
 
@@ -202,12 +200,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers", type=int, default=2, help="layers of the draft: the target's first ones")
     p.add_argument("--chosen-layers", type=int, nargs="+", help="these layers of the target instead, counted from 0")
     p.add_argument("--layer-format", choices=list(TRAINED_FORMATS), default="q8_0", help="of trained layers, in a GGUF")
-    p.add_argument("--steps", type=int, default=1000, help="0: the layers as they are")
-    p.add_argument("--batch", type=int, default=12, help="texts in a step")
-    p.add_argument("--learning-rate", type=float, default=1e-3)
+    p.add_argument("--head-format", choices=list(TRAINED_FORMATS), default="q8_0", help="of the head, in a GGUF")
+    p.add_argument("--steps", type=int, default=1500, help="0: the layers as they are")
+    p.add_argument("--batch", type=int, default=4, help="texts in a step")
+    p.add_argument("--learning-rate", type=float, default=2e-3)
     p.add_argument("--weight-decay", type=float, default=0.01)
     p.add_argument("--negatives", type=int, default=2048, help="tokens a step compares with beside the likely ones")
-    p.add_argument("--texts", type=int, default=1280, help="to learn from")
+    p.add_argument("--texts", type=int, default=832, help="to learn from")
     p.add_argument("--max-prompt", type=int, default=256, help="tokens; longer prompts keep their end")
     p.add_argument("--max-tokens", type=int, default=192, help="of an output")
     p.add_argument("--top", type=int, default=32, help="tokens of which the target's probabilities are kept")

@@ -134,7 +134,7 @@ class Training:
             {"params": matrices, "weight_decay": schedule.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(groups, betas=_BETAS)
+        self._optimizer = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
 
     def run(self, texts: Sequence[Text], told: Callable[[int, float], None], until: int | None = None) -> None:
         """The steps that are left.
