@@ -12,7 +12,19 @@ from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.requests import GeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
-from gateway.keys import DRAIN, EXPOSITION, GENERATOR, GRAMMARS, KEY_RING, LIMITS, METRICS, MODELS, SALTS, Limits
+from gateway.keys import (
+    DRAIN,
+    EXPOSITION,
+    GATEWAY_INDEX,
+    GENERATOR,
+    GRAMMARS,
+    KEY_RING,
+    LIMITS,
+    METRICS,
+    MODELS,
+    SALTS,
+    Limits,
+)
 from gateway.middleware import Handler, Middleware
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
@@ -59,6 +71,7 @@ class Services:
     drain: Drain
     metrics: GatewayMetrics
     exposition: Exposition
+    gateway_index: int = 0
 
 
 def build_app(
@@ -80,6 +93,7 @@ def build_app(
             scopes[added] = route.scope
     app.on_response_prepare.append(around.add_headers)
     app[LIMITS] = limits
+    app[GATEWAY_INDEX] = services.gateway_index
     app[MODELS] = services.models
     app[GENERATOR] = services.generator
     app[KEY_RING] = services.key_ring

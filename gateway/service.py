@@ -133,6 +133,7 @@ class Service:
             drain=self._drain,
             metrics=self._metrics,
             exposition=self._exposition(registry, peers),
+            gateway_index=settings.gateway_index,
         )
         limits = Limits(
             max_body_size=settings.max_body_size,

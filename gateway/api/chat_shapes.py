@@ -14,6 +14,7 @@ from gateway.api.fan_in import Tally
 from gateway.api.logprobs import chat_logprobs
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
+from shared.errors import PeltonError
 from shared.messages import TokenLogprobs
 
 _PLAIN = b'},"logprobs":null,"finish_reason":null}]'
@@ -101,6 +102,10 @@ class ChatChunks:
     def end(self) -> bytes:
         """The usage chunk, where asked for, and the end marker."""
         return self._frame.end()
+
+    def failed(self, error: PeltonError) -> bytes:
+        """The error, and the end marker."""
+        return self._frame.failed(error)
 
 
 async def whole_chat_response(

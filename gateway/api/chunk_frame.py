@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from gateway.api.envelope import Envelope
 from gateway.api.fan_in import Tally
-from gateway.api.sse import DONE, data_event
+from gateway.api.sse import DONE, data_event, failure
 from gateway.responses import dump_json
+from shared.errors import PeltonError
 
 
 class ChunkFrame:
@@ -62,3 +63,7 @@ class ChunkFrame:
         if not self._include_usage:
             return DONE
         return data_event({**self._common, "choices": [], "usage": self._tally.usage()}) + DONE
+
+    def failed(self, error: PeltonError) -> bytes:
+        """The error, and the end marker."""
+        return failure(error)

@@ -14,6 +14,7 @@ from gateway.api.logprobs import CompletionLogprobs
 from gateway.api.sse import is_large
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
+from shared.errors import PeltonError
 from shared.messages import TokenLogprobs
 
 _PLAIN = b',"logprobs":null,"finish_reason":null}]'
@@ -143,6 +144,10 @@ class CompletionChunks:
     def end(self) -> bytes:
         """The usage chunk, where asked for, and the end marker."""
         return self._frame.end()
+
+    def failed(self, error: PeltonError) -> bytes:
+        """The error, and the end marker."""
+        return self._frame.failed(error)
 
 
 async def whole_completion_response(

@@ -35,6 +35,9 @@ class Encoder(Protocol):
     def end(self) -> bytes:
         """What follows the last event of a stream that succeeded."""
 
+    def failed(self, error: PeltonError) -> bytes:
+        """What follows the last event of a stream that failed."""
+
 
 class Events(Protocol):
     """The events of a request's generations; see api.fan_in.FanIn."""
@@ -156,16 +159,16 @@ async def stream_events(request: web.Request, events: Events, encoder: Encoder) 
             error = request.app[DRAIN].take_over_cancellation()
             if error is None:
                 raise
-            await _fail(sse, error)
+            await _fail(sse, encoder, error)
         except PeltonError as error:
-            await _fail(sse, error)
+            await _fail(sse, encoder, error)
         except ConnectionError:
             raise
         except Exception:
             if not sse.begun:
                 raise
             log.exception("stream failed")
-            await _fail(sse, InternalError("The server failed; the request id finds the details in its log."))
+            await _fail(sse, encoder, unexpected_error())
     await sse.response.write_eof()
     return sse.response
 
@@ -214,10 +217,20 @@ def is_large(delta: TextDelta) -> bool:
     return delta.prompt_logprobs is not None and len(delta.prompt_logprobs) >= LARGE_REPORT
 
 
-async def _fail(sse: SseResponse, error: PeltonError) -> None:
+async def _fail(sse: SseResponse, encoder: Encoder, error: PeltonError) -> None:
     if not sse.begun:
         raise error
-    await sse.send(data_event(error_object(error)) + DONE)
+    await sse.send(encoder.failed(error))
+
+
+def unexpected_error() -> InternalError:
+    """What a client is told of an exception that nobody foresaw."""
+    return InternalError("The server failed; the request id finds the details in its log.")
+
+
+def failure(error: PeltonError) -> bytes:
+    """How streams of chunks end where they fail."""
+    return data_event(error_object(error)) + DONE
 
 
 def data_event(value: object) -> bytes:

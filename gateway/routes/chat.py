@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-
 from aiohttp import web
 
 from gateway.api.body import read_json
-from gateway.api.chat_prompt import ChatPrompt, PromptFields, chat_prompt
 from gateway.api.chat_shapes import ChatChunks, whole_chat_response
-from gateway.api.generation_params import Common, common_of_chat
-from gateway.api.messages import check_messages
-from gateway.api.output_grammar import ToolGrammar
 from gateway.api.params import ChatFields, parse_fields
-from gateway.api.reasoning_params import thinking_budget
 from gateway.api.sse import stream_events
-from gateway.api.tool_params import check_tools, tool_grammar, tool_request
-from gateway.flow.requests import ModelEntryLike
-from gateway.keys import IDENTITY, SALTS
 from gateway.responses import json_response
-from gateway.routes.common import detail_of, envelope_of, find_model, fit_prompt, longest_prompt, submit_all
-from gateway.routes.grammar import request_grammar
-from gateway.text.formats import ModelFormats
-from gateway.text.reasoning import reasoning_fragment
-from gateway.text.tools.format import ToolRequest
-from shared.errors import InvalidRequestError
+from gateway.routes.common import detail_of, envelope_of, submit_all
+from gateway.routes.prepared_chat import prepare_chat
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answers a conversation, whole or streamed. max_tokens defaults to what is left of the context."""
     fields = parse_fields(await read_json(request), ChatFields)
-    common = common_of_chat(fields, request[IDENTITY], request.app[SALTS])
-    tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-    messages = check_messages(fields.messages)
-    entry = find_model(request, fields.model)
-    chat = await chat_prompt(messages, tools, _prompt_fields(fields), entry, max_tokens=longest_prompt(common, entry))
-    prompt = fit_prompt(chat.ids, common, None, entry, "messages")
-    grammar = await _grammar(request, common, tools, chat, entry)
-    if grammar and fields.continue_final_message:
-        name = "continue_final_message"
-        raise InvalidRequestError(
-            f"{name} cannot be combined with structured output, or with tools that are enforced.", param=name
-        )
-    common = dataclasses.replace(
-        common,
-        grammar=grammar,
-        format=entry.formats.message_format(tools, opened=chat.opened),
-        thinking=await thinking_budget(
-            fields.thinking_token_budget, entry, opened=chat.opened, constrained=bool(grammar)
-        ),
-    )
-
-    envelope, detail = envelope_of("chatcmpl", common, entry), detail_of(common, entry, [prompt])
+    prepared = await prepare_chat(request, fields)
+    common, entry, prompt = prepared.common, prepared.entry, prepared.prompt
+    envelope, detail = envelope_of(request, "chatcmpl-", common, entry), detail_of(common, entry, [prompt])
     async with await submit_all(request, envelope, common, entry, [prompt]) as events:
         tally, show_reasoning = events.tally, fields.include_reasoning is not False
         if fields.stream:
@@ -68,43 +34,3 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return json_response(
             await whole_chat_response(envelope, common.n, events, tally, detail, show_reasoning=show_reasoning)
         )
-
-
-def _prompt_fields(fields: ChatFields) -> PromptFields:
-    return PromptFields(
-        chat_template_kwargs=fields.chat_template_kwargs,
-        reasoning_effort=fields.reasoning_effort,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
-        documents=fields.documents,
-    )
-
-
-async def _grammar(
-    request: web.Request, common: Common, tools: ToolRequest | None, chat: ChatPrompt, entry: ModelEntryLike
-) -> str:
-    """What every choice must spell, checked; empty where nothing is demanded."""
-    formats = entry.formats
-    of_tools: ToolGrammar | None = None
-    if tools is not None and tools.choice != "none":
-        if formats.tools is None:
-            raise InvalidRequestError(
-                "tools are not supported by this model: the server reads no calls of it.",
-                param="tools",
-                code="unsupported_parameter",
-            )
-        structured = common.fields.response_format is not None or common.fields.structured_outputs is not None
-        of_tools = await asyncio.to_thread(_tool_grammar, tools, formats, structured)
-    reasoning, framed = None, None
-    if formats.reasoning is not None:
-        reasoning = reasoning_fragment(formats.reasoning, chat.opened, formats.added_ids)
-        framed = formats.reasoning.framed
-    return await request_grammar(request, common, entry, tools=of_tools, reasoning=reasoning, framed=framed)
-
-
-def _tool_grammar(tools: ToolRequest, formats: ModelFormats, structured: bool) -> ToolGrammar | None:
-    """Takes time with large schemas."""
-    check_tools(tools)
-    if formats.tools is None:
-        return None
-    return tool_grammar(tools, formats.tools, formats.added_ids, beside_content=structured)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-import uuid
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -19,7 +18,8 @@ from gateway.api.sampling_fields import needs_words, word_ids
 from gateway.api.speculation import check_speculation, prediction_ids
 from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.requests import GeneratorLike, ModelEntryLike
-from gateway.keys import GENERATOR, MODELS, log
+from gateway.keys import GATEWAY_INDEX, GENERATOR, MODELS, log
+from gateway.stores.ids import new_id
 from shared.errors import InvalidRequestError, ModelNotFoundError
 
 MAX_MODEL_NAME = 256
@@ -78,10 +78,10 @@ def fit_prompt(ids: list[int], common: Common, default: int | None, entry: Model
     return ids, completion_budget(len(ids), common.wanted_tokens, default, facts, param)
 
 
-def envelope_of(prefix: str, common: Common, entry: ModelEntryLike) -> Envelope:
+def envelope_of(request: web.Request, prefix: str, common: Common, entry: ModelEntryLike) -> Envelope:
     """What surrounds the choices of a response; its id is new, and the worker's requests are named after it."""
     return Envelope(
-        identifier=f"{prefix}-{uuid.uuid4().hex}",
+        identifier=new_id(prefix, request.app[GATEWAY_INDEX]),
         created=int(time.time()),
         model=common.fields.model,
         fingerprint=fingerprint(entry.facts),

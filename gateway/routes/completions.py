@@ -52,7 +52,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             raise InvalidRequestError(f"{param} has no tokens.", param=param)
         prompts.append(fit_prompt(ids, common, DEFAULT_MAX_TOKENS, entry, param))
 
-    envelope, detail = envelope_of("cmpl", common, entry), detail_of(common, entry, prompts)
+    envelope, detail = envelope_of(request, "cmpl-", common, entry), detail_of(common, entry, prompts)
     choices = Choices(await _echoes(texts, prompts, fields, entry), detail)
     async with await submit_all(request, envelope, common, entry, prompts) as events:
         tally = events.tally
