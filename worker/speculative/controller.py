@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from worker.scheduler.budget import CostTable
 from worker.speculative.proposal import Proposal
-from worker.speculative.row_costs import SURE, RowCosts, on_grid
+from worker.speculative.row_costs import RowCosts, next_count, on_grid
 
 MARGIN = 1.02
 """Drafts are verified where that is expected to be faster by this factor than not to: estimates err."""
@@ -34,8 +34,8 @@ _RECHECK_CLOSE, _RECHECK_FAR = 12, 300
 """Steps after which it is measured again what a step takes without drafts where some are always verified: where that is
 nearly as fast, and added where it is far slower."""
 
-_RECHECK_DECLINED = 192
-"""As many with drafts that were found not to pay."""
+_RECHECK_DECLINED = 24
+"""As many, times the measurements so far and at most eight times that, with drafts that were found not to pay."""
 
 _LEAST_GAIN = 0.02
 """Tokens with less chance of being reached and accepted are not considered."""
@@ -150,17 +150,17 @@ class Controller:
         hope = speeds[best] * self._margin
         # Beyond known costs, where all drafts would pay if they took no longer: one small step further.
         sure = min(table.sure_up_to(num_rows) - num_rows, most)
-        if sure < most and table.samples(num_rows) >= SURE and tokens[most] / costs[sure] > hope:
-            yield _next(candidates, sure)
+        if sure < most and table.is_sure(num_rows) and tokens[most] / costs[sure] > hope:
+            yield min(next_count(num_rows + sure) - num_rows, most)
         if best and table.age(num_rows) > _RECHECK_CLOSE + _RECHECK_FAR * (1.0 - speeds[0] / speeds[best]):
             yield 0
         # What was found slow long ago: a step further than the best, and the best of those declined.
         if best < most and tokens[most] / costs[best] > hope:
-            further = _next(candidates, best)
-            if table.age(num_rows + further) > _RECHECK_DECLINED:
+            further = min(next_count(num_rows + best) - num_rows, most)
+            if table.age(num_rows + further) > _RECHECK_DECLINED * min(table.samples(num_rows + further), 8):
                 yield further
             declined = max(candidates, key=speeds.__getitem__)
-            if not best and declined <= sure and table.age(num_rows + declined) > _RECHECK_DECLINED:
+            if not best and declined <= sure and table.age(num_rows + declined) > 8 * _RECHECK_DECLINED:
                 yield declined
 
     @property
@@ -213,8 +213,8 @@ class Controller:
         each = self._drafting.cost(num_wanting)
         each_ms = None if each is None else each * self._costs.level
         measured = self._costs.sure_up_to(num_rows) - num_rows
-        best, best_speed = 0, none * MARGIN
-        hoped, hoped_speed, loss = 0, none * MARGIN, 0.0
+        best, best_speed = 0, none * self._margin
+        hoped, hoped_speed = 0, best_speed
         gain, tokens = 1.0, float(num_rows)
         for count in range(1, most + 1):
             gain *= chances[count - 1]
@@ -228,26 +228,27 @@ class Controller:
             perhaps = tokens / (flat + _UNSEEN_SLOPE * (costs[verified] - flat) + draft_ms)
             if perhaps > hoped_speed:
                 hoped, hoped_speed = count, perhaps
-                loss = costs[verified] + draft_ms - tokens / none
         if each_ms is not None:
             self._saved_ms = 1.0 / none - 1.0 / best_speed if best else 0.0
             if best:
                 self._gap = _FIRST_GAP
                 return best
-        return self._try_draft(hoped, loss, costs[0])
+        # Nothing to hope for by what is known: a single token, to see whether that is still so.
+        num_each = hoped or 1
+        loss_ms = costs[0] * _UNSEEN_SLOPE if each_ms is None else each_ms * (num_each + _DRAFT_OVERHEAD)
+        return num_each if self._try_draft(loss_ms, is_hopeful=hoped > 0) else 0
 
-    def _try_draft(self, hoped: int, loss_ms: float, step_ms: float) -> int:
-        """Now and then drafts though nothing says that it pays: costs and acceptance change."""
-        if self._since_trial < self._gap:
-            return 0
-        if not hoped:
-            # Nothing to hope for by what is known: a single token, to see whether that is still so.
-            hoped, loss_ms = 1, step_ms
-        if not self._pay(loss_ms):
-            return 0
+    def _try_draft(self, loss_ms: float, *, is_hopeful: bool) -> bool:
+        """Whether to draft now and then though nothing says that it pays: costs and acceptance change.
+
+        What verifying the tokens may lose is for `choose` to weigh.
+        """
+        if self._since_trial < self._gap or not self._pay(loss_ms):
+            return False
         self._since_trial = 0
-        self._gap = min(2 * self._gap, _LAST_GAP)
-        return hoped
+        # While it depends on row counts that have not been measured, only the account limits trials.
+        self._gap = _FIRST_GAP if is_hopeful else min(2 * self._gap, _LAST_GAP)
+        return True
 
     def catch_up_pays(self, num_tokens_to_read: int, expected_output: float) -> bool:
         """Whether the draft model should read so many tokens that it has not seen, to draft for the output after them.
@@ -258,8 +259,3 @@ class Controller:
         if self._saved_ms is None or self._reading_ms is None:
             return num_tokens_to_read <= _CATCH_UP_UNKNOWN
         return self._reading_ms * num_tokens_to_read * MARGIN < self._saved_ms * expected_output
-
-
-def _next(candidates: list[int], num: int) -> int:
-    """The candidate one step beyond `num` drafts."""
-    return next(other for other in candidates if other > num)

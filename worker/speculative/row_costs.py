@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-SURE = 3
-"""Measurements of a count after which it is believed."""
+_FEW, _MANY = 3, 6
+"""Measurements of a count after which it is believed: where they agree, and where they do not."""
+
+_AGREED = 0.25
 
 _MAX_POINTS = 96
 _LEVEL_WEIGHT = 0.15
 _MOST_LEVEL_WEIGHT = 0.6
 """Of a measurement that is as far off as those just before it."""
 
-_SHAPE_WEIGHT = 0.01
-"""Of one measurement, times the other counts' steps since the one before it."""
+_SHAPE_WEIGHT, _SHAPE_AGE_WEIGHT = 0.04, 0.0005
+"""Of one measurement, and added to it for each step since the one before."""
 
 _MOST_WEIGHT = 0.25
 _NOISE_WEIGHT = 0.02
@@ -37,10 +39,22 @@ _SLOWER, _FASTER = 0.35, -0.7
 class _Point:
     """Logarithm of the relative cost of a row count."""
 
-    __slots__ = ("last", "log_cost", "samples")
+    __slots__ = ("first", "last", "log_cost", "samples")
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the middle one of the first measurements may be believed: it is no slow moment's."""
+        num = len(self.first)
+        return num >= _MANY or (num >= _FEW and self.log_cost_of_first - min(self.first) < _AGREED)
+
+    @property
+    def log_cost_of_first(self) -> float:
+        """Of an even number the smaller of both in the middle, since moments are slow more often than fast."""
+        return sorted(self.first)[(len(self.first) - 1) // 2]
 
     def __init__(self, log_cost: float, step: int) -> None:
         self.log_cost = log_cost
+        self.first = [log_cost]
         self.samples = 1
         self.last = step
 
@@ -48,6 +62,13 @@ class _Point:
 def on_grid(num_rows: int) -> bool:
     """Whether drafts may make a step so large: each count up to 16, then 8 to an octave, so that few are measured."""
     return num_rows <= 16 or num_rows % (1 << (num_rows.bit_length() - 4)) == 0
+
+
+def next_count(num_rows: int) -> int:
+    """The count to measure after that one: a quarter more, on the grid."""
+    least = num_rows + max(1, num_rows // 4)
+    width = 1 << max(least.bit_length() - 4, 0) if least > 16 else 1
+    return -(-least // width) * width
 
 
 class RowCosts:
@@ -78,6 +99,11 @@ class RowCosts:
         point = self._points.get(num_rows)
         return point.samples if point is not None else 0
 
+    def is_sure(self, num_rows: int) -> bool:
+        """Whether the count was measured often enough to be believed."""
+        point = self._points.get(num_rows)
+        return point is not None and point.is_sure
+
     def age(self, num_rows: int) -> float:
         """Steps observed since the count was measured last; infinite: never."""
         point = self._points.get(num_rows)
@@ -87,9 +113,9 @@ class RowCosts:
         """The row count up to which costs are known from num_rows on, without wide gaps between measured ones."""
         sure = num_rows
         for count in self._counts[bisect_right(self._counts, num_rows) :]:
-            if count > sure + max(2, sure // 4):
+            if count > next_count(sure):
                 break
-            if self._points[count].samples >= SURE:
+            if self._points[count].is_sure:
                 sure = count
         return sure
 
@@ -108,23 +134,24 @@ class RowCosts:
         point.last = self._step
         point.samples += 1
         error = log_ms - self._level - point.log_cost
-        if point.samples <= SURE:
-            # Of the first ones the smaller, since moments are slow more often than fast.
-            point.log_cost += min(error, 0.0)
+        if not point.is_sure:
+            point.first.append(log_ms - self._level)
+            point.log_cost = point.log_cost_of_first
             return
         error = min(max(error, _FASTER), _SLOWER)
         self.noise += _NOISE_WEIGHT * (abs(error) - self.noise)
+        was_usual = self._run == 0
         self._run = 0 if abs(error) < _SURPRISE else max(self._run, 0) + 1 if error > 0.0 else min(self._run, 0) - 1
         # A count that was measured seldom, or not for long, says little about the moment, and is mended itself. One
         # that is measured all the time has nothing to be compared with, and tells the moment only.
         firm = point.samples / (point.samples + _FIRM) / (1.0 + age / _LONG)
         level_error = min(_LEVEL_WEIGHT * max(abs(self._run), 1), _MOST_LEVEL_WEIGHT) * firm * error
         self._level += level_error
-        weight = max(
-            min(_SHAPE_WEIGHT * (age - 1), _MOST_WEIGHT), 1.0 / point.samples if point.samples < _FIRM else 0.0
-        )
-        if error == _FASTER:
-            # No moment is that fast: what was believed is wrong.
+        weight = min(_SHAPE_WEIGHT + _SHAPE_AGE_WEIGHT * age, _MOST_WEIGHT) if age > 1 else 0.0
+        if point.samples < _FIRM:
+            weight = max(weight, 1.0 / point.samples)
+        if error < -_SLOWER and age > 1 and was_usual:
+            # Hardly a moment is that fast, and no such time has begun: what was believed is wrong.
             weight = 0.5
         point.log_cost += weight * (error - level_error)
 
@@ -170,7 +197,9 @@ class RowCosts:
         blocks: list[list[float]] = []  # Weight, mean, number of points.
         for count in self._counts:
             point = self._points[count]
-            blocks.append([float(min(point.samples, 30)), math.exp(point.log_cost), 1.0])
+            # Of many counts one seems cheap by luck: what was measured seldom is taken to be dearer than it seemed.
+            log_cost = point.log_cost + self.noise / math.sqrt(point.samples)
+            blocks.append([float(min(point.samples, 30)), math.exp(log_cost), 1.0])
             while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
                 weight, mean, size = blocks.pop()
                 before = blocks[-1]
