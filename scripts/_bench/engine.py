@@ -4,6 +4,7 @@
 - sampling: what parameters of all kinds, and grammars, add to a step.
 - host: what a step costs beside model and sampler, at several numbers of requests.
 - prefix: what the prefix cache costs where it finds nothing and saves where it finds most.
+- speculation: what drafts save where the output repeats the input, and cost where it does not.
 - memory: whether a worker grows over --requests requests; not among the default parts.
 
 Prints tables and, as the last line, the same figures as JSON.
@@ -26,7 +27,7 @@ import torch
 
 from kernels.cpu.pool import use_cache_directory, use_huge_pages
 from kernels.sampling.dispatch import sampling_ops
-from scripts._bench import engine_host, engine_memory, engine_prefix, engine_steps, sampling
+from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps, sampling
 from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor
 from scripts.ceiling import LinearShapes, Matrices
 from shared import log
@@ -39,7 +40,7 @@ from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
 
 PAGE_SIZE = 16
-PARTS = ("decode", "prefill", "sampling", "host", "prefix", "memory")
+PARTS = ("decode", "prefill", "sampling", "host", "prefix", "speculation", "memory")
 _LOADED = frozenset(PARTS) - {"memory"}
 EMPTY_LOAD = engine_prefix.Load(concurrency=16, num_requests=16, prompt=128, output=64)
 SHARED_LOAD = engine_prefix.Load(concurrency=16, num_requests=32, prompt=512, output=64)
@@ -179,6 +180,25 @@ class Bench:
         print("\n" + "\n".join(engine_prefix.table(costs, gains)), flush=True)
         return {"cost": costs, "gain": gains}
 
+    def speculation(self) -> list[dict[str, Any]]:
+        """What drafts save and cost."""
+        options = self._options
+        settings = self._settings(engine_speculation.CONCURRENCY)
+        length = settings.max_model_len or 0
+        pages = engine_speculation.CONCURRENCY * -(-length // PAGE_SIZE)
+        settings = dataclasses.replace(
+            settings, num_kv_pages=pages, dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype
+        )
+        loads = [
+            load
+            for load in engine_speculation.make_loads(self._files.bundle, length // 2)
+            if load.name in options.speculation_loads
+        ]
+        with engine_speculation.open_loops(
+            settings, self._files, self._decoder, self._sampling_ops(), options.draft
+        ) as loops:
+            return engine_speculation.measure(loops, loads, options.speculation_rounds)
+
     def _settings(self, max_num_seqs: int) -> WorkerSettings:
         return WorkerSettings(
             device="cpu",
@@ -210,6 +230,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host-counts", type=int, nargs="+", default=[16, 32, 64, 128], help="requests of the part host")
     p.add_argument("--host-steps", type=int, default=24, help="steps that are timed at each")
     p.add_argument("--prefix-rounds", type=int, default=4, help="loads with the cache, and as many without")
+    p.add_argument("--speculation-loads", nargs="+", choices=engine_speculation.LOADS, default=engine_speculation.LOADS)
+    p.add_argument("--speculation-rounds", type=int, default=5, help="of each load, after two that do not count")
+    p.add_argument("--draft", default="", help="draft model of the part speculation; empty: look-ups alone")
     p.add_argument("--requests", type=int, default=20_000, help="of the part memory")
     p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
     return p
@@ -231,7 +254,7 @@ def main() -> None:
         bench = Bench(options, open_model(options.model, options.cache_dir))
         if {"decode", "prefill"} & set(options.parts):
             figures["results"] = bench.steps(options.parts)
-        for part in ("sampling", "host", "prefix"):
+        for part in ("sampling", "host", "prefix", "speculation"):
             if part in options.parts:
                 figures[part] = getattr(bench, part)()
     print(json.dumps(figures))

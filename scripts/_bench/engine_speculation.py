@@ -1,0 +1,283 @@
+"""Part of bench_engine: what drafts save where the output repeats the input, and cost where it does not.
+
+Each load runs on an engine that drafts nothing and on those that draft, in turns, so that what else the machine does
+falls on all alike. The engines share one model and live through all loads: what they learn of costs and acceptance in
+one is there in the next, as in a server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.text.tokenizer import TextTokenizer
+from kernels.sampling.dispatch import SamplingOps
+from scripts._bench.engine_loop import Loop, LoopError, engine_loop
+from scripts._bench.goals import Goal
+from scripts._distill.prompt_texts import HELD_OUT
+from scripts._distill.prompts import tokenize
+from shared.messages import Bundle, FinishReason
+from shared.sampling_params import SamplingParams
+from shared.settings import WorkerSettings
+from worker.executor.build import BuiltExecutor, make_runner
+from worker.executor.device import CpuDevice
+from worker.executor.local import LocalExecutor
+from worker.executor.memory import KVPlan
+from worker.executor.models import Models, load_decoder
+from worker.executor.resolve import cache_directory
+from worker.model.decoder import Decoder
+from worker.model.loading.model_files import ModelFiles
+from worker.model.parallel import ParallelContext
+from worker.speculative.draft_files import open_draft
+from worker.stats import Counters
+
+REPEATS_GOAL = Goal(1.6, form=".1f", unit="x")
+ORDINARY_GOAL = Goal(0.97, form=".2f", unit="x")
+OFF = "off"
+CONCURRENCY = 16
+OUTPUT = 128
+WARM_UPS = 2
+"""Rounds before those that count: costs and acceptance are learned while serving."""
+
+CODE = """def rectangle_area(width, height):
+    return width * height
+
+def triangle_area(base, height):
+    return base * height / 2
+
+def circle_area(radius):
+    return 3.14159 * radius * radius
+
+def box_volume(width, height, depth):
+    return width * height * depth
+
+print(rectangle_area(3, 4))
+print(triangle_area(3, 4))
+print(circle_area(2))
+print(box_volume(2, 3, 4))
+"""
+PARAGRAPH = (
+    "The lighthouse on the northern cape was built in 1871 by two brothers from the village. Its lamp burned oil for "
+    "sixty years, until a cable was laid across the bay. The keeper still climbs the stairs every evening, though "
+    "nobody asks him to, and writes the weather of the day into a thick book. There are forty of these books by now, "
+    "and the oldest can hardly be read."
+)
+REPEATING = (
+    f"Copy this code:\n\n```python\n{CODE}```",
+    f"Change the name `box_volume` to `volume_of_box` in this code and write it again.\n\n```python\n{CODE}```",
+    f"Copy this text:\n\n{PARAGRAPH}",
+)
+"""What is to be written is in the prompt: code as it is, code with another name, and a paragraph."""
+
+PREDICTIONS = (f"```python\n{CODE}```", f"```python\n{CODE}```".replace("box_volume", "volume_of_box"), PARAGRAPH)
+"""What a client would expect of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts of one kind.
+
+    Attributes:
+        name: for the command line.
+        title: for people.
+        predictions: one for each prompt, or none.
+        together: all requests run at a time, not one after the other.
+    """
+
+    name: str
+    title: str
+    prompts: Sequence[Sequence[int]]
+    goal: Goal
+    temperature: float = 0.0
+    predictions: Sequence[Sequence[int]] = ()
+    together: bool = False
+
+
+Method = Literal["off", "ngram", "draft_model", "auto"]
+LOADS = ("repeat", "predict", "chat", "chat16", "sampled16")
+
+
+def make_loads(bundle: Bundle, most: int) -> list[Load]:
+    """The loads that goals are for; prompts have at most so many tokens."""
+    repeating, chat = tokenize(REPEATING, bundle, most), tokenize(HELD_OUT[:CONCURRENCY], bundle, most)
+    tokenizer = TextTokenizer(bundle)
+    predictions = [tokenizer.encode(text, add_special_tokens=False) for text in PREDICTIONS]
+    return [
+        Load("repeat", "1 request, output repeats input", repeating, REPEATS_GOAL),
+        Load("predict", "the same, output is predicted", repeating, REPEATS_GOAL, predictions=predictions),
+        Load("chat", "1 request, chat", chat[:3], ORDINARY_GOAL),
+        Load("chat16", f"{CONCURRENCY} requests, chat", chat, ORDINARY_GOAL, together=True),
+        Load("sampled16", f"{CONCURRENCY} requests, chat, at 0.7", chat, ORDINARY_GOAL, temperature=0.7, together=True),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one load took on one engine.
+
+    Attributes:
+        seconds: from submission to the end, prompts included.
+        texts: outputs, one for each prompt.
+        counts: by how much the engine's counters grew; accepted_per_position is of all its life.
+    """
+
+    seconds: float
+    texts: Sequence[Sequence[int]]
+    counts: Mapping[str, float]
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second."""
+        return sum(len(text) for text in self.texts) / self.seconds
+
+
+def run_load(loop: Loop, load: Load) -> Run:
+    """Raises LoopError where a request fails."""
+    before = loop.counters.as_dict()
+    seconds = 0.0
+    texts: list[list[int]] = []
+    everyone = list(range(len(load.prompts)))
+    for batch in [everyone] if load.together else [[number] for number in everyone]:
+        taken, outputs = _run_batch(loop, load, batch)
+        seconds += taken
+        texts += outputs
+    after = loop.counters.as_dict()
+    return Run(seconds, texts, {name: after[name] - before[name] for name in after})
+
+
+def _run_batch(loop: Loop, load: Load, batch: Sequence[int]) -> tuple[float, list[list[int]]]:
+    outputs: dict[str, list[int]] = {}
+    for number in batch:
+        sampling = SamplingParams(temperature=load.temperature, seed=number, max_tokens=OUTPUT)
+        prediction = list(load.predictions[number]) if load.predictions else []
+        outputs[loop.submit(load.prompts[number], sampling, prediction=prediction)] = []
+    num_left = len(batch)
+    # What clients do, here in the same thread, is not the engine's time.
+    seconds = 0.0
+    while num_left:
+        begin = time.perf_counter()
+        loop.step()
+        seconds += time.perf_counter() - begin
+        for output in loop.receive():
+            outputs[output.request_id] += output.token_ids
+            if output.finish is not None:
+                num_left -= 1
+                if output.finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                    raise LoopError(f"a request ended with {output.finish.reason}: {output.finish.message}")
+    return seconds, list(outputs.values())
+
+
+@contextmanager
+def open_loops(
+    settings: WorkerSettings, files: ModelFiles, decoder: Decoder, ops: SamplingOps, draft: str
+) -> Iterator[dict[str, Loop]]:
+    """An engine for each way to draft, all on one model: off, look-ups, and where there is a draft model both.
+
+    Args:
+        settings: with max_model_len and num_kv_pages; whether prompts are found in a cache is not what is measured.
+        draft: path of the draft model; empty: none.
+    """
+    methods: dict[str, Method] = {OFF: "off", "look-up": "ngram"}
+    if draft:
+        methods |= {"draft model": "draft_model", "both": "auto"}
+    plain = dataclasses.replace(settings, enable_prefix_caching=False)
+    drafting: Decoder | None = None
+    if draft:
+        chosen = dataclasses.replace(plain, speculative_method="auto", speculative_model=draft)
+        draft_files = open_draft(chosen, files, cache_directory(settings))
+        if draft_files is not None:
+            drafting = load_decoder(chosen, draft_files, decoder.device, ParallelContext())
+            draft_files.weights.close()
+    with ExitStack() as stack:
+        loops = {}
+        for name, method in methods.items():
+            chosen = dataclasses.replace(plain, speculative_method=method)
+            models = Models(decoder, ParallelContext(), drafting if method in ("draft_model", "auto") else None)
+            loops[name] = stack.enter_context(engine_loop(chosen, files, _executor(chosen, files, models, ops)))
+        yield loops
+
+
+def _executor(settings: WorkerSettings, files: ModelFiles, models: Models, ops: SamplingOps) -> BuiltExecutor:
+    assert settings.max_model_len is not None
+    plan = KVPlan(settings.num_kv_pages, settings.max_model_len)
+    runner = make_runner(settings, models, plan, ops, CpuDevice())
+    return BuiltExecutor(
+        executor=LocalExecutor(runner.launch),
+        num_pages=plan.num_pages,
+        page_size=settings.block_size,
+        max_model_len=plan.max_model_len,
+        num_kv_groups=len(files.spec.kv_groups),
+        device="cpu",
+        dtype="",
+        check=lambda: None,
+        use_idle_time=lambda: False,
+        draft_max_len=runner.draft_max_len,
+    )
+
+
+def measure(loops: Mapping[str, Loop], loads: Sequence[Load], rounds: int) -> list[dict[str, Any]]:
+    """For JSON, and printed as they come: each load on each engine that drafts, beside the one that does not."""
+    print("\n" + HEADER)
+    entries = []
+    for load in loads:
+        runs: dict[str, list[Run]] = {name: [] for name in loops}
+        for number in range(WARM_UPS + rounds):
+            # The other way round every second time: who comes first may be slower.
+            for name in list(loops)[:: -1 if number % 2 else 1]:
+                run = run_load(loops[name], load)
+                if number >= WARM_UPS:
+                    runs[name].append(run)
+        for name in list(loops)[1:]:
+            entries.append(figures(load, name, runs[name], runs[OFF]))
+            print(line(entries[-1], load.goal), flush=True)
+    for name in list(loops)[1:]:
+        counters = loops[name].counters
+        print(f"accepted by position, {name}: {by_position(counters)}")
+    return entries
+
+
+def figures(load: Load, name: str, runs: Sequence[Run], off: Sequence[Run]) -> dict[str, Any]:
+    """Of the runs on one engine, and those on the engine that drafts nothing just before or after them."""
+    ratio = statistics.median(run.speed / other.speed for run, other in zip(runs, off))
+
+    def total(counter: str) -> float:
+        return sum(run.counts[counter] for run in runs)
+
+    steps, drafted = total("engine_steps_total"), total("spec_decode_num_draft_tokens_total")
+    texts = [pair for run, other in zip(runs, off) for pair in zip(run.texts, other.texts)]
+    return {
+        "load": load.name,
+        "title": load.title,
+        "method": name,
+        "tokens_per_second": statistics.median(run.speed for run in runs),
+        "tokens_per_second_off": statistics.median(run.speed for run in off),
+        "ratio": ratio,
+        "tokens_per_step": total("generation_tokens_total") / steps,
+        "drafts_per_step": drafted / steps,
+        "acceptance": total("spec_decode_num_accepted_tokens_total") / drafted if drafted else None,
+        "same_texts": sum(ours == theirs for ours, theirs in texts) / len(texts),
+    } | load.goal.entry(ratio)
+
+
+HEADER = f"{'speculation':34}{'':12}{'tok/s':>7}{'off':>7}{'ratio':>8}{'tok/step':>10}{'drafts':>8}{'accepted':>10}"
+
+
+def line(entry: Mapping[str, Any], goal: Goal) -> str:
+    """A line of the table."""
+    accepted = "-" if entry["acceptance"] is None else f"{entry['acceptance']:.0%}"
+    return (
+        f"{entry['title']:34}{entry['method']:12}{entry['tokens_per_second']:7.0f}{entry['tokens_per_second_off']:7.0f}"
+        f"{entry['ratio']:7.2f}x{entry['tokens_per_step']:10.2f}{entry['drafts_per_step']:8.2f}{accepted:>10}"
+        f"  {entry['same_texts']:.0%} same texts ({goal.verdict(entry['ratio'])})"
+    )
+
+
+def by_position(counters: Counters) -> str:
+    """Accepted tokens by their place, as shares of all verifications."""
+    verified = counters.spec_decode_num_drafts_total
+    return " ".join(f"{count / verified:.2f}" for count in counters.accepted_per_position) or "-"
