@@ -23,10 +23,10 @@ MARGIN = 1.02
 _NOISE_MARGIN = 0.4
 """Added to it, times the mean deviation of measurements."""
 
-TRIAL_SHARE = 0.007
+TRIAL_SHARE = 0.005
 """Part of all time that trials may lose."""
 
-_FIRST_CREDIT = 3.0
+_FIRST_CREDIT = 2.5
 _MOST_CREDIT = 10.0
 """In steps."""
 

@@ -43,10 +43,10 @@ def test_an_output_that_is_the_prediction_is_proposed_whole_and_nothing_after_it
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda text: text[:200] + [901, 902, 903, 904, 905] + text[200:], id="insertion"),
+        pytest.param(lambda text: [*text[:200], 901, 902, 903, 904, 905, *text[200:]], id="insertion"),
         pytest.param(lambda text: text[:200] + text[260:], id="deletion"),
-        pytest.param(lambda text: text[:200] + [901, 902, 903] + text[220:], id="replacement"),
-        pytest.param(lambda text: [901, 902] + text, id="at the beginning"),
+        pytest.param(lambda text: [*text[:200], 901, 902, 903, *text[220:]], id="replacement"),
+        pytest.param(lambda text: [901, 902, *text], id="at the beginning"),
     ],
 )
 def test_after_a_difference_two_tokens_find_the_place_again(text, change):
@@ -57,7 +57,7 @@ def test_after_a_difference_two_tokens_find_the_place_again(text, change):
 
 
 def test_one_replaced_token_costs_only_itself(text):
-    output = text[:100] + [901] + text[101:]
+    output = [*text[:100], 901, *text[101:]]
     assert _num_predicted(text, output) == len(output) - 1
 
 
