@@ -121,16 +121,6 @@ class TinyServer(Harness):
         config, page_size = self.scheduler.config, self.kv.page_size
         self.device = CpuDevice(late=late) if device.type == "cpu" else open_device(device)
 
-        def decoder_of(spec: DecoderSpec, seed: int) -> Decoder:
-            return Decoder(
-                spec,
-                tiny_weights(spec, seed),
-                dtype=torch.float32,
-                device=device,
-                max_num_tokens=config.max_num_batched_tokens,
-                max_model_len=MAX_MODEL_LEN,
-            )
-
         storage = KVStorage(spec, self.kv.num_pages, page_size, torch.float32, device, kv_format=kv_format)
         rows = RequestRows(
             max_num_seqs=config.max_num_seqs,
@@ -147,24 +137,39 @@ class TinyServer(Harness):
         sampler = Sampler(
             rows.sampling, sampling_ops or ReferenceSamplingOps(), ReferenceSpeculativeOps(), rejection=rejection
         )
-        self.runner = ModelRunner(decoder_of(spec, 0), storage, rows, sampler, self.device)
+        each = 1 if speculation is None else 1 + speculation.max_drafts
+        decoder = self._decoder(spec, 0, device)
+        self.runner = ModelRunner(decoder, storage, rows, sampler, self.device, max_tokens_each=each)
         draft = None
         if speculation is not None and speculation.draft_len:
             small = tiny_spec(spec.head_dim)
             draft_kv = KVStorage(small, self.kv.num_pages, page_size, torch.float32, device)
             storage.copy_along(draft_kv)
-            draft = DraftModel(
-                decoder_of(small, draft_seed),
-                draft_kv,
-                rows,
-                sampler,
-                self.device,
-                vocab_size=VOCAB,
-                draft_vocab_size=VOCAB,
-                max_len=MAX_MODEL_LEN,
-            )
+            draft = self._draft_model(self._decoder(small, draft_seed, device), draft_kv, rows, sampler)
         launch = PlanRunner(self.runner, draft).launch
         self.executor: LocalExecutor = LocalExecutor(launch, self.executor.depth)  # type: ignore[assignment]
+
+    def _decoder(self, spec: DecoderSpec, seed: int, device: torch.device) -> Decoder:
+        return Decoder(
+            spec,
+            tiny_weights(spec, seed),
+            dtype=torch.float32,
+            device=device,
+            max_num_tokens=self.scheduler.config.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def _draft_model(self, decoder: Decoder, kv: KVStorage, rows: RequestRows, sampler: Sampler) -> DraftModel:
+        return DraftModel(
+            decoder,
+            kv,
+            rows,
+            sampler,
+            self.device,
+            vocab_size=VOCAB,
+            draft_vocab_size=VOCAB,
+            max_len=MAX_MODEL_LEN,
+        )
 
     @property
     def num_captured(self) -> int:

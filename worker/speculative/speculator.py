@@ -152,7 +152,7 @@ class Speculator:
         return self._controller.num_to_draft(len(chances), num_rows, means)
 
     def _num_unread(self, request: Request) -> int:
-        return len(request.token_ids) - request.pages.num_drafted
+        return len(request.token_ids) - self._kv.find_drafted(request.pages)
 
     def _wants_draft(self, request: Request) -> bool:
         speculation = request.speculation
