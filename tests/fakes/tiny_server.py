@@ -137,9 +137,8 @@ class TinyServer(Harness):
         sampler = Sampler(
             rows.sampling, sampling_ops or ReferenceSamplingOps(), ReferenceSpeculativeOps(), rejection=rejection
         )
-        each = 1 if speculation is None else 1 + speculation.max_drafts
         decoder = self._decoder(spec, 0, device)
-        self.runner = ModelRunner(decoder, storage, rows, sampler, self.device, max_tokens_each=each)
+        self.runner = ModelRunner(decoder, storage, rows, sampler, self.device)
         draft = None
         if speculation is not None and speculation.draft_len:
             small = tiny_spec(spec.head_dim)

@@ -219,14 +219,9 @@ def make_rows(
         num_groups=num_groups,
         vocab_size=vocab_size,
         device=device,
-        max_drafts=max_drafts(settings),
+        max_drafts=settings.num_speculative_tokens if settings.speculative_method != "off" else 0,
         distributions=Distributions() if settings.speculative_acceptance == "rejection" else None,
     )
-
-
-def max_drafts(settings: WorkerSettings) -> int:
-    """Most drafts of a request that a step verifies."""
-    return settings.num_speculative_tokens if settings.speculative_method != "off" else 0
 
 
 def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: SamplingOps, device: Device) -> PlanRunner:
@@ -245,7 +240,6 @@ def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: Sam
         sampler,
         device,
         graphs=settings.decode_graphs,
-        max_tokens_each=1 + max_drafts(settings),
         prefixes=make_prefixes(settings, target, plan, models.parallel),
     )
     draft = models.draft

@@ -48,7 +48,6 @@ class DecodeGraphs(Generic[T]):
         clear: makes every request of these buffers padding. Capturing runs the model, which must then write no page.
         max_num_seqs: requests of the largest step.
         max_tokens_each: tokens per request for which graphs are worth their memory: one, and the drafts with it.
-        max_num_tokens: of a step; None: as many as there are of the largest.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class DecodeGraphs(Generic[T]):
         *,
         max_num_seqs: int,
         max_tokens_each: int = 1,
-        max_num_tokens: int | None = None,
     ) -> None:
         self._device = device
         self._compute = compute
         self._clear = clear
         self._sizes = graph_sizes(max_num_seqs)
         self._max_tokens_each = max_tokens_each
-        self._max_num_tokens = max_num_seqs * max_tokens_each if max_num_tokens is None else max_num_tokens
         self._graphs: dict[Size, Graph[T]] = {}
         self._asked: Counter[Size] = Counter()
         self._given_up: set[Size] = set()
@@ -119,8 +116,7 @@ class DecodeGraphs(Generic[T]):
             return None
         if not 0 < tokens_each <= self._max_tokens_each or not 0 < num_requests <= self._sizes[-1]:
             return None
-        wanted = Size(next(size for size in self._sizes if size >= num_requests), tokens_each)
-        return wanted if self._fits(wanted) else None
+        return Size(next(size for size in self._sizes if size >= num_requests), tokens_each)
 
     def _capture_asked_for(self) -> None:
         asked = [
@@ -130,10 +126,7 @@ class DecodeGraphs(Generic[T]):
             self._capture(max(asked, key=lambda size: self._asked[size]))
 
     def _can_capture(self, size: Size) -> bool:
-        return not self._full and size not in self._graphs and size not in self._given_up and self._fits(size)
-
-    def _fits(self, size: Size) -> bool:
-        return size.num_requests * size.tokens_each <= self._max_num_tokens
+        return not self._full and size not in self._graphs and size not in self._given_up
 
     def _capture(self, size: Size) -> None:
         self._clear()

@@ -82,7 +82,6 @@ class ModelRunner:
                 rows.clear_inputs,
                 max_num_seqs=rows.max_num_seqs,
                 max_tokens_each=max_tokens_each,
-                max_num_tokens=rows.max_sampled,
             )
 
     @torch.inference_mode()
@@ -122,8 +121,7 @@ class ModelRunner:
         prompts: list[PromptReport] = []
         if size is not None and self._graphs is not None:
             # The next replay, which comes after the head, writes to the same states.
-            hidden = self._graphs.replay(size)
-            tail = self._tails.choose(size, sampled) if sampled.verification is None else None
+            hidden, tail = self._graphs.replay(size), self._tails.choose(size, sampled)
             if tail is not None:
                 # The next replay writes to the same ids, which are then still on their way to the host.
                 tokens = SampledTokens(tail.replay()[:num_sampled].clone())
@@ -180,13 +178,11 @@ class ModelRunner:
 
 
 def _samples_equally_many(plan: StepPlan) -> bool:
-    """Whether every request computes equally many tokens, samples after each of them, and reports nothing else: what a
-    graph holds."""
+    """Whether every request samples once, after equally many tokens, and reports nothing else: what a graph holds."""
     scheduled = plan.scheduled
     if not scheduled:
         return False
     count = scheduled[0].count
     return all(
-        item.count == count == 1 + len(item.drafts) and item.sample and item.prompt_logprobs is None
-        for item in scheduled
+        item.count == count and item.sample and item.prompt_logprobs is None and not item.drafts for item in scheduled
     )

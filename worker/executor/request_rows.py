@@ -136,16 +136,11 @@ class RequestRows:
         """Rows."""
         return self._layout.max_num_seqs
 
-    @property
-    def max_sampled(self) -> int:
-        """Tokens that a step samples at most."""
-        return self._layout.max_sampled
-
     def stage(self, plan: StepPlan, size: Size | None = None) -> StagedStep:
         """Takes a plan to the device: new requests, new pages, and the inputs of its tokens.
 
         Args:
-            size: pads the step to so many requests of equally many tokens; all tokens are sampled after then.
+            size: pads the step to so many requests of equally many tokens; all are sampled then.
         """
         self._packer.begin()
         self._change(plan)
@@ -154,7 +149,7 @@ class RequestRows:
         if drafts is None:
             sampled_rows = self._put_sampled(len(plan.scheduled), samples)
         else:
-            sampled_rows = self._put_drafts(drafts, size)
+            sampled_rows = self._put_drafts(drafts)
         copies = self._put_copies(plan.page_copies)
         sampled = self._list_needs(sampled_rows)
         if drafts is not None:
@@ -265,7 +260,7 @@ class RequestRows:
         np.add(rows * self._layout.token_stride, lengths, out=host.append_at[:num_sampled])
         return rows
 
-    def _put_drafts(self, drafts: StagedDrafts, size: Size | None) -> Integers:
+    def _put_drafts(self, drafts: StagedDrafts) -> Integers:
         """Fills the fields of all tokens that are sampled, several for a request with drafts; their rows."""
         host, layout = self._packer.host, self._layout
         for row, start, token_ids in drafts.written:
@@ -277,11 +272,6 @@ class RequestRows:
         np.subtract(host.cu_seqlens[1:][of] - 1, before, out=host.logits_indices[:num_sampled])
         host.new_positions[:num_sampled] = lengths
         np.add(rows * layout.token_stride, lengths, out=host.append_at[:num_sampled])
-        if size is not None:
-            total = size.num_requests * size.tokens_each
-            host.logits_indices[num_sampled:total] = np.arange(num_sampled, total)
-            host.sampled_rows[num_sampled:total] = host.new_positions[num_sampled:total] = 0
-            host.append_at[num_sampled:total] = self._nowhere
         return rows
 
     def _list_needs(self, rows: Integers) -> SampledRows:
@@ -366,7 +356,7 @@ class RequestRows:
         if batch is None:
             num_tokens = size.num_requests * size.tokens_each
             shape = StepShape(size.num_requests, num_tokens, size.tokens_each, self._layout.max_pages)
-            batch = self._batch(shape, self._logits_indices[:num_tokens], self._max_model_len)
+            batch = self._batch(shape, self._logits_indices[: size.num_requests], self._max_model_len)
             self._graph_batches[size] = batch
         return batch
 

@@ -90,19 +90,6 @@ def test_what_clients_see_is_what_they_see_without(name, num_pages, late, spec, 
     assert (counters.num_preemptions_total > 0) == (num_pages == 30)
 
 
-def test_steps_of_equally_many_drafts_are_captured(monkeypatch):
-    server = TinyServer(monkeypatch, speculation=speculation(POSITIONS), num_pages=120)
-    draft_always(monkeypatch, server)
-    greedy = ({"temperature": 0.0, "ignore_eos": True},)
-    plain = TinyServer(monkeypatch, num_pages=120)
-    for one in (server, plain):
-        for submit in submits(1, wishes=greedy, max_tokens=60):
-            one.add(submit)
-        one.drain()
-    assert outcome(server) == outcome(plain)
-    assert {size.tokens_each for size in server.runner._graphs._graphs} == {1, 1 + MAX_DRAFTS}
-
-
 @pytest.mark.parametrize("name", ["some right", "the same model"])
 @pytest.mark.parametrize("seed", range(4))
 def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monkeypatch):
