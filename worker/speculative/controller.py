@@ -122,9 +122,9 @@ class Controller:
         return gains
 
     def _num_to_verify(self, num_rows: int, tokens: list[float], costs: list[float]) -> int:
-        candidates = [num for num in range(1, len(tokens)) if on_grid(num_rows + num)]
-        if not candidates:
-            return 0
+        limit = len(tokens) - 1
+        # Where fewer are proposed than the grid is wide: all of them.
+        candidates = [num for num in range(1, limit + 1) if on_grid(num_rows + num)] or [limit]
         speeds = [count / cost for count, cost in zip(tokens, costs)]
         best = max(candidates, key=speeds.__getitem__)
         if speeds[best] < speeds[0] * self._margin:

@@ -15,7 +15,7 @@ _FEW, _MANY = 3, 6
 
 _AGREED = 0.25
 
-_MAX_POINTS = 96
+_MAX_POINTS = 64
 _LEVEL_WEIGHT = 0.15
 _MOST_LEVEL_WEIGHT = 0.6
 """Of a measurement that is as far off as those just before it."""
@@ -41,6 +41,12 @@ class _Point:
 
     __slots__ = ("first", "last", "log_cost", "samples")
 
+    def __init__(self, log_cost: float, step: int) -> None:
+        self.log_cost = log_cost
+        self.first = [log_cost]
+        self.samples = 1
+        self.last = step
+
     @property
     def is_sure(self) -> bool:
         """Whether the middle one of the first measurements may be believed: it is no slow moment's."""
@@ -51,12 +57,6 @@ class _Point:
     def log_cost_of_first(self) -> float:
         """Of an even number the smaller of both in the middle, since moments are slow more often than fast."""
         return sorted(self.first)[(len(self.first) - 1) // 2]
-
-    def __init__(self, log_cost: float, step: int) -> None:
-        self.log_cost = log_cost
-        self.first = [log_cost]
-        self.samples = 1
-        self.last = step
 
 
 def on_grid(num_rows: int) -> bool:

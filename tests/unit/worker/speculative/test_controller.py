@@ -155,6 +155,12 @@ def test_the_likeliest_drafts_of_the_batch_are_taken_first():
     assert controller.choose([_proposal(*[0.99] * 12)], 1, 100) == [MAX_DRAFTS]
 
 
+def test_one_row_among_many_is_not_forgotten():
+    # 41 to 43 rows are not among the counts that drafts usually make.
+    controller = _trained(lambda rows: 5.0, [40, 44, 48])
+    assert controller.choose([None] * 39 + [_proposal(0.95, 0.95, 0.95)], 40, 100)[-1] == 3
+
+
 def test_drafts_are_verified_as_far_as_their_rows_are_worth_it():
     # Each row costs as much as a tenth of the step: only drafts with a chance beyond it, times the speed, pay.
     controller = _trained(lambda rows: 9.0 + rows)
