@@ -1,0 +1,222 @@
+"""The default model with and without drafts: the same tokens for 50 prompts, greedy and sampled, whoever drafts.
+
+In float32, where a row's numbers do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from kernels.cpu.pool import use_cache_directory
+from kernels.sampling.dispatch import SamplingOps, sampling_ops
+from scripts._distill.prompts import tokenize
+from shared.messages import FinishReason, Submit
+from shared.sampling_params import SamplingParams
+from shared.settings import WorkerSettings
+from tests.e2e.speculation_prompts import PROMPTS
+from worker.executor.build import make_runner
+from worker.executor.device import CpuDevice
+from worker.executor.memory import KVPlan
+from worker.executor.models import Models, load_decoder
+from worker.executor.resolve import cache_directory
+from worker.kv.manager import KVManager
+from worker.model.decoder import Decoder
+from worker.model.loading.model_files import ModelFiles
+from worker.model.loading.open_model import open_model
+from worker.model.parallel import ParallelContext
+from worker.model.spec import KVGroupSpec
+from worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from worker.speculative.proposal import Proposal
+from worker.speculative.speculator import SpeculationConfig
+
+pytestmark = pytest.mark.timeout(300)
+
+LENGTH = 24
+MAX_LEN = 160
+MAX_DRAFTS = 3
+DRAFT_LAYERS = 3
+SETTINGS = WorkerSettings(
+    device="cpu",
+    dtype="float32",
+    kv_cache_dtype="float32",
+    max_num_seqs=len(PROMPTS),
+    max_model_len=MAX_LEN,
+    max_num_batched_tokens=512,
+    num_kv_pages=len(PROMPTS) * MAX_LEN // 16,
+    num_speculative_tokens=MAX_DRAFTS,
+    speculative_method="auto",
+)
+GREEDY = [SamplingParams(temperature=0.0, max_tokens=LENGTH)] * len(PROMPTS)
+SAMPLED = [
+    SamplingParams(temperature=(0.7, 1.3)[i % 2], top_p=0.9, seed=i, max_tokens=LENGTH) for i in range(len(PROMPTS))
+]
+
+Texts = list[list[int]]
+
+
+class World:
+    """A model that is loaded once, and engines on it."""
+
+    def __init__(self) -> None:
+        use_cache_directory(cache_directory(SETTINGS))
+        self._files: ModelFiles = open_model("", cache_directory(SETTINGS))
+        self._ops: SamplingOps = sampling_ops(torch.device("cpu"), torch.get_num_threads(), self._files.spec.vocab_size)
+        self.target = self._load(self._files.spec.num_layers)
+        self.prompts = tokenize(PROMPTS, self._files.bundle, MAX_LEN - LENGTH)
+
+    def _load(self, num_layers: int) -> Decoder:
+        spec = self._files.spec
+        if num_layers < spec.num_layers:
+            groups = (KVGroupSpec(layers=tuple(range(num_layers))),)
+            spec = dataclasses.replace(spec, num_layers=num_layers, kv_groups=groups)
+        files = dataclasses.replace(self._files, spec=spec)
+        return load_decoder(SETTINGS, files, torch.device("cpu"), ParallelContext())
+
+    @functools.cached_property
+    def draft(self) -> Decoder:
+        """The target's first layers."""
+        return self._load(DRAFT_LAYERS)
+
+    @functools.cached_property
+    def greedy(self) -> Texts:
+        """What the model says without drafts."""
+        return Engine(self).texts(GREEDY)
+
+    @functools.cached_property
+    def sampled(self) -> Texts:
+        """The same at temperatures of 0.7 and 1.3."""
+        return Engine(self).texts(SAMPLED)
+
+    def scheduler(self, draft: Decoder | None, look_up: bool) -> tuple[Scheduler, Callable]:
+        """Without a draft model and look-ups: drafts come from predictions alone, or from nowhere."""
+        settings, spec = SETTINGS, self._files.spec
+        models = Models(self.target, ParallelContext(), draft)
+        runner = make_runner(settings, models, KVPlan(settings.num_kv_pages, MAX_LEN), self._ops, CpuDevice())
+        kv = KVManager(num_pages=settings.num_kv_pages, page_size=16, num_groups=1, enable_prefix_caching=True)
+        config = SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=MAX_LEN,
+            eos_token_ids=tuple(self._files.eos_token_ids),
+        )
+        speculation = SpeculationConfig(look_up=look_up, draft_len=runner.draft_max_len, max_drafts=MAX_DRAFTS)
+        assert spec.kv_groups[0].window is None
+        return Scheduler(config, kv, speculation=speculation), runner.execute
+
+
+class Engine:
+    """One scheduler with its pages.
+
+    Args:
+        forced: verifies all that is proposed, and drafts for all rows; otherwise the controller decides.
+    """
+
+    def __init__(
+        self, world: World, *, look_up: bool = False, draft: Decoder | None = None, forced: bool = False
+    ) -> None:
+        self._prompts = world.prompts
+        self._scheduler, self._execute = world.scheduler(draft, look_up)
+        self.counters = self._scheduler.counters
+        controller = self._scheduler._speculator._controller
+        if forced:
+            controller.choose = verify_all
+            controller.num_to_draft = lambda *_: MAX_DRAFTS
+            controller.catch_up_pays = lambda *_: True
+
+    def texts(self, sampling: Sequence[SamplingParams], predictions: Texts | None = None) -> Texts:
+        """All prompts' outputs. Two requests arrive with each step: prompts are read beside drafts."""
+        texts: Texts = [[] for _ in self._prompts]
+        waiting = list(enumerate(zip(self._prompts, sampling, predictions or texts)))
+        num_steps = 0
+        while waiting or self._scheduler.has_requests:
+            for number, (prompt, params, prediction) in waiting[:2]:
+                submit = Submit(
+                    request_id=str(number),
+                    model="",
+                    token_ids=prompt,
+                    num_prompt_tokens=len(prompt),
+                    sampling=params,
+                    prediction=list(prediction),
+                )
+                self._scheduler.add(submit)
+            del waiting[:2]
+            plan = self._scheduler.schedule()
+            assert plan is not None
+            self._scheduler.apply(plan, self._execute(plan), 5.0 + plan.num_tokens / 10)
+            num_steps += 1
+            for _, output in self._scheduler.take_outputs():
+                texts[int(output.request_id)] += output.token_ids
+                assert output.finish is None or output.finish.reason in (FinishReason.LENGTH, FinishReason.STOP)
+        self._scheduler.check_integrity()
+        return texts
+
+    @property
+    def acceptance(self) -> float:
+        counters = self.counters
+        return counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
+
+
+def verify_all(proposals: Sequence[Proposal | None], num_rows: int, room: int) -> list[int]:
+    counts = []
+    for proposal in proposals:
+        counts.append(min(len(proposal.token_ids) if proposal is not None else 0, room))
+        room -= counts[-1]
+    return counts
+
+
+def predictions(texts: Texts) -> Texts:
+    """Of every three one that is right, one whose every other token is, and one that is wrong."""
+    half = [[token if i % 2 else token + 1 for i, token in enumerate(text)] for text in texts]
+    wrong = [[(token + 7) % 1000 for token in text] for text in texts]
+    return [kinds[i % 3] for i, kinds in enumerate(zip(texts, half, wrong))]
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+def different(texts: Texts, others: Texts) -> dict[str, tuple[list[int], list[int]]]:
+    return {PROMPTS[i]: pair for i, pair in enumerate(zip(texts, others)) if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_look_ups_and_predictions_change_nothing(name, world):
+    """All that is proposed is verified: from the text itself, and from what clients predict, right and wrong."""
+    plain = getattr(world, name)
+    engine = Engine(world, look_up=True, forced=True)
+    assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED, predictions(plain)), plain) == {}
+    assert 0.2 < engine.acceptance < 0.98
+    assert engine.counters.spec_decode_num_draft_tokens_total > 200
+
+
+def test_look_ups_alone_change_nothing(world):
+    engine = Engine(world, look_up=True, forced=True)
+    assert different(engine.texts(GREEDY), world.greedy) == {}
+    assert 0.1 < engine.acceptance < 0.95
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_a_draft_model_changes_nothing(name, world):
+    engine = Engine(world, draft=world.draft, forced=True)
+    assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED), getattr(world, name)) == {}
+    assert engine.counters.spec_decode_num_draft_tokens_total > 400
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_a_draft_model_that_is_the_target_changes_nothing_and_is_right(name, world):
+    engine = Engine(world, draft=world.target, forced=True)
+    assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED), getattr(world, name)) == {}
+    assert engine.acceptance == 1.0
+
+
+def test_whatever_the_controller_decides_changes_nothing(world):
+    engine = Engine(world, look_up=True, draft=world.draft)
+    assert different(engine.texts(GREEDY, predictions(world.greedy)), world.greedy) == {}
+    assert different(engine.texts(SAMPLED, predictions(world.sampled)), world.sampled) == {}
+    assert engine.counters.spec_decode_num_draft_tokens_total > 50
