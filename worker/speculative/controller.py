@@ -40,6 +40,9 @@ _RECHECK_DECLINED = 24
 _LEAST_GAIN = 0.02
 """Tokens with less chance of being reached and accepted are not considered."""
 
+PATIENCE = 1.05
+"""No row may become slower than without drafts by more than this factor, which is noise."""
+
 _FIRST_GAP = 8
 _LAST_GAP = 2048
 """Steps between trials of a draft model that does not pay; the gap doubles with each."""
@@ -61,9 +64,13 @@ class Controller:
 
     Args:
         max_drafts: most tokens of one row that are verified in a step.
+
+    Attributes:
+        last_ratio: what the step that was chosen last is expected to take, beside one without drafts.
     """
 
     def __init__(self, max_drafts: int) -> None:
+        self.last_ratio = 1.0
         self._max_drafts = max_drafts
         self._costs = RowCosts()
         # Relative to RowCosts.level, for the same reason as its shape.
@@ -79,15 +86,19 @@ class Controller:
         """What a step of so many rows, drafts included and no prompt tokens, took."""
         self._costs.observe(num_rows, milliseconds)
 
-    def choose(self, proposals: Sequence[Proposal | None], num_rows: int, room: int) -> list[int]:
+    def choose(
+        self, proposals: Sequence[Proposal | None], num_rows: int, room: int, credit: Sequence[float] = ()
+    ) -> list[int]:
         """How many tokens of each proposal the next step verifies.
 
         Args:
-            proposals: of the rows that may speculate; None: nothing is proposed.
-            num_rows: rows of the step that sample without drafts, those of `proposals` included.
+            proposals: of the rows of the step; None: nothing is proposed.
+            num_rows: rows of the step without drafts.
             room: most drafts in the step.
+            credit: of each row, by how many tokens drafts have put it ahead so far; none: no row is.
         """
         counts = [0] * len(proposals)
+        self.last_ratio = 1.0
         gains = self._gains(proposals)
         limit = min(room, len(gains))
         costs = self._costs.read(num_rows, max(limit, 0))
@@ -100,7 +111,12 @@ class Controller:
         tokens = [float(num_rows)]
         for gain, _ in gains[:limit]:
             tokens.append(tokens[-1] - gain)
-        for _, index in gains[: self._num_to_verify(num_rows, tokens, costs)]:
+        # Where fewer are proposed than the grid is wide: all of them.
+        candidates = [num for num in range(1, limit + 1) if on_grid(num_rows + num)] or [limit]
+        bearable = _bearable(gains, candidates, [1.0 + one for one in credit] or [1.0] * len(proposals), costs)
+        chosen = self._num_to_verify(num_rows, tokens, costs, candidates, bearable)
+        self.last_ratio = costs[chosen] / costs[0]
+        for _, index in gains[:chosen]:
             counts[index] += 1
         return counts
 
@@ -121,12 +137,11 @@ class Controller:
         gains.sort()
         return gains
 
-    def _num_to_verify(self, num_rows: int, tokens: list[float], costs: list[float]) -> int:
-        limit = len(tokens) - 1
-        # Where fewer are proposed than the grid is wide: all of them.
-        candidates = [num for num in range(1, limit + 1) if on_grid(num_rows + num)] or [limit]
+    def _num_to_verify(
+        self, num_rows: int, tokens: list[float], costs: list[float], candidates: list[int], bearable: list[int]
+    ) -> int:
         speeds = [count / cost for count, cost in zip(tokens, costs)]
-        best = max(candidates, key=speeds.__getitem__)
+        best = max(bearable, key=speeds.__getitem__, default=0)
         if speeds[best] < speeds[0] * self._margin:
             best = 0
         for trial in self._trials(num_rows, best, candidates, speeds, tokens, costs):
@@ -259,3 +274,23 @@ class Controller:
         if self._saved_ms is None or self._reading_ms is None:
             return num_tokens_to_read <= _CATCH_UP_UNKNOWN
         return self._reading_ms * num_tokens_to_read * MARGIN < self._saved_ms * expected_output
+
+
+def _bearable(
+    gains: Sequence[tuple[float, int]], candidates: Sequence[int], expected: list[float], costs: Sequence[float]
+) -> list[int]:
+    """Those numbers of drafts, the best first, with which no row falls behind what it would be without drafts: a dearer
+    step must give each row as much more, or has done so before.
+
+    Args:
+        expected: of each row the tokens without drafts, and its credit.
+    """
+    found = []
+    taken = 0
+    for num in candidates:
+        for gain, index in gains[taken:num]:
+            expected[index] -= gain
+        taken = num
+        if costs[num] <= PATIENCE * costs[0] * min(expected):
+            found.append(num)
+    return found

@@ -13,6 +13,9 @@ _TRUSTED = 0.6
 """Chance of its first token from which the client's prediction is followed without a look-up beside it."""
 
 
+_MOST_CREDIT = 8.0
+"""Tokens: what was gained long ago does not make up for a slow moment."""
+
 _PROMISING = 0.3
 _LOOK_EVERY = 16
 """Tokens after which a text whose proposals were wrong is looked at again."""
@@ -47,6 +50,7 @@ class Speculation:
     Attributes:
         num_drafted, num_accepted: tokens that were verified, and those of them that are in the output.
         is_drafting: the draft model has been asked, and has not answered; kept by the scheduler.
+        credit: by how many tokens drafts, its own and those of others, have put it ahead of where it would be without.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Speculation:
         self.num_drafted = 0
         self.num_accepted = 0
         self.is_drafting = False
+        self.credit = 0.0
         self._num_output = 0
         self._token_ids = token_ids
         self._num_known = len(token_ids)
@@ -134,6 +139,15 @@ class Speculation:
     def draft_chances(self, count: int) -> list[float]:
         """What to expect of `count` tokens if the draft model is asked for them: chances as in a Proposal."""
         return self._acceptance.by_place(Source.DRAFT_MODEL, count)
+
+    def settle(self, proposal: Proposal | None, num_verified: int, ratio: float) -> None:
+        """A step verifies so many of the proposed tokens, and takes `ratio` times as long as one without any drafts."""
+        expected = reached = 1.0
+        if proposal is not None:
+            for chance in proposal.chances[:num_verified]:
+                reached *= chance
+                expected += reached
+        self.credit = min(max(self.credit + expected / ratio - 1.0, -_MOST_CREDIT), _MOST_CREDIT)
 
     def resolve(self, num_verified: int, num_accepted: int) -> None:
         """So many drafted tokens were verified, and so many of them are in the output; before or after `append`."""

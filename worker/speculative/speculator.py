@@ -82,7 +82,11 @@ class Speculator:
         proposals = [self._propose(request) for request in requests]
         if not any(proposals):
             return [None] * len(requests)
-        counts = self._controller.choose(proposals, len(requests), room)
+        credit = [0.0 if request.speculation is None else request.speculation.credit for request in requests]
+        counts = self._controller.choose(proposals, len(requests), room, credit)
+        for request, proposal, count in zip(requests, proposals, counts, strict=True):
+            if request.speculation is not None:
+                request.speculation.settle(proposal, count, self._controller.last_ratio)
         return [
             self._with_pages(request, proposal.first(count)) if proposal is not None else None
             for request, proposal, count in zip(requests, proposals, counts, strict=True)
@@ -124,7 +128,8 @@ class Speculator:
         Args:
             room: tokens that it may read.
         """
-        if not self._config.draft_len or self._drafted_last:
+        # Those for whom nothing may be drafted would wait for nothing.
+        if not self._config.draft_len or self._drafted_last or any(one.speculation is None for one in requests):
             self._drafted_last = False
             return []
         wanting = [request for request in requests if self._wants_draft(request)]

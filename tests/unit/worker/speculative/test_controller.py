@@ -13,6 +13,7 @@ import pytest
 from worker.speculative.acceptance import Acceptance, RequestAcceptance, match_grades
 from worker.speculative.controller import Controller
 from worker.speculative.proposal import Proposal, Source
+from worker.speculative.speculation import Speculation
 
 MAX_DRAFTS = 7
 GRADES = match_grades(8, MAX_DRAFTS)
@@ -73,13 +74,16 @@ def _speeds(
     controller = Controller(MAX_DRAFTS)
     prior = Acceptance()
     requests = [RequestAcceptance(prior) for _ in range(num_rows)]
+    texts = [Speculation([0], 1, (), look_up=False, acceptance=prior) for _ in range(num_rows)]
     tokens, time = 0, 0.0
     fixed_tokens = [0.0] * (MAX_DRAFTS + 1)
     fixed_time = [0.0] * (MAX_DRAFTS + 1)
     for step in range(num_steps):
         chances = [request.chances(Source.LOOKUP, GRADES) for request in requests]
         proposals = [Proposal([0] * MAX_DRAFTS, Source.LOOKUP, c) if rng.random() < 0.8 else None for c in chances]
-        counts = controller.choose(proposals, num_rows, 1000)
+        counts = controller.choose(proposals, num_rows, 1000, [text.credit for text in texts])
+        for text, proposal, count in zip(texts, proposals, counts, strict=True):
+            text.settle(proposal, count, controller.last_ratio)
         factor = noise.factor(rng, step)
         rate = acceptance(step)
         for request, proposal, count in zip(requests, proposals, counts, strict=True):
@@ -159,6 +163,18 @@ def test_one_row_among_many_is_not_forgotten():
     # 41 to 43 rows are not among the counts that drafts usually make.
     controller = _trained(lambda rows: 5.0, [40, 44, 48])
     assert controller.choose([None] * 39 + [_proposal(0.95, 0.95, 0.95)], 40, 100)[-1] == 3
+
+
+def test_nobody_is_slowed_down_by_the_drafts_of_others():
+    """On a machine where each row costs, one text that can be foreseen among three that cannot."""
+    controller = _trained(cpu)
+    foreseen = _proposal(*[0.95] * 7)
+    assert sum(controller.choose([foreseen], 1, 100)) >= 3
+    assert sum(controller.choose([foreseen, None, None, None], 4, 100)) <= 1
+    assert controller.choose([foreseen, _proposal(0.05), None, None], 4, 100)[0] <= 1
+    together = controller.choose([foreseen] * 4, 4, 100)
+    assert min(together) >= 1
+    assert sum(_trained(gpu).choose([foreseen, None, None, None], 4, 100)) == 7
 
 
 def test_drafts_are_verified_as_far_as_their_rows_are_worth_it():
