@@ -124,9 +124,9 @@ class Engine:
         self.counters = self._scheduler.counters
         controller = self._scheduler._speculator._controller
         if forced:
-            controller.choose = verify_all
-            controller.num_to_draft = lambda *_: MAX_DRAFTS
-            controller.catch_up_pays = lambda *_: True
+            controller.choose = verify_all  # type: ignore[method-assign]
+            controller.num_to_draft = lambda *_: MAX_DRAFTS  # type: ignore[method-assign]
+            controller.catch_up_pays = lambda *_: True  # type: ignore[method-assign]
 
     def texts(self, sampling: Sequence[SamplingParams], predictions: Texts | None = None) -> Texts:
         """All prompts' outputs. Two requests arrive with each step: prompts are read beside drafts."""
