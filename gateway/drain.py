@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.errors import RateLimitError, UnavailableError
+from shared.errors import InvalidRequestError, PeltonError, RateLimitError, UnavailableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,30 @@ class Place:
         self._drain.leave(self._task)
 
 
+class Named:
+    """A request in flight by the names that its client knows it by; for the task that enters it, until that leaves.
+
+    Args:
+        names: the id of its response, and that of the HTTP request.
+        owner: hash of the key whose request it is.
+    """
+
+    __slots__ = ("_drain", "names", "owner", "task")
+
+    def __init__(self, drain: Drain, names: Sequence[str], owner: bytes) -> None:
+        self._drain = drain
+        self.names = names
+        self.owner = owner
+        self.task: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> None:
+        self.task = asyncio.current_task()
+        self._drain.add_named(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._drain.remove_named(self)
+
+
 class Drain:
     """Requests in flight of one gateway, and whether it still takes new ones.
 
@@ -32,6 +57,9 @@ class Drain:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._tasks: set[asyncio.Task[object]] = set()
+        # An HTTP request's id is its client's choice: several may have the same.
+        self._named: dict[str, list[Named]] = {}
+        self._aborted: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._deadline: asyncio.Timeout | None = None
@@ -61,8 +89,39 @@ class Drain:
     def leave(self, task: asyncio.Task[object]) -> None:
         """Gives a place back. Only for Place."""
         self._tasks.discard(task)
+        self._aborted.discard(task)
         if not self._tasks:
             self._idle.set()
+
+    def named(self, names: Sequence[str], owner: bytes) -> Named:
+        """A context in which the running task can be aborted by any of the names."""
+        return Named(self, names, owner)
+
+    def add_named(self, named: Named) -> None:
+        """Only for Named."""
+        for name in named.names:
+            self._named.setdefault(name, []).append(named)
+
+    def remove_named(self, named: Named) -> None:
+        """Only for Named."""
+        for name in named.names:
+            self._named[name].remove(named)
+            if not self._named[name]:
+                del self._named[name]
+
+    def abort(self, name: str, owner: bytes | None) -> int:
+        """Ends the requests of that name, which answer with an error; returns how many there were.
+
+        Args:
+            owner: whose requests are meant; None: everybody's.
+        """
+        found = [named for named in self._named.get(name, ()) if owner in (None, named.owner)]
+        for task in {named.task for named in found}:
+            # Cancelled twice it could not say how it ended.
+            if task in self._tasks and task not in self._aborted:
+                self._aborted.add(task)
+                task.cancel()
+        return len(found)
 
     def begin(self) -> None:
         """From now on new requests get 503."""
@@ -91,13 +150,17 @@ class Drain:
         if self._deadline is not None and not self.expired:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
-    def take_over_cancellation(self) -> UnavailableError | None:
+    def take_over_cancellation(self) -> PeltonError | None:
         """Called with CancelledError caught: if this drain cancelled the task, the error to answer with, else None."""
         task = asyncio.current_task()
-        if not self.expired or task is None or task not in self._tasks:
+        if task is None or task not in self._tasks:
             return None
-        task.uncancel()
-        return self.error()
+        error: PeltonError | None = self.error() if self.expired else None
+        if task in self._aborted:
+            error = InvalidRequestError("The request was aborted on demand.", code="request_aborted")
+        if error is not None:
+            task.uncancel()
+        return error
 
     @staticmethod
     def error() -> UnavailableError:

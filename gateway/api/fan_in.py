@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from shared.messages import TokenLogprobs
 
 _QUEUE_SIZE = 64
 _SUCCESSES = ("stop", "length", "tool_calls", "repetition")
+_NOWHERE = nullcontext()
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class FanIn:
 
     Args:
         scores_only: only what is said of prompts counts; completions are thrown away.
+        place: entered and left by the task that runs the generations.
     """
 
     __slots__ = (
@@ -70,6 +72,7 @@ class FanIn:
         "_generations",
         "_generator",
         "_num_open",
+        "_place",
         "_queue",
         "_requests",
         "_scores",
@@ -86,8 +89,10 @@ class FanIn:
         eos_token_ids: Collection[int] = (),
         *,
         scores_only: bool = False,
+        place: AbstractContextManager[None] = _NOWHERE,
     ) -> None:
         self._generator = generator
+        self._place = place
         self._requests = requests
         self._generations: list[GenerationLike] = []
         self._first: AsyncIterator[TextDelta]
@@ -109,6 +114,7 @@ class FanIn:
         )
 
     async def __aenter__(self) -> Self:
+        self._place.__enter__()
         try:
             for request in self._requests:
                 if self._generations:
@@ -140,6 +146,7 @@ class FanIn:
     def _close(self) -> None:
         """Cancels what is left."""
         with ExitStack() as stack:
+            stack.push(self._place)
             for generation in self._generations:
                 stack.callback(generation.close)
 

@@ -17,8 +17,9 @@ from gateway.api.prompts import check_token_ids, completion_budget, truncated
 from gateway.api.sampling_fields import needs_words, word_ids
 from gateway.api.speculation import check_speculation, prediction_ids
 from gateway.flow.beam_search import BeamSearcher
+from gateway.flow.events import GenerationRequest
 from gateway.flow.requests import GeneratorLike, ModelEntryLike
-from gateway.keys import GATEWAY_INDEX, GENERATOR, MODELS, log
+from gateway.keys import DRAIN, GATEWAY_INDEX, GENERATOR, IDENTITY, MODELS, REQUEST_ID, log
 from gateway.stores.ids import new_id
 from shared.errors import InvalidRequestError, ModelNotFoundError
 
@@ -120,10 +121,10 @@ def _check_reports(common: Common, prompts: Sequence[SizedPrompt]) -> None:
         )
 
 
-async def submit_all(
-    request: web.Request, envelope: Envelope, common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]
-) -> FanIn:
-    """One generation for each prompt, submitted when the result is entered; leaving that cancels what is left."""
+async def generation_requests(
+    identifier: str, common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]
+) -> list[GenerationRequest]:
+    """One request for each prompt, checked to the last field. Raises InvalidRequestError naming the one at fault."""
     facts = entry.facts
     _check_reports(common, prompts)
     check_speculation(common.fields, facts)
@@ -134,9 +135,22 @@ async def submit_all(
     for index, (ids, max_tokens) in enumerate(prompts):
         if index:
             await asyncio.sleep(0)  # hundreds of prompts with long lists of ids take a while: others have their turn
-        requests.append(common.generation_request(f"{envelope.identifier}-{index}", ids, max_tokens, facts.vocab_size))
+        requests.append(common.generation_request(f"{identifier}-{index}", ids, max_tokens, facts.vocab_size))
+    return requests
+
+
+async def submit_all(
+    request: web.Request, envelope: Envelope, common: Common, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]
+) -> FanIn:
+    """One generation for each prompt, submitted when the result is entered; leaving that cancels what is left.
+
+    Until then the request can be aborted by the response's id and by its own.
+    """
+    facts = entry.facts
+    requests = await generation_requests(envelope.identifier, common, entry, prompts)
     generator: GeneratorLike = request.app[GENERATOR]
     if common.beams is not None:
         generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids, facts.vocab_size)
     log.debug("submit", response_id=envelope.identifier, prompts=len(requests), n=common.n)
-    return FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only)
+    place = request.app[DRAIN].named((envelope.identifier, request[REQUEST_ID]), request[IDENTITY].key_hash)
+    return FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only, place=place)

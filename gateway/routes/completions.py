@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -39,19 +40,8 @@ from shared.errors import InvalidRequestError
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continues one or several prompts, whole or streamed; choice index = prompt index * n + choice."""
     fields = parse_fields(await read_json(request), CompletionFields)
-    common = common_of_completion(fields, request[IDENTITY], request.app[SALTS])
-    texts = split_prompts(fields.prompt)
-    _check_number(len(texts), common)
-    entry = find_model(request, fields.model)
-    common = dataclasses.replace(common, grammar=await request_grammar(request, common, entry))
-    prompts: list[SizedPrompt] = []
-    for index, text in enumerate(texts):
-        param = f"prompt[{index}]" if len(texts) > 1 else "prompt"
-        ids, common = await _encode(text, fields, common, entry, param)
-        if not ids:
-            raise InvalidRequestError(f"{param} has no tokens.", param=param)
-        prompts.append(fit_prompt(ids, common, DEFAULT_MAX_TOKENS, entry, param))
-
+    prepared = await prepare_completion(request, fields)
+    common, entry, texts, prompts = prepared.common, prepared.entry, prepared.texts, prepared.prompts
     envelope, detail = envelope_of(request, "cmpl-", common, entry), detail_of(common, entry, prompts)
     choices = Choices(await _echoes(texts, prompts, fields, entry), detail)
     async with await submit_all(request, envelope, common, entry, prompts) as events:
@@ -69,6 +59,33 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return json_response(
             await whole_completion_response(envelope, num_choices, _best(events, common), tally, choices)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """What gateway.routes.common.submit_all takes, and the prompts as the client sent them."""
+
+    common: Common
+    entry: ModelEntryLike
+    texts: Sequence[Prompt]
+    prompts: Sequence[SizedPrompt]
+
+
+async def prepare_completion(request: web.Request, fields: CompletionFields) -> PreparedCompletion:
+    """Checks the fields and makes the prompts. Raises InvalidRequestError, ContextLengthError, ModelNotFoundError."""
+    common = common_of_completion(fields, request[IDENTITY], request.app[SALTS])
+    texts = split_prompts(fields.prompt)
+    _check_number(len(texts), common)
+    entry = find_model(request, fields.model)
+    common = dataclasses.replace(common, grammar=await request_grammar(request, common, entry))
+    prompts: list[SizedPrompt] = []
+    for index, text in enumerate(texts):
+        param = f"prompt[{index}]" if len(texts) > 1 else "prompt"
+        ids, common = await _encode(text, fields, common, entry, param)
+        if not ids:
+            raise InvalidRequestError(f"{param} has no tokens.", param=param)
+        prompts.append(fit_prompt(ids, common, DEFAULT_MAX_TOKENS, entry, param))
+    return PreparedCompletion(common, entry, texts, prompts)
 
 
 def _check_number(num_prompts: int, common: Common) -> None:

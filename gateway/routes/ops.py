@@ -1,6 +1,9 @@
-"""GET /health, /ready and /metrics."""
+"""GET /health, /ready, /version and /metrics."""
 
 from __future__ import annotations
+
+import importlib.metadata
+from functools import lru_cache
 
 from aiohttp import web
 
@@ -22,6 +25,16 @@ async def ready(request: web.Request) -> web.StreamResponse:
     if not is_ready:
         raise UnavailableError(reason, retry_after=1.0, code="not_ready")
     return json_response({"status": "ready"})
+
+
+async def version(request: web.Request) -> web.StreamResponse:
+    """Pelton's version, and of nothing else: what lies under it would tell an attacker which holes to try."""
+    return json_response({"version": _version()})
+
+
+@lru_cache(1)
+def _version() -> str:
+    return importlib.metadata.version("pelton")
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,19 @@
+"""DELETE /v1/requests/{id}: ends a running request, by the id of its response or of its HTTP request."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.auth import Scope
+from gateway.keys import DRAIN, IDENTITY
+from gateway.responses import json_response
+from shared.errors import NotFoundError
+
+
+async def abort_request(request: web.Request) -> web.StreamResponse:
+    """The request ends with an error that says so. Admin keys may abort any, the others their own."""
+    identifier, identity = request.match_info["id"], request[IDENTITY]
+    owner = None if identity.scope is Scope.ADMIN else identity.key_hash
+    if not request.app[DRAIN].abort(identifier, owner):
+        raise NotFoundError("There is no running request with that id.")
+    return json_response({"id": identifier, "object": "request", "aborted": True})

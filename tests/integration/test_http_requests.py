@@ -1,0 +1,127 @@
+"""Aborting a running request, what a prompt would be, and the version."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+
+import pytest
+
+from gateway.flow.events import TextDelta
+from tests.fakes.fake_generator import MODEL, FakeGenerator
+from tests.fakes.gateway_core import until
+from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, parse_events, run_gateway
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def endless(_request):
+    return [TextDelta(0, "a", [97]), asyncio.Event()]
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway(FakeGenerator(endless), keys=True) as running:
+        running.headers = bearer(USER_KEY)
+        yield running
+
+
+async def delete(gateway, identifier, key=USER_KEY):
+    url = f"{gateway.url}/v1/requests/{identifier}"
+    async with gateway.session.delete(url, headers=bearer(key)) as response:
+        return response.status, await response.json()
+
+
+async def test_a_stream_is_aborted_by_the_id_of_its_response(gateway):
+    body = {**CHAT, "stream": True}
+    async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body, headers=gateway.headers) as answer:
+        first = await answer.content.readuntil(b"\n\n")
+        identifier = json.loads(first.removeprefix(b"data: "))["id"]
+        status, error = await delete(gateway, identifier, OTHER_KEY)
+        assert status == 404 and error["error"]["code"] == "not_found"
+        assert await delete(gateway, identifier) == (200, {"id": identifier, "object": "request", "aborted": True})
+        events = parse_events(await answer.read())
+    assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "request_aborted"
+    assert not any(event["choices"][0]["finish_reason"] for event in events[:-2])
+    assert await gateway.generations_left() == 0 and gateway.generator.generations[0].cancelled
+    assert (await delete(gateway, identifier))[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_whole_answer_is_aborted_by_the_id_of_its_http_request(gateway, path):
+    body = CHAT if "chat" in path else {"model": MODEL, "prompt": ["a", "b"]}
+    headers = {"X-Request-Id": "mine"}
+    running = [asyncio.create_task(gateway.post(path, body, **headers)) for _ in range(2)]
+    await until(lambda: len(gateway.generator.live) == (2 if "chat" in path else 4))
+    assert (await delete(gateway, "mine", OTHER_KEY))[0] == 404
+    assert (await delete(gateway, "mine"))[0] == 200
+    for status, error, _ in await asyncio.gather(*running):
+        assert status == 400 and error["error"]["code"] == "request_aborted"
+    assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
+    gateway.generator.script = lambda _: [TextDelta(0, "a", [97], finish_reason="stop")]
+    assert (await gateway.chat())[0] == 200
+
+
+async def test_an_admin_key_aborts_any_request(gateway):
+    running = asyncio.create_task(gateway.post("/v1/chat/completions", CHAT, **{"X-Request-Id": "theirs"}))
+    await until(lambda: gateway.generator.live)
+    assert (await delete(gateway, "theirs", ADMIN_KEY))[0] == 200
+    assert (await running)[0] == 400
+
+
+async def test_nothing_is_left_of_requests_that_ended():
+    async with run_gateway() as gateway:
+        for _ in range(3):
+            assert (await gateway.chat())[0] == 200
+        gateway.generator.submit_error = RuntimeError("no")
+        assert (await gateway.chat())[0] == 500
+        assert not gateway.drain._named and not gateway.drain._aborted
+
+
+async def test_render_chat():
+    async with run_gateway() as gateway:
+        status, body, _ = await gateway.post("/v1/chat/completions/render", CHAT)
+        text = "user: hi\nassistant:"
+        ids = list(text.encode())
+        prompt = {"index": 0, "prompt": text, "token_ids": ids, "max_tokens": 4096 - len(ids)}
+        assert (status, body) == (200, {"object": "rendered_prompts", "model": MODEL, "prompts": [prompt]})
+        assert (await gateway.chat())[0] == 200
+        assert [request.prompt_token_ids for request in gateway.generator.requests] == [ids]
+
+
+async def test_render_completions():
+    async with run_gateway() as gateway:
+        body = {"model": MODEL, "prompt": ["ab", "c"], "truncate_prompt_tokens": 1, "max_tokens": 3}
+        status, answer, _ = await gateway.post("/v1/completions/render", body)
+        assert status == 200
+        assert [(one["prompt"], one["token_ids"], one["max_tokens"]) for one in answer["prompts"]] == [
+            ("b", [98], 3),
+            ("c", [99], 3),
+        ]
+        assert not gateway.generator.requests
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 3}, {"no_such": 1}, {"model": "nope"}, {"max_tokens": 5000}, {"logit_bias": {"999": 1}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "intt"}}}},
+        {"speculative": {"enabled": True}}, {"service_tier": "gold"},
+    ],
+)  # fmt: skip
+async def test_rendering_refuses_what_running_refuses(change):
+    async with run_gateway() as gateway:
+        refused = await gateway.chat(**change)
+        assert refused[0] in (400, 404)
+        assert (await gateway.post("/v1/chat/completions/render", {**CHAT, **change}))[:2] == refused[:2]
+
+
+async def test_version_says_nothing_else():
+    async with run_gateway(keys=True) as gateway:
+        status, body, _ = await gateway.get("/version")
+        assert status == 200 and json.loads(body) == {"version": importlib.metadata.version("pelton")}
