@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -22,19 +23,25 @@ from gateway.keys import (
     LIMITS,
     METRICS,
     MODELS,
+    RESPONSES,
     SALTS,
+    STREAMS,
     Limits,
 )
 from gateway.middleware import Handler, Middleware
+from gateway.relay import RELAY, Relay, relayed, sibling_app
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
 from gateway.routes.models import get_model, list_models
-from gateway.routes.ops import health, metrics, ready, version
-from gateway.routes.render import render_chat, render_completion
-from gateway.routes.requests import abort_request
+from gateway.routes.ops import health, metrics, ready
+from gateway.routes.streams import resume_stream
 from gateway.routes.tokenize import detokenize, tokenize
+from gateway.stores.responses import ResponseStore
+from gateway.stores.streams import StreamStore
 from gateway.text.grammar_check import GrammarChecker
 from shared.metrics import GatewayMetrics
+
+_SWEEP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +54,21 @@ class Route:
     scope: Scope
 
 
+FOLLOW_UPS = (Route("GET", "/v1/streams/{id}", resume_stream, Scope.INFERENCE),)
+"""What is asked of the gateway process that has what the id names, whichever takes the connection."""
+
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE),
     Route("POST", "/v1/completions", completions, Scope.INFERENCE),
-    Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE),
-    Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE),
-    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE),
     Route("GET", "/v1/models", list_models, Scope.INFERENCE),
     Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE),
     Route("POST", "/tokenize", tokenize, Scope.INFERENCE),
     Route("POST", "/detokenize", detokenize, Scope.INFERENCE),
     Route("GET", "/health", health, Scope.PUBLIC),
     Route("GET", "/ready", ready, Scope.PUBLIC),
-    Route("GET", "/version", version, Scope.PUBLIC),
     # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
     Route("GET", "/metrics", metrics, Scope.INFERENCE),
+    *(Route(route.method, route.path, relayed(route.handler), route.scope) for route in FOLLOW_UPS),
 )
 
 
@@ -77,7 +84,10 @@ class Services:
     drain: Drain
     metrics: GatewayMetrics
     exposition: Exposition
+    responses: ResponseStore
+    streams: StreamStore
     gateway_index: int = 0
+    relay: Relay | None = None
 
 
 def build_app(
@@ -108,7 +118,31 @@ def build_app(
     app[DRAIN] = services.drain
     app[METRICS] = services.metrics
     app[EXPOSITION] = services.exposition
+    app[RESPONSES] = services.responses
+    app[STREAMS] = services.streams
+    app[RELAY] = services.relay
+    app.cleanup_ctx.append(_stores)
     return app
+
+
+def follow_ups(public: web.Application) -> web.Application:
+    """The application that answers the other gateway processes."""
+    return sibling_app([(route.method, route.path, route.handler) for route in FOLLOW_UPS], public)
+
+
+async def _stores(app: web.Application) -> AsyncIterator[None]:
+    """Forgets what is too old, also while nobody asks; ends what runs without a connection."""
+    sweeping = asyncio.create_task(_sweep(app[RESPONSES]))
+    yield
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+    await app[STREAMS].close()
+
+
+async def _sweep(responses: ResponseStore) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_SECONDS)
+        responses.expire()
 
 
 async def _expect(request: web.Request) -> None:

@@ -11,6 +11,8 @@ from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.requests import GeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
+from gateway.stores.responses import ResponseStore
+from gateway.stores.streams import StreamStore
 from gateway.text.grammar_check import GrammarChecker
 from shared.log import get_logger
 from shared.metrics import GatewayMetrics
@@ -35,6 +37,8 @@ GATEWAY_INDEX = web.AppKey("GATEWAY_INDEX", int)
 DRAIN = web.AppKey("DRAIN", Drain)
 EXPOSITION = web.AppKey("EXPOSITION", Exposition)
 METRICS = web.AppKey("METRICS", GatewayMetrics)
+RESPONSES = web.AppKey("RESPONSES", ResponseStore)
+STREAMS = web.AppKey("STREAMS", StreamStore)
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 STARTED = web.RequestKey("STARTED", float)

@@ -118,7 +118,7 @@ class Middleware:
         if self._allowed_origin(request) is None:
             return None
         headers = {
-            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
             # What is asked for: OpenAI's SDK sends a dozen headers of its own, and none gives a page more than its key.
             "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
             "Access-Control-Max-Age": "600",

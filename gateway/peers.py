@@ -33,21 +33,30 @@ class Peers:
 
     Args:
         counted: gives what the process counts, in Prometheus' text format.
+        follow_ups: makes the application that answers siblings, of the one that answers clients.
     """
 
-    def __init__(self, directory: Path, index: int, num_processes: int, counted: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        index: int,
+        num_processes: int,
+        counted: Callable[[], bytes],
+        follow_ups: Callable[[web.Application], web.Application],
+    ) -> None:
         self._directory = directory
         self._index = index
         self._num_processes = num_processes
         self._counted = counted
+        self._follow_ups = follow_ups
         self._state = _WAITING
 
-    async def listening(self, _app: web.Application) -> AsyncIterator[None]:
+    async def listening(self, public: web.Application) -> AsyncIterator[None]:
         """For an application's cleanup_ctx. Raises ConfigurationError where a gateway of this index runs already."""
-        app = web.Application()
+        app = self._follow_ups(public)
         app.router.add_get("/metrics", self._answer_metrics)
         app.router.add_get("/state", self._answer_state)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
         await runner.setup()
         path = peer_socket(self._directory, self._index)
         if await asyncio.to_thread(_answers, path):

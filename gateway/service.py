@@ -18,7 +18,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gateway.app import Services, build_app
+from gateway.app import Services, build_app, follow_ups
 from gateway.auth import KeyRing, load_keys
 from gateway.drain import Drain
 from gateway.exposition import Exposition
@@ -29,7 +29,10 @@ from gateway.flow.salt import Salts, kept_secret
 from gateway.keys import Limits
 from gateway.middleware import is_loopback_host
 from gateway.peers import Peers
+from gateway.relay import Relay
 from gateway.server import HttpRunner
+from gateway.stores.responses import ResponseStore
+from gateway.stores.streams import StreamStore
 from gateway.text.grammar_check import GrammarChecker
 from gateway.text.pipeline import TextThreads
 from gateway.workers.registry import SCAN_INTERVAL, Registry
@@ -134,6 +137,9 @@ class Service:
             metrics=self._metrics,
             exposition=self._exposition(registry, peers),
             gateway_index=settings.gateway_index,
+            responses=ResponseStore(max_bytes=settings.response_store_size, time_to_live=settings.response_store_ttl),
+            streams=StreamStore(max_bytes=settings.stream_buffer_size, grace=settings.stream_grace),
+            relay=None if peers is None else Relay(directory, settings.gateway_index, settings.gateway_processes),
         )
         limits = Limits(
             max_body_size=settings.max_body_size,
@@ -177,7 +183,7 @@ class Service:
             return None
         if index >= num_processes:
             raise ConfigurationError(f"--gateway-index {index} is not below --gateway-processes {num_processes}")
-        return Peers(directory, index, num_processes, partial(generate_latest, self._counted))
+        return Peers(directory, index, num_processes, partial(generate_latest, self._counted), follow_ups)
 
     def _exposition(self, registry: Registry, peers: Peers | None) -> Exposition:
         worker_reports = CollectorRegistry()

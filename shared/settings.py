@@ -51,6 +51,10 @@ class GatewaySettings(CommonSettings):
     write_timeout: Annotated[float, Meta(gt=0), _doc("seconds after which a client that does not read its response is cut off")] = 30.0
     keepalive_interval: Annotated[float, Meta(gt=0), _doc("seconds of silence after which a stream sends a comment")] = 15.0
     drain_timeout: Annotated[float, Meta(ge=0), _doc("seconds that requests in flight get to finish after SIGTERM")] = 30.0
+    response_store_size: Annotated[int, Meta(ge=0), _doc("bytes of responses that a gateway process keeps in memory for later requests; the least recently used go first; 0 keeps none")] = 134_217_728
+    response_store_ttl: Annotated[float, Meta(gt=0), _doc("seconds after its last use that a response is forgotten")] = 86_400.0
+    stream_buffer_size: Annotated[int, _POSITIVE, _doc("bytes of events that a gateway process keeps of resumable streams; one stream may have a sixteenth")] = 67_108_864
+    stream_grace: Annotated[float, Meta(gt=0), _doc("seconds that a resumable stream is kept while no client reads it; one that still runs is cancelled then")] = 30.0
     cors_origin: Annotated[tuple[str, ...], _doc("origin that browsers may call from (repeatable)")] = ()
 
 

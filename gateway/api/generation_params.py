@@ -40,6 +40,7 @@ class Common:
         shown_logprobs, shown_prompt_logprobs: what the response shows, of prompts in `prompt_logprobs`.
         beams: of beam search; None: tokens are sampled.
         include_usage: whether a stream ends with its usage; continuous_usage: whether each chunk has it so far.
+        resumable: whether a stream survives its connection.
         words: what sampling needs of the vocabulary; gateway.routes.common fills it in.
         prediction: token ids of what the client expects the output to be; likewise.
         grammar: what every choice must spell; gateway.api.output_grammar makes it when the model is known, and the
@@ -65,6 +66,7 @@ class Common:
     beams: BeamParams | None
     include_usage: bool
     continuous_usage: bool
+    resumable: bool
     seed: int
     accounting: Accounting
     words: WordIds = NO_WORDS
@@ -219,6 +221,7 @@ def _common(
         beams=beam_params(fields, n, best_of),
         include_usage=include_usage,
         continuous_usage=continuous_usage,
+        resumable=bool(fields.stream_options and fields.stream_options.resumable),
         seed=random.getrandbits(63) if fields.seed is None else fields.seed,
         accounting=accounting(fields),
     )

@@ -26,6 +26,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+    resumable: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -19,7 +19,7 @@ from shared.errors import InternalError, PeltonError
 
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
-_HEADERS = {
+HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -79,7 +79,7 @@ class SseResponse:
         self._last_write = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._keepalive: asyncio.Task[None] | None = None
-        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response = web.StreamResponse(headers=HEADERS)
 
     @property
     def begun(self) -> bool:

@@ -7,10 +7,10 @@ from aiohttp import web
 from gateway.api.body import read_json
 from gateway.api.chat_shapes import ChatChunks, whole_chat_response
 from gateway.api.params import ChatFields, parse_fields
-from gateway.api.sse import stream_events
 from gateway.responses import json_response
 from gateway.routes.common import detail_of, envelope_of, submit_all
 from gateway.routes.prepared_chat import prepare_chat
+from gateway.routes.streams import stream
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -19,18 +19,19 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(request, fields)
     common, entry, prompt = prepared.common, prepared.entry, prepared.prompt
     envelope, detail = envelope_of(request, "chatcmpl-", common, entry), detail_of(common, entry, [prompt])
-    async with await submit_all(request, envelope, common, entry, [prompt]) as events:
-        tally, show_reasoning = events.tally, fields.include_reasoning is not False
-        if fields.stream:
-            chunks = ChatChunks(
-                envelope,
-                tally,
-                detail,
-                include_usage=common.include_usage,
-                continuous_usage=common.continuous_usage,
-                show_reasoning=show_reasoning,
-            )
-            return await stream_events(request, events, chunks)
+    submitted = await submit_all(request, envelope, common, entry, [prompt])
+    tally, show_reasoning = submitted.tally, fields.include_reasoning is not False
+    if fields.stream:
+        chunks = ChatChunks(
+            envelope,
+            tally,
+            detail,
+            include_usage=common.include_usage,
+            continuous_usage=common.continuous_usage,
+            show_reasoning=show_reasoning,
+        )
+        return await stream(request, envelope.identifier, submitted, chunks, resumable=common.resumable)
+    async with submitted as events:
         return json_response(
             await whole_chat_response(envelope, common.n, events, tally, detail, show_reasoning=show_reasoning)
         )

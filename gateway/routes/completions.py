@@ -17,7 +17,6 @@ from gateway.api.fill_in_middle import fill_in_middle
 from gateway.api.generation_params import Common, common_of_completion
 from gateway.api.params import CompletionFields, parse_fields
 from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, split_prompts
-from gateway.api.sse import stream_events
 from gateway.flow.events import TextDelta
 from gateway.flow.requests import ModelEntryLike
 from gateway.keys import IDENTITY, SALTS
@@ -34,6 +33,7 @@ from gateway.routes.common import (
     submit_all,
 )
 from gateway.routes.grammar import request_grammar
+from gateway.routes.streams import stream
 from shared.errors import InvalidRequestError
 
 
@@ -44,17 +44,18 @@ async def completions(request: web.Request) -> web.StreamResponse:
     common, entry, texts, prompts = prepared.common, prepared.entry, prepared.texts, prepared.prompts
     envelope, detail = envelope_of(request, "cmpl-", common, entry), detail_of(common, entry, prompts)
     choices = Choices(await _echoes(texts, prompts, fields, entry), detail)
-    async with await submit_all(request, envelope, common, entry, prompts) as events:
-        tally = events.tally
-        if fields.stream:
-            chunks = CompletionChunks(
-                envelope,
-                tally,
-                choices,
-                include_usage=common.include_usage,
-                continuous_usage=common.continuous_usage,
-            )
-            return await stream_events(request, events, chunks)
+    submitted = await submit_all(request, envelope, common, entry, prompts)
+    tally = submitted.tally
+    if fields.stream:
+        chunks = CompletionChunks(
+            envelope,
+            tally,
+            choices,
+            include_usage=common.include_usage,
+            continuous_usage=common.continuous_usage,
+        )
+        return await stream(request, envelope.identifier, submitted, chunks, resumable=common.resumable)
+    async with submitted as events:
         num_choices = len(prompts) * common.n
         return json_response(
             await whole_completion_response(envelope, num_choices, _best(events, common), tally, choices)

@@ -22,6 +22,8 @@ from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
 from gateway.keys import Limits
 from gateway.server import HttpRunner
+from gateway.stores.responses import ResponseStore
+from gateway.stores.streams import StreamStore
 from gateway.text.grammar_check import GrammarChecker
 from shared.metrics import GatewayMetrics
 from tests.fakes.fake_generator import MODEL, FakeGenerator, FakeModels
@@ -133,6 +135,8 @@ async def run_gateway(
     write_timeout: float = 5.0,
     max_header_size: int = 16_384,
     max_connections: int = 10_000,
+    responses: ResponseStore | None = None,
+    streams: StreamStore | None = None,
     **limits: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway for the time of the context; with `keys` it knows USER_KEY, OTHER_KEY and ADMIN_KEY."""
@@ -150,11 +154,12 @@ async def run_gateway(
         drain=Drain(max_requests),
         metrics=GatewayMetrics(registry),
         exposition=Exposition(registry, CollectorRegistry()),
+        responses=ResponseStore(max_bytes=1 << 24, time_to_live=3600.0) if responses is None else responses,
+        streams=StreamStore(max_bytes=1 << 24, grace=5.0) if streams is None else streams,
     )
-    merged = Limits(**{**_LIMITS, **limits})
     app = build_app(
         services,
-        merged,
+        Limits(**{**_LIMITS, **limits}),
         check_host=check_host,
         cors_origins=cors_origins,
         routes=(*ROUTES, *extra_routes),

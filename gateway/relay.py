@@ -1,0 +1,165 @@
+"""Requests about what another gateway process has: the id says which, and the request is passed on to it.
+
+Every process answers its siblings on its socket of the runtime directory (gateway.peers). Whose request it is, the one
+that took the connection has found out; it says so in a header, which only processes of the same user can send here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from gateway.auth import Identity, Scope
+from gateway.keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
+from gateway.middleware import Handler
+from gateway.peers import peer_socket
+from gateway.responses import error_response
+from gateway.stores.ids import gateway_of
+from shared.errors import NotFoundError, PeltonError, UnavailableError
+
+_CONNECT_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
+_OWNER = "x-pelton-owner"
+_SCOPE = "x-pelton-scope"
+_PASSED_ON = ("Last-Event-ID",)
+_PASSED_BACK = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "Retry-After", "retry-after-ms")
+
+
+class Relay:
+    """Asks the gateway processes that an id names.
+
+    Args:
+        directory: where their sockets are; see gateway.peers.peer_socket.
+    """
+
+    def __init__(self, directory: Path, index: int, num_processes: int) -> None:
+        self._directory = directory
+        self._index = index
+        self._num_processes = num_processes
+
+    def holder(self, identifier: str) -> int | None:
+        """Which other process has it; None: this one, or nobody."""
+        index = gateway_of(identifier)
+        return index if index is not None and index != self._index and index < self._num_processes else None
+
+    async def pass_on(self, request: web.Request, holder: int) -> web.StreamResponse:
+        """Sends a request to a process, and what that answers to the client, as it comes."""
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        headers[_SCOPE] = request[IDENTITY].scope.value
+        path, owner = request.rel_url.raw_path_qs, request[IDENTITY].key_hash
+        async with self._ask(holder, request.method, path, owner, headers) as answer:
+            response = web.StreamResponse(status=answer.status)
+            for name in _PASSED_BACK:
+                if name in answer.headers:
+                    response.headers[name] = answer.headers[name]
+            await response.prepare(request)
+            try:
+                async for data in answer.content.iter_any():
+                    await response.write(data)
+            except aiohttp.ClientError:
+                # Its end would look like a whole answer.
+                raise ConnectionError("the other gateway process is gone") from None
+            await response.write_eof()
+            return response
+
+    async def ask_all(self, request: web.Request) -> bool:
+        """Whether another process finds what a request names. Raises UnavailableError where one that may is silent."""
+        others = [index for index in range(self._num_processes) if index != self._index]
+        answers = await asyncio.gather(*(self._finds(request, index) for index in others))
+        if None in answers and True not in answers:
+            raise UnavailableError("A gateway process that may have it does not answer.")
+        return True in answers
+
+    async def _finds(self, request: web.Request, index: int) -> bool | None:
+        """None: it does not answer."""
+        identity = request[IDENTITY]
+        headers = {_SCOPE: identity.scope.value}
+        try:
+            async with (
+                asyncio.timeout(_ANSWER_SECONDS),
+                self._ask(index, request.method, request.rel_url.raw_path, identity.key_hash, headers) as answer,
+            ):
+                return answer.status == 200
+        except (TimeoutError, UnavailableError):
+            return None
+
+    async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
+        """What a response that continues this one begins with. Raises NotFoundError."""
+        async with self._ask(holder, "GET", f"/conversation/{identifier}", owner, {}) as answer:
+            if answer.status != 200:
+                raise NotFoundError("There is no response with that id.")
+            return (await answer.read(),)
+
+    @asynccontextmanager
+    async def _ask(
+        self, holder: int, method: str, path: str, owner: bytes, headers: dict[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        connector = aiohttp.UnixConnector(str(peer_socket(self._directory, holder)))
+        # A stream may be silent for long.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            try:
+                answer = await session.request(
+                    method, f"http://peer{path}", headers={**headers, _OWNER: owner.hex()}, allow_redirects=False
+                )
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.warning("a gateway does not answer", gateway=holder, error=type(error).__name__)
+                message = "The gateway process that has it does not answer."
+                raise UnavailableError(message) from None
+            async with answer:
+                yield answer
+
+
+RELAY = web.AppKey[Relay | None]("RELAY")
+
+
+def relayed(handler: Handler) -> Handler:
+    """The handler of a public route whose `id` may be another process's."""
+
+    @functools.wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        relay: Relay | None = request.app[RELAY]
+        holder = None if relay is None else relay.holder(request.match_info["id"])
+        if relay is None or holder is None:
+            return await handler(request)
+        return await relay.pass_on(request, holder)
+
+    return answer
+
+
+def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Application) -> web.Application:
+    """What siblings are answered by: the routes as they are here, over the stores of the public application."""
+    app = web.Application(middlewares=[_from_sibling])
+    for key in (DRAIN, LIMITS, RESPONSES, STREAMS):
+        typed: web.AppKey[Any] = key
+        app[typed] = public[typed]
+    for method, path, handler in (*routes, ("GET", "/conversation/{id}", _answer_conversation)):
+        for each in ("GET", "HEAD") if method == "GET" else (method,):
+            app.router.add_route(each, path, handler)
+    return app
+
+
+@web.middleware
+async def _from_sibling(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if _OWNER not in request.headers:
+        return await handler(request)
+    scope = Scope(request.headers.get(_SCOPE, Scope.INFERENCE))
+    request[IDENTITY] = Identity("", scope, bytes.fromhex(request.headers[_OWNER]))
+    try:
+        return await handler(request)
+    except PeltonError as error:
+        return error_response(error)
+
+
+async def _answer_conversation(request: web.Request) -> web.StreamResponse:
+    stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
+    items = [item for part in stored.conversation for item in orjson.loads(part)]
+    return web.Response(body=orjson.dumps(items), content_type="application/json")

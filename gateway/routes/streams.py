@@ -1,0 +1,155 @@
+"""Streams that survive their connection: begun by chat and completions, gone on with by GET /v1/streams/{id}."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+
+from aiohttp import web
+
+from gateway.api.fan_in import FanIn
+from gateway.api.sse import HEADERS, Encoder, SseResponse, failure, is_large, stream_events, unexpected_error
+from gateway.drain import Drain
+from gateway.keys import DRAIN, IDENTITY, STREAMS, log
+from gateway.stores.streams import StreamLog
+from shared.errors import InvalidRequestError, PeltonError
+
+_EVENT_ID = re.compile(r"[0-9]{1,18}")
+
+
+async def stream(
+    request: web.Request, identifier: str, events: FanIn, encoder: Encoder, *, resumable: bool
+) -> web.StreamResponse:
+    """Enters a generation and streams it.
+
+    Args:
+        resumable: it runs apart from its connection, and can be gone on with by its id.
+    """
+    if not resumable:
+        async with events:
+            return await stream_events(request, events, encoder)
+    streams = request.app[STREAMS]
+    record = streams.open(identifier, request[IDENTITY].key_hash)
+    streams.run(identifier, fill(record, events, encoder, request.app[DRAIN], numbered))
+    return await stream_log(request, identifier, record, 0, failure)
+
+
+async def resume_stream(request: web.Request) -> web.StreamResponse:
+    """GET /v1/streams/{id}: what follows the event that `Last-Event-ID` names, or all; 204 where nothing will."""
+    identifier = request.match_info["id"]
+    record = request.app[STREAMS].find(identifier, request[IDENTITY].key_hash)
+    return await stream_log(request, identifier, record, _last_seen(request, record), failure)
+
+
+def _last_seen(request: web.Request, record: StreamLog) -> int:
+    name = "Last-Event-ID"
+    value = request.headers.get(name, "")
+    if not value:
+        return 0
+    if not _EVENT_ID.fullmatch(value) or int(value) > record.last:
+        raise InvalidRequestError(f"{name} must be the id of an event of this stream.", param=name)
+    return int(value)
+
+
+async def stream_log(
+    request: web.Request, identifier: str, record: StreamLog, seen: int, failed: Callable[[PeltonError], bytes]
+) -> web.StreamResponse:
+    """Sends the events behind number `seen`, until the last; 204 where that was seen.
+
+    Args:
+        failed: the event that ends the stream where it cannot go on.
+    """
+    if record.ended and record.error is None and seen >= record.last:
+        return web.Response(status=204)
+    if request.method == "HEAD":
+        return web.Response(headers=HEADERS)
+    async with SseResponse(request) as sse:
+        with request.app[STREAMS].claim(identifier, record):
+            try:
+                await _send(sse, record, seen)
+            except asyncio.CancelledError:
+                error = request.app[DRAIN].take_over_cancellation()
+                if error is None:
+                    raise
+                await _fail(sse, failed, error)
+            except PeltonError as error:
+                await _fail(sse, failed, error)
+    await sse.response.write_eof()
+    return sse.response
+
+
+async def _send(sse: SseResponse, record: StreamLog, seen: int) -> None:
+    while True:
+        if events := record.after(seen):
+            seen += len(events)
+            await sse.send(b"".join(events))
+        elif record.error is not None:
+            raise record.error
+        elif record.ended:
+            return
+        else:
+            await record.news()
+
+
+async def _fail(sse: SseResponse, failed: Callable[[PeltonError], bytes], error: PeltonError) -> None:
+    if not sse.begun:
+        raise error
+    await sse.send(failed(error))
+
+
+async def fill(
+    record: StreamLog,
+    events: FanIn,
+    encoder: Encoder,
+    drain: Drain,
+    framed: Callable[[StreamLog, bytes], Iterator[bytes]],
+) -> None:
+    """Runs a generation into a log. It counts as a request in flight, with or without a connection.
+
+    Args:
+        framed: makes separate events of what the encoder gives.
+    """
+    error: PeltonError | None = None
+    try:
+        with drain.admit():
+            try:
+                async with events:
+                    async for index, prompt_index, delta in events:
+                        if is_large(delta):
+                            data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
+                        else:
+                            data = encoder.encode(index, prompt_index, delta)
+                        _append(record, framed(record, data))
+                _append(record, framed(record, encoder.end()))
+            except asyncio.CancelledError:
+                error = drain.take_over_cancellation()
+                if error is None:
+                    raise
+    except PeltonError as refusal:
+        error = refusal
+    except Exception:  # noqa: BLE001 - handed over as an error to whoever reads
+        log.exception("stream failed")
+        error = unexpected_error()
+    finally:
+        if error is not None and record.last:
+            _append(record, framed(record, encoder.failed(error)))
+            error = None
+        record.end(error)
+
+
+def _append(record: StreamLog, events: Iterator[bytes]) -> None:
+    for event in events:
+        record.append(event)
+
+
+def numbered(record: StreamLog, data: bytes) -> Iterator[bytes]:
+    """Each event with its number as its id. What is numbered next must have been appended."""
+    for event in separate(data):
+        yield b"id: %d\n%b" % (record.last + 1, event)
+
+
+def separate(data: bytes) -> Iterator[bytes]:
+    """The events of framed data; JSON has no line ends of its own."""
+    for event in data.split(b"\n\n")[:-1]:
+        yield event + b"\n\n"

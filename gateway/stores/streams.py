@@ -1,0 +1,192 @@
+"""Events of streams that outlive their connections: they are kept for a while, so that a client may come back for them.
+
+A stream runs in a task of its own and writes to its log; every connection only reads. Whoever reads claims the stream;
+one that nobody has claimed for the grace period is cancelled, if it still runs, and forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from shared.errors import NotFoundError, PeltonError, UnavailableError
+
+_EVENT_OVERHEAD = 128
+"""Bytes that an event takes beside its own, about."""
+_STREAM_SHARE = 16
+"""One stream may take this part of all room."""
+_SLACK = 1024
+
+
+class StreamLog:
+    """The events of one stream, numbered from 1, of which the oldest may be gone.
+
+    Attributes:
+        owner: hash of the key whose stream it is.
+        error: why it ended before its first event, where it did.
+        ended: no event will follow.
+        first: the number of the oldest event that is kept.
+    """
+
+    __slots__ = ("_events", "_news", "_store", "ended", "error", "first", "num_bytes", "num_claims", "owner", "timer")
+
+    def __init__(self, owner: bytes, store: StreamStore) -> None:
+        self.owner = owner
+        self.ended = False
+        self.error: PeltonError | None = None
+        self.num_bytes = 0
+        # For the store.
+        self.num_claims = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self._store = store
+        self._events: deque[bytes] = deque()
+        self.first = 1
+        self._news = asyncio.Event()
+
+    @property
+    def last(self) -> int:
+        """The number of the last event; 0: there was none."""
+        return self.first + len(self._events) - 1
+
+    def append(self, event: bytes) -> None:
+        """The next event, framed."""
+        self._events.append(event)
+        self._store.on_append(self, len(event) + _EVENT_OVERHEAD)
+        self._wake()
+
+    def end(self, error: PeltonError | None = None) -> None:
+        """Nothing follows. `error` is for a stream without events; one with events says so in its last."""
+        self.ended, self.error = True, error
+        self._wake()
+
+    def after(self, number: int) -> Sequence[bytes]:
+        """All events behind that of this number. Raises UnavailableError where the next is not kept any more."""
+        if number + 1 < self.first:
+            raise UnavailableError("The stream has gone on too far: what follows is not kept.", code="stream_expired")
+        return list(islice(self._events, number + 1 - self.first, None))
+
+    async def news(self) -> None:
+        """Returns when something was appended, or the stream has ended."""
+        await self._news.wait()
+
+    def has(self, number: int) -> bool:
+        """Whether the event is kept."""
+        return self.first <= number <= self.last
+
+    def drop_oldest(self, number: int) -> int:
+        """Forgets the event of this number, if it is the oldest; returns how many bytes that frees. For the store."""
+        if number != self.first or not self._events:
+            return 0
+        self.first += 1
+        return len(self._events.popleft()) + _EVENT_OVERHEAD
+
+    def clear(self) -> int:
+        """Forgets all; returns how many events there were. For the store."""
+        count = len(self._events)
+        self.first += count
+        self._events.clear()
+        self.end(self.error)
+        return count
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class StreamStore:
+    """The streams of one gateway process.
+
+    Args:
+        max_bytes: of all events; the oldest go first. One stream may have a sixteenth of it.
+        grace: seconds that a stream is kept without a reader.
+    """
+
+    def __init__(self, *, max_bytes: int, grace: float) -> None:
+        self._max_bytes = max_bytes
+        self._grace = grace
+        self._logs: dict[str, StreamLog] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        # Events in the order in which they came; those that are gone already are passed over.
+        self._order: deque[tuple[StreamLog, int]] = deque()
+        self._num_events = 0
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def open(self, identifier: str, owner: bytes) -> StreamLog:
+        """A new log, which `run` fills."""
+        log = self._logs[identifier] = StreamLog(owner, self)
+        return log
+
+    def run(self, identifier: str, work: Coroutine[None, None, None]) -> None:
+        """Runs what fills a log, until it ends or nobody wants it."""
+        task = self._tasks[identifier] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(identifier, None))
+
+    def find(self, identifier: str, owner: bytes) -> StreamLog:
+        """Raises NotFoundError, also for a stream of another key."""
+        log = self._logs.get(identifier)
+        if log is None or log.owner != owner:
+            raise NotFoundError("There is no stream with that id.")
+        return log
+
+    @contextmanager
+    def claim(self, identifier: str, log: StreamLog) -> Iterator[None]:
+        """While it is held, the stream is kept."""
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
+        log.num_claims += 1
+        try:
+            yield
+        finally:
+            log.num_claims -= 1
+            if log.num_claims == 0 and self._logs.get(identifier) is log:
+                log.timer = asyncio.get_running_loop().call_later(self._grace, self.drop, identifier)
+
+    def drop(self, identifier: str) -> None:
+        """Forgets a stream, and ends what fills it."""
+        if (task := self._tasks.pop(identifier, None)) is not None:
+            task.cancel()
+        if (log := self._logs.pop(identifier, None)) is not None:
+            if log.timer is not None:
+                log.timer.cancel()
+            self.num_bytes -= log.num_bytes
+            log.num_bytes = 0
+            self._num_events -= log.clear()
+            self._forget_passed()
+
+    def on_append(self, log: StreamLog, size: int) -> None:
+        """Counts an event, and makes room for it. For StreamLog."""
+        log.num_bytes += size
+        self.num_bytes += size
+        self._num_events += 1
+        self._order.append((log, log.last))
+        while log.num_bytes > max(self._max_bytes // _STREAM_SHARE, size):
+            self._drop_oldest(log, log.first)
+        while self.num_bytes > self._max_bytes and self._order:
+            self._drop_oldest(*self._order.popleft())
+        self._forget_passed()
+
+    async def close(self) -> None:
+        """Ends all that runs."""
+        tasks = list(self._tasks.values())
+        for identifier in list(self._logs):
+            self.drop(identifier)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _drop_oldest(self, log: StreamLog, number: int) -> None:
+        if size := log.drop_oldest(number):
+            log.num_bytes -= size
+            self.num_bytes -= size
+            self._num_events -= 1
+
+    def _forget_passed(self) -> None:
+        if len(self._order) > 2 * self._num_events + _SLACK:
+            self._order = deque((log, number) for log, number in self._order if log.has(number))

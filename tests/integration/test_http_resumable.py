@@ -1,0 +1,196 @@
+"""Streams that survive their connection: stream_options.resumable and GET /v1/streams/{id}."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.stores.streams import StreamStore
+from shared.errors import UnavailableError, WorkerLostError
+from shared.sampling_params import SamplingParams
+from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
+
+TEXT = "Hello, \u2028 you \U0001f600!"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+RESUMABLE = {"stream_options": {"resumable": True, "include_usage": True}}
+REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
+_EVENT = re.compile(rb"id: (\d+)\ndata: (.*)\n\n")
+
+
+def parsed(raw: bytes) -> list[tuple[int, Any]]:
+    """(id, data) of each event; every one has both."""
+    events = _EVENT.findall(raw)
+    assert b"".join(b"id: %b\ndata: %b\n\n" % event for event in events) == raw, raw
+    return [(int(number), data.decode() if data == b"[DONE]" else orjson.loads(data)) for number, data in events]
+
+
+def text_of(events: list[tuple[int, Any]]) -> str:
+    choices = [choice for _, data in events if data != "[DONE]" for choice in data["choices"]]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+async def first_events(gateway: Gateway, number: int, **fields: Any) -> tuple[str, list[tuple[int, Any]]]:
+    """The id of a stream, and its first events, after which the client is gone."""
+    url, body = gateway.url + "/v1/chat/completions", {**CHAT, **RESUMABLE, **fields}
+    raw = b""
+    async with gateway.session.post(url, json=body, headers=gateway.headers) as response:
+        assert response.status == 200, await response.read()
+        while raw.count(b"\n\n") < number:
+            raw += await response.content.readuntil(b"\n\n")
+        response.close()
+    events = parsed(raw)
+    return events[0][1]["id"], events
+
+
+async def resume(gateway: Gateway, identifier: str, seen: int | str = "", **headers: str) -> tuple[int, bytes]:
+    sent = {"Last-Event-ID": str(seen)} if seen != "" else {}
+    status, body, _ = await gateway.get(f"/v1/streams/{identifier}", **sent, **headers)
+    return status, body
+
+
+async def test_a_client_that_leaves_at_any_event_gets_the_whole_text_once():
+    async with run_gateway(FakeGenerator(spell(TEXT, cached=3))) as gateway:
+        async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
+            whole = parsed(await response.read())
+        assert text_of(whole) == TEXT and whole[-1][1] == "[DONE]" and whole[-2][1]["usage"]["completion_tokens"]
+        for number in range(1, len(whole) + 1):
+            identifier, seen = await first_events(gateway, number)
+            assert len(seen) == number
+            status, body = await resume(gateway, identifier, number)
+            if number == len(whole):
+                assert (status, body) == (204, b"")
+                continue
+            events = seen + parsed(body)
+            assert [one for one, _ in events] == list(range(1, len(whole) + 1))
+            assert text_of(events) == TEXT and events[-1][1] == "[DONE]"
+            assert {data["id"] for _, data in events[:-1]} == {identifier}
+            assert (await resume(gateway, identifier, len(whole)))[0] == 204
+
+
+async def test_without_an_event_id_it_comes_from_the_start():
+    async with run_gateway(FakeGenerator(spell(TEXT))) as gateway:
+        identifier, _ = await first_events(gateway, 3)
+        status, body = await resume(gateway, identifier)
+        assert status == 200 and text_of(parsed(body)) == TEXT
+
+
+async def test_a_stream_goes_on_while_nobody_reads_and_while_one_reads():
+    gate, script = asyncio.Event(), [*spell("ab")(REQUEST)]
+    steps = [*script[:1], gate, *script[1:]]
+    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
+        identifier, seen = await first_events(gateway, 2)
+        reading = asyncio.create_task(resume(gateway, identifier, 2))
+        await asyncio.sleep(0.05)
+        assert not reading.done() and gateway.generator.live
+        gate.set()
+        assert text_of(seen + parsed((await reading)[1])) == "ab"
+        assert await gateway.generations_left() == 0 and not gateway.generator.generations[0].cancelled
+
+
+async def test_completions_too():
+    async with run_gateway(FakeGenerator(spell("abc"))) as gateway:
+        body = {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"resumable": True}}
+        async with gateway.session.post(gateway.url + "/v1/completions", json=body) as response:
+            events = parsed(await response.read())
+        identifier = events[0][1]["id"]
+        assert identifier.startswith("cmpl-")
+        status, raw = await resume(gateway, identifier, 1)
+        assert status == 200 and parsed(raw) == events[1:]
+
+
+async def test_a_stream_is_its_keys_own_and_event_ids_are_checked():
+    async with run_gateway(FakeGenerator(spell("abc")), keys=True) as gateway:
+        gateway.headers["Authorization"] = f"Bearer {USER_KEY}"
+        identifier, _ = await first_events(gateway, 2)
+        assert (await resume(gateway, identifier, 1))[0] == 200
+        assert (await resume(gateway, identifier, 1, Authorization=f"Bearer {OTHER_KEY}"))[0] == 404
+        assert (await resume(gateway, identifier, 1, Authorization="Bearer wrong"))[0] == 401
+        assert (await resume(gateway, identifier[:-1] + "x"))[0] == 404
+        for wrong in ("x", "-1", "1.0", "999", "9" * 30):
+            status, body = await resume(gateway, identifier, wrong)
+            assert status == 400 and orjson.loads(body)["error"]["param"] == "Last-Event-ID"
+
+
+async def test_failures_are_the_streams_own():
+    steps = [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
+    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
+        identifier, _ = await first_events(gateway, 1)
+        _, body = await resume(gateway, identifier, 1)
+        *_, (_, error), (_, done) = parsed(body)
+        assert error["error"]["code"] == "worker_lost" and done == "[DONE]"
+        steps[:] = [WorkerLostError("The worker died.")]
+        status, body, _ = await gateway.post("/v1/chat/completions", {**CHAT, **RESUMABLE})
+        assert status == 503 and body["error"]["code"] == "worker_lost"
+        gateway.generator.submit_error = UnavailableError("None.")
+        assert (await gateway.post("/v1/chat/completions", {**CHAT, **RESUMABLE}))[0] == 503
+        assert await gateway.generations_left() == 0
+
+
+async def test_a_bug_is_an_error_without_internals():
+    steps = [TextDelta(0, "Hel", [1]), ZeroDivisionError("/secret")]
+    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
+        identifier, _ = await first_events(gateway, 1)
+        _, body = await resume(gateway, identifier, 1)
+        assert b"server_error" in body and b"secret" not in body
+
+
+async def test_an_unclaimed_stream_is_cancelled_after_its_grace():
+    streams = StreamStore(max_bytes=1 << 20, grace=0.05)
+    steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
+    async with run_gateway(FakeGenerator(lambda _: list(steps)), streams=streams) as gateway:
+        identifier, _ = await first_events(gateway, 1)
+        assert await gateway.generations_left() == 0
+        assert gateway.generator.generations[0].cancelled
+        assert (await resume(gateway, identifier))[0] == 404 and len(streams) == 0
+        assert gateway.drain.num_in_flight == 0
+
+
+async def test_who_is_too_far_behind_is_told_so():
+    streams = StreamStore(max_bytes=16 * 2000, grace=5.0)
+    async with run_gateway(FakeGenerator(spell("x" * 100)), streams=streams) as gateway:
+        async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
+            whole = parsed(await response.read())
+        assert text_of(whole) == "x" * 100, "one that keeps up gets all"
+        status, body = await resume(gateway, whole[0][1]["id"], 1)
+        assert status == 503 and orjson.loads(body)["error"]["code"] == "stream_expired"
+
+
+async def test_a_shutdown_ends_it_with_an_error():
+    steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
+    async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
+        identifier, _ = await first_events(gateway, 1)
+        reading = asyncio.create_task(resume(gateway, identifier, 1))
+        await asyncio.sleep(0.05)
+        gateway.drain.begin()
+        assert not await gateway.drain.wait(0.01)
+        status, body = await reading
+        assert status == 200 and b"shutting down" in body and body.endswith(b"data: [DONE]\n\n")
+        assert await gateway.generations_left() == 0
+
+
+@pytest.mark.parametrize("origin", ["https://page.example", "https://evil.example"])
+async def test_pages_of_other_origins_may_send_the_header(origin):
+    async with run_gateway(FakeGenerator(spell("a")), cors_origins=["https://page.example"]) as gateway:
+        asked = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "last-event-id"}
+        async with gateway.session.options(gateway.url + "/v1/streams/x", headers={"Origin": origin, **asked}) as got:
+            allowed = got.headers.get("Access-Control-Allow-Headers", "")
+        assert ("last-event-id" in allowed) == (origin == "https://page.example")
+
+
+async def test_resumable_needs_a_stream():
+    async with run_gateway() as gateway:
+        status, body, _ = await gateway.chat(stream_options={"resumable": True})
+        assert status == 400 and body["error"]["param"] == "stream_options"
+
+
+async def test_head_has_no_body():
+    async with run_gateway(FakeGenerator(spell("ab"))) as gateway:
+        identifier, _ = await first_events(gateway, 1)
+        async with gateway.session.head(gateway.url + f"/v1/streams/{identifier}") as response:
+            assert response.status == 200 and await response.read() == b""

@@ -1,0 +1,117 @@
+"""The log of a stream and the store of logs: what is kept, for whom, for how long and in how many bytes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.stores.ids import gateway_of, new_id
+from gateway.stores.streams import StreamStore
+from shared.errors import NotFoundError, UnavailableError
+
+OWNER, OTHER = b"owner", b"other"
+
+
+def test_ids_name_their_gateway_and_differ():
+    ids = {new_id("chatcmpl-", 63) for _ in range(100)}
+    assert len(ids) == 100
+    assert {gateway_of(one) for one in ids} == {63}
+    assert gateway_of(new_id("resp_", 0)) == 0
+    for wrong in ("", "resp_", "resp_zz" + "0" * 30, "resp_" + "0" * 31, "resp_" + "0" * 33, "../" + "0" * 32):
+        assert gateway_of(wrong) is None
+
+
+async def test_events_are_read_from_any_number():
+    store = StreamStore(max_bytes=1 << 20, grace=1.0)
+    log = store.open("s", OWNER)
+    for number in range(5):
+        log.append(b"%d" % number)
+    assert [list(log.after(seen)) for seen in (0, 3, 5)] == [[b"0", b"1", b"2", b"3", b"4"], [b"3", b"4"], []]
+    assert log.last == 5
+
+
+async def test_a_reader_hears_of_news_and_of_the_end():
+    log = StreamStore(max_bytes=1 << 20, grace=1.0).open("s", OWNER)
+    for act in (lambda: log.append(b"x"), log.end):
+        waiting = asyncio.create_task(log.news())
+        await asyncio.sleep(0)
+        act()
+        await asyncio.wait_for(waiting, 5)
+    assert log.ended
+
+
+async def test_another_key_finds_nothing():
+    store = StreamStore(max_bytes=1 << 20, grace=1.0)
+    log = store.open("s", OWNER)
+    assert store.find("s", OWNER) is log
+    for identifier, owner in (("s", OTHER), ("t", OWNER)):
+        with pytest.raises(NotFoundError):
+            store.find(identifier, owner)
+
+
+async def test_one_stream_has_a_bound():
+    store = StreamStore(max_bytes=16 * 10_000, grace=1.0)
+    log = store.open("s", OWNER)
+    for _ in range(1000):
+        log.append(bytes(872))
+    assert log.num_bytes == store.num_bytes == 10_000 and len(log.after(990)) == 10
+    with pytest.raises(UnavailableError):
+        log.after(989)
+    log.append(bytes(50_000))
+    assert len(log.after(1000)) == 1, "the newest event is kept, however large"
+
+
+async def test_all_streams_have_a_bound_and_the_oldest_events_go_first():
+    store = StreamStore(max_bytes=20_000, grace=1.0)
+    logs = [store.open(str(index), OWNER) for index in range(40)]
+    for _ in range(3):
+        for log in logs:
+            log.append(bytes(372))
+            assert store.num_bytes <= 20_000
+    assert [len(log.after(2)) for log in logs] == [1] * 40, "who has read so far misses nothing"
+    with pytest.raises(UnavailableError):
+        logs[0].after(0)
+
+
+async def test_what_nobody_reads_is_cancelled_and_forgotten():
+    store = StreamStore(max_bytes=1 << 20, grace=0.02)
+    log, ended = store.open("s", OWNER), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    store.run("s", work())
+    with store.claim("s", log):
+        await asyncio.sleep(0.06)
+        with store.claim("s", log):
+            pass
+        await asyncio.sleep(0.06)
+        assert store.find("s", OWNER) is log and not ended.is_set()
+    await asyncio.wait_for(ended.wait(), 5)
+    assert len(store) == 0 and store.num_bytes == 0
+    with pytest.raises(NotFoundError):
+        store.find("s", OWNER)
+
+
+async def test_a_reader_that_comes_back_in_time_keeps_it():
+    store = StreamStore(max_bytes=1 << 20, grace=0.05)
+    log = store.open("s", OWNER)
+    with store.claim("s", log):
+        pass
+    with store.claim("s", log):
+        await asyncio.sleep(0.1)
+        assert store.find("s", OWNER) is log
+
+
+async def test_many_abandoned_streams_leave_nothing():
+    store = StreamStore(max_bytes=1 << 20, grace=0.001)
+    for index in range(100_000):
+        log = store.open(str(index), OWNER)
+        log.append(b"data: {}\n\n")
+        store.drop(str(index))
+        assert len(store._order) < 3000
+    assert (len(store), store.num_bytes, store._num_events) == (0, 0, 0)
