@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ class Distillation:
             found |= self._measure("trained", path, judged)
         if found:
             print("\n".join(acceptance.table(found)), flush=True)
+        figures["cpu_seconds"] = round(time.process_time())
         figures |= {"path": str(path), "acceptance": {name: msgspec.to_builtins(one) for name, one in found.items()}}
         with replaced(self._out / "report.json") as temporary:
             temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -172,6 +174,7 @@ class Distillation:
         run = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
         training = Training(draft, schedule, self._work / "checkpoint.safetensors", run)
         training.resume()
+        resumed = training.step
         losses: list[float] = []
         with tqdm(
             total=schedule.steps, initial=training.step, desc="training", unit="step", disable=None, file=sys.stderr
@@ -184,8 +187,10 @@ class Distillation:
 
             training.run(texts, told)
         figures["texts"] = {"count": len(texts), "tokens": sum(text.num_outputs for text in texts)}
+        if losses and resumed == 0:
+            figures["first_loss"] = losses[0]
         if losses:
-            figures |= {"first_loss": losses[0], "last_loss": sum(losses[-20:]) / len(losses[-20:])}
+            figures["last_loss"] = sum(losses[-20:]) / len(losses[-20:])
         return draft
 
 
@@ -206,7 +211,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--learning-rate", type=float, default=2e-3)
     p.add_argument("--weight-decay", type=float, default=0.01)
     p.add_argument("--negatives", type=int, default=2048, help="tokens a step compares with beside the likely ones")
-    p.add_argument("--texts", type=int, default=832, help="to learn from")
+    p.add_argument(
+        "--texts", type=int, default=4096, help="to learn from; few of them, often repeated, are learned by heart"
+    )
     p.add_argument("--max-prompt", type=int, default=256, help="tokens; longer prompts keep their end")
     p.add_argument("--max-tokens", type=int, default=192, help="of an output")
     p.add_argument("--top", type=int, default=32, help="tokens of which the target's probabilities are kept")
@@ -228,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigurationError, InvalidRequestError) as error:
         print(f"distill_draft: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("distill_draft: stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
     return 0
 
 
