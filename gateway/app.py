@@ -33,7 +33,9 @@ from gateway.relay import RELAY, Relay, relayed, sibling_app
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
 from gateway.routes.models import get_model, list_models
-from gateway.routes.ops import health, metrics, ready
+from gateway.routes.ops import health, metrics, ready, version
+from gateway.routes.render import render_chat, render_completion
+from gateway.routes.requests import abort_request
 from gateway.routes.streams import resume_stream
 from gateway.routes.tokenize import detokenize, tokenize
 from gateway.stores.responses import ResponseStore
@@ -60,12 +62,16 @@ FOLLOW_UPS = (Route("GET", "/v1/streams/{id}", resume_stream, Scope.INFERENCE),)
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE),
     Route("POST", "/v1/completions", completions, Scope.INFERENCE),
+    Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE),
+    Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE),
+    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE),
     Route("GET", "/v1/models", list_models, Scope.INFERENCE),
     Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE),
     Route("POST", "/tokenize", tokenize, Scope.INFERENCE),
     Route("POST", "/detokenize", detokenize, Scope.INFERENCE),
     Route("GET", "/health", health, Scope.PUBLIC),
     Route("GET", "/ready", ready, Scope.PUBLIC),
+    Route("GET", "/version", version, Scope.PUBLIC),
     # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
     Route("GET", "/metrics", metrics, Scope.INFERENCE),
     *(Route(route.method, route.path, relayed(route.handler), route.scope) for route in FOLLOW_UPS),
