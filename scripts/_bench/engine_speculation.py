@@ -86,7 +86,8 @@ class Load:
         name: for the command line.
         title: for people.
         predictions: one for each prompt, or none.
-        together: all requests run at a time, not one after the other.
+        together: all requests run at a time, not one after the other. They end together too, so that no difference in
+            a text's length leaves one engine with fewer requests in its steps.
     """
 
     name: str
@@ -153,7 +154,8 @@ def run_load(loop: Loop, load: Load) -> Run:
 def _run_batch(loop: Loop, load: Load, batch: Sequence[int]) -> tuple[float, list[list[int]]]:
     outputs: dict[str, list[int]] = {}
     for number in batch:
-        sampling = SamplingParams(temperature=load.temperature, seed=number, max_tokens=OUTPUT)
+        fewest = OUTPUT if load.together else 0
+        sampling = SamplingParams(temperature=load.temperature, seed=number, max_tokens=OUTPUT, min_tokens=fewest)
         prediction = list(load.predictions[number]) if load.predictions else []
         outputs[loop.submit(load.prompts[number], sampling, prediction=prediction)] = []
     num_left = len(batch)
@@ -260,6 +262,7 @@ def figures(load: Load, name: str, runs: Sequence[Run], off: Sequence[Run]) -> d
         "tokens_per_step": total("generation_tokens_total") / steps,
         "drafts_per_step": drafted / steps,
         "acceptance": total("spec_decode_num_accepted_tokens_total") / drafted if drafted else None,
+        "draft_model_share": total("spec_decode_draft_seconds_total") / sum(run.seconds for run in runs),
         "same_texts": sum(ours == theirs for ours, theirs in texts) / len(texts),
     } | load.goal.entry(ratio)
 

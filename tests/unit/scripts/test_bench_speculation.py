@@ -8,7 +8,7 @@ import pytest
 
 from scripts._bench import engine, engine_speculation
 from scripts._bench.engine_memory import SPEC, tiny_files
-from scripts._bench.engine_speculation import LOADS, Load, Run, by_position, figures, line
+from scripts._bench.engine_speculation import Load, Run, by_position, figures, line
 from scripts._bench.goals import Goal
 from scripts._bench.gpu_check_model import RandomWeights
 from worker.stats import Counters
@@ -22,6 +22,7 @@ def run(seconds, texts, *, steps, drafted=0, accepted=0):
         "generation_tokens_total": sum(map(len, texts)),
         "spec_decode_num_draft_tokens_total": drafted,
         "spec_decode_num_accepted_tokens_total": accepted,
+        "spec_decode_draft_seconds_total": 0.25 * seconds,
     }
     return Run(seconds, texts, counts)
 
@@ -41,6 +42,7 @@ def test_each_run_is_compared_with_the_one_beside_it():
     assert entry["tokens_per_step"] == pytest.approx(2.0)
     assert entry["drafts_per_step"] == pytest.approx(2.0)
     assert entry["acceptance"] == pytest.approx(0.5)
+    assert entry["draft_model_share"] == pytest.approx(0.25)
     assert entry["same_texts"] == pytest.approx(2 / 3)
     assert (entry["goal"], entry["met"]) == (1.6, True)
     assert ">= 1.6x met" in line(entry, LOAD.goal)
@@ -62,15 +64,18 @@ def test_positions_are_shares_of_all_verifications():
     assert by_position(counters) == "1.00 0.50"
 
 
-def test_all_loads_run_with_and_without(monkeypatch, capsys):
+def test_loads_run_with_and_without(monkeypatch, capsys):
     spec = dataclasses.replace(SPEC, vocab_size=6000)
     files = dataclasses.replace(tiny_files(), spec=spec, weights=RandomWeights(spec))
     monkeypatch.setattr(engine_speculation, "OUTPUT", 6)
     monkeypatch.setattr(engine_speculation, "WARM_UPS", 1)
     arguments = ["--dtype", "float32", "--kv-cache-dtype", "float32", "--speculation-rounds", "1"]
+    arguments += ["--speculation-loads", "predict", "chat16"]
     bench = engine.Bench(engine.parser().parse_args(arguments), files)
     entries = bench.speculation()
-    assert [(entry["load"], entry["method"]) for entry in entries] == [(name, "look-up") for name in LOADS]
+    assert [(entry["load"], entry["method"]) for entry in entries] == [
+        (name, "look-up") for name in ("predict", "chat16")
+    ]
     for entry in entries:
         assert entry["same_texts"] == 1.0
         assert entry["ratio"] > 0
