@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
+from gateway.api.answers import (
+    AbortAnswer,
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    ModelAnswer,
+    ModelListAnswer,
+    RenderAnswer,
+    StatusAnswer,
+    TokenizeAnswer,
+    VersionAnswer,
+)
+from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
 from gateway.exposition import Exposition
@@ -29,6 +44,7 @@ from gateway.keys import (
     Limits,
 )
 from gateway.middleware import Handler, Middleware
+from gateway.openapi import ROUTE_TABLE, openapi
 from gateway.relay import RELAY, Relay, relayed, sibling_app
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
@@ -48,33 +64,57 @@ _SWEEP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route and who may use it."""
+    """A route and who may use it, and what gateway.openapi says of it.
+
+    Attributes:
+        body: the struct that decodes the request.
+        answer: the struct that describes the response, or its media type; None: a JSON object.
+        streams: the response may be an event stream instead.
+        headers: that are read beside those of every route.
+        failures: statuses that its scope and its body do not explain.
+    """
 
     method: str
     path: str
     handler: Handler
     scope: Scope
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | str | None = None
+    streams: bool = False
+    headers: tuple[str, ...] = ()
+    failures: tuple[int, ...] = ()
 
 
-FOLLOW_UPS = (Route("GET", "/v1/streams/{id}", resume_stream, Scope.INFERENCE),)
+FOLLOW_UPS = (
+    Route(
+        "GET",
+        "/v1/streams/{id}",
+        resume_stream,
+        Scope.INFERENCE,
+        None,
+        "text/event-stream",
+        headers=("Last-Event-ID",),
+    ),
+)
 """What is asked of the gateway process that has what the id names, whichever takes the connection."""
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE),
-    Route("POST", "/v1/completions", completions, Scope.INFERENCE),
-    Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE),
-    Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE),
-    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE),
-    Route("GET", "/v1/models", list_models, Scope.INFERENCE),
-    Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE),
-    Route("POST", "/tokenize", tokenize, Scope.INFERENCE),
-    Route("POST", "/detokenize", detokenize, Scope.INFERENCE),
-    Route("GET", "/health", health, Scope.PUBLIC),
-    Route("GET", "/ready", ready, Scope.PUBLIC),
-    Route("GET", "/version", version, Scope.PUBLIC),
+    Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE, ChatFields, ChatAnswer, streams=True),
+    Route("POST", "/v1/completions", completions, Scope.INFERENCE, CompletionFields, CompletionAnswer, streams=True),
+    Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
+    Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
+    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
+    Route("GET", "/v1/models", list_models, Scope.INFERENCE, None, ModelListAnswer),
+    Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE, None, ModelAnswer),
+    Route("POST", "/tokenize", tokenize, Scope.INFERENCE, TokenizeFields, TokenizeAnswer),
+    Route("POST", "/detokenize", detokenize, Scope.INFERENCE, DetokenizeFields, DetokenizeAnswer),
+    Route("GET", "/health", health, Scope.PUBLIC, None, StatusAnswer),
+    Route("GET", "/ready", ready, Scope.PUBLIC, None, StatusAnswer, failures=(503,)),
+    Route("GET", "/version", version, Scope.PUBLIC, None, VersionAnswer),
+    Route("GET", "/openapi.json", openapi, Scope.PUBLIC),
     # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
-    Route("GET", "/metrics", metrics, Scope.INFERENCE),
-    *(Route(route.method, route.path, relayed(route.handler), route.scope) for route in FOLLOW_UPS),
+    Route("GET", "/metrics", metrics, Scope.INFERENCE, None, "text/plain"),
+    *(dataclasses.replace(route, handler=relayed(route.handler)) for route in FOLLOW_UPS),
 )
 
 
@@ -108,7 +148,8 @@ def build_app(
     scopes: dict[web.AbstractRoute, Scope] = {}
     around = Middleware(scopes, check_host=check_host, cors_origins=tuple(cors_origins))
     app = web.Application(middlewares=[web.middleware(around)], client_max_size=limits.max_body_size)
-    for route in routes:
+    app[ROUTE_TABLE] = table = tuple(routes)
+    for route in table:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
         for method in methods:
             added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect)

@@ -6,14 +6,21 @@ from aiohttp import web
 
 from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY
+from gateway.relay import RELAY
 from gateway.responses import json_response
 from shared.errors import NotFoundError
 
 
 async def abort_request(request: web.Request) -> web.StreamResponse:
-    """The request ends with an error that says so. Admin keys may abort any, the others their own."""
+    """The request ends with an error that says so. Admin keys may abort any, the others their own.
+
+    Which process has an HTTP request its id does not tell: the others are asked too.
+    """
     identifier, identity = request.match_info["id"], request[IDENTITY]
     owner = None if identity.scope is Scope.ADMIN else identity.key_hash
-    if not request.app[DRAIN].abort(identifier, owner):
+    found = request.app[DRAIN].abort(identifier, owner) > 0
+    if (relay := request.app.get(RELAY)) is not None:
+        found = await relay.ask_all(request) or found
+    if not found:
         raise NotFoundError("There is no running request with that id.")
     return json_response({"id": identifier, "object": "request", "aborted": True})

@@ -74,6 +74,18 @@ async def test_an_admin_key_aborts_any_request(gateway):
     assert (await running)[0] == 400
 
 
+async def test_a_resumable_stream_is_aborted_with_and_without_a_connection(gateway):
+    body = {**CHAT, "stream": True, "stream_options": {"resumable": True}}
+    url = gateway.url + "/v1/chat/completions"
+    async with gateway.session.post(url, json=body, headers=gateway.headers) as answer:
+        first = await answer.content.readuntil(b"\n\n")
+    identifier = json.loads(first.partition(b"data: ")[2])["id"]
+    assert (await delete(gateway, identifier))[0] == 200
+    status, rest, _ = await gateway.get(f"/v1/streams/{identifier}")
+    assert status == 200 and b"request_aborted" in rest and rest.endswith(b"data: [DONE]\n\n")
+    assert await gateway.generations_left() == 0
+
+
 async def test_nothing_is_left_of_requests_that_ended():
     async with run_gateway() as gateway:
         for _ in range(3):

@@ -1,0 +1,121 @@
+"""/openapi.json: the API as OpenAPI 3.1 describes it, from the route table and the structs that decode requests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.answers import ErrorAnswer
+from gateway.auth import Scope
+from gateway.responses import dump_json
+
+if TYPE_CHECKING:
+    from gateway.app import Route
+
+ROUTE_TABLE = web.AppKey[Sequence["Route"]]("ROUTE_TABLE")
+
+_REFERENCE = "#/components/schemas/{name}"
+_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+_STREAM = "text/event-stream"
+_STATUSES = {
+    400: "The request cannot be served as it is; `param` names the field at fault.",
+    401: "The API key is missing or not known.",
+    403: "The key's scope, or the Host header, does not allow it.",
+    404: "There is nothing of that name for this key.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is no uncompressed JSON.",
+    429: "A limit is reached; Retry-After says when to try again.",
+    500: "The server failed.",
+    503: "No worker can take the request; Retry-After says when to try again.",
+}
+_ALWAYS = (400, 403, 500)
+_WITH_KEY = (401, 429, 503)
+_WITH_BODY = (404, 408, 413, 415)
+
+
+async def openapi(request: web.Request) -> web.StreamResponse:
+    """This description."""
+    routes: Sequence[Route] = request.app[ROUTE_TABLE]
+    return web.Response(body=_document(tuple(routes)), content_type="application/json")
+
+
+@lru_cache(4)
+def _document(routes: tuple[Route, ...]) -> bytes:
+    return dump_json(describe(routes))
+
+
+def describe(routes: Iterable[Route]) -> dict[str, Any]:
+    """The document. Every route is in it, with its scope, body and answers."""
+    routes = list(routes)
+    structs: list[Any] = [ErrorAnswer]
+    for route in routes:
+        structs += [kind for kind in (route.body, route.answer) if kind is not None and not isinstance(kind, str)]
+    schemas, components = msgspec.json.schema_components(dict.fromkeys(structs), ref_template=_REFERENCE)
+    of_struct = dict(zip(dict.fromkeys(structs), schemas))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = _PARAMETER.sub(r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, of_struct)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Pelton", "version": importlib.metadata.version("pelton")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__,
+        "summary": (inspect.getdoc(route.handler) or route.path).split("\n\n")[0].replace("\n", " "),
+        "x-scope": route.scope.value,
+        "security": [] if route.scope is Scope.PUBLIC else [{}, {"key": []}],
+        "responses": _responses(route, schemas),
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _PARAMETER.findall(route.path)
+    ]
+    parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in route.headers]
+    if parameters:
+        operation["parameters"] = parameters
+    if route.body is not None:
+        content = {"application/json": {"schema": schemas[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    if isinstance(route.answer, str):
+        content: dict[str, Any] = {route.answer: {}}
+    else:
+        content = {"application/json": {"schema": schemas[route.answer]} if route.answer else {}}
+    if route.streams:
+        content[_STREAM] = {"schema": {"type": "string"}}
+    responses: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
+    if route.method == "POST" and route.body is None:
+        return {**responses, "default": {"description": "It failed."}}
+    if route.answer == _STREAM:
+        responses["204"] = {"description": "Nothing will follow."}
+    statuses = {*_ALWAYS, *route.failures}
+    if route.scope is not Scope.PUBLIC:
+        statuses.update(_WITH_KEY)
+    if route.body is not None:
+        statuses.update(_WITH_BODY)
+    if "{" in route.path:
+        statuses.add(404)
+    failure = {"application/json": {"schema": schemas[ErrorAnswer]}}
+    for status in sorted(statuses):
+        responses[str(status)] = {"description": _STATUSES[status], "content": failure}
+    return responses

@@ -1,0 +1,141 @@
+"""/openapi.json says what is true: requests drawn from it, good ones and bad ones, get the answers that it declares."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import hypothesis
+import jsonschema
+import orjson
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from gateway.app import ROUTES
+from gateway.auth import Scope
+from gateway.openapi import describe
+from tests.fakes.fake_generator import MODEL
+from tests.fakes.http_gateway import USER_KEY, run_gateway
+
+HEADERS = {"Authorization": f"Bearer {USER_KEY}"}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+EXAMPLES = 20
+"""Of each operation and kind that has a body; one without has little to draw."""
+DOCUMENT = describe(ROUTES)
+OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
+WITH_BODY = [(method, path) for method, path in OPERATIONS if "requestBody" in DOCUMENT["paths"][path][method]]
+
+
+@contextmanager
+def in_a_thread() -> Iterator[str]:
+    """The URL of a gateway: what draws requests blocks."""
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+    started, urls = threading.Event(), []
+
+    async def serve() -> None:
+        async with run_gateway(keys=True) as gateway:
+            urls.append(gateway.url)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert started.wait(20)
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with in_a_thread() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def schema(url):
+    return schemathesis.openapi.from_dict(orjson.loads(orjson.dumps(DOCUMENT)))
+
+
+def _with_known_model(case):
+    """Names are drawn as any text; few would be the model's, and then nothing behind it would be tried."""
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+        case.body["model"] = MODEL
+    return case
+
+
+def _draw(url, schema, method, path, mode, examples):
+    @hypothesis.settings(max_examples=examples, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(case=schema[path][method.upper()].as_strategy(generation_mode=mode))
+    def draw(case):
+        case = _with_known_model(case)
+        response = case.call(base_url=url, headers=HEADERS)
+        case.validate_response(response, checks=CHECKS)
+
+    draw()
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_answers_are_as_declared(url, schema, method, path):
+    _draw(url, schema, method, path, GenerationMode.POSITIVE, EXAMPLES if (method, path) in WITH_BODY else 5)
+
+
+@pytest.mark.parametrize(("method", "path"), WITH_BODY)
+def test_what_is_not_declared_is_refused(url, schema, method, path):
+    _draw(url, schema, method, path, GenerationMode.NEGATIVE, EXAMPLES)
+
+
+def test_the_document_is_valid(schema):
+    schema.validate()
+    for struct in DOCUMENT["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(struct)
+    references = [part.partition(b'"')[0].decode() for part in orjson.dumps(DOCUMENT).split(b'"$ref":"')[1:]]
+    assert references and {reference.rpartition("/")[2] for reference in references} <= set(
+        DOCUMENT["components"]["schemas"]
+    )
+
+
+async def test_the_gateway_serves_it_without_a_key():
+    async with run_gateway(keys=True) as gateway:
+        status, body, headers = await gateway.get("/openapi.json")
+        assert status == 200 and headers["Content-Type"] == "application/json"
+        assert orjson.loads(body) == orjson.loads(orjson.dumps(DOCUMENT))
+
+
+def test_every_route_is_described():
+    operations = {(method.upper(), path) for method, path in OPERATIONS}
+    assert operations == {(route.method, route.path.replace("{model:.+}", "{model}")) for route in ROUTES}
+    for route in ROUTES:
+        operation = DOCUMENT["paths"][route.path.replace("{model:.+}", "{model}")][route.method.lower()]
+        assert operation["x-scope"] == route.scope.value and (operation["security"] == []) == (
+            route.scope is Scope.PUBLIC
+        )
+        assert ("requestBody" in operation) == (route.body is not None)
+    identifiers = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+def test_bodies_have_every_field_and_no_other():
+    chat = DOCUMENT["components"]["schemas"]["ChatFields"]
+    assert chat["additionalProperties"] is False and set(chat["required"]) == {"model", "messages"}
+    assert {"temperature", "tools", "messages"} <= set(chat["properties"])
