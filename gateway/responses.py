@@ -1,9 +1,10 @@
-"""Bodies and headers that every route shares. The one place that turns a failure into OpenAI's error object."""
+"""Bodies and headers that every route shares. The one place that turns a failure into OpenAI's error object,
+or into a response with another API's."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -44,9 +45,33 @@ def error_object(error: PeltonError) -> dict[str, Any]:
     return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def error_response(error: PeltonError) -> web.Response:
+class ErrorBodies(Protocol):
+    """How an API says what failed."""
+
+    def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
+        """Status and body."""
+        ...
+
+    def of_status(self, status: int) -> dict[str, Any]:
+        """The body for a failure that HTTP itself defines."""
+        ...
+
+
+class _OpenAIErrors:
+    def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
+        return error.status, error_object(error)
+
+    def of_status(self, status: int) -> dict[str, Any]:
+        return status_error_object(status)
+
+
+OPENAI_ERRORS: ErrorBodies = _OpenAIErrors()
+
+
+def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
     """A whole response for a failure before the first byte."""
-    response = json_response(error_object(error), error.status)
+    status, body = bodies.of_error(error)
+    response = json_response(body, status)
     if isinstance(error, RateLimitError | UnavailableError):
         seconds = max(0.0, error.retry_after)
         response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
@@ -73,9 +98,9 @@ def status_error_response(status: int) -> web.Response:
     return json_response(status_error_object(status), status)
 
 
-def http_exception_response(error: web.HTTPException) -> web.Response:
+def http_exception_response(error: web.HTTPException, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
     """The same for an exception of aiohttp's; keeps the Allow header of a 405."""
-    response = status_error_response(error.status)
+    response = json_response(bodies.of_status(error.status), error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

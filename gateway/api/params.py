@@ -171,7 +171,7 @@ def parse_fields(body: dict[str, Any], kind: type[Fields]) -> Fields:
     try:
         return msgspec.convert({name: value for name, value in body.items() if name in known}, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise invalid_field(str(error)) from None
 
 
 def _has_no_effect(name: str, value: object) -> bool:
@@ -189,16 +189,21 @@ def _refusal(name: str) -> InvalidRequestError:
     return InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
 
 
-def _invalid(text: str) -> InvalidRequestError:
+def invalid_field(text: str, where: str = "") -> InvalidRequestError:
+    """The error for what msgspec says of a value that a body has at `where`; empty: of the body itself."""
     place = _PLACE.search(text)
-    path = place["path"] if place else ""
+    path = _joined(where, place["path"] if place else "")
     what = text[: place.start()] if place else text
     for pattern, code, words in (
         (_UNKNOWN, "unknown_parameter", "Unknown parameter"),
         (_MISSING, "missing_required_parameter", "Missing required parameter"),
     ):
         if found := pattern.match(what):
-            name = f"{path}.{found['name']}" if path else found["name"]
+            name = _joined(path, found["name"])
             return InvalidRequestError(f"{words}: {name}.", param=name, code=code)
     what = what.replace("`", "").replace(" | null", "").replace("Expected", "expected")
     return InvalidRequestError(f"Invalid type for {path}: {what}.", param=path, code="invalid_type")
+
+
+def _joined(where: str, path: str) -> str:
+    return f"{where}.{path}" if where and path and not path.startswith("[") else where + path

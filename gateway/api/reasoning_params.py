@@ -11,7 +11,7 @@ from shared.errors import InvalidRequestError
 from shared.sampling_params import ThinkingBudget
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that turn reasoning on and off."""
 PROMPT_END = 16
 """So many last tokens of a prompt show whether it ends inside reasoning."""
@@ -31,7 +31,7 @@ def effort_variables(effort: str | None, given: Mapping[str, Any], entry: ModelE
     if effort not in EFFORTS:
         raise InvalidRequestError(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
     known = entry.pipeline.template_variables
-    values: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
+    values: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in known}
     if "reasoning_effort" in known and (effort != "none" or not values):
         values["reasoning_effort"] = effort
     if not values and not (effort == "none" and entry.formats.reasoning is None):

@@ -9,12 +9,12 @@ _GUIDED = "send structured_outputs"
 _LORA = "adapters are not supported"
 _TEMPLATE = "the model's own chat template is used"
 _SAMPLERS = "the order of sampling is fixed"
-_TEXT_ONLY = "models here read and write text only"
-_SERVER = "that is the server's to decide"
+TEXT_ONLY = "models here read and write text only"
+SERVER = "that is the server's to decide"
 
 UNSUPPORTED: dict[str, str] = {
     "add_generation_prompt": "it goes with chat",
-    "audio": _TEXT_ONLY,
+    "audio": TEXT_ONLY,
     "best_of": "chat has n alone",
     "cache_prompt": "prefixes are always cached; cache_salt keeps them apart",
     "chat_template": _TEMPLATE,
@@ -22,9 +22,9 @@ UNSUPPORTED: dict[str, str] = {
     "continue_final_message": "it goes with chat",
     "custom_logit_processor": "code of clients is never run",
     "custom_params": "code of clients is never run",
-    "data_parallel_rank": _SERVER,
+    "data_parallel_rank": SERVER,
     "detokenize": "answers are text; return_token_ids adds their ids",
-    "disaggregated_params": _SERVER,
+    "disaggregated_params": SERVER,
     "documents": "it goes with chat",
     "dry_penalty_range": "its name is dry_penalty_last_n",
     "ebnf": _GUIDED,
@@ -34,16 +34,16 @@ UNSUPPORTED: dict[str, str] = {
     "functions": "send tools",
     "grammar": _GUIDED,
     "guided_choice": _GUIDED,
-    "guided_decoding_backend": _SERVER,
+    "guided_decoding_backend": SERVER,
     "guided_grammar": _GUIDED,
     "guided_json": _GUIDED,
     "guided_regex": _GUIDED,
     "guided_whitespace_pattern": _GUIDED,
-    "id_slot": _SERVER,
+    "id_slot": SERVER,
     "include_reasoning": "it goes with chat",
     "input_ids": "send prompt, which may be token ids",
     "json_schema": _GUIDED,
-    "kv_transfer_params": _SERVER,
+    "kv_transfer_params": SERVER,
     "logits_processors": "code of clients is never run",
     "logprob_token_ids": "send logprobs",
     "lora": _LORA,
@@ -54,8 +54,8 @@ UNSUPPORTED: dict[str, str] = {
     "min_keep": _SAMPLERS,
     "mirostat_ent": "its name is mirostat_tau",
     "mirostat_lr": "its name is mirostat_eta",
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "modalities": _TEXT_ONLY,
+    "mm_processor_kwargs": TEXT_ONLY,
+    "modalities": TEXT_ONLY,
     "moderation": "",
     "n_cmpl": "send n",
     "n_discard": "a context is never shifted",
@@ -81,7 +81,7 @@ UNSUPPORTED: dict[str, str] = {
     "rid": "send the header x-request-id",
     "samplers": _SAMPLERS,
     "session_id": "send prompt_cache_key",
-    "stream_interval": _SERVER,
+    "stream_interval": SERVER,
     "suffix": "it goes with completions",
     "t_max_predict_ms": "",
     "thinking_token_budget": "it goes with chat",

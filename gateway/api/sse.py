@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -58,9 +58,13 @@ class SseResponse:
 
     Headers go out with the first event, so that a failure before it can still be answered with its own status, or
     with the first keep-alive comment after `keepalive_interval` seconds of silence.
+
+    Args:
+        keep_alive: what fills the silence instead of the comment.
     """
 
     __slots__ = (
+        "_filling",
         "_interval",
         "_keepalive",
         "_last_write",
@@ -71,8 +75,9 @@ class SseResponse:
         "response",
     )
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, keep_alive: Callable[[], bytes] | None = None) -> None:
         self._request = request
+        self._filling = keep_alive
         self._protocol = request.protocol
         self._interval = request.app[LIMITS].keepalive_interval
         self._prepare_lock = asyncio.Lock()
@@ -145,13 +150,15 @@ class SseResponse:
             self._set_timer()
 
     async def _send_keepalive(self) -> None:
-        await self.send(_KEEP_ALIVE)
+        await self.send(_KEEP_ALIVE if self._filling is None else self._filling())
         self._set_timer()
 
 
-async def stream_events(request: web.Request, events: Events, encoder: Encoder) -> web.StreamResponse:
+async def stream_events(
+    request: web.Request, events: Events, encoder: Encoder, *, keep_alive: Callable[[], bytes] | None = None
+) -> web.StreamResponse:
     """Writes a generation as events. Raises what fails before the first byte; later failures become an error event."""
-    async with SseResponse(request) as sse:
+    async with SseResponse(request, keep_alive) as sse:
         try:
             await _send_events(sse, events, encoder)
             await sse.send(encoder.end())

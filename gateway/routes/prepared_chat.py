@@ -54,7 +54,7 @@ async def size_chat(request: web.Request, fields: ChatFields) -> SizedChat:
     tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     messages = check_messages(fields.messages)
     entry = find_model(request, fields.model)
-    chat = await chat_prompt(messages, tools, _prompt_fields(fields), entry, max_tokens=longest_prompt(common, entry))
+    chat = await chat_prompt(messages, tools, prompt_fields(fields), entry, max_tokens=longest_prompt(common, entry))
     return SizedChat(common, entry, tools, chat, fit_prompt(chat.ids, common, None, entry, "messages"))
 
 
@@ -83,7 +83,8 @@ async def with_grammar(request: web.Request, fields: ChatFields, sized: SizedCha
     return PreparedChat(common, entry, sized.prompt)
 
 
-def _prompt_fields(fields: ChatFields) -> PromptFields:
+def prompt_fields(fields: ChatFields) -> PromptFields:
+    """What shapes the prompt beside messages and tools."""
     return PromptFields(
         chat_template_kwargs=fields.chat_template_kwargs,
         reasoning_effort=fields.reasoning_effort,

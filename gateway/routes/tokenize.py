@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
@@ -37,10 +38,9 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     """Token ids of a `prompt`, or of `messages` as the chat template renders them."""
     fields = parse_fields(await read_json(request), TokenizeFields)
     entry = find_model(request, fields.model)
-    _check_size(fields)
+    check_size([fields.prompt, fields.messages, fields.tools, fields.documents])
     ids = await _encode(fields, entry)
-    if len(ids) > MAX_TOKENS:
-        raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param="prompt")
+    check_count(ids)
     token_strings = None
     if fields.return_token_strs:
         token_strings = await asyncio.to_thread(_token_strings, ids, entry)
@@ -53,11 +53,20 @@ def _token_strings(ids: list[int], entry: ModelEntryLike) -> list[str]:
     return [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
 
 
-def _check_size(fields: TokenizeFields) -> None:
-    """Tokenizing takes a second for each few million characters, and long texts wait for each other."""
-    size = text_size(msgspec.to_builtins([fields.prompt, fields.messages, fields.tools, fields.documents]))
+def check_size(texts: object) -> None:
+    """Tokenizing takes a second for each few million characters, and long texts wait for each other.
+
+    Raises PayloadTooLargeError.
+    """
+    size = text_size(msgspec.to_builtins(texts))
     if size > MAX_CHARACTERS:
         raise PayloadTooLargeError(f"The text has {size} characters; at most {MAX_CHARACTERS} are tokenized here.")
+
+
+def check_count(ids: Sequence[int]) -> None:
+    """Raises ContextLengthError where a text has more tokens than are counted."""
+    if len(ids) > MAX_TOKENS:
+        raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param="prompt")
 
 
 async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
