@@ -14,7 +14,7 @@ from multidict import CIMultiDictProxy, MultiMapping
 from shared.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
 from shared.settings import GatewaySettings
 
-_REFUSAL = "The API key is missing or not known. Send it as `Authorization: Bearer KEY`."
+_REFUSAL = "The API key is missing or not known. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
 
 
 class Scope(enum.StrEnum):
@@ -75,7 +75,7 @@ class KeyRing:
             if scope is Scope.ADMIN:
                 raise PermissionDeniedError("This route needs an admin key, and the server has none configured.")
             return Identity("", Scope.INFERENCE, b"")
-        key = self._find(_bearer_token(headers))
+        key = self._find(_sent_key(headers))
         if scope is Scope.ADMIN and key.scope is not Scope.ADMIN:
             raise PermissionDeniedError("This route needs an admin key.")
         return Identity(key.name, key.scope, key.digest)
@@ -92,14 +92,21 @@ class KeyRing:
         return found
 
 
-def _bearer_token(headers: MultiMapping[str]) -> bytes:
-    values = headers.getall("Authorization", [])
-    if len(values) != 1:
+def _sent_key(headers: MultiMapping[str]) -> bytes:
+    """The one key that a request names. Anthropic's clients send it as `x-api-key`, and some the bearer token besides;
+    where there are two they must be the same, since what stands before this server may have looked at either."""
+    sent = {_bearer_token(value) for value in headers.getall("Authorization", [])}
+    sent |= {value.strip() for value in headers.getall("x-api-key", [])}
+    key = sent.pop() if len(sent) == 1 else ""
+    if not key or any(len(headers.getall(name, [])) > 1 for name in ("Authorization", "x-api-key")):
         raise AuthenticationError(_REFUSAL)
-    scheme, _, token = values[0].partition(" ")
-    if scheme.lower() != "bearer" or not token.strip():
-        raise AuthenticationError(_REFUSAL)
-    return token.strip().encode("utf-8", "surrogateescape")
+    return key.encode("utf-8", "surrogateescape")
+
+
+def _bearer_token(value: str) -> str:
+    """Empty where there is none."""
+    scheme, _, token = value.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def load_keys(settings: GatewaySettings) -> list[ApiKey]:
