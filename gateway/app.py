@@ -48,6 +48,7 @@ from gateway.openapi import ROUTE_TABLE, openapi
 from gateway.relay import RELAY, Relay, relayed, sibling_app
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
+from gateway.routes.messages import count_tokens, create_message
 from gateway.routes.models import get_model, list_models
 from gateway.routes.ops import health, metrics, ready, version
 from gateway.routes.render import render_chat, render_completion
@@ -104,6 +105,8 @@ ROUTES = (
     Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
     Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
     Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
+    Route("POST", "/v1/messages", create_message, Scope.INFERENCE),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, Scope.INFERENCE),
     Route("GET", "/v1/models", list_models, Scope.INFERENCE, None, ModelListAnswer),
     Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE, None, ModelAnswer),
     Route("POST", "/tokenize", tokenize, Scope.INFERENCE, TokenizeFields, TokenizeAnswer),

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import web
 
+from gateway.api.anthropic_errors import error_bodies, is_anthropic
 from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
@@ -22,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPENAI_VERSION = "2020-10-01"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _PROBES = ("/health", "/ready", "/metrics")
-_EXPOSED_HEADERS = "x-request-id, openai-processing-ms, retry-after, retry-after-ms"
+_EXPOSED_HEADERS = "x-request-id, request-id, openai-processing-ms, retry-after, retry-after-ms"
 
 
 class Middleware:
@@ -83,16 +84,17 @@ class Middleware:
                 except asyncio.CancelledError:
                     if (shutdown := drain.take_over_cancellation()) is None:
                         raise
-                    return error_response(shutdown)
+                    return error_response(shutdown, error_bodies(request))
         except PeltonError as error:
-            return error_response(error)
+            return error_response(error, error_bodies(request))
         except web.HTTPException as error:
-            return http_exception_response(error)
+            return http_exception_response(error, error_bodies(request))
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001 - the last line: whatever it is, the client gets an error object
             log.exception("request failed", route=_route_name(request))
-            return error_response(InternalError("The server failed; the request id finds the details in its log."))
+            failure = InternalError("The server failed; the request id finds the details in its log.")
+            return error_response(failure, error_bodies(request))
 
     def _check_headers(self, request: web.Request) -> None:
         hosts = request.headers.getall("Host", [])
@@ -140,6 +142,8 @@ class Middleware:
             _begin(request)
         headers = response.headers
         headers["x-request-id"] = request[REQUEST_ID]
+        if is_anthropic(request.path):
+            headers["request-id"] = request[REQUEST_ID]
         headers["openai-version"] = OPENAI_VERSION
         headers["Server"] = "pelton"
         headers["openai-processing-ms"] = str(round((time.perf_counter() - request[STARTED]) * 1000))

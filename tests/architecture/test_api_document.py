@@ -13,6 +13,7 @@ import typing
 import msgspec
 import pytest
 
+from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
 from gateway.api.refused import NO_EFFECT, UNSUPPORTED
 from gateway.app import ROUTES
@@ -24,6 +25,8 @@ TABLES = {
     "both": (SamplingFields, BOTH),
     "chat": (ChatFields, set(ChatFields.__struct_fields__) - BOTH),
     "completions": (CompletionFields, set(CompletionFields.__struct_fields__) - BOTH),
+    "conversation": (ConversationFields, set(ConversationFields.__struct_fields__)),
+    "messages": (MessagesFields, set(MessagesFields.__struct_fields__) - set(ConversationFields.__struct_fields__)),
     "tokenize": (TokenizeFields, set(TokenizeFields.__struct_fields__)),
     "detokenize": (DetokenizeFields, set(DetokenizeFields.__struct_fields__)),
 }
@@ -91,6 +94,12 @@ def test_refused():
     text = DOCUMENT.read_text("utf-8")
     written = text.partition("<!-- refused -->\n")[2].partition("<!-- /refused -->")[0]
     assert written == refused_table(), "python -m tests.architecture.test_api_document writes it"
+
+
+def test_refused_by_messages():
+    written = {row[0].strip("`"): row[1] for row in part("messages refused")}
+    assert written == {name: why or "not supported" for name, why in REFUSED.items()}
+    assert not set(REFUSED) & set(MessagesFields.__struct_fields__)
 
 
 def test_nothing_is_both_taken_everywhere_and_refused():

@@ -123,6 +123,38 @@ BAD_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name":
 
 PREDICTION = {"prediction": {"type": "content", "content": [{"type": "text", "text": "abd"}]}}
 
+MESSAGE = {**CHAT, "max_tokens": 100}
+ANTHROPIC_TOOLS = [{"name": "get_weather", "description": "The weather.", "input_schema": {"type": "object"}}]
+ANTHROPIC_HISTORY = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "any"},
+            {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "Rain."}]},
+]
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+
+
+def _stopped() -> FakeGenerator:
+    """Ended by a stop string."""
+    return FakeGenerator(
+        lambda _: [
+            TextDelta(0, "One", [1], num_cached_tokens=2),
+            TextDelta(0, "", [2], finish_reason="stop", stop_reason="END"),
+        ]
+    )
+
+
+def _overloaded() -> FakeGenerator:
+    generator = FakeGenerator()
+    generator.submit_error = WorkerLostError("The worker died.")
+    return generator
+
+
 CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "chat": ("POST", "/v1/chat/completions", CHAT, FakeGenerator(spell(TEXT, cached=16))),
     "chat_stream": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(spell(TEXT))),
@@ -220,6 +252,52 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "completion_best_of": ("POST", "/v1/completions", {**COMPLETION, "best_of": 3}, FakeGenerator(spell("ab"))),
     "completion_error_suffix": ("POST", "/v1/completions", {**COMPLETION, "suffix": "."}, FakeGenerator()),
     "tokenize_chat": ("POST", "/tokenize", {"model": MODEL, "messages": HISTORY, "tools": TOOLS}, _thinks()),
+    "message": ("POST", "/v1/messages", {**MESSAGE, "system": "Be brief."}, FakeGenerator(spell(TEXT, cached=16))),
+    "message_stream": ("POST", "/v1/messages", {**MESSAGE, "stream": True}, FakeGenerator(spell(TEXT, cached=16))),
+    "message_tools": ("POST", "/v1/messages", {**MESSAGE, "tools": ANTHROPIC_TOOLS}, _thinks_and_calls()),
+    "message_stream_tools": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "stream": True, "tools": ANTHROPIC_TOOLS},
+        _thinks_and_calls(),
+    ),
+    "message_stop_sequence": ("POST", "/v1/messages", {**MESSAGE, "stop_sequences": ["END"]}, _stopped()),
+    "message_stream_stop_sequence": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "stop_sequences": ["END"], "stream": True},
+        _stopped(),
+    ),
+    "message_stream_length": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "stream": True},
+        FakeGenerator(spell("ab", "length")),
+    ),
+    "message_tool_results": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "messages": ANTHROPIC_HISTORY, "tools": ANTHROPIC_TOOLS},
+        _thinks(),
+    ),
+    "message_stream_error": ("POST", "/v1/messages", {**MESSAGE, "stream": True}, FakeGenerator(_failing)),
+    "message_error": ("POST", "/v1/messages", {**MESSAGE, "temperature": 2}, FakeGenerator()),
+    "message_error_image": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "messages": [{"role": "user", "content": [IMAGE]}]},
+        FakeGenerator(),
+    ),
+    "message_error_model": ("POST", "/v1/messages", {**MESSAGE, "model": "nope"}, FakeGenerator()),
+    "message_overloaded": ("POST", "/v1/messages", MESSAGE, _overloaded()),
+    "message_method_not_allowed": ("GET", "/v1/messages", None, FakeGenerator()),
+    "message_no_route": ("GET", "/v1/messages/batches", None, FakeGenerator()),
+    "message_count": (
+        "POST",
+        "/v1/messages/count_tokens",
+        {**CHAT, "system": "Be brief.", "tools": ANTHROPIC_TOOLS},
+        _thinks(),
+    ),
     "models": ("GET", "/v1/models", None, FakeGenerator()),
     "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
     "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
@@ -240,6 +318,7 @@ async def _transcript(method: str, path: str, body: dict[str, Any] | None, gener
     head = "\n".join(line for line in lines if not line.startswith("Date:"))
     head = re.sub(r"openai-processing-ms: \d+", "openai-processing-ms: 0", head)
     raw = re.sub(r'"id":"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', raw)
+    raw = re.sub(r'"id":"msg_[0-9a-f]{32}"', '"id":"msg_ID"', raw)
     raw = re.sub(r'"system_fingerprint":"fp_[0-9a-f]{12}"', '"system_fingerprint":"fp_ID"', raw)
     raw = re.sub(r'"created":\d+', '"created":0', raw)
     head = re.sub(r"Content-Length: \d+", "Content-Length: 0", head)

@@ -1,0 +1,76 @@
+"""What fails on the paths of Anthropic's API, in its words: types, status codes, names of fields."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from aiohttp import web
+
+from gateway.keys import REQUEST_ID
+from gateway.responses import OPENAI_ERRORS, ErrorBodies, status_error_object
+from shared.errors import PeltonError, UnavailableError
+
+PATH = "/v1/messages"
+OVERLOADED = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+_NAMES = (
+    (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
+    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"tool_choice\.function"), "tool_choice"),
+    (re.compile(r"\bparallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
+    (re.compile(r"\bthinking_token_budget\b"), "thinking.budget_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
+    (re.compile(r"\bcontinue_final_message\b"), "a last message of the assistant"),
+    (re.compile(r"^stop\b"), "stop_sequences"),
+)
+"""How the fields of a chat request are called here."""
+
+
+def error_bodies(request: web.BaseRequest) -> ErrorBodies:
+    """How the path of a request says what failed."""
+    return AnthropicErrors(request[REQUEST_ID]) if is_anthropic(request.path) else OPENAI_ERRORS
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is of Anthropic's API, whether or not there is such a route."""
+    return path == PATH or path.startswith(PATH + "/")
+
+
+class AnthropicErrors:
+    """See gateway.responses.ErrorBodies."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
+        status = OVERLOADED if isinstance(error, UnavailableError) else error.status
+        return status, self._body(status, _message(error))
+
+    def of_status(self, status: int) -> dict[str, Any]:
+        return self._body(status, status_error_object(status)["error"]["message"])
+
+    def _body(self, status: int, message: str) -> dict[str, Any]:
+        kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": self._request_id}
+
+
+def _message(error: PeltonError) -> str:
+    """There is no field for the parameter at fault: it is in the message."""
+    message = error.message.encode("utf-8", "replace").decode()
+    if error.param is None:
+        return message
+    param = error.param
+    if error.code != "unknown_parameter":  # which is a name of the client's own
+        for pattern, name in _NAMES:
+            param, message = pattern.sub(name, param), pattern.sub(name, message)
+    return message if param in message else f"{param}: {message}"

@@ -1,0 +1,180 @@
+"""The fields of Anthropic's Messages API, as strictly typed as OpenAI's: see gateway.api.params."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.api.params import invalid_field
+from gateway.api.refused import SERVER, TEXT_ONLY
+from shared.errors import InvalidRequestError
+
+VERSION_HEADER = "anthropic-version"
+VERSIONS: dict[str, tuple[str, ...]] = {"2023-06-01": (), "2026-10-21": ("temperature", "top_p", "top_k")}
+"""Version of the API -> the fields that it removed. Without the header none is missing."""
+
+REFUSED: dict[str, str] = {
+    "anthropic_version": "send the header anthropic-version",
+    "betas": "send the fields themselves",
+    "container": "no code is run here",
+    "context_management": "conversations are taken as they are",
+    "diagnostics": "",
+    "fallbacks": SERVER,
+    "inference_geo": SERVER,
+    "max_tokens_to_sample": "send max_tokens",
+    "mcp_servers": "no tools are run here",
+    "output_format": "send output_config.format",
+    "prompt": "send messages",
+    "speed": SERVER,
+    "user_profile_id": "",
+    "workspace_id": "",
+}
+"""Name -> why, or what to send instead; empty where it is merely not there."""
+
+
+class CacheControl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`cache_control`, which changes nothing: every prefix is cached as long as there is room."""
+
+    type: str
+    ttl: str | None = None
+
+
+class MetadataField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`metadata`."""
+
+    user_id: str | None = None
+
+
+class ThinkingField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`thinking`."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class ChoiceField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`tool_choice`."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`output_config.format`."""
+
+    type: str
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`output_config`."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ConversationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What shapes the prompt: all of /v1/messages/count_tokens. Messages and the system prompt are checked by
+    gateway.api.anthropic_conversation, tools by gateway.api.anthropic_chat."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ChoiceField | None = None
+    thinking: ThinkingField | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesFields(ConversationFields, forbid_unknown_fields=True, kw_only=True):
+    """/v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: MetadataField | None = None
+    service_tier: str | None = None
+    stream: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An entry of `tools`."""
+
+    name: str
+    input_schema: dict[str, Any]
+    type: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+Body = TypeVar("Body", bound=ConversationFields)
+
+
+def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) -> Body:
+    """Converts a body to its struct. Raises InvalidRequestError naming the first field at fault.
+
+    Args:
+        versions: of the API, as the request's headers name them; none: any.
+    """
+    for version in versions:
+        if version not in VERSIONS:
+            message = f"{VERSION_HEADER} must be {' or '.join(VERSIONS)}."
+            raise InvalidRequestError(message, param=VERSION_HEADER)
+        for name in VERSIONS[version]:
+            if body.get(name) is not None:
+                raise unsupported(name, f"{name} is no field of version {version} of the API; 2023-06-01 has it.")
+    for name, value in body.items():
+        if name in REFUSED and value is not None:
+            why = f": {REFUSED[name]}" if REFUSED[name] else ""
+            raise unsupported(name, f"{name} is not supported here{why}.")
+    fields = convert({name: value for name, value in body.items() if name not in REFUSED}, kind)
+    check_cache_control(fields.cache_control, "cache_control")
+    return fields
+
+
+def convert(value: object, kind: type[Kind], place: str = "") -> Kind:
+    """The struct that a value at `place` is. Raises InvalidRequestError naming the field at fault."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise invalid_field(str(error), place) from None
+
+
+def check_cache_control(control: CacheControl | None, place: str) -> None:
+    """Raises InvalidRequestError for one that Anthropic does not know."""
+    if control is not None:
+        check_choice(f"{place}.type", control.type, ("ephemeral",))
+        if control.ttl is not None:
+            check_choice(f"{place}.ttl", control.ttl, ("5m", "1h"))
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises InvalidRequestError where the value is none of those."""
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}.", param=name)
+
+
+def unsupported(name: str, message: str) -> InvalidRequestError:
+    """The error for what Anthropic knows and this server does not."""
+    return InvalidRequestError(message, param=name, code="unsupported_parameter")
+
+
+def unsupported_kind(place: str, kind: object, known: Sequence[str]) -> InvalidRequestError:
+    """The error for a content block of a type that is not taken at this place."""
+    name = f"{place}.type"
+    what = repr(kind[:64]) if isinstance(kind, str) else "the given value"
+    why = f": {TEXT_ONLY}" if kind in ("image", "document") else ""
+    return unsupported(name, f"{name} must be one of {', '.join(known)}; {what} is not supported here{why}.")

@@ -1,0 +1,53 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, over the same path as chat."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from aiohttp import web
+
+from gateway.api.anthropic_chat import chat_of_conversation, chat_of_messages
+from gateway.api.anthropic_errors import error_bodies
+from gateway.api.anthropic_params import VERSION_HEADER, ConversationFields, MessagesFields, parse_body
+from gateway.api.anthropic_shapes import Ending, MessageEvents, whole_message
+from gateway.api.body import read_json
+from gateway.api.chat_prompt import chat_prompt
+from gateway.api.messages import check_messages
+from gateway.api.sse import stream_events
+from gateway.api.tool_params import ToolChoiceField, tool_request
+from gateway.responses import json_response
+from gateway.routes.common import envelope_of, find_model, submit_all
+from gateway.routes.prepared_chat import prompt_fields, size_chat, with_grammar
+from gateway.routes.tokenize import MAX_TOKENS, check_count, check_size
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation, whole or streamed. Where the context has room for less than max_tokens, it ends there."""
+    fields = parse_body(await read_json(request), MessagesFields, request.headers.getall(VERSION_HEADER, []))
+    chat = chat_of_messages(fields, find_model(request, fields.model))
+    sized = await size_chat(request, chat)
+    ids, room = sized.prompt
+    sized = dataclasses.replace(sized, prompt=(ids, min(room, fields.max_tokens)))
+    prepared = await with_grammar(request, chat, sized)
+    common, entry, prompt = prepared.common, prepared.entry, prepared.prompt
+    envelope = envelope_of(request, "msg_", common, entry)
+    named_tool = isinstance(chat.tool_choice, ToolChoiceField)
+    ending = Ending(beyond_context=room < fields.max_tokens, named_tool=named_tool)
+    async with await submit_all(request, envelope, common, entry, [prompt]) as events:
+        if fields.stream:
+            encoder = MessageEvents(envelope, events.tally, ending, error_bodies(request))
+            return await stream_events(request, events, encoder, keep_alive=encoder.keep_alive)
+        return json_response(await whole_message(envelope, events, events.tally, ending))
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """How many tokens the prompt of a conversation has, also of one that is longer than the model's context."""
+    fields = parse_body(await read_json(request), ConversationFields, request.headers.getall(VERSION_HEADER, []))
+    entry = find_model(request, fields.model)
+    chat = chat_of_conversation(fields, entry)
+    check_size([chat.messages, chat.tools])
+    tools = tool_request(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    messages = check_messages(chat.messages)
+    prompt = await chat_prompt(messages, tools, prompt_fields(chat), entry, max_tokens=MAX_TOKENS)
+    check_count(prompt.ids)
+    return json_response({"input_tokens": len(prompt.ids)})

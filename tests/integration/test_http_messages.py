@@ -1,0 +1,341 @@
+"""/v1/messages: what becomes of a request inside, what its stream adds up to, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable
+
+import orjson
+import pytest
+
+from gateway.flow.events import TextDelta
+from gateway.text.formats import ModelFormats
+from gateway.text.message_parser import ToolCallDelta
+from gateway.text.reasoning import REASONING_FORMATS
+from gateway.text.tools.formats import TOOL_FORMATS
+from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, Step, facts, spell
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, run_gateway
+
+FORMATS = ModelFormats(
+    reasoning=REASONING_FORMATS["think"],
+    tools=TOOL_FORMATS["hermes"],
+    template=SUPPORT,
+    added_ids={"<think>": 1, "</think>": 2},
+)
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+BASE = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {"a": [1]}}]}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "Rain."}
+
+
+def user(*blocks):
+    return {"role": "user", "content": list(blocks)}
+
+
+def text(content, **more):
+    return {"type": "text", "text": content, **more}
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway(models=FakeModels(FakeEntry(formats=FORMATS))) as running:
+        yield running
+        # Whatever came before, the next request is served and nothing is left over.
+        assert (await ask(running))[0] == 200
+        assert await running.generations_left() == 0
+
+
+async def ask(gateway, headers=None, **fields):
+    status, body, _ = await gateway.post("/v1/messages", {**BASE, **fields}, **(headers or {}))
+    return status, body
+
+
+def events_of(raw: bytes) -> list[dict]:
+    """Each event has its type as its name."""
+    events = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        event = orjson.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def message_of(events: Iterable[dict]) -> dict:
+    """What a client makes of a stream: blocks follow each other, and nothing follows the end."""
+    message: dict = {}
+    partial, open_index = "", None
+    for event in events:
+        assert message.get("ended") is None
+        match event["type"]:
+            case "message_start":
+                assert not message
+                message = event["message"]
+                assert message["content"] == [] and message["stop_reason"] is None
+            case "content_block_start":
+                assert open_index is None and event["index"] == len(message["content"])
+                open_index, partial = event["index"], ""
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                assert event["index"] == open_index
+                block, delta = message["content"][-1], event["delta"]
+                if delta["type"] == "input_json_delta":
+                    partial += delta["partial_json"]
+                else:
+                    name = delta["type"].removesuffix("_delta")
+                    assert delta[name]
+                    block[name] += delta[name]
+            case "content_block_stop":
+                assert event["index"] == open_index
+                open_index = None
+                if message["content"][-1]["type"] == "tool_use":
+                    message["content"][-1]["input"] = json.loads(partial or "{}")
+            case "message_delta":
+                assert open_index is None
+                message.update(event["delta"])
+                message["usage"].update(event["usage"])
+            case "message_stop":
+                message["ended"] = True
+            case kind:
+                assert kind == "ping"
+    assert message.pop("ended")
+    return message
+
+
+async def test_a_conversation_becomes_a_chat(gateway):
+    messages = [
+        user(text("one", cache_control={"type": "ephemeral"})),
+        {"role": "user", "content": "two"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                text("Let me see.", citations=None),
+                {"type": "tool_use", "id": "c1", "name": "look", "input": {"a": [1]}, "caller": {"type": "direct"}},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c2", "name": "look", "input": {}}]},
+        user(RESULT, {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": [text("x"), text("y")]}),
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": []},
+        {"role": "system", "content": "Hurry."},
+        user({"type": "tool_result", "tool_use_id": "c1"}, text("")),
+    ]
+    system = [text("Be"), text("brief.", cache_control={"type": "ephemeral", "ttl": "1h"})]
+    status, body = await ask(gateway, messages=messages, system=system, tools=[TOOL])
+    assert status == 200, body
+    said = [
+        {name: value for name, value in message.items() if name not in ("reasoning", "thinking", "name")}
+        for message in gateway.models.entry.pipeline.messages[-1]
+    ]
+    call = {"type": "function"}
+    assert said == [
+        {"role": "system", "content": "Be\nbrief."},
+        {"role": "user", "content": "one\ntwo"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {**call, "id": "c1", "function": {"name": "look", "arguments": {"a": [1]}}},
+                {**call, "id": "c2", "function": {"name": "look", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "Rain.", "tool_call_id": "c1"},
+        {"role": "tool", "content": "Error: x\ny", "tool_call_id": "c2"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": ""},
+        {"role": "system", "content": "Hurry."},
+        {"role": "tool", "content": "", "tool_call_id": "c1"},
+        {"role": "user", "content": ""},
+    ]
+
+
+async def test_parameters_become_those_of_chat(gateway):
+    status, body = await ask(
+        gateway,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop_sequences=["a", "b"],
+        metadata={"user_id": "someone"},
+        service_tier="standard_only",
+        max_tokens=2000,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        cache_control={"type": "ephemeral"},
+        system=None,
+    )
+    assert status == 200, body
+    request = gateway.generator.requests[-1]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 7, 2000)
+    assert sampling.thinking.max_tokens == 1024 and request.stop == ("a", "b") and request.n == 1
+    assert gateway.models.entry.pipeline.template_kwargs[-1] == {"enable_thinking": True}
+    await ask(gateway, thinking={"type": "disabled"})
+    assert gateway.models.entry.pipeline.template_kwargs[-1] == {"enable_thinking": False}
+    assert gateway.generator.requests[-1].sampling.thinking is None
+    await ask(gateway, thinking={"type": "adaptive"}, output_config={"effort": "max"})
+    assert gateway.models.entry.pipeline.template_kwargs[-1] == {"enable_thinking": True}
+    await ask(gateway)
+    assert gateway.models.entry.pipeline.template_kwargs[-1] == {}
+
+
+async def test_tool_choices(gateway):
+    for choice, called in (
+        ({"type": "auto"}, False),
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "look"}, True),
+        ({"type": "none"}, False),
+        ({"type": "auto", "disable_parallel_tool_use": True}, True),
+    ):
+        status, body = await ask(gateway, tools=[TOOL], tool_choice=choice)
+        assert status == 200, body
+        assert bool(gateway.generator.requests[-1].grammar) is called, choice
+    schema = {"type": "object", "properties": {"xyzzy": {"type": "integer"}}, "additionalProperties": False}
+    assert (await ask(gateway, output_config={"format": {"type": "json_schema", "schema": schema}}))[0] == 200
+    assert "xyzzy" in gateway.generator.requests[-1].grammar
+
+
+async def test_the_last_message_of_the_assistant_is_continued(gateway):
+    status, body = await ask(gateway, messages=[*BASE["messages"], {"role": "assistant", "content": "The sky is"}])
+    assert status == 200 and body["content"] == [{"type": "text", "text": "Hello"}]
+    prompt = bytes(gateway.generator.requests[-1].prompt_token_ids)
+    assert not prompt.endswith(b"assistant:") and b"The sky is" in prompt
+
+
+async def test_max_tokens_beyond_the_context():
+    models = FakeModels(FakeEntry(facts(max_model_len=64)))
+    async with run_gateway(FakeGenerator(spell("ab", "length")), models) as gateway:
+        for asked, reason in ((32_000, "model_context_window_exceeded"), (2, "max_tokens")):
+            status, body = await ask(gateway, max_tokens=asked)
+            assert status == 200 and body["stop_reason"] == reason
+        request = gateway.generator.requests[0]
+        assert len(request.prompt_token_ids) + request.sampling.max_tokens == 64
+        status, body = await ask(gateway, messages=[{"role": "user", "content": "x" * 64}])
+        assert status == 400 and "prompt is too long" in body["error"]["message"]
+
+
+def cuts(text: str, dice: random.Random) -> list[str]:
+    places = sorted(dice.sample(range(len(text) + 1), k=min(len(text) + 1, dice.randrange(4))))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def random_answer(dice: random.Random) -> list[TextDelta]:
+    """Reasoning, text, calls and white space in any order, each in any pieces."""
+    deltas, calls = [TextDelta(0, "", [], num_cached_tokens=1)], 0
+    for _ in range(dice.randrange(6)):
+        match dice.choice("rtcw"):
+            case "r":
+                deltas += [TextDelta(0, "", [1], reasoning=piece) for piece in cuts("Hm \u00e9 \U0001f600", dice)]
+            case "t":
+                deltas += [TextDelta(0, piece, [1]) for piece in cuts(' \n"Yes" \u2028 no ', dice)]
+            case "w":
+                deltas += [TextDelta(0, piece, [1]) for piece in cuts("\n \n", dice)]
+            case "c":
+                begin = ToolCallDelta(calls, "", id=f"c{calls}", name="look")
+                more = [ToolCallDelta(calls, piece) for piece in cuts('{"a": "\\u00e9 {"}', dice)]
+                calls += 1
+                if dice.random() < 0.5:
+                    deltas.append(TextDelta(0, "", [1], tool_calls=[begin, *more]))
+                else:
+                    deltas += [TextDelta(0, "", [1], tool_calls=[call]) for call in (begin, *more)]
+    return [*deltas, TextDelta(0, "", [1], finish_reason="tool_calls" if calls else "stop")]
+
+
+async def test_a_stream_adds_up_to_the_whole_message():
+    generator = FakeGenerator()
+    async with run_gateway(generator) as gateway:
+        for seed in range(60):
+            deltas = random_answer(random.Random(seed))
+            generator.script = lambda _, deltas=deltas: deltas
+            _, whole = await ask(gateway)
+            streamed = message_of(events_of(await gateway.stream_raw("/v1/messages", BASE)))
+            assert {**streamed, "id": 0} == {**whole, "id": 0}, seed
+            said = "".join(block.get("text", "") for block in whole["content"])
+            assert said.split() == "".join(delta.text for delta in deltas).split()
+            thought = "".join(block.get("thinking", "") for block in whole["content"])
+            assert thought == "".join(delta.reasoning for delta in deltas)
+            assert all(block["text"].strip() for block in whole["content"] if block["type"] == "text")
+            calls = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
+            assert calls == [{"a": "\u00e9 {"}] * len(calls)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "nonsense", '"a"'])
+async def test_arguments_that_are_no_object(arguments):
+    call = ToolCallDelta(0, arguments, id="c", name="look")
+    script = [TextDelta(0, "", [1], tool_calls=[call]), TextDelta(0, "", [], finish_reason="length")]
+    async with run_gateway(FakeGenerator(lambda _: script)) as gateway:
+        _, body = await ask(gateway)
+        assert body["content"][0]["input"] == {"INVALID_JSON": arguments} and body["stop_reason"] == "max_tokens"
+
+
+async def test_versions(gateway):
+    assert (await ask(gateway))[0] == 200
+    for version in ("2023-06-01", "2026-10-21"):
+        assert (await ask(gateway, {"anthropic-version": version, "anthropic-beta": "any"}))[0] == 200
+    for version in ("2023-01-01", "2099-01-01", ""):
+        status, body = await ask(gateway, {"anthropic-version": version})
+        assert status == 400 and "anthropic-version" in body["error"]["message"]
+    for name in ("temperature", "top_p", "top_k"):
+        assert (await ask(gateway, {"anthropic-version": "2023-06-01"}, **{name: 1}))[0] == 200
+        status, body = await ask(gateway, {"anthropic-version": "2026-10-21"}, **{name: 1})
+        assert status == 400 and name in body["error"]["message"]
+
+
+async def test_keys():
+    async with run_gateway(keys=True) as gateway:
+        for headers in ({"x-api-key": USER_KEY}, {"Authorization": f"Bearer {USER_KEY}"}):
+            assert (await ask(gateway, headers))[0] == 200
+        assert (await ask(gateway, {"x-api-key": USER_KEY, "Authorization": f"Bearer {USER_KEY}"}))[0] == 200
+        assert (await ask(gateway, {"x-api-key": OTHER_KEY}))[0] == 200
+        for headers in (
+            {},
+            {"x-api-key": ""},
+            {"x-api-key": USER_KEY[:-1]},
+            {"x-api-key": f"Bearer {USER_KEY}"},
+            # What stands before the server may have looked at either.
+            {"x-api-key": USER_KEY, "Authorization": f"Bearer {OTHER_KEY}"},
+            {"x-api-key": USER_KEY, "Authorization": "Basic abc"},
+        ):
+            status, body = await ask(gateway, headers)
+            assert (status, body["error"]["type"]) == (401, "authentication_error")
+        answer = await gateway.raw(
+            b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n"
+            b"x-api-key: %b\r\nx-api-key: %b\r\n\r\n" % (USER_KEY.encode(), USER_KEY.encode())
+        )
+        assert answer.startswith(b"HTTP/1.1 401") and b"authentication_error" in answer
+        salts = [request.salt for request in gateway.generator.requests]
+        assert len(set(salts)) == 2 and len(set(salts[:3])) == 1
+
+
+async def test_tokens_are_counted_as_they_are_used(gateway):
+    body = {"model": MODEL, "messages": BASE["messages"], "system": "Be brief.", "thinking": {"type": "disabled"}}
+    status, answer, _ = await gateway.post("/v1/messages/count_tokens", body)
+    _, used = await ask(gateway, system="Be brief.")
+    assert status == 200 and answer == {"input_tokens": used["usage"]["input_tokens"]}
+    # Also beyond the context, but not beyond all bounds.
+    for length, expected in ((50_000, 200), (200_000, 400)):
+        long = {"model": MODEL, "messages": [{"role": "user", "content": "x" * length}]}
+        status, answer, _ = await gateway.post("/v1/messages/count_tokens", long)
+        assert status == expected and (status == 400 or answer["input_tokens"] > length)
+    status, answer, _ = await gateway.post("/v1/messages/count_tokens", BASE)
+    assert status == 400 and "max_tokens" in answer["error"]["message"]
+
+
+async def test_silence_is_filled_with_pings_and_leaving_cancels():
+    more = asyncio.Event()
+    script: list[Step] = [0.1, TextDelta(0, "a", [1]), more]
+    async with run_gateway(FakeGenerator(lambda _: script), keepalive_interval=0.03) as gateway:
+        async with gateway.session.post(gateway.url + "/v1/messages", json={**BASE, "stream": True}) as response:
+            seen = b""
+            async with asyncio.timeout(10):
+                while seen.count(b"event: ping") < 3:
+                    seen += await response.content.readany()
+            # Before the message has begun, nothing but a comment says that the stream lives.
+            assert seen.startswith(b": keep-alive\n\n") and seen.index(b"event: ping") > seen.index(b"message_start")
+        assert await gateway.generations_left() == 0
+        assert gateway.generator.generations[0].cancelled

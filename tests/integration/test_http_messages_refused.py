@@ -1,0 +1,205 @@
+"""/v1/messages: what is refused, by which name of Anthropic's, and in which shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import InternalError, RateLimitError, UnavailableError
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeModels
+from tests.fakes.http_gateway import run_gateway
+from tests.integration.test_http_messages import BASE, CALLED, FORMATS, RESULT, TOOL, ask, text, user
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway(models=FakeModels(FakeEntry(formats=FORMATS))) as running:
+        yield running
+        # Whatever came before, the next request is served and nothing is left over.
+        assert (await ask(running))[0] == 200
+        assert await running.generations_left() == 0
+
+
+BLOCK = "messages[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": {"type": "text"}}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+        ({"messages": [user("x")]}, BLOCK),
+        ({"messages": [user({"type": "image", "source": {}})]}, f"{BLOCK}.type"),
+        ({"messages": [user({"type": "document", "source": {}})]}, f"{BLOCK}.type"),
+        ({"messages": [user({"type": ["text"]})]}, f"{BLOCK}.type"),
+        ({"messages": [user({"text": "x"})]}, f"{BLOCK}.type"),
+        ({"messages": [user({"type": "tool_use", "id": "a", "name": "b", "input": {}})]}, f"{BLOCK}.type"),
+        ({"messages": [user({"type": "text"})]}, f"{BLOCK}.text"),
+        ({"messages": [user(text("x", extra=1))]}, f"{BLOCK}.extra"),
+        ({"messages": [user(text("x", cache_control={"type": "forever"}))]}, f"{BLOCK}.cache_control.type"),
+        (
+            {"messages": [user(text("x", cache_control={"type": "ephemeral", "ttl": "1d"}))]},
+            f"{BLOCK}.cache_control.ttl",
+        ),
+        ({"messages": [user(text("x", citations=[{}]))]}, f"{BLOCK}.citations"),
+        ({"messages": [user(RESULT)]}, f"{BLOCK}.tool_use_id"),
+        ({"messages": [*BASE["messages"], CALLED, user(text("x"), RESULT)]}, "messages[2].content[1]"),
+        (
+            {"messages": [*BASE["messages"], CALLED, user({**RESULT, "content": [{"type": "image"}]})]},
+            "messages[2].content[0].content[0].type",
+        ),
+        ({"messages": [*BASE["messages"], CALLED, user({**RESULT, "is_error": 1})]}, "messages[2].content[0].is_error"),
+        ({"messages": [*BASE["messages"], CALLED]}, "messages[1]"),
+        ({"messages": [*BASE["messages"], {"role": "assistant", "content": ""}]}, "messages[1]"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "x", "input": {}}]}
+                ]
+            },
+            f"{BLOCK}.id",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "x", "input": []}]}
+                ]
+            },
+            f"{BLOCK}.input",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": ""}]}]},
+            f"{BLOCK}.type",
+        ),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"system": [text(5)]}, "system[0].text"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"model": 5}, "model"),
+        ({"temperature": 1.01}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"metadata": {"user": "x"}}, "metadata.user"),
+        ({"metadata": {"user_id": "x" * 257}}, "metadata.user_id"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"stream": "yes"}, "stream"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 1}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "name": "no spaces"}]}, "tools[0].name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "objekt"}}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
+        ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
+        ({"tools": [{**TOOL, "eager_input_streaming": False}]}, "tools[0].eager_input_streaming"),
+        ({"tools": [{**TOOL, "unknown": 1}]}, "tools[0].unknown"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "look"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "tool_choice.disable_parallel_tool_use",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "none", "disable_parallel_tool_use": True}},
+            "tool_choice.disable_parallel_tool_use",
+        ),
+        ({"thinking": {"type": "on"}}, "thinking.type"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}, "max_tokens": 3000}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 3000}, "max_tokens": 3000}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "intt"}}}},
+            "output_config.format.schema",
+        ),
+        ({"cache_control": {"type": "never"}}, "cache_control.type"),
+        ({"mcp_servers": []}, "mcp_servers"),
+        ({"container": "x"}, "container"),
+        ({"prompt": "x"}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_what_is_refused_is_named(gateway, fields, named):
+    for stream in (False, True):
+        status, body = await ask(gateway, **{"stream": stream, **fields})
+        assert status == 400 and set(body) == {"type", "error", "request_id"} and body["type"] == "error", body
+        assert set(body["error"]) == {"type", "message"} and body["error"]["type"] == "invalid_request_error"
+        message = body["error"]["message"]
+        assert named in message and body["request_id"].startswith("req_"), message
+        # Names of chat's own fields would send nobody anywhere.
+        assert not any(name in message for name in ("function", "continue_final", "reasoning_", "parallel_tool_calls"))
+    assert not gateway.generator.requests
+
+
+async def test_a_model_without_reasoning():
+    async with run_gateway() as gateway:
+        for fields, named in (
+            ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, "thinking.budget_tokens"),
+            ({"tools": [TOOL]}, "tools"),
+        ):
+            status, body = await ask(gateway, **fields)
+            assert status == 400 and named in body["error"]["message"]
+        assert (await ask(gateway, thinking={"type": "disabled"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b"{", b'{"model": "a", "model": "b"}', b'{"max_tokens": NaN}', b"\xff\xfe", b"null",
+        b'{"model":"' + MODEL.encode() + b'","max_tokens":1,"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)  # fmt: skip
+async def test_bodies_that_are_none(gateway, body):
+    status, answer, headers = await gateway.post("/v1/messages", body)
+    assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+    assert headers["request-id"] == headers["x-request-id"] == answer["request_id"]
+
+
+async def test_other_failures_have_anthropics_shape(gateway):
+    async def failing(error):
+        gateway.generator.submit_error = error
+        status, body, headers = await gateway.post("/v1/messages", BASE)
+        gateway.generator.submit_error = None
+        return status, body["error"]["type"], headers
+
+    status, kind, headers = await failing(RateLimitError("Busy.", retry_after=2.5))
+    assert (status, kind, headers["Retry-After"]) == (429, "rate_limit_error", "3")
+    status, kind, headers = await failing(UnavailableError("No worker."))
+    assert (status, kind, headers["Retry-After"]) == (529, "overloaded_error", "1")
+    assert (await failing(InternalError("Bug.")))[:2] == (500, "api_error")
+    assert (await failing(ZeroDivisionError()))[:2] == (500, "api_error")
+    status, body, _ = await gateway.post("/v1/messages", b" " * 2_000_000)
+    assert (status, body["error"]["type"]) == (413, "request_too_large")
+    status, body, _ = await gateway.post("/v1/messages", BASE, **{"Content-Type": "text/plain"})
+    assert (status, body["error"]["type"]) == (415, "invalid_request_error")
+    status, body, _ = await gateway.post("/v1/messages/nothing", BASE)
+    assert (status, body["error"]["type"]) == (404, "not_found_error")
+    # The paths of OpenAI's API keep its shape.
+    status, body, headers = await gateway.post("/v1/messagesx", BASE)
+    assert status == 404 and set(body) == {"error"} and "request-id" not in headers
