@@ -94,6 +94,9 @@ class ModelRunner:
         if size is not None:
             self._tails.capture_next()
         staged = self._rows.stage(plan, size)
+        if self._rows.distributions is not None:
+            # What was drafted for these rows is in the step, or of no use after it.
+            self._rows.distributions.forget(item.row for item in plan.scheduled)
         for copies in staged.copies:
             self._kv.copy_pages(copies)
         pending = self._run(plan, staged, size, cascade)

@@ -199,6 +199,8 @@ class RequestRows:
         layout, row = self._layout, new.row
         if len(new.token_ids) > layout.token_stride:
             raise ValueError(f"a request of {len(new.token_ids)} tokens; a row holds {self._max_model_len}")
+        if self.distributions is not None:
+            self.distributions.forget((row,))
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._packer.change(row * layout.token_stride, np.array(new.token_ids, dtype=np.int32))
         for at, words in self.sampling.enter(new):

@@ -8,13 +8,17 @@ import torch
 
 
 class Distributions:
-    """Per row and position the distribution of the token drafted there last, [vocab] float32 on the device."""
+    """Per row and position the distribution of the token drafted there last, [vocab] float32 on the device.
+
+    A row has some only between a step of the draft model and the target's next with this row: each takes as much memory
+    as a row of logits, and what is drafted next comes from another distribution.
+    """
 
     def __init__(self) -> None:
         self._of_row: dict[int, dict[int, torch.Tensor]] = {}
 
     def forget(self, rows: Iterable[int]) -> None:
-        """These rows are drafted anew."""
+        """What was drafted for these rows is verified, or never will be."""
         for row in rows:
             self._of_row.pop(row, None)
 

@@ -81,6 +81,8 @@ class DraftModel:
                     f"row {row.row} drafts {row.num_drafts} tokens after {row.count} from position {row.start} on; "
                     f"it needs one to read, and positions below {self.max_len}"
                 )
+        if self._rows.distributions is not None:
+            self._rows.distributions.forget(row.row for row in drafting)
         proposing = [row for row in drafting if row.num_drafts]
         wanted = [[ScheduledTokens(row.row, row.start, row.count, row.num_drafts > 0) for row in drafting]]
         for index in range(1, max((row.num_drafts for row in proposing), default=1)):
