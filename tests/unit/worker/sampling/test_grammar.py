@@ -283,6 +283,31 @@ def test_a_grammar_whose_masks_grow_dearer_with_the_text_ends_it(num_rows, monke
     assert masks[:-1].any(axis=1).all()
 
 
+@pytest.mark.parametrize(("seconds_each", "is_too_slow"), [(0.02, False), (0.06, True)])
+def test_masks_of_drafts_are_judged_one_by_one(seconds_each, is_too_slow, monkeypatch):
+    """A text that goes on without drafts goes on with them."""
+    now = 0.0
+
+    class Library:
+        def validate_tokens(self, token_ids):
+            return self._take(len(token_ids))
+
+        def unsafe_compute_mask_ptr_with_draft_token(self, address, num_bytes, token_ids):
+            self._take(1 + len(token_ids))
+
+        def _take(self, count):
+            nonlocal now
+            now += count * seconds_each
+            return count
+
+    monkeypatch.setattr(module.time, "thread_time", lambda: now)
+    matcher = module.Matcher(Library())
+    for _ in range(10):
+        assert matcher.num_allowed([5] * 7) == 7
+        matcher.fill(np.zeros((8, 11), dtype=np.uint32), [5] * 7)
+    assert matcher.is_too_slow == is_too_slow
+
+
 def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
     """Some schemas never end. Their threads are lost, so after a few of them new grammars are refused for a while."""
     release = threading.Event()
