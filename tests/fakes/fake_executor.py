@@ -268,7 +268,8 @@ class FakeExecutor:
             yield SampledToken(item.row, token, logprobs)
             if foreseen and item.drafts[index : index + 1] != [token]:
                 foreseen = False
-                row.tokens[first + index :] = [max(token, 0)]
+                # A failure with drafts in the step may have come of them: the row is computed again without.
+                row.tokens[first + index :] = [max(token, 0)] if token >= 0 or not item.drafts else []
 
     @staticmethod
     def _logprob(token_id: int, alternatives: int) -> TokenLogprobs:

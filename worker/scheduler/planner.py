@@ -7,7 +7,7 @@ from itertools import chain
 
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.request import Request, Status
-from worker.scheduler.budget import StepBudget
+from worker.scheduler.budget import MIN_CHUNK, StepBudget
 from worker.scheduler.plan_builder import Flight, PlanBuilder
 from worker.scheduler.policy import RequestQueue, admission_reserve
 from worker.speculative.proposal import Proposal
@@ -190,7 +190,9 @@ class Planner:
             index += 1
         proposals: list[Proposal | None] | None = None
         if self._speculator is not None and ready and not preempted:
-            proposals = self._speculator.choose(ready, self._budget.max_tokens - len(ready))
+            # Prompts go on, however much there is to verify.
+            reserve = MIN_CHUNK if behind or len(self._waiting) else 0
+            proposals = self._speculator.choose(ready, max(0, self._budget.max_tokens - len(ready) - reserve))
         for place, request in enumerate(ready):
             builder.num_decode += builder.take(request, 1, proposals[place] if proposals is not None else None)
         return behind, preempted

@@ -256,7 +256,6 @@ class Scheduler:
         if tokens[0].row != request.row:
             raise RuntimeError(f"row {tokens[0].row} was sampled where row {request.row} was planned")
         drafts = item.drafts
-        num_computed = item.start + item.count - len(drafts)
         request.num_pending -= 1
         token_ids: list[int] = []
         finish: Finish | None = None
@@ -264,7 +263,11 @@ class Scheduler:
         for token in tokens:
             token_id = token.token_id
             if token_id < 0:
-                finish, distrust = self._failure(token_id)
+                if not drafts or token_id == NOTHING_LEFT:
+                    finish, distrust = self._failure(token_id)
+                elif request.speculation is not None:
+                    # Drafts whose values are not finite show even where their weight is zero: it is computed without.
+                    request.speculation.is_suspect = True
                 break
             request.token_ids.append(token_id)
             token_ids.append(token_id)
@@ -276,17 +279,17 @@ class Scheduler:
                 break
         request.mu = tokens[0].mu
         # What the last of them was sampled from is computed, and it is not.
-        num_computed += max(len(token_ids) - 1, 0)
+        num_computed = item.start + item.count - len(drafts) + len(token_ids) - 1
         if drafts:
             self._resolve(request, drafts, token_ids, num_computed)
         if token_ids and num_computed >= (request.pages.num_committed + 1) * self.kv.page_size:
             self.kv.commit(request.pages, request.token_ids, num_computed)
         self.counters.generation_tokens_total += len(token_ids)
         logprobs = [token.logprobs for token in tokens[: len(token_ids)] if token.logprobs is not None] or None
-        if finish is None:
-            self._outbox.put(request, token_ids, None, logprobs)
-        else:
+        if finish is not None:
             self._finish(request, finish, token_ids, logprobs, distrust=distrust)
+        elif token_ids:
+            self._outbox.put(request, token_ids, None, logprobs)
 
     def _failure(self, token_id: int) -> tuple[Finish, bool]:
         """How a request ends for which nothing was sampled, and whether its pages are not to be trusted."""

@@ -50,6 +50,7 @@ class Speculation:
     Attributes:
         num_drafted, num_accepted: tokens that were verified, and those of them that are in the output.
         is_drafting: the draft model has been asked, and has not answered; kept by the scheduler.
+        is_suspect: with its drafts a step computed nothing usable, so there are no more; set by the scheduler.
         credit: by how many tokens drafts, its own and those of others, have put it ahead of where it would be without.
     """
 
@@ -65,6 +66,7 @@ class Speculation:
         self.num_drafted = 0
         self.num_accepted = 0
         self.is_drafting = False
+        self.is_suspect = False
         self.credit = 0.0
         self._num_output = 0
         self._token_ids = token_ids
@@ -105,6 +107,8 @@ class Speculation:
     def is_promising(self) -> bool:
         """Whether to wait for tokens in flight, to draft what follows them: proposals were right lately, or it is time
         to look whether they would be."""
+        if self.is_suspect:
+            return False
         return self._num_output % _LOOK_EVERY == 0 or self._acceptance.recent() > _PROMISING
 
     def propose(self, limit: int) -> Proposal | None:

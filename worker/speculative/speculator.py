@@ -93,7 +93,7 @@ class Speculator:
         ]
 
     def _propose(self, request: Request) -> Proposal | None:
-        if request.speculation is None or request.num_pending:
+        if request.speculation is None or request.speculation.is_suspect or request.num_pending:
             return None
         limit = min(self._config.max_drafts, request.max_num_tokens - len(request.token_ids) - 1)
         proposal = self._guess(request, limit) if limit > 0 else None
@@ -161,7 +161,10 @@ class Speculator:
 
     def _wants_draft(self, request: Request) -> bool:
         speculation = request.speculation
-        if speculation is None or request.num_pending:
+        if speculation is None or speculation.is_suspect or request.num_pending:
+            return False
+        if self._config.rejection and request.constraint is not None and request.constraint.grammar is not None:
+            # What the grammar cuts would depend on what was drawn, and the token in its place comes of the same noise.
             return False
         remaining = request.max_num_tokens - len(request.token_ids) - 1
         if remaining < 1 or len(request.token_ids) + self._config.max_drafts > self._config.draft_len:

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from shared.messages import FinishReason
 from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.fake_executor import VOCAB_SIZE, generate
+from tests.fakes.fake_grammars import FakeGrammars
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
-from tests.unit.worker.scheduler.test_constraints import GrammarWalk
+from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make_constraints
 from tests.unit.worker.scheduler.test_random_walks import _walk
-from worker.scheduler.plan import StepPlan
+from worker.scheduler.plan import SampledToken, StepPlan
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -69,6 +71,22 @@ def test_any_shape_of_engine_gives_the_same_texts(seed, page_size, num_pages, **
     pages = max(num_pages, 96) if page_size == 1 else num_pages
     with pytest.MonkeyPatch.context() as monkeypatch:
         walk(monkeypatch, seed, num_requests=10, page_size=page_size, num_pages=pages, **options)
+
+
+def test_rejection_draws_nothing_for_a_text_with_a_grammar():
+    """What the grammar cuts would depend on what was drawn, and the token in its place on the same noise."""
+    grammars = FakeGrammars(VOCAB_SIZE)
+    for rejection in (False, True):
+        harness = Harness(constraints=make_constraints(grammars), speculation=speculation(64, rejection=rejection))
+        Guesses(harness, 1, draft_model=True)
+        sampling = {"max_tokens": 9, "ignore_eos": True}
+        harness.add(make_submit("r", PROMPT, grammar=NINE, sampling=sampling))
+        harness.drain()
+        drafted = [row for plan in harness.executor.plans for row in plan.drafting]
+        assert bool(drafted) is not rejection
+        harness.add(make_submit("free", PROMPT, sampling=sampling))
+        harness.drain()
+        assert len([row for plan in harness.executor.plans for row in plan.drafting]) > len(drafted)
 
 
 class GuessingGrammarWalk(GrammarWalk):
@@ -158,6 +176,71 @@ def test_a_step_takes_no_more_tokens_than_it_may():
     harness.drain()
     sizes = Counter(plan.num_tokens for plan in harness.plans)
     assert max(sizes) == 16
+
+
+def test_prompts_go_on_however_much_there_is_to_verify():
+    harness = always_right(max_num_seqs=4, max_num_batched_tokens=16, num_pages=200)
+    long = {"max_tokens": 80, "ignore_eos": True}
+    for number in range(3):
+        harness.add(make_submit(f"r{number}", PROMPT, sampling=long | {"seed": number}))
+    while not all(harness.tokens[f"r{number}", 0] for number in range(3)):
+        harness.step()
+    harness.add(make_submit("late", list(range(3, 33)), sampling={"max_tokens": 2, "ignore_eos": True}))
+    for _ in range(6):
+        harness.step()
+    assert harness.tokens["late", 0]
+    assert set(harness.finishes) <= {("late", 0)}
+    assert harness.num_verified > 0
+    harness.drain()
+
+
+class Dragging:
+    """Makes what a step computes for a row unusable from a random place on, as drafts without finite values do."""
+
+    def __init__(self, harness: Harness, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._sample = harness.executor._sample
+        self.num_failed = 0
+        harness.executor._sample = self.sample  # type: ignore[method-assign]
+
+    def sample(self, row, item, masks, tokens):
+        found = list(self._sample(row, item, masks, tokens))
+        failing = self._rng.randrange(1 + len(item.drafts))
+        if item.drafts and item.start + 1 + failing < len(row.tokens):
+            self.num_failed += 1
+            del row.tokens[item.start + 1 + failing :]
+            found[failing:] = [SampledToken(item.row, -1)] * (len(found) - failing)
+        return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_drag_their_row_down_fail_nobody(seed, depth):
+    harness = GuessingHarness(seed, depth=depth, max_num_seqs=3, num_pages=40)
+    dragging = Dragging(harness, seed)
+    submits = [
+        make_submit(f"r{number}", PROMPT[: 1 + number], sampling={"max_tokens": 24, "seed": number, "ignore_eos": True})
+        for number in range(5)
+    ]
+    for submit in submits:
+        harness.add(submit)
+    harness.drain()
+    for submit in submits:
+        harness.expect_solo(submit)
+    counters = harness.scheduler.counters
+    # Once each: whoever has had such drafts gets no others.
+    assert 0 < dragging.num_failed <= 5
+    assert counters.invalid_logits_total == 0
+    assert all(output.token_ids or output.finish for outputs in harness.outputs.values() for output in outputs)
+
+
+def test_what_is_unusable_without_drafts_too_fails():
+    harness = always_right(corrupt=lambda plan: {0} if plan.step >= 2 else set())
+    finish, tokens = finished(harness, sampling={"max_tokens": 30, "ignore_eos": True})
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "invalid_logits")
+    assert tokens == generate(PROMPT, make_submit("r", PROMPT).sampling, 0, 96)[: len(tokens)]
+    assert harness.scheduler.counters.invalid_logits_total == 1
+    assert harness.kv.num_cached <= 1
 
 
 def test_drafts_that_have_no_pages_are_left_out():

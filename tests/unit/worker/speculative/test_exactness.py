@@ -5,6 +5,7 @@ Drafts are the truth, corrupted now and then, or a draft model's: the target its
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -13,7 +14,7 @@ import pytest
 from tests.fakes.engine_harness import make_submit
 from tests.fakes.engine_harness import make_submit as make_plain_submit
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
-from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, WISHES, TinyServer, submits, tiny_spec
+from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, WISHES, TinyServer, submits, tiny_spec, tiny_weights
 from tests.unit.worker.executor.test_late_runner import outcome
 from worker.request import Request
 from worker.speculative.proposal import Proposal, Source
@@ -139,6 +140,8 @@ def test_rejection_leaves_every_token_its_distribution(draft_seed, monkeypatch):
     draft_always(monkeypatch, server)
     mine = texts_of_many_seeds(server, count, 0)
     others = texts_of_many_seeds(TinyServer(monkeypatch, **options), count, count)
+    # Each is a row of logits, and all were verified.
+    assert server.runner._rows.distributions._of_row == {}
     counters = server.scheduler.counters
     share = counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
     assert share > 0.8 if draft_seed == 0 else 0.1 < share < 0.8
@@ -173,6 +176,40 @@ def two_samples_agree(ours: list[int], theirs: list[int]) -> bool:
     # Wilson and Hilferty 1931: the cube root is nearly normal.
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     return z < 3.72
+
+
+BROKEN = 95
+"""A token whose keys and values are not finite; nobody would say it."""
+
+
+def with_broken_token(spec, seed=0):
+    weights = tiny_weights(spec, seed)
+    weights.tensors["head.weight"] = weights.tensors["embed.weight"].clone()
+    weights.tensors["embed.weight"][BROKEN] = float("nan")
+    return weights
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_drafts_whose_values_are_not_finite_harm_nobody(late, monkeypatch):
+    """Not even the tokens before them in the step, which give them a weight of zero."""
+    monkeypatch.setattr("tests.fakes.tiny_server.tiny_weights", with_broken_token)
+    options = {"late": late, "spec": dataclasses.replace(tiny_spec(), tie_word_embeddings=False), "num_pages": 120}
+    sampling = {"logit_bias": {BROKEN: -100.0}, "max_tokens": 12, "ignore_eos": True}
+    plain, server = TinyServer(monkeypatch, **options), TinyServer(monkeypatch, speculation=speculation(), **options)
+    Guesses(server, 0)
+    monkeypatch.setattr(
+        server.scheduler._speculator,
+        "_guess",
+        lambda _, limit: Proposal([BROKEN] * limit, Source.LOOKUP, [0.9] * limit),
+    )
+    guessed = server.scheduler.counters
+    for one in (plain, server):
+        for number in range(4):
+            one.add(make_submit(f"r{number}", [11, 12, 13 + number], sampling=sampling | {"seed": number}))
+        one.drain()
+    assert outcome(server) == outcome(plain)
+    assert guessed.spec_decode_num_draft_tokens_total >= 4
+    assert guessed.invalid_logits_total == 0
 
 
 def test_a_greedy_draft_equal_to_the_target_is_accepted_fully(monkeypatch):
