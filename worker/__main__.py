@@ -104,6 +104,7 @@ def _speculation(settings: WorkerSettings, built: BuiltExecutor) -> SpeculationC
         draft_len=built.draft_max_len,
         max_drafts=settings.num_speculative_tokens,
         rejection=settings.speculative_acceptance == "rejection",
+        alike_rows=built.alike_rows,
     )
 
 

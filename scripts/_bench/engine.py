@@ -206,6 +206,7 @@ class Bench:
             max_model_len=min(1024, self._decoder.spec.max_position),
             block_size=PAGE_SIZE,
             num_kv_pages=self._num_pages(),
+            speculative_method="off",
         )
 
     def _sampling_ops(self) -> Any:

@@ -50,7 +50,9 @@ class Guesses:
         guessed = tokens[len(request.token_ids) :]
         return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed)) if guessed else None
 
-    def choose(self, proposals: Sequence[Proposal | None], num_rows: int, room: int, *_: object) -> list[int]:
+    def choose(
+        self, proposals: Sequence[Proposal | None], num_rows: int, room: int, credit: Sequence[float] = ()
+    ) -> list[int]:
         counts: list[int] = []
         for proposal in proposals:
             most = 0 if proposal is None else min(len(proposal.token_ids), room - sum(counts))

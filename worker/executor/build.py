@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from kernels.cpu import bf16
 from kernels.cpu.pool import use_cache_directory
 from kernels.sampling.dispatch import SamplingOps, sampling_ops
 from kernels.speculative.dispatch import speculative_ops
@@ -50,6 +53,7 @@ class BuiltExecutor:
         check: raises ExecutorError where a rank has died; for an idle engine loop.
         use_idle_time: does a part, tenths of a second, of what makes later steps faster; False where nothing is left.
         draft_max_len: the draft model computes positions below it; 0 where there is none.
+        alike_rows: rounding does not tell steps of up to so many rows from each other; 0: there is no such border.
     """
 
     executor: Executor
@@ -62,6 +66,7 @@ class BuiltExecutor:
     check: Callable[[], None]
     use_idle_time: Callable[[], bool]
     draft_max_len: int = 0
+    alike_rows: int = 0
 
 
 def build_executor(
@@ -152,7 +157,16 @@ def _build(
         check=check,
         use_idle_time=use_idle_time,
         draft_max_len=runner.draft_max_len,
+        alike_rows=_alike_rows(settings, models.target),
     )
+
+
+def _alike_rows(settings: WorkerSettings, decoder: Decoder) -> int:
+    if settings.deterministic or decoder.dtype is not torch.bfloat16 or decoder.device.type != "cpu":
+        return 0
+    from kernels.linear_panels.cpu import FEW_ROWS  # numba is imported only where the CPU multiplies
+
+    return FEW_ROWS if bf16.supported() else 0
 
 
 def _size_kv(

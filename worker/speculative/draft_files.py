@@ -24,6 +24,7 @@ def open_draft(settings: WorkerSettings, target: ModelFiles, cache_dir: Path) ->
         ModelFileError: the model cannot be used.
     """
     method, model = settings.speculative_method, settings.speculative_model
+    _check_acceptance(settings)
     if not model:
         if method == "draft_model":
             raise ConfigurationError("speculative-method draft_model needs a speculative-model")
@@ -42,6 +43,20 @@ def open_draft(settings: WorkerSettings, target: ModelFiles, cache_dir: Path) ->
         draft.weights.close()
         raise
     return draft
+
+
+def _check_acceptance(settings: WorkerSettings) -> None:
+    if settings.speculative_acceptance != "rejection":
+        return
+    if settings.speculative_method == "off":
+        raise ConfigurationError(
+            "speculative-acceptance rejection has no use where speculative-method is off: nothing is drafted"
+        )
+    if settings.deterministic:
+        raise ConfigurationError(
+            "speculative-acceptance rejection and deterministic exclude each other: with rejection a sampled text "
+            "depends on which of its tokens were drafted, and so on the load; shared_noise does not"
+        )
 
 
 def check_draft(target: ModelFiles, draft: ModelFiles) -> None:

@@ -17,8 +17,9 @@ _MOST_CREDIT = 8.0
 """Tokens: what was gained long ago does not make up for a slow moment."""
 
 _PROMISING = 0.3
-_LOOK_EVERY = 16
-"""Tokens after which a text whose proposals were wrong is looked at again."""
+_FIRST_LOOK, _LAST_LOOK = 16, 512
+"""Tokens after which a text whose proposals were wrong is looked at again: the gap doubles each time, since waiting for
+values costs a request a step."""
 
 
 class _Followed:
@@ -69,6 +70,8 @@ class Speculation:
         self.is_suspect = False
         self.credit = 0.0
         self._num_output = 0
+        self._next_look = 0
+        self._look_gap = _FIRST_LOOK
         self._token_ids = token_ids
         self._num_known = len(token_ids)
         self._num_prompt_tokens = num_prompt_tokens
@@ -109,7 +112,7 @@ class Speculation:
         to look whether they would be."""
         if self.is_suspect:
             return False
-        return self._num_output % _LOOK_EVERY == 0 or self._acceptance.recent() > _PROMISING
+        return self._num_output >= self._next_look or self._acceptance.recent() > _PROMISING
 
     def propose(self, limit: int) -> Proposal | None:
         """What may follow the last token, at most `limit` tokens (and MAX_PLACES).
@@ -122,6 +125,9 @@ class Speculation:
             return None
         if not self._begun:
             self._begin()
+        if self._num_output >= self._next_look:
+            self._next_look = self._num_output + self._look_gap
+            self._look_gap = min(2 * self._look_gap, _LAST_LOOK)
         predicted = None
         if self._cursor is not None:
             predicted = self._matching(Source.PREDICTION, *self._cursor.propose(limit))

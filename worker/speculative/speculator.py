@@ -36,12 +36,15 @@ class SpeculationConfig:
         draft_len: tokens of a text that the draft model can read; 0: there is no draft model.
         max_drafts: most tokens of a request that a step verifies.
         rejection: drafts are accepted by rejection sampling.
+        alike_rows: rounding does not tell steps of up to so many rows from each other, and drafts do not carry a step
+            beyond them; 0: there is no such border.
     """
 
     look_up: bool
     draft_len: int
     max_drafts: int
     rejection: bool = False
+    alike_rows: int = 0
 
 
 class Speculator:
@@ -82,6 +85,8 @@ class Speculator:
         proposals = [self._propose(request) for request in requests]
         if not any(proposals):
             return [None] * len(requests)
+        if len(requests) <= self._config.alike_rows:
+            room = min(room, self._config.alike_rows - len(requests))
         credit = [0.0 if request.speculation is None else request.speculation.credit for request in requests]
         counts = self._controller.choose(proposals, len(requests), room, credit)
         for request, proposal, count in zip(requests, proposals, counts, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -87,6 +88,21 @@ def test_rejection_draws_nothing_for_a_text_with_a_grammar():
         harness.add(make_submit("free", PROMPT, sampling=sampling))
         harness.drain()
         assert len([row for plan in harness.executor.plans for row in plan.drafting]) > len(drafted)
+
+
+def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
+    """What a step takes is learned by what it computed."""
+    harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation())
+    Guesses(harness, 1, skill=0.0)
+    observed: list[int] = []
+    monkeypatch.setattr(harness.scheduler._speculator, "observe", lambda num_rows, _: observed.append(num_rows))
+    # The grammar allows nothing but the end after nine tokens, and drafts may be as many.
+    sampling = {"max_tokens": 20, "ignore_eos": True, "allowed_token_ids": tuple(range(3, 90))}
+    harness.add(make_submit("r", PROMPT, grammar=NINE, sampling=sampling))
+    harness.drain()
+    plans = [plan for plan in harness.executor.plans if all(item.start >= len(PROMPT) for item in plan.scheduled)]
+    assert observed == [plan.num_tokens for plan in plans]
+    assert harness.scheduler.counters.step_tokens_total == sum(plan.num_tokens for plan in harness.executor.plans)
 
 
 class GuessingGrammarWalk(GrammarWalk):
@@ -257,3 +273,14 @@ def test_news_of_a_verification_is_one_message():
     assert len(outputs) == len(harness.plans)
     assert max(len(output.token_ids) for output in outputs) == 1 + MAX_DRAFTS
     assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
+
+
+def test_drafts_do_not_carry_a_step_beyond_the_rows_that_are_computed_alike():
+    harness = GuessingHarness(skill=1.0, max_num_seqs=4, num_pages=200)
+    speculator = harness.scheduler._speculator
+    speculator._config = dataclasses.replace(speculator._config, alike_rows=6)
+    for number in range(4):
+        harness.add(make_submit(f"r{number}", PROMPT, sampling={"max_tokens": 20, "ignore_eos": True, "seed": number}))
+    harness.drain()
+    sizes = Counter(plan.num_tokens for plan in harness.plans if all(item.start for item in plan.scheduled))
+    assert max(sizes) == 6
