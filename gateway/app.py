@@ -15,13 +15,16 @@ from gateway.api.answers import (
     ChatAnswer,
     CompletionAnswer,
     DetokenizeAnswer,
+    MessageAnswer,
     ModelAnswer,
     ModelListAnswer,
     RenderAnswer,
     StatusAnswer,
+    TokenCountAnswer,
     TokenizeAnswer,
     VersionAnswer,
 )
+from gateway.api.anthropic_params import ConversationFields, MessagesFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
@@ -105,8 +108,8 @@ ROUTES = (
     Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
     Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
     Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
-    Route("POST", "/v1/messages", create_message, Scope.INFERENCE),
-    Route("POST", "/v1/messages/count_tokens", count_tokens, Scope.INFERENCE),
+    Route("POST", "/v1/messages", create_message, Scope.INFERENCE, MessagesFields, MessageAnswer, streams=True),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, Scope.INFERENCE, ConversationFields, TokenCountAnswer),
     Route("GET", "/v1/models", list_models, Scope.INFERENCE, None, ModelListAnswer),
     Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE, None, ModelAnswer),
     Route("POST", "/tokenize", tokenize, Scope.INFERENCE, TokenizeFields, TokenizeAnswer),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.answers import ErrorAnswer
+from gateway.api.answers import AnthropicErrorAnswer, ErrorAnswer
+from gateway.api.anthropic_errors import OVERLOADED, is_anthropic
 from gateway.auth import Scope
 from gateway.responses import dump_json
 
@@ -35,6 +36,7 @@ _STATUSES = {
     429: "A limit is reached; Retry-After says when to try again.",
     500: "The server failed.",
     503: "No worker can take the request; Retry-After says when to try again.",
+    OVERLOADED: "No worker can take the request; Retry-After says when to try again.",
 }
 _ALWAYS = (400, 403, 500)
 _WITH_KEY = (401, 429, 503)
@@ -55,7 +57,7 @@ def _document(routes: tuple[Route, ...]) -> bytes:
 def describe(routes: Iterable[Route]) -> dict[str, Any]:
     """The document. Every route is in it, with its scope, body and answers."""
     routes = list(routes)
-    structs: list[Any] = [ErrorAnswer]
+    structs: list[Any] = [ErrorAnswer, AnthropicErrorAnswer]
     for route in routes:
         structs += [kind for kind in (route.body, route.answer) if kind is not None and not isinstance(kind, str)]
     schemas, components = msgspec.json.schema_components(dict.fromkeys(structs), ref_template=_REFERENCE)
@@ -115,7 +117,11 @@ def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
         statuses.update(_WITH_BODY)
     if "{" in route.path:
         statuses.add(404)
-    failure = {"application/json": {"schema": schemas[ErrorAnswer]}}
+    failed: type[msgspec.Struct] = ErrorAnswer
+    if is_anthropic(route.path):
+        failed = AnthropicErrorAnswer
+        statuses = {OVERLOADED if status == 503 else status for status in statuses}
+    failure = {"application/json": {"schema": schemas[failed]}}
     for status in sorted(statuses):
         responses[str(status)] = {"description": _STATUSES[status], "content": failure}
     return responses

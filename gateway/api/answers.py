@@ -85,6 +85,51 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What failed; the message names the field at fault."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Every failure of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Tokens of a message and its prompt."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    service_tier: Literal["standard"]
+    output_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A whole message of Anthropic's API."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCountAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
 class RenderedPrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One prompt as the model would be given it."""
 
