@@ -7,7 +7,7 @@ size, and everything that a later step uses is compiled and allocated once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
@@ -57,8 +57,12 @@ def measure_step(
 
     def run(num_tokens: int) -> int:
         plans = profile_plans(settings, max_model_len, num_groups, num_tokens)
-        drafting = drafting_plan(settings, plans[0], draft_max_len) if draft_max_len else None
-        return _run(device, settings, make_execute(plan), *plans, drafting)
+        largest = [plans[0]]
+        if draft_max_len:
+            largest.append(drafting_plan(settings, plans[0], draft_max_len))
+        if settings.speculative_method != "off":
+            largest.append(verifying_plan(settings, plans[0], max_model_len, num_tokens, drawn=draft_max_len > 0))
+        return _run(device, settings, make_execute(plan), largest, plans[1], num_models=2 if draft_max_len else 1)
 
     try:
         return run(settings.max_num_batched_tokens)
@@ -94,23 +98,22 @@ def _run(
     device: Device,
     settings: WorkerSettings,
     execute: Execute,
-    first: StepPlan,
-    second: StepPlan,
-    drafting: StepPlan | None,
+    largest: Sequence[StepPlan],
+    decoding: StepPlan,
+    *,
+    num_models: int,
 ) -> int:
-    execute(first)
-    if drafting is not None:
-        execute(drafting)
+    for plan in largest:
+        execute(plan)
     device.synchronize()
     if not settings.decode_graphs or not device.captures:
         return 0
     before = device.allocated_bytes()
     device.reset_peak()
-    execute(second)
+    execute(decoding)
     device.synchronize()
     # A draft model has as many graphs; what they compute with they share.
-    launches = _GRAPH_LAUNCHES if drafting is None else 2 * _GRAPH_LAUNCHES
-    return int((device.peak_bytes() - before) * _GRAPH_SLACK) + launches
+    return int((device.peak_bytes() - before) * _GRAPH_SLACK) + num_models * _GRAPH_LAUNCHES
 
 
 def profile_plans(
@@ -118,7 +121,7 @@ def profile_plans(
 ) -> tuple[StepPlan, StepPlan]:
     """A step of `num_tokens` tokens of as many requests as there may be, and one that decodes as many."""
     num_requests = min(settings.max_num_seqs, num_tokens)
-    # A token of room, so that each can decode one more.
+    # A token of room, so that each can decode one more; drafts are verified as far as there is room.
     most = max(1, max_model_len - 1)
     counts = [min(most, num_tokens // num_requests) for _ in range(num_requests)]
     left = num_tokens - sum(counts)
@@ -137,8 +140,9 @@ def profile_plans(
         )
         for row, count in enumerate(counts)
     ]
+    added = 1 + settings.num_speculative_tokens
     tables = [
-        BlockTableUpdate(row, group, 0, [0] * -(-min(count + 1, max_model_len) // settings.block_size))
+        BlockTableUpdate(row, group, 0, [0] * -(-min(count + added, max_model_len) // settings.block_size))
         for row, count in enumerate(counts)
         for group in range(num_groups)
     ]
@@ -158,6 +162,26 @@ def drafting_plan(settings: WorkerSettings, first: StepPlan, draft_max_len: int)
         num_drafts = min(settings.num_speculative_tokens, draft_max_len - count + 1)
         drafting.append(DraftedRow(item.row, 0, count, num_drafts))
     return StepPlan(step=0, scheduled=[], drafting=drafting)
+
+
+def verifying_plan(
+    settings: WorkerSettings, first: StepPlan, max_model_len: int, num_tokens: int, *, drawn: bool
+) -> StepPlan:
+    """After the first of `profile_plans`: each row verifies as many drafts as it may, while `num_tokens` last. Of no
+    other step are so many tokens sampled, each from a row of logits.
+
+    Args:
+        drawn: after `drafting_plan`, whose drafts these are.
+    """
+    scheduled = []
+    for item in first.scheduled:
+        num_drafts = min(settings.num_speculative_tokens, max_model_len - item.count, num_tokens - 1)
+        if num_drafts < 0:
+            break
+        num_tokens -= 1 + num_drafts
+        last = item.count - 1
+        scheduled.append(ScheduledTokens(item.row, last, 1 + num_drafts, True, drafts=[0] * num_drafts, drawn=drawn))
+    return StepPlan(step=0, scheduled=scheduled)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,14 @@ from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from worker.executor.device import CpuDevice, OutOfMemory
 from worker.executor.executor import ExecutorError
-from worker.executor.profile import measure_step, pages_must_fit, profile_plans, steps_must_fit, weights_must_fit
+from worker.executor.profile import (
+    measure_step,
+    pages_must_fit,
+    profile_plans,
+    steps_must_fit,
+    verifying_plan,
+    weights_must_fit,
+)
 
 MIB = 1 << 20
 
@@ -47,7 +54,7 @@ class Gpu(CpuDevice):
 
 
 def measure(gpu, **settings):
-    defaults = {"max_num_batched_tokens": 1024, "max_num_seqs": 8}
+    defaults = {"max_num_batched_tokens": 1024, "max_num_seqs": 8, "speculative_method": "off"}
     return measure_step(
         gpu, WorkerSettings(**(defaults | settings)), max_model_len=512, num_groups=1, make_execute=gpu.make_execute
     )
@@ -83,6 +90,28 @@ def test_what_a_decode_step_takes_is_left_for_graphs():
     assert [(plan.num_pages, plan.max_model_len) for plan in gpu.made] == [(1, 512)]
     assert measure(Gpu(), decode_graphs=False) == 0
     assert measure(Gpu(captures=False)) == 0
+
+
+def test_the_step_that_samples_most_is_tried_where_there_are_drafts():
+    """Eight rows of logits for each request, where other steps have one."""
+    gpu = Gpu()
+    measure(gpu, speculative_method="ngram")
+    assert [plan.num_tokens for plan in gpu.plans] == [1024, 64, 8]
+    assert [len(item.drafts) for item in gpu.plans[1].scheduled] == [7] * 8
+    gpu = Gpu()
+    measure(gpu, speculative_method="ngram", max_num_batched_tokens=20)
+    assert [len(item.drafts) for item in gpu.plans[1].scheduled] == [7, 7, 3]
+
+
+@pytest.mark.parametrize(("length", "tokens", "drafts"), [(101, 1024, [1] * 4), (1, 16, [0] * 4), (4096, 16, [7, 7])])
+def test_drafts_of_the_profile_have_their_places(length, tokens, drafts):
+    settings = WorkerSettings(max_num_batched_tokens=tokens, max_num_seqs=4, block_size=16)
+    first, _ = profile_plans(settings, length, 1, tokens)
+    plan = verifying_plan(settings, first, length, tokens, drawn=True)
+    assert [len(item.drafts) for item in plan.scheduled] == drafts
+    assert plan.num_tokens <= tokens
+    for item, table in zip(plan.scheduled, first.block_tables):
+        assert item.start + item.count <= min(length, 16 * len(table.pages))
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_largest_that_does():

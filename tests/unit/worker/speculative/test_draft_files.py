@@ -118,6 +118,16 @@ def test_method_and_model_go_together(target, folder, tmp_path):
             open_draft(settings(folder, method), target, tmp_path)
 
 
+def test_rejection_is_refused_where_it_would_do_nothing_or_break_a_promise(target, tmp_path):
+    rejecting = dataclasses.replace(settings(), speculative_acceptance="rejection")
+    with pytest.raises(ConfigurationError, match=r"speculative-acceptance rejection has no use where .*-method is off"):
+        open_draft(rejecting, target, tmp_path)
+    rejecting = dataclasses.replace(rejecting, speculative_method="ngram")
+    assert open_draft(rejecting, target, tmp_path) is None
+    with pytest.raises(ConfigurationError, match="rejection and deterministic exclude each other"):
+        open_draft(dataclasses.replace(rejecting, deterministic=True), target, tmp_path)
+
+
 @pytest.mark.parametrize("method", ["draft_model", "auto"])
 def test_a_draft_is_opened_as_any_model_and_checked(target, folder, tmp_path, method):
     small = tmp_path / "small"
