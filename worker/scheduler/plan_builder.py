@@ -18,14 +18,13 @@ class Flight:
 
     Attributes:
         requests, lives: for each scheduled item the request and which of its lives it was.
-        num_decode, num_prompt: tokens of rows that were one behind, drafts included, and of the others.
+        num_prompt: tokens of rows that were more than one behind.
         masked: the requests of the plan's masks, which are still to be made, each with its drafts.
     """
 
     plan: StepPlan
     requests: list[Request]
     lives: list[int]
-    num_decode: int
     num_prompt: int
     masked: list[tuple[Request, Sequence[int]]]
 
@@ -136,4 +135,4 @@ class PlanBuilder:
             drafting=self._drafting,
         )
         num_prompt = plan.num_tokens - self.num_decode
-        return Flight(plan, self.requests, self._lives, self.num_decode, num_prompt, self._masked)
+        return Flight(plan, self.requests, self._lives, num_prompt, self._masked)

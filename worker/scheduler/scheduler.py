@@ -180,10 +180,10 @@ class Scheduler:
         if flight is None:
             return None
         self._flights.append(flight)
-        self.counters.engine_steps_total += 1
-        self.counters.step_tokens_total += flight.num_decode + flight.num_prompt
         if flight.masked and self._constraints is not None:
             self._mask(flight, self._constraints)
+        self.counters.engine_steps_total += 1
+        self.counters.step_tokens_total += flight.plan.num_tokens
         return flight.plan
 
     def _drop_late(self) -> None:
@@ -226,9 +226,11 @@ class Scheduler:
         if result.step != plan.step or len(result.sampled) != num_sampled:
             raise RuntimeError(f"the result of step {result.step} does not belong to the plan of step {plan.step}")
         if milliseconds is not None:
-            self.budget.observe(flight.num_decode, flight.num_prompt, milliseconds)
+            # Drafts may have been cut since the plan was made.
+            num_decode = plan.num_tokens - flight.num_prompt
+            self.budget.observe(num_decode, flight.num_prompt, milliseconds)
             if self._speculator is not None and not flight.num_prompt:
-                self._speculator.observe(flight.num_decode, milliseconds)
+                self._speculator.observe(num_decode, milliseconds)
         sampled = iter(result.sampled)
         for request, life, item in zip(flight.requests, flight.lives, plan.scheduled, strict=True):
             tokens = list(islice(sampled, 1 + len(item.drafts))) if item.sample else None

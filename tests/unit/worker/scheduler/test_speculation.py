@@ -18,6 +18,8 @@ from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
 from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make_constraints
 from tests.unit.worker.scheduler.test_random_walks import _walk
 from worker.scheduler.plan import SampledToken, StepPlan
+from worker.scheduler.plan_builder import Flight
+from worker.speculative.proposal import Proposal, Source
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -95,11 +97,22 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
     harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation())
     Guesses(harness, 1, skill=0.0)
     observed: list[int] = []
+    cuts: list[int] = []
+    cut = Flight.cut
+    monkeypatch.setattr(Flight, "cut", lambda flight, request, count: (cuts.append(count), cut(flight, request, count)))
     monkeypatch.setattr(harness.scheduler._speculator, "observe", lambda num_rows, _: observed.append(num_rows))
-    # The grammar allows nothing but the end after nine tokens, and drafts may be as many.
-    sampling = {"max_tokens": 20, "ignore_eos": True, "allowed_token_ids": tuple(range(3, 90))}
-    harness.add(make_submit("r", PROMPT, grammar=NINE, sampling=sampling))
+
+    def guess(request, limit):
+        done = len(request.token_ids) - len(PROMPT)
+        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, [0.5] * limit)
+
+    # All that the grammar allows, to its end after nine tokens: nothing may be sampled there.
+    monkeypatch.setattr(harness.scheduler._speculator, "_guess", guess)
+    for number in range(8):
+        sampling = {"max_tokens": 20, "ignore_eos": True, "seed": number}
+        harness.add(make_submit(f"r{number}", PROMPT, grammar=NINE, sampling=sampling))
     harness.drain()
+    assert cuts
     plans = [plan for plan in harness.executor.plans if all(item.start >= len(PROMPT) for item in plan.scheduled)]
     assert observed == [plan.num_tokens for plan in plans]
     assert harness.scheduler.counters.step_tokens_total == sum(plan.num_tokens for plan in harness.executor.plans)
