@@ -26,6 +26,7 @@ from gateway.api.answers import (
 )
 from gateway.api.anthropic_params import ConversationFields, MessagesFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from gateway.api.response_fields import InputTokensFields, ResponseFields
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
 from gateway.exposition import Exposition
@@ -56,6 +57,14 @@ from gateway.routes.models import get_model, list_models
 from gateway.routes.ops import health, metrics, ready, version
 from gateway.routes.render import render_chat, render_completion
 from gateway.routes.requests import abort_request
+from gateway.routes.responses import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from gateway.routes.streams import resume_stream
 from gateway.routes.tokenize import detokenize, tokenize
 from gateway.stores.responses import ResponseStore
@@ -90,6 +99,10 @@ class Route:
 
 
 FOLLOW_UPS = (
+    Route("GET", "/v1/responses/{id}", get_response, Scope.INFERENCE, streams=True),
+    Route("DELETE", "/v1/responses/{id}", delete_response, Scope.INFERENCE),
+    Route("POST", "/v1/responses/{id}/cancel", cancel_response, Scope.INFERENCE),
+    Route("GET", "/v1/responses/{id}/input_items", list_input_items, Scope.INFERENCE),
     Route(
         "GET",
         "/v1/streams/{id}",
@@ -110,6 +123,8 @@ ROUTES = (
     Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
     Route("POST", "/v1/messages", create_message, Scope.INFERENCE, MessagesFields, MessageAnswer, streams=True),
     Route("POST", "/v1/messages/count_tokens", count_tokens, Scope.INFERENCE, ConversationFields, TokenCountAnswer),
+    Route("POST", "/v1/responses", create_response, Scope.INFERENCE, ResponseFields, streams=True),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, Scope.INFERENCE, InputTokensFields),
     Route("GET", "/v1/models", list_models, Scope.INFERENCE, None, ModelListAnswer),
     Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE, None, ModelAnswer),
     Route("POST", "/tokenize", tokenize, Scope.INFERENCE, TokenizeFields, TokenizeAnswer),

@@ -23,7 +23,7 @@ from gateway.middleware import Handler
 from gateway.peers import peer_socket
 from gateway.responses import error_response
 from gateway.stores.ids import gateway_of
-from shared.errors import NotFoundError, PeltonError, UnavailableError
+from shared.errors import InvalidRequestError, NotFoundError, PeltonError, UnavailableError
 
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
@@ -94,6 +94,8 @@ class Relay:
     async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
         """What a response that continues this one begins with. Raises NotFoundError."""
         async with self._ask(holder, "GET", f"/conversation/{identifier}", owner, {}) as answer:
+            if answer.status == 400:
+                raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
             if answer.status != 200:
                 raise NotFoundError("There is no response with that id.")
             return (await answer.read(),)
@@ -160,6 +162,6 @@ async def _from_sibling(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def _answer_conversation(request: web.Request) -> web.StreamResponse:
-    stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
-    items = [item for part in stored.conversation for item in orjson.loads(part)]
+    conversation = request.app[RESPONSES].continued(request.match_info["id"], request[IDENTITY].key_hash)
+    items = [item for part in conversation for item in orjson.loads(part)]
     return web.Response(body=orjson.dumps(items), content_type="application/json")

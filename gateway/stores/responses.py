@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.errors import NotFoundError
+from shared.errors import InvalidRequestError, NotFoundError
 
 MAX_RESPONSES = 100_000
 _OVERHEAD = 1024
@@ -73,6 +73,9 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._responses)
 
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self._responses
+
     def put(self, identifier: str, response: StoredResponse) -> None:
         """Keeps a response, in the place of an earlier state of it."""
         self._remove(identifier)
@@ -91,6 +94,13 @@ class ResponseStore:
         self._responses[identifier] = found[0], self._clock()
         self._responses.move_to_end(identifier)
         return found[0]
+
+    def continued(self, identifier: str, owner: bytes) -> tuple[bytes, ...]:
+        """What a response that continues this one begins with. Raises NotFoundError, InvalidRequestError if it runs."""
+        stored = self.get(identifier, owner)
+        if not stored.done:
+            raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
+        return stored.conversation
 
     def delete(self, identifier: str, owner: bytes) -> None:
         """Raises NotFoundError as `get` does."""

@@ -148,6 +148,12 @@ class StreamStore:
             if log.num_claims == 0 and self._logs.get(identifier) is log:
                 log.timer = asyncio.get_running_loop().call_later(self._grace, self.drop, identifier)
 
+    async def stop(self, identifier: str) -> None:
+        """Ends what fills a log, and waits for that; what it has written is kept."""
+        if (task := self._tasks.get(identifier)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
     def drop(self, identifier: str) -> None:
         """Forgets a stream, and ends what fills it."""
         if (task := self._tasks.pop(identifier, None)) is not None:

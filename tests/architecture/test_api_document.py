@@ -16,6 +16,8 @@ import pytest
 from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
 from gateway.api.refused import NO_EFFECT, UNSUPPORTED
+from gateway.api.response_fields import REFUSED as REFUSED_BY_RESPONSES
+from gateway.api.response_fields import InputFields, InputTokensFields, ResponseFields
 from gateway.app import ROUTES
 from tests.architecture.source import ROOT
 
@@ -27,6 +29,9 @@ TABLES = {
     "completions": (CompletionFields, set(CompletionFields.__struct_fields__) - BOTH),
     "conversation": (ConversationFields, set(ConversationFields.__struct_fields__)),
     "messages": (MessagesFields, set(MessagesFields.__struct_fields__) - set(ConversationFields.__struct_fields__)),
+    "input": (InputFields, set(InputFields.__struct_fields__)),
+    "responses": (ResponseFields, set(ResponseFields.__struct_fields__) - set(InputFields.__struct_fields__)),
+    "input_tokens": (InputTokensFields, set(InputTokensFields.__struct_fields__) - set(InputFields.__struct_fields__)),
     "tokenize": (TokenizeFields, set(TokenizeFields.__struct_fields__)),
     "detokenize": (DetokenizeFields, set(DetokenizeFields.__struct_fields__)),
 }
@@ -100,6 +105,12 @@ def test_refused_by_messages():
     written = {row[0].strip("`"): row[1] for row in part("messages refused")}
     assert written == {name: why or "not supported" for name, why in REFUSED.items()}
     assert not set(REFUSED) & set(MessagesFields.__struct_fields__)
+
+
+def test_refused_by_responses():
+    text = DOCUMENT.read_text("utf-8")
+    sentence = text.partition("Refused by name are ")[2].partition(".")[0]
+    assert re.findall(r"`(\w+)`", sentence) == sorted(REFUSED_BY_RESPONSES)
 
 
 def test_nothing_is_both_taken_everywhere_and_refused():

@@ -31,14 +31,16 @@ MESSAGES = [{"role": "user", "content": "abc"}]
 class Process:
     """`python -m gateway` on a free port."""
 
-    def __init__(self, directory: Path, *args: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
-        self.log = directory.parent / "gateway.log"
+    def __init__(
+        self, directory: Path, *args: str, pass_fds: tuple[int, ...] = (), log: str = "gateway.log", **env: str
+    ) -> None:
+        self.log = directory.parent / log
         environment = {**os.environ, **env}
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as output:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "gateway", "--port", "0", "--runtime-dir", str(directory), *args],
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=pass_fds,

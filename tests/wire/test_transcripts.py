@@ -155,6 +155,9 @@ def _overloaded() -> FakeGenerator:
     return generator
 
 
+RESPONSE = {"model": MODEL, "input": "hi"}
+RESPONSE_TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
+
 CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "chat": ("POST", "/v1/chat/completions", CHAT, FakeGenerator(spell(TEXT, cached=16))),
     "chat_stream": ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, FakeGenerator(spell(TEXT))),
@@ -298,6 +301,49 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         {**CHAT, "system": "Be brief.", "tools": ANTHROPIC_TOOLS},
         _thinks(),
     ),
+    "response": ("POST", "/v1/responses", RESPONSE, FakeGenerator(spell(TEXT, cached=16))),
+    "response_incomplete": (
+        "POST",
+        "/v1/responses",
+        {**RESPONSE, "include": ["message.output_text.logprobs"], "top_logprobs": 1, "metadata": {"a": "b"}},
+        FakeGenerator(spell("\u00e9", "length")),
+    ),
+    "response_stream": ("POST", "/v1/responses", {**RESPONSE, "stream": True}, FakeGenerator(spell(TEXT))),
+    "response_stream_reasoning_tools": (
+        "POST",
+        "/v1/responses",
+        {**RESPONSE, "stream": True, "tools": RESPONSE_TOOLS},
+        _thinks_and_calls(),
+    ),
+    "response_stream_error": ("POST", "/v1/responses", {**RESPONSE, "stream": True}, FakeGenerator(_failing)),
+    "response_background": ("POST", "/v1/responses", {**RESPONSE, "background": True}, FakeGenerator()),
+    "response_error": ("POST", "/v1/responses", {**RESPONSE, "conversation": "c"}, FakeGenerator()),
+    "response_error_tools": (
+        "POST",
+        "/v1/responses",
+        {**RESPONSE, "tools": [{"type": "web_search"}], "stream": True},
+        FakeGenerator(),
+    ),
+    "response_error_previous": (
+        "POST",
+        "/v1/responses",
+        {**RESPONSE, "previous_response_id": "resp_00"},
+        FakeGenerator(),
+    ),
+    "response_unknown": ("GET", "/v1/responses/resp_00", None, FakeGenerator()),
+    "response_input_tokens": (
+        "POST",
+        "/v1/responses/input_tokens",
+        {**RESPONSE, "instructions": "Be brief."},
+        FakeGenerator(),
+    ),
+    "chat_stream_resumable": (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"resumable": True}},
+        FakeGenerator(spell("ab")),
+    ),
+    "stream_unknown": ("GET", "/v1/streams/chatcmpl-00", None, FakeGenerator()),
     "models": ("GET", "/v1/models", None, FakeGenerator()),
     "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
     "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
@@ -318,7 +364,8 @@ async def _transcript(method: str, path: str, body: dict[str, Any] | None, gener
     head = "\n".join(line for line in lines if not line.startswith("Date:"))
     head = re.sub(r"openai-processing-ms: \d+", "openai-processing-ms: 0", head)
     raw = re.sub(r'"id":"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', raw)
-    raw = re.sub(r'"id":"msg_[0-9a-f]{32}"', '"id":"msg_ID"', raw)
+    raw = re.sub(r'"(id|item_id)":"(msg|resp|rs|fc)_[0-9a-f]{32}"', r'"\1":"\2_ID"', raw)
+    raw = re.sub(r'"(created_at|completed_at)":\d+', r'"\1":0', raw)
     raw = re.sub(r'"system_fingerprint":"fp_[0-9a-f]{12}"', '"system_fingerprint":"fp_ID"', raw)
     raw = re.sub(r'"created":\d+', '"created":0', raw)
     head = re.sub(r"Content-Length: \d+", "Content-Length: 0", head)

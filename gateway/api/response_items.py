@@ -1,0 +1,211 @@
+"""The items of /v1/responses, which are put in and come out: checked, as they are kept, and as messages of a chat."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.errors import InvalidRequestError
+
+MAX_ITEMS = 4096
+_ROLES = ("user", "system", "developer", "assistant")
+_STATUSES = (None, "in_progress", "completed", "incomplete")
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_FIELDS = {
+    "message": ("role", "content", "phase"),
+    "function_call": ("call_id", "name", "arguments", "parsed_arguments", "caller", "namespace", "async"),
+    "function_call_output": ("call_id", "output", "caller", "name", "namespace"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+}
+_NULL_ONLY = ("phase", "caller", "namespace", "async", "encrypted_content")
+"""Fields of OpenAI's own models, which its library sends back with null."""
+_PARTS = {
+    "input_text": ("text",),
+    "output_text": ("text", "annotations", "logprobs", "parsed"),
+    "refusal": ("refusal",),
+    "summary_text": ("text",),
+    "reasoning_text": ("text",),
+}
+
+
+def new_item_id(kind: str) -> str:
+    """An id for an item of this type."""
+    return _PREFIXES[kind] + secrets.token_hex(16)
+
+
+def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of `input` as they are kept: each with a type and an id, and content in parts.
+
+    Raises InvalidRequestError naming the place.
+    """
+    if isinstance(value, str):
+        return [_message({"role": "user", "content": value}, "input", new_item_id("message"))]
+    if not value:
+        raise InvalidRequestError("input must not be empty.", param="input")
+    if len(value) > MAX_ITEMS:
+        raise InvalidRequestError(f"input has {len(value)} items; at most {MAX_ITEMS} are allowed.", param="input")
+    return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
+
+
+def _item(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind not in _FIELDS:
+        raise InvalidRequestError(
+            f"{place}.type must be one of {', '.join(_FIELDS)}; other items are not supported.", param=f"{place}.type"
+        )
+    _check_fields(item, ("type", "id", "status", *_FIELDS[kind]), place)
+    for name in _NULL_ONLY:
+        if item.get(name) is not None:
+            shown = f"{place}.{name}"
+            raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+    if item.get("status") not in _STATUSES:
+        raise InvalidRequestError(f"{place}.status is not a status of an item.", param=f"{place}.status")
+    identifier = _text(item, "id", place) if item.get("id") is not None else new_item_id(kind)
+    if kind == "message":
+        return _message(item, place, identifier)
+    if kind == "reasoning":
+        return {
+            "id": identifier,
+            "type": kind,
+            "summary": _parts(item.get("summary") or [], ("summary_text",), f"{place}.summary"),
+            "content": _parts(item.get("content") or [], ("reasoning_text",), f"{place}.content"),
+        }
+    call_id = _text(item, "call_id", place)
+    if kind == "function_call":
+        name, arguments = _text(item, "name", place), _text(item, "arguments", place, empty=True)
+        called = {"call_id": call_id, "name": name, "arguments": arguments, "status": "completed"}
+        return {"id": identifier, "type": kind, **called}
+    output = item.get("output")
+    if not isinstance(output, str):
+        output = _parts(output, ("input_text",), f"{place}.output")
+    return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed"}
+
+
+def _message(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise InvalidRequestError(f"{place}.role must be one of {', '.join(_ROLES)}.", param=f"{place}.role")
+    kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": kinds[0], "text": content}]
+    parts = _parts(content, kinds, f"{place}.content")
+    if not parts:
+        raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
+    return {"id": identifier, "type": "message", "status": "completed", "role": role, "content": parts}
+
+
+def _parts(value: object, kinds: tuple[str, ...], place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{place} must be a string or a list of parts.", param=place, code="invalid_type")
+    return [_part(part, kinds, f"{place}[{index}]") for index, part in enumerate(value)]
+
+
+def _part(part: object, kinds: tuple[str, ...], place: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+    kind = part.get("type")
+    if kind not in kinds:
+        what = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
+    _check_fields(part, ("type", *_PARTS[kind]), place)
+    if part.get("annotations"):
+        shown = f"{place}.annotations"
+        raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+    name = _PARTS[kind][0]
+    text = {"type": kind, name: _text(part, name, place, empty=True)}
+    return {**text, "annotations": []} if kind == "output_text" else text
+
+
+def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
+    for name in value:
+        if name not in known:
+            shown = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+
+
+def _text(value: Mapping[str, Any], name: str, place: str, *, empty: bool = False) -> str:
+    text = value.get(name)
+    if not isinstance(text, str) or not (text or empty):
+        raise InvalidRequestError(f"{place}.{name} must be a string.", param=f"{place}.{name}", code="invalid_type")
+    return text
+
+
+class Conversation:
+    """Items as messages of a chat. What a model wrote in one turn (reasoning, text, calls) is one message there.
+
+    Attributes:
+        messages: see gateway.api.messages.
+        places: of each message, the field of the request that it comes from.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        # The assistant's message that what follows may belong to.
+        self._turn: dict[str, Any] | None = None
+        if instructions:
+            self._add({"role": "system", "content": instructions}, "instructions")
+
+    def add(self, items: Sequence[Mapping[str, Any]], place: str) -> None:
+        """Takes checked items. `place` is the field that they come from; `input[]` counts them."""
+        for index, item in enumerate(items):
+            self._take(item, place.replace("[]", f"[{index}]"))
+
+    def turns(self) -> list[int]:
+        """Where the conversation could begin instead: at each of the user's messages but the first of all."""
+        users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        return users[1:]
+
+    def since(self, start: int) -> list[dict[str, Any]]:
+        """The messages from there on, behind what the system says before."""
+        rules = [message for message in self.messages[:start] if message["role"] in ("system", "developer")]
+        return rules + self.messages[start:]
+
+    def _take(self, item: Mapping[str, Any], place: str) -> None:
+        kind = item["type"]
+        if kind == "reasoning":
+            text = "\n".join(part["text"] for part in item["content"] or item["summary"])
+            if text:
+                self._assistant(place, "reasoning_content")["reasoning_content"] = text
+        elif kind == "function_call":
+            called = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": called}
+            self._assistant(place, "").setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            self._add({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])}, place)
+        elif item["role"] == "assistant":
+            self._assistant(place, "content")["content"] = _content(item["content"])
+        else:
+            self._add({"role": item["role"], "content": _content(item["content"])}, place)
+
+    def _assistant(self, place: str, field: str) -> dict[str, Any]:
+        """The message of this turn; a new one where it has what comes before, or is, this field."""
+        turn = self._turn
+        later = {
+            "reasoning_content": ("reasoning_content", "content", "tool_calls"),
+            "content": ("content", "tool_calls"),
+        }
+        if turn is None or any(name in turn for name in later.get(field, ())):
+            turn = {"role": "assistant"}
+            self._add(turn, place)
+            self._turn = turn
+        return turn
+
+    def _add(self, message: dict[str, Any], place: str) -> None:
+        self._turn = None
+        self.messages.append(message)
+        self.places.append(place)
+
+
+def _content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts under chat's names."""
+    if isinstance(parts, str):
+        return parts
+    return [
+        {"type": "refusal", "refusal": part["refusal"]}
+        if part["type"] == "refusal"
+        else {"type": "text", "text": part["text"]}
+        for part in parts
+    ]

@@ -1,0 +1,279 @@
+"""/v1/responses: a generation's events to typed events and to the response that they describe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.fan_in import Tally
+from gateway.api.logprobs import TokenNames, chat_logprobs
+from gateway.api.response_fields import ResponseFields
+from gateway.api.response_items import new_item_id
+from gateway.flow.events import TextDelta
+from gateway.responses import dump_json
+from gateway.text.message_parser import ToolCallDelta
+from shared.errors import PeltonError, RateLimitError
+from shared.messages import TokenLogprobs
+
+Event = tuple[str, dict[str, Any]]
+"""Its type without `response.`, and its fields."""
+
+
+def response_head(fields: ResponseFields, identifier: str, created: int, tier: str | None) -> dict[str, Any]:
+    """A response before anything has happened: what of the request it repeats."""
+    text, reasoning = fields.text, fields.reasoning
+    return {
+        "id": identifier,
+        "object": "response",
+        "created_at": created,
+        "status": "queued" if fields.background else "in_progress",
+        "background": bool(fields.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "model": fields.model,
+        "output": [],
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": tier or "default",
+        "store": fields.store is not False,
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "text": {
+            "format": {"type": "text"} if text is None or text.format is None else msgspec.to_builtins(text.format)
+        },
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "truncation": fields.truncation or "disabled",
+        "usage": None,
+        "user": fields.user,
+        "metadata": fields.metadata or {},
+    }
+
+
+def response_usage(tally: Tally) -> dict[str, Any]:
+    """OpenAI's usage object of a response."""
+    return {
+        "input_tokens": tally.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": tally.num_cached_tokens},
+        "output_tokens": tally.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": tally.num_reasoning_tokens or 0},
+        "total_tokens": tally.num_prompt_tokens + tally.num_completion_tokens,
+    }
+
+
+class ResponseEvents:
+    """Encodes events as those of /v1/responses, and keeps the response that they tell of.
+
+    Args:
+        head: see response_head.
+        names: how log-probabilities name tokens; None: they are not shown.
+        may_call: white space alone is held back, since before and between calls it is no message.
+        on_change: is given the response when it begins and when it has ended, before its event is sent.
+    """
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        tally: Tally,
+        names: TokenNames | None,
+        *,
+        may_call: bool,
+        on_change: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.response = head
+        self._tally = tally
+        self._names = names
+        self._may_call = may_call
+        self._on_change = on_change
+        self._output: list[dict[str, Any]] = head["output"]
+        self._number = 0
+        # The item that is being written, with what it has so far.
+        self._item: dict[str, Any] | None = None
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._space = ""
+        self._unshown: list[TokenLogprobs] = []
+        self._cut_off = False
+
+    def encode(self, _index: int, _prompt_index: int, delta: TextDelta) -> bytes:
+        """What one event of the generation tells, framed."""
+        return b"".join([self._framed(event) for event in self._take(delta)])
+
+    def end(self) -> bytes:
+        """The last item's end, and the response's."""
+        return b"".join([self._framed(event) for event in self._finish()])
+
+    def failed(self, error: PeltonError) -> bytes:
+        """The response as it is, with the error."""
+        events = [*self._begin(), *self._close("incomplete"), *self._end_response("failed", error=_error(error))]
+        return b"".join([self._framed(event) for event in events])
+
+    def cancel(self) -> None:
+        """The response ends as it is."""
+        list(self._close("incomplete"))
+        self.response |= {"status": "cancelled"}
+        self._on_change(self.response)
+
+    def _framed(self, event: Event) -> bytes:
+        kind, fields = event
+        body = dump_json({"type": f"response.{kind}", "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), body)
+
+    def _begin(self) -> Iterator[Event]:
+        if self._number == 0:
+            yield "created", {"response": dict(self.response)}
+            self.response["status"] = "in_progress"
+            self._on_change(self.response)
+            yield "in_progress", {"response": dict(self.response)}
+
+    def _take(self, delta: TextDelta) -> Iterator[Event]:
+        yield from self._begin()
+        if self._names is not None and delta.logprobs:
+            self._unshown += delta.logprobs[delta.num_reasoning_tokens :]
+        if delta.reasoning:
+            yield from self._reason(delta.reasoning)
+        if delta.text:
+            yield from self._speak(delta.text)
+        for call in delta.tool_calls:
+            yield from self._call(call)
+        if delta.finish_reason is not None:
+            self._cut_off = delta.finish_reason == "length"
+
+    def _finish(self) -> Iterator[Event]:
+        yield from self._begin()
+        if not self._output:
+            yield from self._say(self._space)
+        yield from self._close("incomplete" if self._cut_off else "completed")
+        if self._cut_off:
+            yield from self._end_response("incomplete", incomplete_details={"reason": "max_output_tokens"})
+        else:
+            yield from self._end_response("completed", completed_at=int(time.time()))
+
+    def _end_response(self, status: str, **changes: Any) -> Iterator[Event]:
+        self.response |= {"status": status, "usage": response_usage(self._tally), **changes}
+        self._on_change(self.response)
+        yield status, {"response": self.response}
+
+    def _reason(self, text: str) -> Iterator[Event]:
+        if self._kind != "reasoning":
+            yield from self._open("reasoning", {"summary": [], "content": []})
+            yield "content_part.added", self._place | {"part": _reasoning_part("")}
+        self._pieces.append(text)
+        yield "reasoning_text.delta", self._place | {"delta": text}
+
+    def _speak(self, text: str) -> Iterator[Event]:
+        if self._may_call and self._kind != "message":
+            self._space += text
+            if self._space.isspace():
+                return
+            text, self._space = self._space, ""
+        yield from self._say(text)
+
+    def _say(self, text: str) -> Iterator[Event]:
+        if self._kind != "message":
+            yield from self._open("message", {"role": "assistant", "content": []})
+            yield "content_part.added", self._place | {"part": _text_part("", [])}
+        logprobs: list[dict[str, Any]] = []
+        if self._names is not None:
+            logprobs = chat_logprobs(self._unshown, self._names)
+            self._unshown = []
+            self._logprobs += logprobs
+        if text:
+            self._pieces.append(text)
+            yield "output_text.delta", self._place | {"delta": text, "logprobs": logprobs}
+
+    def _call(self, call: ToolCallDelta) -> Iterator[Event]:
+        if call.name is not None:
+            fields = {"call_id": call.id, "name": call.name, "arguments": ""}
+            yield from self._open("function_call", fields)
+        if call.arguments:
+            self._pieces.append(call.arguments)
+            yield "function_call_arguments.delta", self._item_place | {"delta": call.arguments}
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self._item is None else str(self._item["type"])
+
+    @property
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return self._item_place | {"content_index": 0}
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close("completed")
+        if kind != "message":
+            # What was held back, or belongs to the marks around a call or reasoning, is not shown.
+            self._space, self._unshown = "", []
+        self._item = {"id": new_item_id(kind), "type": kind, "status": "in_progress", **fields}
+        self._output.append(self._item)
+        yield "output_item.added", {"output_index": len(self._output) - 1, "item": dict(self._item)}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item = self._item
+        if item is None:
+            return
+        text = "".join(self._pieces)
+        if item["type"] == "message":
+            part = _text_part(text, self._logprobs)
+            yield "output_text.done", self._place | {"text": text, "logprobs": self._logprobs}
+            yield "content_part.done", self._place | {"part": part}
+            item["content"] = [part]
+        elif item["type"] == "reasoning":
+            yield "reasoning_text.done", self._place | {"text": text}
+            yield "content_part.done", self._place | {"part": _reasoning_part(text)}
+            item["content"] = [_reasoning_part(text)]
+        else:
+            yield "function_call_arguments.done", self._item_place | {"name": item["name"], "arguments": text}
+            item["arguments"] = text
+        item["status"] = status
+        yield "output_item.done", {"output_index": len(self._output) - 1, "item": item}
+        self._item, self._pieces, self._logprobs = None, [], []
+
+
+def _text_part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _error(error: PeltonError) -> dict[str, Any]:
+    """The error object of a response; OpenAI's codes are few, so ours comes after them."""
+    if isinstance(error, RateLimitError):
+        code = "rate_limit_exceeded"
+    else:
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+    return {"code": code, "message": error.message, "param": error.param, "type": error.code or error.type}
+
+
+def stream_failure(error: PeltonError) -> bytes:
+    """The event of a stream that cannot go on, though its response may."""
+    fields = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+    return b"event: error\ndata: %b\n\n" % dump_json({**fields, "sequence_number": 0})
+
+
+def stored_items(items: Iterable[dict[str, Any]]) -> bytes:
+    """Items as they are kept; log-probabilities are of no use to what comes after."""
+    return dump_json([_bare(item) for item in items])
+
+
+def _bare(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] != "message":
+        return item
+    parts = [{name: value for name, value in part.items() if name != "logprobs"} for part in item["content"]]
+    return {**item, "content": parts}

@@ -1,0 +1,117 @@
+"""Two gateway processes over one fake worker: what one of them keeps is had from the other, too."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.stores.ids import gateway_of
+from tests.fakes.fake_worker import FakeWorker
+from tests.integration.test_http_process import Process, ready
+from tests.integration.test_http_resumable import parsed
+
+KEYS = ("sk-one-0123456789", "sk-two-0123456789")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Pair:
+    """A client of both, each on a port of its own, as no client can choose on a shared one."""
+
+    def __init__(self, session: aiohttp.ClientSession, urls: list[str], processes: list[Process]) -> None:
+        self.session = session
+        self.processes = processes
+        self.urls = urls
+
+    async def ask(self, which: int, method: str, path: str, key: int = 0, **options: Any) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {KEYS[key]}", **options.pop("headers", {})}
+        async with self.session.request(method, self.urls[which] + path, headers=headers, **options) as response:
+            parse = response.content_type == "application/json"
+            return response.status, await response.json() if parse else await response.read()
+
+    async def create(self, which: int, key: int = 0, **fields: Any) -> tuple[int, Any]:
+        body = {"model": "fake", "input": "hello", "max_output_tokens": 100, **fields}
+        return await self.ask(which, "POST", "/v1/responses", key, json=body)
+
+
+@pytest.fixture
+async def pair(tmp_path) -> AsyncIterator[Pair]:
+    directory = tmp_path / "r"
+    directory.mkdir(mode=0o700)
+    with FakeWorker(directory, delay=0.005):
+        async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
+            urls: list[str] = []
+            processes: list[Process] = []
+            for index in (0, 1):
+                flags = ["--gateway-processes", "2", "--gateway-index", str(index), "--port", str(free_port())]
+                flags += [flag for key in KEYS for flag in ("--api-key", key)]
+                process = Process(directory, *flags, log=f"gateway-{index}.log")
+                stack.callback(process.kill)
+                processes.append(process)
+                urls.append(await process.url())
+            for url in urls:
+                await ready(session, url)
+            yield Pair(session, urls, processes)
+
+
+async def test_what_one_keeps_is_had_from_both(pair):
+    status, made = await pair.create(1)
+    assert status == 200 and gateway_of(made["id"]) == 1
+    path = f"/v1/responses/{made['id']}"
+    for which in (0, 1):
+        assert await pair.ask(which, "GET", path) == (200, made)
+        status, items = await pair.ask(which, "GET", path + "/input_items?order=asc&limit=1")
+        assert status == 200 and items["data"][0]["content"][0]["text"] == "hello"
+        status, body = await pair.ask(which, "GET", path, key=1)
+        assert status == 404 and body["error"]["code"] == "not_found"
+        status, continued = await pair.create(which, previous_response_id=made["id"])
+        assert status == 200 and continued["usage"]["input_tokens"] > made["usage"]["input_tokens"]
+        assert (await pair.create(which, key=1, previous_response_id=made["id"]))[0] == 404
+        assert (await pair.ask(which, "POST", path + "/cancel"))[0] == 400
+    assert (await pair.ask(0, "DELETE", path))[1]["deleted"]
+    assert {(await pair.ask(which, "GET", path))[0] for which in (0, 1)} == {404}
+    status, made = await pair.create(0, background=True)
+    status, body = await pair.ask(1, "POST", f"/v1/responses/{made['id']}/cancel")
+    assert (status, body["status"]) == (200, "cancelled")
+
+
+async def test_a_stream_goes_on_at_the_other_and_ends_with_its_process(pair):
+    body: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "It goes on and on. " * 3}]}
+    whole = (await pair.ask(1, "POST", "/v1/chat/completions", json=body))[1]["choices"][0]["message"]["content"]
+    body |= {"stream": True, "stream_options": {"resumable": True}}
+    raw = b""
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    async with pair.session.post(pair.urls[0] + "/v1/chat/completions", json=body, headers=headers) as response:
+        while raw.count(b"\n\n") < 5:
+            raw += await response.content.readuntil(b"\n\n")
+        response.close()
+    seen = parsed(raw)
+    path = f"/v1/streams/{seen[0][1]['id']}"
+    options = {"headers": {"Last-Event-ID": "5"}}
+    assert (await pair.ask(1, "GET", path, key=1, headers={"Last-Event-ID": "5"}))[0] == 404
+    status, rest = await pair.ask(1, "GET", path, **options)
+    assert status == 200
+    events = seen + parsed(rest)
+    assert [number for number, _ in events] == list(range(1, len(events) + 1)) and events[-1][1] == "[DONE]"
+    choices = [data["choices"][0] for _, data in events[:-1]]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == whole and len(whole) > 20
+    assert (await pair.ask(1, "GET", path, headers={"Last-Event-ID": str(len(events))}))[0] == 204
+
+
+async def test_a_process_that_is_gone_has_nothing(pair):
+    _, made = await pair.create(1)
+    assert (await pair.ask(0, "GET", "/v1/responses/resp_3f" + "0" * 30))[0] == 404, "there is no such process"
+    pair.processes[1].kill()
+    assert (await pair.ask(0, "GET", f"/v1/responses/{made['id']}"))[0] == 503
+    status, body = await pair.create(0, previous_response_id=made["id"])
+    assert status == 503 and "/" not in body["error"]["message"]
+    assert (await pair.create(0))[0] == 200

@@ -1,0 +1,256 @@
+"""/v1/responses over HTTP: what is refused, whose a response is, what is kept and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.flow.events import GenerationRequest, TextDelta
+from gateway.stores.responses import ResponseStore
+from shared.errors import WorkerLostError
+from shared.sampling_params import SamplingParams
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
+from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, Gateway, run_gateway
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+REQUEST = GenerationRequest(request_id="r", model=MODEL, prompt_token_ids=[1], sampling=SamplingParams())
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway() as running:
+        yield running
+
+
+async def create(gateway: Gateway, **fields: Any) -> tuple[int, Any]:
+    status, body, _ = await gateway.post("/v1/responses", {"model": MODEL, "input": "hi", **fields})
+    return status, body
+
+
+async def ask(gateway: Gateway, method: str, path: str, **headers: str) -> tuple[int, Any]:
+    async with gateway.session.request(method, gateway.url + path, headers={**gateway.headers, **headers}) as response:
+        return response.status, orjson.loads(await response.read())
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"no_such": 1}, "no_such"),
+        ({"messages": []}, "messages"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"background": True, "store": False}, "background"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        ({"truncation": "left"}, "truncation"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format.schema"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"metadata": {"": "x"}}, "metadata"),
+        ({"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{**MESSAGE, "role": "tool"}]}, "input[0].role"),
+        ({"input": [{**MESSAGE, "name": "x"}]}, "input[0].name"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [MESSAGE, {**CALL, "arguments": 1}]}, "input[1].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+    ],
+)  # fmt: skip
+async def test_what_is_refused_is_named(gateway, fields, param):
+    status, body = await create(gateway, **fields)
+    assert status == 400, body
+    assert body["error"]["param"] == param, body
+    assert not gateway.generator.requests
+
+
+async def test_items_become_one_conversation(gateway):
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "One moment.", "annotations": []}]},
+        CALL,
+        {**CALL, "call_id": "d"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+        {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "2"}]},
+        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "content": "Really."},
+    ]
+    assert (await create(gateway, input=items, instructions="First."))[0] == 200
+    (messages,) = gateway.models.entry.pipeline.messages
+    assert [message["role"] for message in messages] == [
+        "system", "system", "user", "assistant", "tool", "tool", "assistant", "assistant",
+    ]  # fmt: skip
+    turn = messages[3]
+    assert turn["content"] == "One moment." and turn["reasoning_content"] == "Hm." and len(turn["tool_calls"]) == 2
+    assert messages[2]["content"] == "a\nb"
+
+
+async def test_instructions_are_not_carried_over(gateway):
+    first = (await create(gateway, instructions="First."))[1]
+    second = (await create(gateway, input="more", previous_response_id=first["id"], instructions="Second."))[1]
+    assert (await create(gateway, input="and", previous_response_id=second["id"]))[0] == 200
+    said = [[message["content"] for message in messages] for messages in gateway.models.entry.pipeline.messages]
+    assert said[1] == ["Second.", "hi", "Hello", "more"]
+    assert said[2] == ["hi", "Hello", "more", "Hello", "and"]
+
+
+async def test_a_response_is_its_keys_own():
+    async with run_gateway(keys=True) as gateway:
+        gateway.headers["Authorization"] = f"Bearer {USER_KEY}"
+        made = (await create(gateway))[1]["id"]
+        for key in (OTHER_KEY, ADMIN_KEY):
+            other = {"Authorization": f"Bearer {key}"}
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+                assert (await ask(gateway, method, f"/v1/responses/{made}{path}", **other))[0] == 404
+            body = {"model": MODEL, "input": "x", "previous_response_id": made}
+            assert (await gateway.post("/v1/responses", body, **other))[0] == 404
+        assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
+
+
+async def test_only_background_responses_can_be_cancelled(gateway):
+    made = (await create(gateway))[1]["id"]
+    assert (await ask(gateway, "POST", f"/v1/responses/{made}/cancel"))[0] == 400
+
+
+async def background(gateway: Gateway, *steps: Any) -> str:
+    gateway.generator.script = lambda _: list(steps)
+    status, body = await create(gateway, background=True)
+    assert status == 200 and body["status"] == "queued"
+    return str(body["id"])
+
+
+async def test_a_background_response_is_seen_while_it_runs_and_can_be_ended(gateway):
+    made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
+    for _ in range(100):
+        status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
+        if body["status"] == "in_progress":
+            break
+        await asyncio.sleep(0.01)
+    assert (status, body["status"]) == (200, "in_progress")
+    assert (await create(gateway, previous_response_id=made))[0] == 400
+    status, body = await ask(gateway, "POST", f"/v1/responses/{made}/cancel")
+    assert (status, body["status"]) == (200, "cancelled")
+    assert body["output"][0]["content"][0]["text"] == "Hel" and body["output"][0]["status"] == "incomplete"
+    assert await gateway.generations_left() == 0
+    assert (await ask(gateway, "POST", f"/v1/responses/{made}/cancel"))[1]["status"] == "cancelled"
+    made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
+    assert (await ask(gateway, "DELETE", f"/v1/responses/{made}"))[0] == 200
+    assert await gateway.generations_left() == 0
+    assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 404
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_background_response_that_fails_says_so(gateway, begun):
+    made = await background(gateway, *[TextDelta(0, "Hel", [1])] * begun, WorkerLostError("The worker died."))
+    for _ in range(100):
+        body = (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]
+        if body["status"] == "failed":
+            break
+        await asyncio.sleep(0.01)
+    assert body["status"] == "failed" and body["error"]["message"] == "The worker died."
+
+
+async def test_events_of_a_background_response_are_gone_on_with(gateway):
+    gateway.generator.script = spell("Hello")
+    body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+    async with gateway.session.post(gateway.url + "/v1/responses", json=body) as response:
+        whole = await response.read()
+    events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
+    made = orjson.loads(events[0].partition(b"data: ")[2])["response"]["id"]
+    for seen in range(len(events) - 1):
+        status, rest, _ = await gateway.get(f"/v1/responses/{made}?stream=true&starting_after={seen}")
+        assert (status, rest) == (200, b"".join(events[seen + 1 :]))
+    assert (await gateway.get(f"/v1/responses/{made}?stream=true&starting_after={len(events) - 1}"))[0] == 204
+    for query in (
+        "stream=true&starting_after=99",
+        "starting_after=1",
+        "other=1",
+        "stream=true&include_obfuscation=true",
+    ):
+        assert (await gateway.get(f"/v1/responses/{made}?{query}"))[0] == 400
+
+
+async def test_a_client_that_leaves_a_stream_ends_it(gateway):
+    gateway.generator.script = lambda _: [TextDelta(0, "Hel", [1]), asyncio.Event()]
+    body = {"model": MODEL, "input": "hi", "stream": True}
+    async with gateway.session.post(gateway.url + "/v1/responses", json=body) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    assert await gateway.generations_left() == 0
+
+
+async def test_pages_of_input_items(gateway):
+    made = (await create(gateway, input=[{"role": "user", "content": str(index)} for index in range(5)]))[1]["id"]
+    path = f"/v1/responses/{made}/input_items"
+    first = (await ask(gateway, "GET", path + "?limit=2"))[1]
+    assert [item["content"][0]["text"] for item in first["data"]] == ["4", "3"] and first["has_more"]
+    rest = (await ask(gateway, "GET", path + f"?limit=3&after={first['last_id']}"))[1]
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"] and not rest["has_more"]
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=x", "before=x"):
+        status, body = await ask(gateway, "GET", f"{path}?{query}")
+        assert status == 400 and body["error"]["param"] == query.partition("=")[0]
+
+
+async def test_truncation_leaves_out_the_oldest_turns():
+    async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=100)))) as gateway:
+        turns = [{"role": "user", "content": f"{index} " * 10} for index in range(9)]
+        assert (await create(gateway, input=turns, instructions="Rule."))[0] == 400
+        status, body = await create(gateway, input=turns, instructions="Rule.", truncation="auto")
+        assert status == 200 and body["truncation"] == "auto"
+        used = bytes(gateway.generator.requests[-1].prompt_token_ids).decode()
+        assert used.startswith("system: Rule.") and "8 8" in used and "0 0" not in used
+        left_out = used.count("user:")
+        assert len(used) + 27 > 99, f"no more than needed: {left_out}"
+        status, body = await create(gateway, input="x" * 200, truncation="auto")
+        assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+
+
+async def test_many_responses_and_streams_leave_memory_flat():
+    store = ResponseStore(max_bytes=300_000, time_to_live=60.0)
+    async with run_gateway(FakeGenerator(spell("Hello")), responses=store) as gateway:
+
+        async def some(number: int) -> int:
+            previous = None
+            for index in range(number):
+                status, body = await create(gateway, input="x" * 1000, previous_response_id=previous)
+                assert status == 200
+                previous = body["id"] if index % 3 else None
+                gateway.generator.generations.clear()
+                gateway.models.entry.pipeline.messages.clear()
+            gc.collect()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        before = await some(150)
+        after = await some(300)
+        assert store.num_bytes <= 300_000 and len(store) < 200
+        assert (after - before) < 4096, "KiB"

@@ -1,0 +1,101 @@
+"""The store of responses: bounds, times, owners."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from gateway.stores.responses import ResponseStore, StoredResponse
+from shared.errors import InvalidRequestError, NotFoundError
+
+OWNER = b"owner"
+
+
+def stored(size: int = 10, *, owner: bytes = OWNER, **fields) -> StoredResponse:
+    return StoredResponse(owner, bytes(size), (b"[1]",), b"[2]", **fields)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_continues_a_response_begins_with_its_input_and_output():
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
+    store.put("a", stored())
+    assert store.continued("a", OWNER) == (b"[1]", b"[2]")
+    store.put("a", stored(done=False))
+    with pytest.raises(InvalidRequestError):
+        store.continued("a", OWNER)
+
+
+def test_another_key_finds_and_deletes_nothing():
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
+    store.put("a", stored())
+    for act in (store.get, store.continued, store.delete):
+        with pytest.raises(NotFoundError):
+            act("a", b"other")
+    store.delete("a", OWNER)
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_the_least_recently_used_go_first():
+    store = ResponseStore(max_bytes=4 * stored(1000).size, time_to_live=1.0)
+    for name in "abcd":
+        store.put(name, stored(1000))
+    store.get("a", OWNER)
+    store.put("e", stored(1000))
+    assert "b" not in store and all(name in store for name in "acde")
+    store.put("f", stored(100_000))
+    assert len(store) == 0 and store.num_bytes == 0, "what is larger than all room is not kept"
+
+
+def test_the_number_is_bounded_too():
+    store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0, max_responses=10)
+    for index in range(100):
+        store.put(str(index), stored())
+    assert len(store) == 10 and "99" in store
+
+
+def test_nothing_is_kept_where_there_is_no_room():
+    store = ResponseStore(max_bytes=0, time_to_live=1.0)
+    store.put("a", stored())
+    assert len(store) == 0
+
+
+def test_time_counts_from_the_last_use():
+    clock = Clock()
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=10.0, clock=clock)
+    store.put("a", stored())
+    store.put("b", stored())
+    clock.now = 6.0
+    store.get("a", OWNER)
+    clock.now = 11.0
+    store.expire()
+    assert "a" in store and "b" not in store
+    clock.now = 16.0
+    with pytest.raises(NotFoundError):
+        store.get("a", OWNER)
+
+
+def test_a_hundred_thousand_responses_leave_memory_flat():
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=1000.0)
+
+    def put(first: int, count: int) -> None:
+        for index in range(first, first + count):
+            store.put(f"resp_{index:030}", stored(200))
+            assert store.num_bytes <= 1 << 20
+
+    put(0, 2000)
+    tracemalloc.start()
+    put(2000, 2000)
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    tracemalloc.start()
+    put(4000, 96_000)
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert abs(after - before) < 200_000
