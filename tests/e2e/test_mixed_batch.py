@@ -92,7 +92,7 @@ async def answer(client: openai.AsyncOpenAI, body: dict[str, Any]) -> list[dict[
 
 
 async def test_each_of_a_mixed_batch_equals_its_solo_run(server: Server) -> None:
-    """CVE-2026-44223 (without speculation, which Pelton has not yet); F29"""
+    """CVE-2026-44223, F29; with drafts in every step: unit/worker/speculative/test_exactness.py"""
     bodies = {name: request(index, name) for index, name in enumerate(OPTIONS)}
     async with server.async_client() as client:
         alone = {name: await answer(client, body) for name, body in bodies.items()}

@@ -175,6 +175,28 @@ def test_rows_that_are_not_usable_and_greedy_ones(ops):
     assert torch.equal(ops.reject(logits, greedy, drafts), logits.argmax(dim=-1))
 
 
+@pytest.mark.parametrize("vocab", [9, 67])
+def test_no_row_gives_an_id_outside_of_the_vocabulary(vocab, ops):
+    """CVE-2026-54234: rows of zeros, NaN and infinities, of the target and of what drafts were drawn from."""
+    rows = [0.0, NAN, float("-inf"), float("inf"), -1e38]
+    weights = [0.0, NAN, float("inf"), 1.0]
+    ids = [-1, 0, vocab - 1, vocab]
+    num = len(rows) * len(weights) * len(ids)
+    _, inputs = make_case(SamplingCase("", num, vocab, 1.0, CASES[0].rows))
+    logits = torch.tensor(rows).repeat_interleave(num // len(rows)).unsqueeze(1).repeat(1, vocab)
+    drafts = DraftInputs(
+        torch.tensor(ids).repeat(num // len(ids)),
+        torch.tensor(weights).unsqueeze(1).repeat(1, vocab),
+        torch.arange(len(weights)).repeat_interleave(len(ids)).repeat(len(rows)),
+    )
+    found = ops.reject(logits, inputs, drafts).view(len(rows), -1)
+    for value, ids_of_row in zip(rows, found):
+        if math.isfinite(value):
+            assert bool(((ids_of_row >= 0) & (ids_of_row < vocab)).all())
+        else:
+            assert set(ids_of_row.tolist()) == {NOTHING_LEFT if value == float("-inf") else NOT_USABLE}
+
+
 def test_a_grammar_and_tables(ops):
     logits, inputs, drafts = make_rejection(SamplingCase("", 16, 70, 1.5, CASES[0].rows), 4)
     words = torch.randint(-(2**31), 2**31, (16, 3), generator=torch.Generator().manual_seed(5)).int()

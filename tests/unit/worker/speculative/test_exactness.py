@@ -73,6 +73,7 @@ def guessing(monkeypatch, name: str, texts: dict, seed: int = 0, **options) -> T
 @pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_clients_see_is_what_they_see_without(name, num_pages, late, spec, alone, monkeypatch):
+    """CVE-2026-44223, reliability 2.7 #93: every way of sampling in one batch, with drafts and preemptions."""
     server = guessing(
         monkeypatch, name, alone, spec=spec, late=late, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24
     )
