@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 from aiohttp import web
 
 from gateway.auth import Identity, Scope
@@ -163,5 +162,6 @@ async def _from_sibling(request: web.Request, handler: Handler) -> web.StreamRes
 
 async def _answer_conversation(request: web.Request) -> web.StreamResponse:
     conversation = request.app[RESPONSES].continued(request.match_info["id"], request[IDENTITY].key_hash)
-    items = [item for part in conversation for item in orjson.loads(part)]
-    return web.Response(body=orjson.dumps(items), content_type="application/json")
+    # Arrays put together as they are: they may be long.
+    items = b",".join(part[1:-1] for part in conversation if part != b"[]")
+    return web.Response(body=b"[%b]" % items, content_type="application/json")

@@ -32,6 +32,7 @@ from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
 
 MAX_PAGE = 100
+_LOAD_IN_THREAD_ABOVE = 262_144
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -138,7 +139,9 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     stored = request.app[RESPONSES].get(identifier, owner)
     if request.query.get("include_obfuscation", "false") != "false":
         raise InvalidRequestError("include_obfuscation must be false.", param="include_obfuscation")
-    if request.query.get("stream", "false") != "true":
+    if request.query.get("stream", "false") not in ("true", "false"):
+        raise InvalidRequestError("stream must be true or false.", param="stream")
+    if request.query.get("stream", "false") == "false":
         if "starting_after" in request.query:
             raise InvalidRequestError("starting_after needs stream to be true.", param="starting_after")
         return web.Response(body=stored.body, content_type="application/json")
@@ -179,7 +182,7 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequestError("order must be asc or desc.", param="order")
-    items = [item for part in stored.input for item in orjson.loads(part)]
+    items = await _loaded(stored.input)
     if order == "desc":
         items.reverse()
     if (after := request.query.get("after")) is not None:
@@ -218,6 +221,17 @@ async def _history(request: web.Request, previous: str | None) -> tuple[bytes, .
         raise NotFoundError(message, param=name, code="previous_response_not_found") from None
 
 
+async def _loaded(parts: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Stored items; in a thread where they are many."""
+    if sum(map(len, parts)) > _LOAD_IN_THREAD_ABOVE:
+        return await asyncio.to_thread(_load, parts)
+    return _load(parts)
+
+
+def _load(parts: Sequence[bytes]) -> list[dict[str, Any]]:
+    return [item for part in parts for item in orjson.loads(part)]
+
+
 async def _prepare(
     request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Sequence[dict[str, Any]]
 ) -> PreparedChat:
@@ -233,8 +247,7 @@ async def _size(
 ) -> tuple[ChatFields, SizedChat]:
     """The chat request, and its prompt. With `truncation` auto the oldest turns are left out until it fits."""
     conversation = Conversation(fields.instructions)
-    for part in history:
-        conversation.add(orjson.loads(part), "previous_response_id")
+    conversation.add(await _loaded(history), "previous_response_id")
     conversation.add(items, "input[]" if isinstance(fields.input, list) else "input")
     chat = chat_fields(fields, model, conversation.messages)
     try:

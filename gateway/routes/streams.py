@@ -13,7 +13,7 @@ from gateway.api.sse import HEADERS, Encoder, SseResponse, failure, is_large, st
 from gateway.drain import Drain
 from gateway.keys import DRAIN, IDENTITY, STREAMS, log
 from gateway.stores.streams import StreamLog
-from shared.errors import InvalidRequestError, PeltonError
+from shared.errors import InvalidRequestError, NotFoundError, PeltonError
 
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
@@ -38,6 +38,8 @@ async def stream(
 async def resume_stream(request: web.Request) -> web.StreamResponse:
     """GET /v1/streams/{id}: what follows the event that `Last-Event-ID` names, or all; 204 where nothing will."""
     identifier = request.match_info["id"]
+    if identifier.startswith("resp_"):
+        raise NotFoundError("The events of a response are at /v1/responses/{id}?stream=true.")
     record = request.app[STREAMS].find(identifier, request[IDENTITY].key_hash)
     return await stream_log(request, identifier, record, _last_seen(request, record), failure)
 

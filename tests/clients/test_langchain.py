@@ -129,3 +129,16 @@ def test_errors(chat):
         with pytest.raises(ContextOverflowError, match="maximum context length") as too_long:
             chat.invoke(question)
         assert isinstance(too_long.value, openai.BadRequestError) and too_long.value.code == "context_length_exceeded"
+
+
+def test_the_responses_api(server):
+    model = ChatOpenAI(
+        base_url=server.url + "/v1", api_key=SecretStr(KEY), model=MODEL, max_retries=0, use_responses_api=True
+    )
+    assert model.invoke("hello").text == HELLO
+    assert "".join(chunk.text for chunk in model.stream("think")) == "Four."
+    caller = model.bind_tools([get_weather])
+    asked = caller.invoke("weather?")
+    assert isinstance(asked, AIMessage) and asked.tool_calls[0]["args"] == WEATHER
+    result = ToolMessage('{"sky": "grey"}', tool_call_id=asked.tool_calls[0]["id"])
+    assert caller.invoke([HumanMessage("weather?"), asked, result]).text == "It is grey there."

@@ -195,9 +195,11 @@ async def test_events_of_a_background_response_are_gone_on_with(gateway):
         "stream=true&starting_after=99",
         "starting_after=1",
         "other=1",
+        "stream=1",
         "stream=true&include_obfuscation=true",
     ):
         assert (await gateway.get(f"/v1/responses/{made}?{query}"))[0] == 400
+    assert (await gateway.get(f"/v1/streams/{made}"))[0] == 404
 
 
 async def test_a_client_that_leaves_a_stream_ends_it(gateway):
