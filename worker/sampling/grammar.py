@@ -267,15 +267,17 @@ class LLGrammars:
     ) -> None:
         self._executor = self._executor or LLExecutor(num_threads=self._num_mask_threads)
         begin = time.perf_counter()
-        if len(wide) == len(matchers):
-            numbered = [(matcher.matcher, index) for index, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(numbered, wide.ctypes.data, 4 * wide.shape[1], len(wide))
-        else:
+        drafted = [
+            (matcher.matcher, at, list(tokens)) for matcher, at, tokens in zip(matchers, starts, ahead) if tokens
+        ]
+        # The library refuses drafts that are none.
+        alone = [(matcher.matcher, at) for matcher, at, tokens in zip(matchers, starts, ahead) if not tokens]
+        place = wide.ctypes.data, 4 * wide.shape[1], len(wide)
+        if drafted:
             wide[:] = 0  # what comes after a text's end is not written
-            drafted = [(matcher.matcher, at, list(tokens)) for matcher, at, tokens in zip(matchers, starts, ahead)]
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                drafted, wide.ctypes.data, 4 * wide.shape[1], len(wide)
-            )
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *place)
         if time.perf_counter() - begin > _SLOW_SECONDS:
             self._num_watched = _NUM_WATCHED
 

@@ -17,13 +17,17 @@ from shared.messages import FinishReason, Submit
 from shared.sampling_params import ThinkingBudget
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.guessing import Guesses, speculation
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tiny_server import VOCAB, TinyServer
 from tests.fakes.tokenizers import characters_json
 from worker.constraint import Constraints
 from worker.executor.build import build_executor
 from worker.model.loading import open_model
+from worker.request import Request
 from worker.sampling.grammar import LLGrammars
+from worker.scheduler.plan import ScheduledTokens, StepPlan
+from worker.speculative.proposal import Proposal, Source
 from worker.stats import Counters
 
 EOS = 2
@@ -193,6 +197,52 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, m
     assert outcome(server) == alone
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
     assert not late or server.num_captured > 0
+
+
+class Foresight(Guesses):
+    """Knows each text, with some errors, and goes on where the text has ended."""
+
+    def __init__(self, server: TinyServer, texts: dict, seed: int) -> None:
+        super().__init__(server, seed)
+        self._texts = texts
+
+    def guess(self, request: Request, limit: int) -> Proposal | None:
+        done = len(request.token_ids) - request.num_prompt_tokens
+        right = self._texts[request.request_id, request.choice][0][done : done + limit]
+        right += [EOS, *range(3, 3 + limit)][: limit - len(right)]
+        guessed = [token if self._rng.random() < 0.8 else self._rng.randrange(VOCAB) for token in right]
+        return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
+@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
+    server = TinyServer(
+        monkeypatch,
+        late=late,
+        num_pages=num_pages,
+        max_num_seqs=6,
+        max_num_batched_tokens=32,
+        constraints=make_constraints(),
+        speculation=speculation(),
+    )
+    Foresight(server, alone, num_pages)
+    masked: list[ScheduledTokens] = []
+    submit_plan = server.executor.submit
+
+    def watch(plan: StepPlan):
+        masked.extend(item for item in plan.scheduled if item.drafts and item.mask >= 0)
+        return submit_plan(plan)
+
+    monkeypatch.setattr(server.executor, "submit", watch)
+    for number, submit in enumerate(submits(NUM_REQUESTS)):
+        server.add(submit)
+        for _ in range(number % 4):
+            server.step()
+    run(server)
+    assert outcome(server) == alone
+    assert len(masked) > 10
+    assert server.scheduler.counters.spec_decode_num_accepted_tokens_total > 50
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])

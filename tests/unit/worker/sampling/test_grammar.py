@@ -153,6 +153,35 @@ def test_masks_of_many_rows_are_those_of_each():
                 assert twin.consume(token)
 
 
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_masks_after_drafts_are_those_after_the_tokens(num_threads):
+    """Some states have drafts and some have none, whichever way the masks are computed; the states stay where they are."""
+    grammars, alone = make(num_threads=num_threads), make()
+    rng = random.Random(num_threads)
+    sources = [schema(number) for number in range(4)] + ["start: /[a-f]+x/", 'start: "a"']
+    states = [opened(grammars, source) for source in sources]
+    for counts in ([0, 3, 0, 2, 4, 1], [0] * 6, [2] * 6, [0, 0, 0, 0, 0, 2], [5, 0, 0, 0, 0, 0]):
+        ahead, expected, may_end = [], [], []
+        for source, count in zip(sources, counts, strict=True):
+            twin, tokens = opened(alone, source), []
+            for _ in range(count):
+                expected.append(np.zeros((1, 11), dtype=np.uint32))
+                may_end += alone.fill([twin], expected[-1]).tolist()
+                found = [token for token in ids_of(alone, twin) if token != 2]
+                if not found:
+                    break
+                tokens.append(rng.choice(found))
+                assert twin.consume(tokens[-1])
+            else:
+                expected.append(np.zeros((1, 11), dtype=np.uint32))
+                may_end += alone.fill([twin], expected[-1]).tolist()
+            ahead.append(tokens)
+        masks = np.full((sum(1 + len(tokens) for tokens in ahead), 11), 0xFFFFFFFF, dtype=np.uint32)
+        assert [state.num_allowed([*tokens, 1]) for state, tokens in zip(states, ahead)] == list(map(len, ahead))
+        assert grammars.fill(states, masks, ahead).tolist() == may_end
+        assert np.array_equal(masks, np.concatenate(expected))
+
+
 def test_special_tokens_are_spelled_by_their_ids():
     grammars = make()
     state = opened(grammars, 'start: <[1]> "a"')
