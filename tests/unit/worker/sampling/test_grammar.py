@@ -155,7 +155,7 @@ def test_masks_of_many_rows_are_those_of_each():
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_masks_after_drafts_are_those_after_the_tokens(num_threads):
-    """Some states have drafts and some have none, whichever way the masks are computed; the states stay where they are."""
+    """Some states have drafts and some have none, whichever way masks are computed; the states stay where they are."""
     grammars, alone = make(num_threads=num_threads), make()
     rng = random.Random(num_threads)
     sources = [schema(number) for number in range(4)] + ["start: /[a-f]+x/", 'start: "a"']
