@@ -15,7 +15,7 @@ from gateway.api.response_items import new_item_id
 from gateway.flow.events import TextDelta
 from gateway.responses import dump_json
 from gateway.text.message_parser import ToolCallDelta
-from shared.errors import PeltonError, RateLimitError
+from shared.errors import InternalError, PeltonError, RateLimitError
 from shared.messages import TokenLogprobs
 
 Event = tuple[str, dict[str, Any]]
@@ -77,7 +77,7 @@ class ResponseEvents:
     Args:
         head: see response_head.
         names: how log-probabilities name tokens; None: they are not shown.
-        may_call: white space alone is held back, since before and between calls it is no message.
+        may_call: white space at the end of what was said is held back, since around calls it belongs to no message.
         on_change: is given the response when it begins and when it has ended, before its event is sent.
     """
 
@@ -141,18 +141,22 @@ class ResponseEvents:
         yield from self._begin()
         if self._names is not None and delta.logprobs:
             self._unshown += delta.logprobs[delta.num_reasoning_tokens :]
+        # News that were merged: the rest of an open call came before what is said after it.
+        num_continued = next((at for at, call in enumerate(delta.tool_calls) if call.name is not None), None)
+        for call in delta.tool_calls[:num_continued]:
+            yield from self._continue_call(call.arguments)
         if delta.reasoning:
             yield from self._reason(delta.reasoning)
         if delta.text:
             yield from self._speak(delta.text)
-        for call in delta.tool_calls:
+        for call in [] if num_continued is None else delta.tool_calls[num_continued:]:
             yield from self._call(call)
         if delta.finish_reason is not None:
             self._cut_off = delta.finish_reason == "length"
 
     def _finish(self) -> Iterator[Event]:
         yield from self._begin()
-        if not self._output:
+        if not self._output or (self._space and self._kind == "message"):
             yield from self._say(self._space)
         yield from self._close("incomplete" if self._cut_off else "completed")
         if self._cut_off:
@@ -173,12 +177,13 @@ class ResponseEvents:
         yield "reasoning_text.delta", self._place | {"delta": text}
 
     def _speak(self, text: str) -> Iterator[Event]:
-        if self._may_call and self._kind != "message":
-            self._space += text
-            if self._space.isspace():
-                return
-            text, self._space = self._space, ""
-        yield from self._say(text)
+        if self._may_call:
+            text = self._space + text
+            said = text.rstrip()
+            self._space = text[len(said) :]
+            text = said
+        if text:
+            yield from self._say(text)
 
     def _say(self, text: str) -> Iterator[Event]:
         if self._kind != "message":
@@ -197,9 +202,14 @@ class ResponseEvents:
         if call.name is not None:
             fields = {"call_id": call.id, "name": call.name, "arguments": ""}
             yield from self._open("function_call", fields)
-        if call.arguments:
-            self._pieces.append(call.arguments)
-            yield "function_call_arguments.delta", self._item_place | {"delta": call.arguments}
+        yield from self._continue_call(call.arguments)
+
+    def _continue_call(self, arguments: str) -> Iterator[Event]:
+        if self._kind != "function_call":
+            raise InternalError("A tool call went on after its end.")
+        if arguments:
+            self._pieces.append(arguments)
+            yield "function_call_arguments.delta", self._item_place | {"delta": arguments}
 
     @property
     def _kind(self) -> str | None:
