@@ -55,6 +55,7 @@ from gateway.routes.completions import completions
 from gateway.routes.messages import count_tokens, create_message
 from gateway.routes.models import get_model, list_models
 from gateway.routes.ops import health, metrics, ready, version
+from gateway.routes.page import page, page_file
 from gateway.routes.render import render_chat, render_completion
 from gateway.routes.requests import abort_request
 from gateway.routes.responses import (
@@ -99,6 +100,7 @@ class Route:
 
 
 FOLLOW_UPS = (
+    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
     Route("GET", "/v1/responses/{id}", get_response, Scope.INFERENCE, streams=True),
     Route("DELETE", "/v1/responses/{id}", delete_response, Scope.INFERENCE),
     Route("POST", "/v1/responses/{id}/cancel", cancel_response, Scope.INFERENCE),
@@ -120,7 +122,6 @@ ROUTES = (
     Route("POST", "/v1/completions", completions, Scope.INFERENCE, CompletionFields, CompletionAnswer, streams=True),
     Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
     Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
-    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
     Route("POST", "/v1/messages", create_message, Scope.INFERENCE, MessagesFields, MessageAnswer, streams=True),
     Route("POST", "/v1/messages/count_tokens", count_tokens, Scope.INFERENCE, ConversationFields, TokenCountAnswer),
     Route("POST", "/v1/responses", create_response, Scope.INFERENCE, ResponseFields, streams=True),
@@ -133,6 +134,8 @@ ROUTES = (
     Route("GET", "/ready", ready, Scope.PUBLIC, None, StatusAnswer, failures=(503,)),
     Route("GET", "/version", version, Scope.PUBLIC, None, VersionAnswer),
     Route("GET", "/openapi.json", openapi, Scope.PUBLIC),
+    Route("GET", "/", page, Scope.PUBLIC, None, "text/html"),
+    Route("GET", "/page/{file}", page_file, Scope.PUBLIC, None, "text/javascript"),
     # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
     Route("GET", "/metrics", metrics, Scope.INFERENCE, None, "text/plain"),
     *(dataclasses.replace(route, handler=relayed(route.handler)) for route in FOLLOW_UPS),

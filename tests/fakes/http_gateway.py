@@ -21,6 +21,7 @@ from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
 from gateway.keys import Limits
+from gateway.relay import Relay
 from gateway.server import HttpRunner
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
@@ -31,6 +32,11 @@ from tests.fakes.fake_generator import MODEL, FakeGenerator, FakeModels
 USER_KEY = "sk-user-key-0123456789"
 OTHER_KEY = "sk-user-key-0123456789-other"
 ADMIN_KEY = "sk-admin-key"
+_RING = (
+    ApiKey.of(USER_KEY, Scope.INFERENCE, "user"),
+    ApiKey.of(OTHER_KEY, Scope.INFERENCE, "other"),
+    ApiKey.of(ADMIN_KEY, Scope.ADMIN, "admin"),
+)
 _LIMITS = {
     "max_body_size": 1_048_576,
     "body_timeout": 5.0,
@@ -137,6 +143,9 @@ async def run_gateway(
     max_connections: int = 10_000,
     responses: ResponseStore | None = None,
     streams: StreamStore | None = None,
+    workers: CollectorRegistry | None = None,
+    gateway_index: int = 0,
+    relay: Relay | None = None,
     **limits: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway for the time of the context; with `keys` it knows USER_KEY, OTHER_KEY and ADMIN_KEY."""
@@ -148,22 +157,19 @@ async def run_gateway(
     services = Services(
         models=models,
         generator=generator,
-        key_ring=KeyRing(ring if keys else []),
+        key_ring=KeyRing(_RING if keys else ()),
         salts=Salts(b"secret", shared=False),
         grammars=GrammarChecker(),
         drain=Drain(max_requests),
         metrics=GatewayMetrics(registry),
-        exposition=Exposition(registry, CollectorRegistry()),
+        exposition=Exposition(registry, workers or CollectorRegistry()),
         responses=ResponseStore(max_bytes=1 << 24, time_to_live=3600.0) if responses is None else responses,
         streams=StreamStore(max_bytes=1 << 24, grace=5.0) if streams is None else streams,
+        gateway_index=gateway_index,
+        relay=relay,
     )
-    app = build_app(
-        services,
-        Limits(**{**_LIMITS, **limits}),
-        check_host=check_host,
-        cors_origins=cors_origins,
-        routes=(*ROUTES, *extra_routes),
-    )
+    merged, routes = Limits(**{**_LIMITS, **limits}), (*ROUTES, *extra_routes)
+    app = build_app(services, merged, check_host=check_host, cors_origins=cors_origins, routes=routes)
     runner = HttpRunner(
         app,
         max_header_size=max_header_size,
@@ -172,8 +178,7 @@ async def run_gateway(
         max_connections=max_connections,
     )
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         async with aiohttp.ClientSession() as session:
             port = runner.addresses[0][1]

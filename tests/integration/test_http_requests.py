@@ -7,8 +7,12 @@ import importlib.metadata
 import json
 
 import pytest
+from aiohttp import web
 
+from gateway.app import follow_ups
 from gateway.flow.events import TextDelta
+from gateway.peers import peer_socket
+from gateway.relay import Relay
 from tests.fakes.fake_generator import MODEL, FakeGenerator
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, parse_events, run_gateway
@@ -137,3 +141,41 @@ async def test_version_says_nothing_else():
     async with run_gateway(keys=True) as gateway:
         status, body, _ = await gateway.get("/version")
         assert status == 200 and json.loads(body) == {"version": importlib.metadata.version("pelton")}
+
+
+@pytest.fixture
+async def two_processes(tmp_path):
+    """The gateway that clients reach, and the one that runs what it is asked about."""
+    relay = Relay(tmp_path, 0, 2)
+    other = run_gateway(FakeGenerator(endless), keys=True, gateway_index=1)
+    async with run_gateway(keys=True, relay=relay) as reached, other as running:
+        runner = web.AppRunner(follow_ups(running.app), handler_cancellation=True)
+        await runner.setup()
+        await web.UnixSite(runner, str(peer_socket(tmp_path, 1))).start()
+        running.headers = bearer(USER_KEY)
+        yield reached, running
+        await runner.cleanup()
+
+
+async def test_a_request_of_another_process_is_aborted_by_either_id(two_processes):
+    reached, running = two_processes
+    url = running.url + "/v1/chat/completions"
+    async with running.session.post(url, json={**CHAT, "stream": True}, headers=running.headers) as answer:
+        identifier = json.loads((await answer.content.readuntil(b"\n\n")).removeprefix(b"data: "))["id"]
+        assert identifier.startswith("chatcmpl-01")
+        assert (await delete(reached, identifier, OTHER_KEY))[0] == 404
+        assert (await delete(reached, identifier))[0] == 200
+        assert b"request_aborted" in await answer.read()
+    for key in (USER_KEY, ADMIN_KEY):
+        task = asyncio.create_task(running.post("/v1/chat/completions", CHAT, **{"X-Request-Id": "mine"}))
+        await until(lambda: running.generator.live)
+        assert (await delete(reached, "mine", OTHER_KEY))[0] == 404
+        assert (await delete(reached, "mine", key))[0] == 200
+        assert (await task)[0] == 400
+    assert (await delete(reached, "mine"))[0] == 404
+
+
+async def test_a_silent_process_may_have_what_nobody_else_has(tmp_path):
+    async with run_gateway(relay=Relay(tmp_path, 0, 2)) as gateway:
+        async with gateway.session.delete(gateway.url + "/v1/requests/unknown") as response:
+            assert response.status == 503 and response.headers["Retry-After"]

@@ -1,0 +1,139 @@
+// One answer of the model, shown while it comes: reasoning, text, tool calls, probabilities and figures.
+
+import { make } from "./dom.js";
+
+const SHADES = [0.1, 0.3, 0.6, 0.9];
+
+export class Answer {
+  constructor() {
+    this.content = "";
+    this.reasoning = "";
+    this.calls = [];
+    this.entries = [];
+    this.usage = null;
+    this.started = performance.now();
+    this.first = null;
+    this.thought = null;
+    this.text = make("p", { className: "content" });
+    this.callList = make("div");
+    this.tokens = make("div");
+    this.figures = make("p", { className: "figures" });
+    this.element = make("li", { className: "assistant" }, make("p", { className: "who", textContent: "Model" }));
+    this.element.append(this.text, this.callList, this.tokens, this.figures);
+  }
+
+  add(event) {
+    if (event.usage) this.usage = event.usage;
+    const choice = event.choices?.[0];
+    if (!choice) return;
+    const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
+    if ((content || reasoning || calls) && this.first === null) this.first = performance.now();
+    if (reasoning) this.#reason(reasoning);
+    if (content) {
+      this.content += content;
+      this.text.append(content);
+    }
+    for (const call of calls ?? []) this.#call(call);
+    for (const entry of choice.logprobs?.content ?? []) this.entries.push(entry);
+    if (choice.finish_reason) this.finish = choice.finish_reason;
+  }
+
+  // Figures and probabilities, when the stream is over.
+  close(ended) {
+    const seconds = (performance.now() - this.started) / 1000;
+    const parts = [ended === "stopped" ? "stopped" : this.finish === "length" ? "cut off by the limit" : ""];
+    const tokens = this.usage?.completion_tokens;
+    if (this.usage) parts.push(`${this.usage.prompt_tokens} prompt + ${tokens} answer tokens`);
+    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
+    if (cached) parts.push(`${cached} from the cache`);
+    if (this.first !== null) {
+      parts.push(`first after ${Math.round(this.first - this.started)} ms`);
+      const rest = (performance.now() - this.first) / 1000;
+      if (tokens > 1 && rest > 0) parts.push(`${((tokens - 1) / rest).toFixed(1)} tokens/s`);
+    }
+    parts.push(`${seconds.toFixed(1)} s`);
+    this.figures.textContent = parts.filter(Boolean).join(" · ");
+    if (this.entries.length) this.#showProbabilities();
+  }
+
+  fail(message) {
+    this.element.append(make("p", { className: "failed", role: "alert", textContent: message }));
+  }
+
+  message() {
+    const message = { role: "assistant", content: this.content };
+    if (this.calls.length) {
+      message.tool_calls = this.calls.map(({ id, name, args }) => ({
+        id,
+        type: "function",
+        function: { name, arguments: args },
+      }));
+    }
+    return message;
+  }
+
+  #reason(text) {
+    if (!this.thought) {
+      this.thought = make("p", { className: "content" });
+      const details = make("details", { className: "reasoning", open: true }, make("summary", { textContent: "Reasoning" }));
+      details.append(this.thought);
+      this.text.before(details);
+    }
+    this.reasoning += text;
+    this.thought.append(text);
+  }
+
+  #call(delta) {
+    let call = this.calls[delta.index];
+    if (!call) {
+      const shown = make("pre");
+      call = this.calls[delta.index] = { id: delta.id, name: delta.function.name, args: "", shown };
+      const title = make("p", { className: "who", textContent: `Calls ${call.name}` });
+      call.box = make("div", { className: "call" }, title, shown);
+      this.callList.append(call.box);
+    }
+    call.args += delta.function?.arguments ?? "";
+    call.shown.textContent = call.args;
+  }
+
+  #showProbabilities() {
+    const table = make("div", { className: "alternatives" });
+    const line = make("div", { className: "tokens" });
+    let chosen = null;
+    for (const entry of this.entries) {
+      const probability = Math.exp(entry.logprob);
+      const shade = SHADES.filter((bound) => probability >= bound).length;
+      const button = make("button", { type: "button", className: `p${shade}`, textContent: entry.token });
+      button.setAttribute("aria-pressed", "false");
+      button.setAttribute("aria-label", `${entry.token}, ${percent(probability)}`);
+      button.title = percent(probability);
+      button.addEventListener("click", () => {
+        chosen?.setAttribute("aria-pressed", "false");
+        button.setAttribute("aria-pressed", "true");
+        chosen = button;
+        table.replaceChildren(alternatives(entry));
+      });
+      line.append(button);
+    }
+    const details = make("details", {}, make("summary", { textContent: "Probabilities" }), line, table);
+    this.tokens.append(details);
+  }
+}
+
+function percent(probability) {
+  return `${(100 * probability).toFixed(probability < 0.1 ? 2 : 1)} %`;
+}
+
+function alternatives(entry) {
+  const rows = (entry.top_logprobs?.length ? entry.top_logprobs : [entry]).map((one) =>
+    make(
+      "tr",
+      {},
+      make("td", { textContent: JSON.stringify(one.token) }),
+      make("td", { textContent: percent(Math.exp(one.logprob)) }),
+      make("td", { textContent: one.token === entry.token ? "chosen" : "" }),
+    ),
+  );
+  const head = ["Token", "Probability", ""].map((text) => make("th", { scope: "col", textContent: text }));
+  return make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+}

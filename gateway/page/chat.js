@@ -1,0 +1,136 @@
+// The conversation: what was said, what is sent, and the answer that comes.
+
+import { events, request } from "./api.js";
+import { Answer } from "./answer.js";
+import { announce, find, make } from "./dom.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+
+export class Chat {
+  constructor() {
+    this.messages = [];
+    this.running = null;
+    find("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#say();
+    });
+    find("prompt").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.#say();
+      }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.stop();
+    });
+    find("stop").addEventListener("click", () => this.stop());
+    find("clear").addEventListener("click", () => this.clear());
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.messages = [];
+    find("log").replaceChildren();
+    find("prompt").focus();
+  }
+
+  #say() {
+    const text = find("prompt").value.trim();
+    if (!text || this.running) return;
+    find("prompt").value = "";
+    const item = make("li", { className: "user" }, make("p", { className: "who", textContent: "You" }));
+    item.append(make("p", { className: "content", textContent: text }));
+    find("log").append(item);
+    this.#ask([{ role: "user", content: text }]);
+  }
+
+  async #ask(said) {
+    const messages = this.messages;
+    const answer = new Answer();
+    find("log").append(answer.element);
+    this.#scroll(true);
+    const running = (this.running = new AbortController());
+    this.#setRunning(true);
+    try {
+      const body = this.#body([...messages, ...said]);
+      for await (const event of events(await request("/v1/chat/completions", body, running.signal))) {
+        answer.add(event);
+        this.#scroll(false);
+      }
+      answer.close("finished");
+      announce(`The answer is complete. ${answer.content}`);
+    } catch (error) {
+      const stopped = error.name === "AbortError";
+      answer.close(stopped ? "stopped" : "failed");
+      if (stopped) announce("Stopped.");
+      else answer.fail(error.message);
+    } finally {
+      this.running = null;
+      this.#setRunning(false);
+    }
+    // What came of an answer that was stopped, or failed, is a part of the conversation: calls that are not whole cannot be.
+    if (!answer.finish) answer.calls = [];
+    if (answer.content || answer.calls.length) messages.push(...said, answer.message());
+    if (answer.calls.length) this.#askForResults(answer);
+    this.#scroll(false);
+  }
+
+  #body(messages) {
+    const system = find("system").value.trim();
+    const body = {
+      model: find("model").value,
+      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+    for (const name of NUMBERS) {
+      if (find(name).value !== "") body[name] = Number(find(name).value);
+    }
+    if (find("stop-text").value) body.stop = [find("stop-text").value];
+    if (find("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: 5 });
+    const tools = find("tools").value.trim();
+    if (tools) {
+      try {
+        body.tools = JSON.parse(tools);
+      } catch {
+        throw new Error("The tools are not valid JSON.");
+      }
+    }
+    return body;
+  }
+
+  #askForResults(answer) {
+    const fields = answer.calls.map((call) => {
+      const field = make("textarea", { rows: 2 });
+      field.setAttribute("aria-label", `What ${call.name} returns`);
+      field.placeholder = `What ${call.name} returns`;
+      call.box.append(field);
+      return field;
+    });
+    const button = make("button", { type: "button", textContent: fields.length > 1 ? "Send results" : "Send result" });
+    button.addEventListener("click", () => {
+      if (this.running) return;
+      button.remove();
+      for (const field of fields) field.readOnly = true;
+      this.#ask(answer.calls.map(({ id }, index) => ({ role: "tool", tool_call_id: id, content: fields[index].value })));
+    });
+    answer.callList.append(button);
+  }
+
+  #setRunning(running) {
+    find("send").disabled = running;
+    find("stop").disabled = !running;
+    find("log").setAttribute("aria-busy", String(running));
+  }
+
+  // Follows the answer unless its reader has scrolled up.
+  #scroll(always) {
+    const log = find("log");
+    const distance = log.scrollHeight - log.scrollTop - log.clientHeight;
+    if (always || distance < 120) log.scrollTop = log.scrollHeight;
+  }
+}

@@ -1,0 +1,244 @@
+"""The page in a browser: a chat, a stop, errors, tools, probabilities, status under load; nothing from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+
+from gateway.flow.events import TextDelta
+from gateway.text.formats import ModelFormats
+from gateway.text.message_parser import ToolCallDelta
+from gateway.text.reasoning import REASONING_FORMATS
+from gateway.text.tools.formats import TOOL_FORMATS
+from shared.errors import WorkerLostError
+from tests.fakes.browser import CHROMIUM, browser
+from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
+from tests.fakes.gateway_core import until
+from tests.fakes.http_gateway import USER_KEY, run_gateway
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
+)
+SHOTS = os.environ.get("PAGE_SCREENSHOTS")
+THINKER = ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], template=SUPPORT)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+async def say(page, text):
+    await page.run("document.getElementById('prompt').focus()")
+    await page.type(text)
+    await page.press("Enter")
+
+
+async def answered(page, number=1):
+    await page.until(f"document.querySelectorAll('.assistant .figures:not(:empty)').length === {number}")
+
+
+async def shot(page, name):
+    """For looking at: PAGE_SCREENSHOTS names a folder."""
+    if SHOTS:
+        for scheme in ("light", "dark"):
+            await page.scheme(scheme)
+            await page.screenshot(Path(SHOTS) / f"{name}-{scheme}.png")
+
+
+def no_surprises(page, gateway, *expected):
+    assert {url.split("/")[2] for url in page.urls} == {gateway.url.split("/")[2]}
+    assert [problem for problem in page.problems if not any(words in problem for words in expected)] == []
+
+
+async def opened(page, gateway):
+    await page.open(gateway.url + "/")
+    await page.until("document.getElementById('version').textContent")
+
+
+@needs_chromium
+async def test_a_chat_with_parameters_and_probabilities():
+    async with run_gateway(FakeGenerator(spell("Hi <b>&\u2028 there \U0001f600"))) as gateway, browser() as page:
+        await opened(page, gateway)
+        await page.run("document.getElementById('system').value = 'Be brief.'")
+        await page.run("document.getElementById('temperature').value = '0.5'")
+        await page.run("document.getElementById('logprobs').click()")
+        await say(page, "Hello")
+        await answered(page)
+        assert await page.run("document.querySelector('.assistant .content').textContent") == (
+            "Hi <b>&\u2028 there \U0001f600"
+        )
+        figures = await page.run("document.querySelector('.figures').textContent")
+        assert "prompt +" in figures and "tokens/s" in figures and "first after" in figures
+        await page.run("document.querySelector('.assistant details').open = true")
+        await page.run("document.querySelector('.tokens button').click()")
+        rows = await page.run("[...document.querySelectorAll('.alternatives td')].map(cell => cell.textContent)")
+        assert rows[0] == '"H"' and rows[1] == "60.7 %" and rows[2] == "chosen" and len(rows) == 15
+        await say(page, "Again")
+        await answered(page, 2)
+        request = gateway.generator.requests[-1]
+        prompt = bytes(request.prompt_token_ids).decode()
+        assert prompt.startswith("system: Be brief.\nuser: Hello\nassistant: Hi <b>") and "user: Again" in prompt
+        assert request.sampling.temperature == 0.5
+        await shot(page, "chat")
+        no_surprises(page, gateway)
+
+
+@needs_chromium
+async def test_stop_and_errors():
+    def script(request):
+        if b"break" in bytes(request.prompt_token_ids):
+            return [TextDelta(0, "Half", [1]), WorkerLostError("The worker died.")]
+        return [TextDelta(0, "Endless", [1]), asyncio.Event()]
+
+    async with run_gateway(FakeGenerator(script)) as gateway, browser() as page:
+        await opened(page, gateway)
+        await say(page, "go on")
+        await page.until("document.querySelector('.assistant .content')?.textContent === 'Endless'")
+        assert await page.run("document.getElementById('send').disabled && !document.getElementById('stop').disabled")
+        await page.press("Escape")
+        await answered(page)
+        await until(lambda: not gateway.generator.live)
+        assert "stopped" in await page.run("document.querySelector('.figures').textContent")
+        await say(page, "break")
+        await page.until("document.querySelector('[role=alert].failed')?.textContent === 'The worker died.'")
+        await page.run("document.getElementById('temperature').value = '7'")
+        await say(page, "too hot")
+        await page.until("document.querySelectorAll('.failed').length === 2")
+        assert "temperature" in await page.run("[...document.querySelectorAll('.failed')].at(-1).textContent")
+        await shot(page, "errors")
+        no_surprises(page, gateway, "400 (Bad Request)")
+
+
+@needs_chromium
+async def test_reasoning_and_tools():
+    def script(request):
+        if b"Rain" in bytes(request.prompt_token_ids):
+            return [TextDelta(0, "It rains.", [1], finish_reason="stop")]
+        return [
+            TextDelta(0, "", [1], reasoning="I must look.", num_reasoning_tokens=1),
+            TextDelta(0, "", [2], tool_calls=[ToolCallDelta(0, '{"city": ', id="call_1", name="weather")]),
+            TextDelta(0, "", [3], tool_calls=[ToolCallDelta(0, '"Bern"}')]),
+            TextDelta(0, "", [4], finish_reason="tool_calls"),
+        ]
+
+    models = FakeModels(FakeEntry(formats=THINKER))
+    async with run_gateway(FakeGenerator(script), models) as gateway, browser() as page:
+        await opened(page, gateway)
+        await page.run(f"document.getElementById('tools').value = {json.dumps(json.dumps(TOOLS))}")
+        await say(page, "Weather in Bern?")
+        await answered(page)
+        assert await page.run("document.querySelector('.reasoning .content').textContent") == "I must look."
+        assert await page.run("document.querySelector('.call pre').textContent") == '{"city": "Bern"}'
+        await shot(page, "tools")
+        await page.run("document.querySelector('.call textarea').focus()")
+        await page.type("Rain")
+        await page.run("document.querySelector('.call + button').click()")
+        await answered(page, 2)
+        assert await page.run("[...document.querySelectorAll('.assistant .content')].at(-1).textContent") == "It rains."
+        no_surprises(page, gateway)
+
+
+class _Workers:
+    """What a worker would report."""
+
+    def collect(self):
+        for name, value in (("worker_ready", 1), ("num_requests_running", 3), ("kv_cache_usage_perc", 0.25)):
+            family = GaugeMetricFamily(f"pelton:{name}", name, labels=["model_name", "worker"])
+            family.add_metric([MODEL, "0"], value)
+            yield family
+
+
+@needs_chromium
+async def test_status_under_load():
+    def script(request):
+        return [step for character in "abcd" * 50 for step in (TextDelta(0, character, [97]), 0.02)]
+
+    workers = CollectorRegistry()
+    workers.register(_Workers())
+    async with run_gateway(FakeGenerator(script), workers=workers) as gateway, browser() as page:
+        load = [asyncio.create_task(gateway.stream_chat()) for _ in range(8)]
+        await until(lambda: len(gateway.generator.live) == 8)
+        await opened(page, gateway)
+        await page.run("document.getElementById('show-status').click()")
+        cards = "Object.fromEntries([...document.querySelectorAll('#cards div')].map(d => d.innerText.split('\\n')))"
+        await page.until(f"{cards}['HTTP in flight'] >= 8")
+        assert await page.run("document.getElementById('ready').textContent") == "Ready"
+        row = await page.run("[...document.querySelectorAll('#workers td')].map(cell => cell.textContent)")
+        assert row == [MODEL, "0", "ready", "3", "0", "25.0 %", "none"]
+        assert len(await page.run("[...document.querySelectorAll('#latencies tr')].map(row => row.textContent)")) == 4
+        await page.until("document.querySelector('#chart path').getAttribute('d').includes('L')")
+        await shot(page, "status")
+        # It is live: the view follows what changes, and asks no more once it is hidden.
+        for task in load:
+            task.cancel()
+        await asyncio.gather(*load, return_exceptions=True)
+        await page.until(f"{cards}['HTTP in flight'] < 8")
+        await page.run("document.getElementById('show-chat').click()")
+        no_surprises(page, gateway)
+
+
+@needs_chromium
+async def test_the_key_is_asked_for_and_kept_for_the_tab_alone():
+    async with run_gateway(keys=True) as gateway, browser() as page:
+        await opened(page, gateway)
+        assert "API key" in await page.until("document.getElementById('notice').textContent")
+        assert await page.run("document.activeElement.id") == "key"
+        await page.type(USER_KEY)
+        await page.press("Enter")
+        await page.until("document.getElementById('notice').hidden && document.getElementById('model').value")
+        await say(page, "Hello")
+        await answered(page)
+        assert await page.run(
+            "Object.values(sessionStorage).join() + Object.values(localStorage).join() + document.cookie"
+        ) == (USER_KEY)
+        no_surprises(page, gateway, "401 (Unauthorized)")
+
+
+@needs_chromium
+async def test_every_control_has_a_name_and_a_place_in_the_order():
+    async with run_gateway() as gateway, browser() as page:
+        await opened(page, gateway)
+        await page.send("Accessibility.enable")
+        nodes = (await page.send("Accessibility.getFullAXTree"))["nodes"]
+        roles = ("button", "textbox", "combobox", "spinbutton", "checkbox")
+        controls = [node for node in nodes if node.get("role", {}).get("value") in roles and not node["ignored"]]
+        assert len(controls) >= 15 and all(node["name"]["value"] for node in controls)
+        await page.run("document.activeElement.blur()")
+        reached = set()
+        for _ in range(30):
+            await page.press("Tab")
+            reached.add(await page.run("document.activeElement.id || document.activeElement.className"))
+        assert {
+            "skip",
+            "show-chat",
+            "show-status",
+            "key",
+            "log",
+            "prompt",
+            "send",
+            "clear",
+            "model",
+            "system",
+        } <= reached
+
+
+async def test_files_and_their_headers():
+    async with run_gateway(keys=True) as gateway:
+        status, body, headers = await gateway.get("/")
+        assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
+        policy = headers["Content-Security-Policy"]
+        assert (
+            policy.startswith("default-src 'none';") and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        )
+        assert (
+            b"<script>" not in body and b"style=" not in body and b"://" not in body.replace(b"http://www.w3.org", b"")
+        )
+        for name, kind in (("app.js", "text/javascript"), ("style.css", "text/css"), ("icon.svg", "image/svg+xml")):
+            status, _, headers = await gateway.get(f"/page/{name}")
+            assert status == 200 and headers["Content-Type"].startswith(kind)
+            assert headers["Content-Security-Policy"] == policy and headers["X-Content-Type-Options"] == "nosniff"
+        for name in ("nope.js", "..%2Fapp.py", "%2e%2e/app.py", "index.html%00", "__init__.py"):
+            assert (await gateway.get(f"/page/{name}"))[0] == 404
