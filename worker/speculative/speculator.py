@@ -93,7 +93,7 @@ class Speculator:
             if request.speculation is not None:
                 request.speculation.settle(proposal, count, self._controller.last_ratio)
         return [
-            self._with_pages(request, proposal.first(count)) if proposal is not None else None
+            self._with_pages(request, proposal.first(count), len(requests)) if proposal is not None else None
             for request, proposal, count in zip(requests, proposals, counts, strict=True)
         ]
 
@@ -109,10 +109,18 @@ class Speculator:
     def _guess(self, request: Request, limit: int) -> Proposal | None:
         return None if request.speculation is None else request.speculation.propose(limit)
 
-    def _with_pages(self, request: Request, proposal: Proposal | None) -> Proposal | None:
-        if proposal is None or not self._kv.extend(request.pages, len(request.token_ids) + len(proposal.token_ids)):
+    def _with_pages(self, request: Request, proposal: Proposal | None, num_rows: int) -> Proposal | None:
+        if proposal is None or not self._extend(request, len(proposal.token_ids), num_rows):
             return None
         return proposal
+
+    def _extend(self, request: Request, count: int, num_rows: int) -> bool:
+        """Makes room for drafts, where a page is left for each other row: what they need next comes before guesses."""
+        num_tokens = len(request.token_ids) + count
+        more = self._kv.pages_for(num_tokens) - len(request.pages.tables[0])
+        if more > 0 and self._kv.num_free - more < num_rows - 1:
+            return False
+        return self._kv.extend(request.pages, num_tokens)
 
     def resolve(self, request: Request, num_verified: int, num_accepted: int) -> None:
         """What came of a verification."""
@@ -141,7 +149,7 @@ class Speculator:
         count = self._num_to_draft(wanting, len(requests))
         rows = []
         for request in wanting:
-            row = self._drafted_row(request, count, room)
+            row = self._drafted_row(request, count, room, len(requests))
             if row is not None:
                 rows.append((request, row))
                 room -= row.count
@@ -181,7 +189,7 @@ class Speculator:
             return False
         return self._guess(request, 1) is None
 
-    def _drafted_row(self, request: Request, count: int, room: int) -> DraftedRow | None:
+    def _drafted_row(self, request: Request, count: int, room: int, num_rows: int) -> DraftedRow | None:
         num_tokens = len(request.token_ids)
         # The last token is read in any case: what comes after it is to be proposed.
         start = min(request.pages.num_drafted, num_tokens - 1)
@@ -190,7 +198,7 @@ class Speculator:
             most = min(room, MAX_CATCH_UP)
             return DraftedRow(request.row, start, most, 0) if most else None
         count = min(count, request.max_num_tokens - num_tokens - 1)
-        if count < 1 or not self._kv.extend(request.pages, num_tokens + count):
+        if count < 1 or not self._extend(request, count, num_rows):
             return None
         return DraftedRow(request.row, start, unread, count)
 

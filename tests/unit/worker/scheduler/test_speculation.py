@@ -279,6 +279,27 @@ def test_drafts_that_have_no_pages_are_left_out():
     assert harness.scheduler.counters.num_preemptions_total == 0
 
 
+@pytest.mark.parametrize(
+    ("seed", "num_pages", "lengths"),
+    [
+        (7, 12, [(6, 7), (7, 23), (1, 5), (2, 14)]),
+        (48, 13, [(6, 7), (5, 19), (4, 16), (3, 7)]),
+        (65, 19, [(7, 12), (5, 19), (4, 17), (8, 19)]),
+        (125, 16, [(4, 10), (5, 21), (3, 14), (3, 22)]),
+    ],
+)
+def test_drafts_leave_the_others_a_page_each(seed, num_pages, lengths):
+    """Pages that are just enough, in the order in which texts end; drafts that took the last ones cost a preemption."""
+    options = {"num_pages": num_pages, "max_num_seqs": 4}
+    for harness in (Harness(**options), guessing := GuessingHarness(seed, skill=1.0, **options)):
+        for number, (num_prompt, max_tokens) in enumerate(lengths):
+            sampling = {"max_tokens": max_tokens, "ignore_eos": True, "seed": number}
+            harness.add(make_submit(f"r{number}", [20 + number, *([11] * num_prompt)], sampling=sampling))
+        harness.drain()
+        assert harness.scheduler.counters.num_preemptions_total == 0
+    assert guessing.num_verified > 0
+
+
 def test_news_of_a_verification_is_one_message():
     harness = always_right()
     finished(harness, sampling={"max_tokens": 24, "ignore_eos": True, "logprobs": 1})
