@@ -15,7 +15,7 @@ Where several rules meet, in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class ConstrainedRequest(Protocol):
     @property
     def sampling(self) -> SamplingParams: ...
     @property
-    def token_ids(self) -> list[int]: ...
+    def token_ids(self) -> Sequence[int]: ...
     @property
     def min_num_tokens(self) -> int: ...
     @property
@@ -338,7 +338,7 @@ class _Ahead:
 
     def __init__(self, request: ConstrainedRequest, drafts: Sequence[int]) -> None:
         self._request = request
-        self.token_ids = [*request.token_ids, *drafts]
+        self.token_ids = _Followed(request.token_ids, drafts)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -355,6 +355,32 @@ class _Ahead:
     @property
     def constraint(self) -> Constraint | None:
         return self._request.constraint
+
+
+class _Followed(Sequence[int]):
+    """A text and what follows it, neither of them copied: a text may be long, and each draft has one of these."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, before: Sequence[int], after: Sequence[int]) -> None:
+        self._before = before
+        self._after = after
+
+    def __len__(self) -> int:
+        return len(self._before) + len(self._after)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(index)
+        first = len(self._before)
+        return self._before[place] if place < first else self._after[place - first]
 
 
 def _before_finish(masks: Iterable[bytes | Finish]) -> list[bytes]:

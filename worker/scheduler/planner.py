@@ -134,7 +134,8 @@ class Planner:
         """
         self._make_way()
         builder = PlanBuilder(self._num_steps, self._kv.page_size)
-        if self._speculator is not None and self._draft(builder, self._speculator):
+        speculator = self._speculator
+        if speculator is not None and speculator.has_draft_model and self._draft(builder, speculator):
             self._num_steps += 1
             return builder.launch()
         behind, preempted = self._schedule_decoding(builder)

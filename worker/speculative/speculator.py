@@ -134,6 +134,11 @@ class Speculator:
 
     # ---- the draft model --------------------------------------------------------------------------------------
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether `plan_drafting` ever plans anything."""
+        return self._config.draft_len > 0
+
     def plan_drafting(self, requests: Sequence[Request], room: int) -> list[tuple[Request, DraftedRow]]:
         """What the draft model shall do before the next step for these, which are all one token behind; nothing where
         that would not pay. Never twice in a row: streams wait for the steps between.
