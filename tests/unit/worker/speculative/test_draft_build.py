@@ -133,9 +133,10 @@ def test_a_quantized_cache_is_quantized_for_both(settings, kv_cache_dtype):
     assert drafted == said
 
 
+@pytest.mark.parametrize("acceptance", ["shared_noise", "rejection"])
 @pytest.mark.parametrize(("tokens", "seqs"), [(64, 4), (16, 16), (500, 2)])
-def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs):
-    config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs, acceptance):
+    config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs, speculative_acceptance=acceptance)
     resolve.prepare_process(config)
     files = open_model(config.model, NOWHERE)
     device = CpuDevice(late=True)
@@ -154,10 +155,12 @@ def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs):
 
     room = measure_step(device, config, max_model_len=256, num_groups=1, make_execute=make_execute, draft_max_len=200)
     assert room > 0
-    first, drafting, _ = plans
+    first, drafting, verifying, _ = plans
     assert [row.count for row in drafting.drafting] == [min(200, item.count) for item in first.scheduled]
     assert sum(row.count for row in drafting.drafting) <= tokens
     assert {row.num_drafts for row in drafting.drafting} == {1 if tokens == 500 else 7}
+    assert verifying.num_tokens == {64: 32, 16: 16, 500: 2 * 7}[tokens]
+    assert all(item.drawn for item in verifying.scheduled)
 
 
 def test_weights_that_do_not_fit_are_said_to_be_the_drafts():
