@@ -125,7 +125,9 @@ function percent(probability) {
 }
 
 function alternatives(entry) {
-  const rows = (entry.top_logprobs?.length ? entry.top_logprobs : [entry]).map((one) =>
+  const likely = entry.top_logprobs ?? [];
+  const all = likely.some(({ token }) => token === entry.token) ? likely : [...likely, entry];
+  const rows = all.map((one) =>
     make(
       "tr",
       {},

@@ -75,6 +75,7 @@ export class Chat {
     // What came of an answer that was stopped, or failed, is a part of the conversation: calls that are not whole cannot be.
     if (!answer.finish) answer.calls = [];
     if (answer.content || answer.calls.length) messages.push(...said, answer.message());
+    else if (said[0].role === "user" && !find("prompt").value) find("prompt").value = said[0].content;
     if (answer.calls.length) this.#askForResults(answer);
     this.#scroll(false);
   }

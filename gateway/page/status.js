@@ -97,6 +97,7 @@ export class Status {
   #chart(rates) {
     const svg = "http://www.w3.org/2000/svg";
     const most = Math.max(1, ...rates);
+    find("chart-top").textContent = `in the last two minutes, at most ${most.toFixed(0)}`;
     const points = rates.map((rate, index) => {
       const x = 600 - ((rates.length - 1 - index) * 600) / (KEPT - 1);
       return `${x.toFixed(1)} ${(115 - (110 * rate) / most).toFixed(1)}`;

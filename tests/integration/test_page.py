@@ -108,6 +108,8 @@ async def test_stop_and_errors():
         await say(page, "too hot")
         await page.until("document.querySelectorAll('.failed').length === 2")
         assert "temperature" in await page.run("[...document.querySelectorAll('.failed')].at(-1).textContent")
+        # What was asked can be asked again.
+        await page.until("document.getElementById('prompt').value === 'too hot'")
         await shot(page, "errors")
         no_surprises(page, gateway, "400 (Bad Request)")
 
