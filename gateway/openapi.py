@@ -104,7 +104,7 @@ def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": schemas[route.answer]} if route.answer else {}}
     if route.streams:
-        content[_STREAM] = {"schema": {"type": "string"}}
+        content[_STREAM] = {}
     responses: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
     if route.method == "POST" and route.body is None:
         return {**responses, "default": {"description": "It failed."}}

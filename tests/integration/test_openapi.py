@@ -11,7 +11,9 @@ import hypothesis
 import jsonschema
 import orjson
 import pytest
+import requests
 import schemathesis
+from hypothesis import strategies
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -21,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from gateway.api.refused import UNSUPPORTED
 from gateway.app import ROUTES
 from gateway.auth import Scope
 from gateway.openapi import describe
@@ -40,6 +43,37 @@ EXAMPLES = 20
 DOCUMENT = describe(ROUTES)
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
 WITH_BODY = [(method, path) for method, path in OPERATIONS if "requestBody" in DOCUMENT["paths"][path][method]]
+
+
+SMALL = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "hi"}],
+    "prompt": "hi",
+    "input": "hi",
+    "max_tokens": 5,
+    "tokens": [104],
+}
+BESIDES = {
+    "/tokenize": ("prompt",),
+    "/v1/responses": ("model", "input"),
+    "/v1/responses/input_tokens": ("model", "input"),
+}
+"""What must be there though no schema says so."""
+
+
+def body_schema(path, method):
+    content = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+    return DOCUMENT["components"]["schemas"][content["$ref"].rpartition("/")[2]]
+
+
+def properties(path, method):
+    return body_schema(path, method)["properties"]
+
+
+def small_body(path, method):
+    """Enough to be served."""
+    names = (*body_schema(path, method).get("required", ()), *BESIDES.get(path, ()))
+    return {name: SMALL[name] for name in names}
 
 
 @contextmanager
@@ -98,6 +132,40 @@ def _draw(url, schema, method, path, mode, examples):
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_answers_are_as_declared(url, schema, method, path):
     _draw(url, schema, method, path, GenerationMode.POSITIVE, EXAMPLES if (method, path) in WITH_BODY else 5)
+
+
+@pytest.mark.parametrize(("method", "path"), WITH_BODY)
+def test_a_small_request_is_served_as_declared(url, schema, method, path):
+    case = schema[path][method.upper()].Case(body=small_body(path, method), media_type="application/json")
+    response = case.call(base_url=url, headers=HEADERS)
+    assert response.status_code == 200, response.text
+    case.validate_response(response, checks=CHECKS)
+
+
+@pytest.mark.parametrize(("method", "path"), WITH_BODY)
+def test_one_field_more_is_answered_as_declared(url, schema, method, path):
+    """Bodies drawn whole have so many fields that some value is always out of its range."""
+
+    @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(case=schema[path][method.upper()].as_strategy(), data=strategies.data())
+    def draw(case, data):
+        fields = sorted(set(case.body) - set(small_body(path, method)))
+        chosen = data.draw(strategies.sampled_from(fields)) if fields else None
+        case.body = {**small_body(path, method), **({chosen: case.body[chosen]} if chosen else {})}
+        response = case.call(base_url=url, headers=HEADERS)
+        case.validate_response(response, checks=CHECKS)
+
+    draw()
+
+
+@pytest.mark.parametrize(("method", "path"), WITH_BODY)
+@hypothesis.settings(max_examples=EXAMPLES)
+@hypothesis.given(name=strategies.text(min_size=1).filter(str.isprintable), value=strategies.integers())
+def test_undeclared_fields_are_refused(url, method, path, name, value):
+    hypothesis.assume(name not in properties(path, method) and name not in UNSUPPORTED)
+    body = {**small_body(path, method), name: value}
+    response = requests.request(method, url + path, json=body, headers=HEADERS, timeout=20)
+    assert response.status_code == 400 and "error" in response.json()
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)
