@@ -86,7 +86,7 @@ class WorkerSettings(CommonSettings):
     speculative_method: Annotated[Literal["off", "ngram", "draft_model", "auto"], _doc("where tokens are drafted, which the model then verifies several at a time: ngram looks the text's end up in prompt and output, draft_model asks --speculative-model, auto does both, look-up first; off: nothing is drafted")] = "auto"
     speculative_model: Annotated[str, _doc("small model with the same tokenizer that drafts: folder, .gguf file or hub id")] = ""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=15), _doc("most tokens of a request that a step verifies; fewer, or none, where it would not pay")] = 7
-    speculative_acceptance: Annotated[Literal["shared_noise", "rejection"], _doc("shared_noise: the same text as without drafts; rejection: the same distribution, and a few more drafts accepted when sampling")] = "shared_noise"
+    speculative_acceptance: Annotated[Literal["shared_noise", "rejection"], _doc("shared_noise: the same text as without drafts, but for rounding; rejection: the same distribution, and a few more drafts accepted when sampling")] = "shared_noise"
     num_threads: Annotated[int, Meta(ge=0), _doc("threads for the CPU's tensor operations; 0: one a core")] = 0
     cache_dir: Annotated[str, _doc("directory for converted tokenizers and compiled code; empty: the user's own")] = ""
 

@@ -191,7 +191,7 @@ def different(texts: Texts, others: Texts) -> dict[str, tuple[list[int], list[in
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_look_ups_and_predictions_change_nothing(name, world):
-    """All that is proposed is verified: what clients predict, right and wrong, and beside it what the text says itself."""
+    """All that is proposed is verified: what clients predict, right and wrong, and what the text says itself."""
     plain = getattr(world, name)
     engine = Engine(world, look_up=name == "sampled", forced=True)
     assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED, predictions(plain)), plain) == {}

@@ -208,15 +208,14 @@ async def test_200_kb_of_special_tokens_take_linear_time():
 
     async def seconds(size: int) -> float:
         text = "<|im_end|>" * (size // 10)
-        best = float("inf")
-        for _ in range(3):
-            began = time.perf_counter()
-            await pipeline.encode_chat([{"role": "user", "content": text}])
-            best = min(best, time.perf_counter() - began)
-        return best
+        began = time.process_time()
+        await pipeline.encode_chat([{"role": "user", "content": text}])
+        return time.process_time() - began
 
     await seconds(1000)
-    assert await seconds(400_000) < 6 * await seconds(100_000) + 0.05
+    # Growth with the square fails all attempts, a busy machine some.
+    attempts = [(await seconds(400_000), await seconds(100_000)) for _ in range(6)]
+    assert any(large < 8 * small + 0.05 for large, small in attempts), attempts
     threads.close()
 
 

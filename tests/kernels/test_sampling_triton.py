@@ -9,6 +9,7 @@ import triton.language as tl
 
 from kernels.gpu.random import gumbel, gumbel_bound, philox_words, words_of_tokens
 from kernels.gpu.sampling import TritonSamplingOps
+from kernels.gpu.splits import Split
 from kernels.logprobs.triton import tiles
 from kernels.sampling import reference
 from kernels.sampling import triton as kernels
@@ -45,9 +46,9 @@ def sample(logits, inputs, device, poison=0x7FC00000):
 def tiny_splits(monkeypatch):
     """Many splits that keep few candidates, so that small vocabularies go every way."""
 
-    def split(vocab: int, num_lanes: int = 32) -> kernels.Split:
+    def split(vocab: int, num_lanes: int = 32) -> Split:
         splits = triton.cdiv(vocab, 128)
-        return kernels.Split(128, splits, triton.next_power_of_2(splits), 16, 1)
+        return Split(128, splits, triton.next_power_of_2(splits), 16, 1)
 
     monkeypatch.setattr(kernels, "split", split)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from gateway.text.formats import reasoning_format
 from gateway.text.grammar import Fragment, grammar_source
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning, reasoning_fragment
 from shared.errors import ConfigurationError
+from tests.fakes.growth import expect_linear
 from tests.fakes.tokenizers import byte_level_json
 
 THINK = REASONING_FORMATS["think"]
@@ -107,16 +107,7 @@ def test_any_cutting_gives_the_same_with_several_marks(parts: list[str], size: i
 @pytest.mark.parametrize("unit", [" ", "</think", "</", "<think>", "\n a", "Here's my res"])
 @pytest.mark.parametrize("marks", [THINK, GRANITE])
 def test_time_is_linear_in_hostile_text(unit: str, marks: ReasoningFormat) -> None:
-    def seconds(count: int) -> float:
-        best = 1e9
-        for _ in range(3):
-            pieces = [marks.starts[0], *([unit] * count)]
-            began = time.perf_counter()
-            split(marks, pieces)
-            best = min(best, time.perf_counter() - began)
-        return best
-
-    assert seconds(40_000) < 12 * seconds(10_000) + 0.01
+    expect_linear(lambda count: split(marks, [marks.starts[0], *([unit] * count)]), 10_000, 40_000)
 
 
 def test_in_reasoning_tells_what_comes_next() -> None:

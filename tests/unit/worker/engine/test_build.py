@@ -14,7 +14,13 @@ from worker.transport import Transport
 
 def test_settings_reach_the_scheduler() -> None:
     settings = WorkerSettings(
-        target_step_ms=12.5, max_num_seqs=3, max_num_batched_tokens=48, enable_prefix_caching=False
+        target_step_ms=12.5,
+        max_num_seqs=3,
+        max_num_batched_tokens=48,
+        enable_prefix_caching=False,
+        speculative_method="draft_model",
+        num_speculative_tokens=5,
+        speculative_acceptance="rejection",
     )
     files = SimpleNamespace(
         spec=SimpleNamespace(vocab_size=100),
@@ -34,6 +40,8 @@ def test_settings_reach_the_scheduler() -> None:
         dtype="float32",
         check=lambda: None,
         use_idle_time=lambda: False,
+        draft_max_len=64,
+        alike_rows=32,
     )
     counters = Counters()
     engine = build_engine(settings, files, built, Transport("ipc:///unused", "00000000", counters), counters)
@@ -43,3 +51,6 @@ def test_settings_reach_the_scheduler() -> None:
     assert engine.scheduler.budget.target_ms == 12.5
     assert (engine.scheduler.kv.num_pages, engine.scheduler.kv.page_size) == (40, 4)
     assert not engine.scheduler.kv.enable_prefix_caching
+    speculation = engine.scheduler._speculator._config
+    assert (speculation.draft_len, speculation.alike_rows, speculation.max_drafts) == (64, 32, 5)
+    assert (speculation.look_up, speculation.rejection) == (False, True)

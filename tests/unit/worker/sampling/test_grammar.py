@@ -329,7 +329,7 @@ def test_masks_of_drafts_are_judged_one_by_one(seconds_each, is_too_slow, monkey
             now += count * seconds_each
             return count
 
-    monkeypatch.setattr(module.time, "thread_time", lambda: now)
+    monkeypatch.setattr(time, "thread_time", lambda: now)
     matcher = module.Matcher(Library())
     for _ in range(10):
         assert matcher.num_allowed([5] * 7) == 7

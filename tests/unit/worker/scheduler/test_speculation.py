@@ -99,7 +99,12 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
     observed: list[int] = []
     cuts: list[int] = []
     cut = Flight.cut
-    monkeypatch.setattr(Flight, "cut", lambda flight, request, count: (cuts.append(count), cut(flight, request, count)))
+
+    def cut_and_count(flight, request, count):
+        cuts.append(count)
+        cut(flight, request, count)
+
+    monkeypatch.setattr(Flight, "cut", cut_and_count)
     monkeypatch.setattr(harness.scheduler._speculator, "observe", lambda num_rows, _: observed.append(num_rows))
 
     def guess(request, limit):
