@@ -17,7 +17,7 @@ from worker.scheduler.budget import CostTable
 from worker.speculative.proposal import Proposal
 from worker.speculative.row_costs import RowCosts, next_count, on_grid
 
-MARGIN = 1.02
+MARGIN = 1.04
 """Drafts are verified where that is expected to be faster by this factor than not to: estimates err."""
 
 _NOISE_MARGIN = 0.4

@@ -29,6 +29,15 @@ class Proposal:
     source: Source
     chances: Sequence[float]
 
+    @property
+    def expected(self) -> float:
+        """How many of the tokens are expected to be accepted."""
+        total, reached = 0.0, 1.0
+        for chance in self.chances:
+            reached *= chance
+            total += reached
+        return total
+
     def first(self, count: int) -> Proposal | None:
         """The first `count` tokens of it; None for none."""
         if count >= len(self.token_ids):

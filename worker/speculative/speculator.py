@@ -7,6 +7,7 @@ function of its position, and a draft is only a guess at it. What is decided her
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from worker.request import Request
 from worker.scheduler.plan import DraftedRow, DraftedTokens
 from worker.speculative.acceptance import Acceptance
 from worker.speculative.controller import Controller
+from worker.speculative.pause import Pause
 from worker.speculative.proposal import Proposal
 from worker.speculative.speculation import Speculation
 from worker.stats import Counters
@@ -60,6 +62,7 @@ class Speculator:
         self._counters = counters
         self._acceptance = Acceptance()
         self._controller = Controller(config.max_drafts)
+        self._pause = Pause()
         self._drafted_last = False
 
     def open(self, submit: Submit) -> Speculation | None:
@@ -82,9 +85,22 @@ class Speculator:
         Args:
             room: tokens that the step can take beyond the requests' own.
         """
-        proposals = [self._propose(request) for request in requests]
-        if not any(proposals):
+        # What a draft model has proposed is not left lying.
+        if not self._config.draft_len and self._pause.holds():
             return [None] * len(requests)
+        begin = time.perf_counter()
+        proposals = [self._propose(request) for request in requests]
+        chosen: list[Proposal | None] = [None] * len(requests)
+        if any(proposals):
+            chosen = self._choose(requests, proposals, room)
+        expected = sum(one.expected for one in chosen if one is not None)
+        speed = (1.0 + expected / len(requests)) / self._controller.last_ratio if expected else 1.0
+        self._pause.learn(speed - 1.0, (time.perf_counter() - begin) * 1000)
+        return chosen
+
+    def _choose(
+        self, requests: Sequence[Request], proposals: Sequence[Proposal | None], room: int
+    ) -> list[Proposal | None]:
         if len(requests) <= self._config.alike_rows:
             room = min(room, self._config.alike_rows - len(requests))
         credit = [0.0 if request.speculation is None else request.speculation.credit for request in requests]
@@ -131,6 +147,7 @@ class Speculator:
     def observe(self, num_rows: int, milliseconds: float) -> None:
         """What a step without prompt tokens took, drafts counted as rows."""
         self._controller.observe(num_rows, milliseconds)
+        self._pause.observe(milliseconds)
 
     # ---- the draft model --------------------------------------------------------------------------------------
 

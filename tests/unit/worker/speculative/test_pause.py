@@ -1,0 +1,39 @@
+"""When looking for drafts is left out for a while."""
+
+from __future__ import annotations
+
+from worker.speculative.pause import Pause
+
+
+def looked_at(pause: Pause, gain: float, num_steps: int, looking_ms: float = 0.1) -> int:
+    """Steps, of so many of 5 ms, in which drafts were looked for."""
+    count = 0
+    for _ in range(num_steps):
+        pause.observe(5.0)
+        if not pause.holds():
+            count += 1
+            pause.learn(gain, looking_ms)
+    return count
+
+
+def test_what_saves_more_than_it_takes_is_never_left_out():
+    assert looked_at(Pause(), 0.2, 500) == 500
+
+
+def test_what_saves_nothing_is_seldom_looked_for():
+    assert 500 / 17 <= looked_at(Pause(), 0.0, 500) < 45
+    # Half of what is hoped for does not count.
+    assert looked_at(Pause(), 0.03, 500) < 45
+
+
+def test_a_text_that_turns_foreseeable_is_found_soon():
+    pause = Pause()
+    looked_at(pause, 0.0, 500)
+    assert looked_at(pause, 0.5, 100) > 75
+
+
+def test_nothing_is_left_out_before_a_step_was_measured():
+    pause = Pause()
+    for _ in range(10):
+        assert not pause.holds()
+        pause.learn(0.0, 1.0)

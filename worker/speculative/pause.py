@@ -1,0 +1,48 @@
+"""Looking for drafts takes the host time in each step; where they bring less than that, it is left out for a while."""
+
+from __future__ import annotations
+
+_WEIGHT = 0.05
+_BELIEVED = 0.5
+"""Part of the expected gain that counts: estimates err towards hope, since the best of many is taken."""
+
+_LONGEST = 16
+"""Steps."""
+
+
+class Pause:
+    """Weighs what drafts save against what looking for them takes, over all requests of a worker."""
+
+    def __init__(self) -> None:
+        self._step_ms = 0.0
+        self._balance_ms = 0.0
+        self._length = 1
+        self._left = 0
+
+    def holds(self) -> bool:
+        """Whether the next step shall do without drafts. Called once a step."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def observe(self, step_ms: float) -> None:
+        """What a step took."""
+        self._step_ms += _WEIGHT * (step_ms - self._step_ms) if self._step_ms else step_ms
+
+    def learn(self, gain: float, looking_ms: float) -> None:
+        """A step was looked at.
+
+        Args:
+            gain: by how much faster than without drafts it is expected to be, as a share.
+        """
+        if not self._step_ms:
+            return
+        saved_ms = _BELIEVED * gain * self._step_ms - looking_ms
+        self._balance_ms += _WEIGHT * (saved_ms - self._balance_ms)
+        if saved_ms > 0.0 or self._balance_ms >= 0.0:
+            self._length = 1
+        if self._balance_ms >= 0.0:
+            return
+        self._left = self._length
+        self._length = min(2 * self._length, _LONGEST)
