@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.gpu.scratch import Scratch
 from kernels.logprobs import triton as logprobs_kernels
 from kernels.logprobs.tensors import LogprobTensors
 from kernels.penalties import triton as penalty_kernels
@@ -31,8 +32,7 @@ class TritonSamplingOps(ReferenceOps):
     def __init__(self, device: torch.device, vocab_size: int = 0) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._scratch = torch.empty(0, dtype=torch.int32, device=device)
-        self._replaced: list[torch.Tensor] = []  # captured graphs go on using it
+        self._scratch = Scratch(device)
 
     def compile(self) -> None:
         """Launches every variant that the worker uses once, on a row of zeros."""
@@ -68,11 +68,8 @@ class TritonSamplingOps(ReferenceOps):
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See kernels/sampling/reference.py."""
-        needed = sampling_kernels.scratch_size(*logits.shape)
-        if self._scratch.numel() < needed:
-            self._replaced.append(self._scratch)
-            self._scratch = torch.empty(needed, dtype=torch.int32, device=self._device)
-        return sampling_kernels.sample(logits, inputs, self._scratch)
+        scratch = self._scratch.of(sampling_kernels.scratch_size(*logits.shape))
+        return sampling_kernels.sample(logits, inputs, scratch)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """See kernels/logprobs/reference.py."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from kernels.gpu.sampling import one_row
+from kernels.gpu.scratch import Scratch
 from kernels.sampling.inputs import SamplingInputs
 from kernels.speculative import triton as kernels
 from kernels.speculative.dispatch import ReferenceOps
@@ -25,8 +26,7 @@ class TritonSpeculativeOps(ReferenceOps):
     def __init__(self, device: torch.device, vocab_size: int = 0) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._scratch = torch.empty(0, dtype=torch.int32, device=device)
-        self._replaced: list[torch.Tensor] = []  # captured graphs go on using it
+        self._scratch = Scratch(device)
 
     def compile(self) -> None:
         """Launches every variant that the worker uses once, on a row of zeros."""
@@ -55,8 +55,4 @@ class TritonSpeculativeOps(ReferenceOps):
         return kernels.probabilities(logits, inputs, self._scratch_of(logits))
 
     def _scratch_of(self, logits: torch.Tensor) -> torch.Tensor:
-        needed = kernels.scratch_size(*logits.shape)
-        if self._scratch.numel() < needed:
-            self._replaced.append(self._scratch)
-            self._scratch = torch.empty(needed, dtype=torch.int32, device=self._device)
-        return self._scratch
+        return self._scratch.of(kernels.scratch_size(*logits.shape))

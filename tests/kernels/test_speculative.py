@@ -40,7 +40,7 @@ class OnDevice:
     def __init__(self, device):
         self._device = device
         self._ops = TritonSpeculativeOps(device)
-        self._ops._scratch = torch.full((2_000_000,), 0x7FC00000, dtype=torch.int32, device=device)
+        self._ops._scratch._words = torch.full((2_000_000,), 0x7FC00000, dtype=torch.int32, device=device)
 
     def verify(self, *tensors):
         return tuple(x.cpu() for x in self._ops.verify(*(x.to(self._device) for x in tensors)))

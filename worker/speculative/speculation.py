@@ -152,11 +152,8 @@ class Speculation:
 
     def settle(self, proposal: Proposal | None, num_verified: int, ratio: float) -> None:
         """A step verifies so many of the proposed tokens, and takes `ratio` times as long as one without any drafts."""
-        expected = reached = 1.0
-        if proposal is not None:
-            for chance in proposal.chances[:num_verified]:
-                reached *= chance
-                expected += reached
+        verified = proposal.first(num_verified) if proposal is not None else None
+        expected = 1.0 + (verified.expected if verified is not None else 0.0)
         self.credit = min(max(self.credit + expected / ratio - 1.0, -_MOST_CREDIT), _MOST_CREDIT)
 
     def resolve(self, num_verified: int, num_accepted: int) -> None:
