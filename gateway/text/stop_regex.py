@@ -15,11 +15,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from re import _constants as op  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
+from importlib import import_module
 from typing import Any
 
 from shared.errors import InvalidRequestError
+
+# The parser of `re` has no public name and no types: as modules found by name, no type checker has a view of them.
+op: Any = import_module("re._constants")
+_parser: Any = import_module("re._parser")
 
 MAX_EXPRESSIONS = 16
 MAX_LENGTH = 1024
