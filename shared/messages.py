@@ -9,7 +9,7 @@ start of the worker, so that messages of an earlier life are dropped.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 ShortText = Annotated[str, Meta(max_length=1024)]
+Pooling = Literal["last", "mean"]
+"""How the hidden states of a prompt become one vector: the last token's, or the mean over all tokens."""
 
 
 class FinishReason(enum.StrEnum):
@@ -64,6 +66,9 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
         deadline: Unix time in seconds after which a request still waiting is dropped.
         speculative: whether tokens may be drafted for it. The text is the same either way.
         prediction: what the client expects the output to be, as tokens; drafts are taken from it.
+        pooling: makes it an embedding of token_ids, all of which are prompt, pooled like this: nothing is generated,
+            and what `sampling` says of tokens is ignored. It has one choice, no grammar, no prompt_logprobs and no
+            prediction, and may be max_model_len tokens long.
     """
 
     request_id: RequestId
@@ -80,6 +85,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     deadline: float | None = None
     speculative: bool = True
     prediction: TokenIds = []
+    pooling: Pooling | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -122,6 +128,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         tool_call_parser, reasoning_parser: format of the model's tool calls and of its reasoning; `auto`: what its
             chat template says, `none`: plain text.
         speculative_method: where drafts come from; `off`: nothing is drafted.
+        hidden_size: values of an embedding.
+        pooling: how an embedding is pooled where a request does not say; one of Pooling.
     """
 
     model_names: list[ShortText]
@@ -140,6 +148,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: ShortText = "auto"
     reasoning_parser: ShortText = "auto"
     speculative_method: ShortText = "off"
+    hidden_size: Count = 0
+    pooling: ShortText = "last"
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -197,6 +207,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
         prompt_logprobs: one entry per prompt token; on the first Output of the first choice, where asked for.
         drafts: counts of the choice so far: with the finish, where anything was drafted, and with any Output before. A
             choice that the gateway ends, at a stop string, shows the last that came.
+        embedding: of a request with `pooling`, with its finish, which is STOP: hidden_size values, float32 in little
+            endian; the pooled output of the model's last norm, its length as it came.
     """
 
     request_id: str
@@ -207,6 +219,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     drafts: DraftCounts | None = None
+    embedding: bytes | None = None
 
 
 class Steps(msgspec.Struct, tag="steps", frozen=True):
