@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.api.params import SamplingFields
+from gateway.api.params import RequestFields
 from gateway.api.ranges import check_range
 from shared.errors import InvalidRequestError
 
@@ -33,7 +33,7 @@ class Accounting:
     affinity: str = ""
 
 
-def accounting(fields: SamplingFields) -> Accounting:
+def accounting(fields: RequestFields) -> Accounting:
     """Checks the fields as OpenAI documents them. Raises InvalidRequestError naming the one at fault."""
     priority = check_range("priority", fields.priority or 0, -(2**31), 2**31 - 1)
     tier = fields.service_tier

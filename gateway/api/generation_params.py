@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.api.accounting import Accounting, accounting
 from gateway.api.beam_params import beam_params
-from gateway.api.params import ChatFields, CompletionFields, SamplingFields
+from gateway.api.params import ChatFields, CompletionFields, RequestFields, SamplingFields
 from gateway.api.ranges import MAX_INT32, check_range
 from gateway.api.sampling_fields import NO_WORDS, WordIds, sampling_values
 from gateway.api.speculation import may_draft
@@ -196,9 +196,8 @@ def _common(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> Common:
-    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
-        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
-    _check_prompt_fields(fields)
+    check_request_fields(fields)
+    _check_text_fields(fields)
     include_usage, continuous_usage = _usage_options(fields)
     logit_bias = _logit_bias(fields.logit_bias)
     stop = _stop(fields.stop)
@@ -242,12 +241,27 @@ def _num_choices(fields: SamplingFields) -> int:
     return 1 if fields.n is None else check_range("n", fields.n, 1, MAX_CHOICES)
 
 
-def _check_prompt_fields(fields: SamplingFields) -> None:
-    """What is said of a prompt, but for its length, which the model decides."""
+def _check_text_fields(fields: SamplingFields) -> None:
+    """What is shown of a prompt, and of special tokens."""
     if fields.prompt_logprobs is not None:
         check_range("prompt_logprobs", fields.prompt_logprobs, 0, MAX_LOGPROBS)
         if fields.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+    if fields.spaces_between_special_tokens is False:
+        raise InvalidRequestError(
+            "spaces_between_special_tokens cannot be false: text is what its tokens spell.",
+            param="spaces_between_special_tokens",
+            code="unsupported_parameter",
+        )
+
+
+def check_request_fields(fields: RequestFields) -> None:
+    """What is said of caching and of a prompt, but for its length, which the model decides.
+
+    Raises InvalidRequestError naming the field at fault.
+    """
+    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
+        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
     if fields.truncate_prompt_tokens is not None:
         check_range("truncate_prompt_tokens", fields.truncate_prompt_tokens, -1, MAX_INT32)
         if fields.truncate_prompt_tokens == 0:
@@ -258,12 +272,6 @@ def _check_prompt_fields(fields: SamplingFields) -> None:
         raise InvalidRequestError("truncation_side must be left or right.", param="truncation_side")
     if fields.truncation_side is not None and fields.truncate_prompt_tokens is None:
         raise InvalidRequestError("truncation_side goes with truncate_prompt_tokens.", param="truncation_side")
-    if fields.spaces_between_special_tokens is False:
-        raise InvalidRequestError(
-            "spaces_between_special_tokens cannot be false: text is what its tokens spell.",
-            param="spaces_between_special_tokens",
-            code="unsupported_parameter",
-        )
 
 
 def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:

@@ -29,10 +29,28 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     resumable: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both generating endpoints take."""
+class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every request for a model's work takes: who asks, at what urgency, and how a prompt becomes tokens."""
 
     model: str
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    # OpenAI's bookkeeping.
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
+
+
+class SamplingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    """What both generating endpoints take."""
+
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -52,9 +70,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    user: str | None = None
     speculative: SpeculativeField | None = None
     # Structured output: gateway.api.structured.
     response_format: ResponseFormat | None = None
@@ -80,23 +95,13 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetection | None = None
     stop_regex: str | list[str] | None = None
-    add_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    # OpenAI's bookkeeping.
-    service_tier: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    store: bool | None = None
 
 
 class ChatFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
