@@ -16,7 +16,7 @@ from typing import Self
 import msgspec
 
 from gateway.flow.beam_state import Beam, BeamParams, BeamState, BeamText
-from gateway.flow.choice import Choice, choices_of, detokenizer_of, scanners_of
+from gateway.flow.choice import Choice, EmbeddingChoice, choices_of, detokenizer_of, scanners_of
 from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
@@ -89,9 +89,11 @@ class BeamSearcher:
         room = self._generator.reserve(dataclasses.replace(request, n=width))
         return BeamSearch(room, request, self._params, state, choices, self._vocab_size)
 
-    def reserve(self, request: GenerationRequest) -> ReservationLike:
+    def reserve(
+        self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
+    ) -> ReservationLike:
         """See GeneratorLike."""
-        return self._generator.reserve(request)
+        return self._generator.reserve(request, num_sequences=num_sequences, num_tokens=num_tokens)
 
 
 class BeamSearch(ClosedOnExit):
@@ -103,7 +105,7 @@ class BeamSearch(ClosedOnExit):
         request: GenerationRequest,
         params: BeamParams,
         state: BeamState,
-        choices: Sequence[Choice],
+        choices: Sequence[Choice | EmbeddingChoice],
         vocab_size: int,
     ) -> None:
         self._room = room

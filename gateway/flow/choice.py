@@ -7,7 +7,7 @@ last, and does not pay for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -306,8 +306,35 @@ class FormattedChoice(Choice):
         return "" if self._only_calls else content
 
 
-def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> list[Choice]:
+class EmbeddingChoice:
+    """The one "choice" of a request for an embedding: no token is generated, and no text is made."""
+
+    __slots__ = ("finished", "index", "token_ids")
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.token_ids: list[int] = []
+        self.finished = False
+
+    def advance(self, output: Output, vocab_size: int) -> TextDelta:
+        """See Choice."""
+        if output.finish is None or output.embedding is None or output.token_ids:
+            raise InternalError("The worker sent something else than the embedding that was asked for.")
+        self.finished = True
+        return TextDelta(
+            0,
+            "",
+            [],
+            finish_reason=output.finish.reason.value,
+            num_cached_tokens=output.num_cached_tokens,
+            embedding=output.embedding,
+        )
+
+
+def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> Sequence[Choice | EmbeddingChoice]:
     """The choices of a request, before their first token."""
+    if request.pooling is not None:
+        return [EmbeddingChoice()]
     new_scanner = scanners_of(request)
     message_format = request.format
     if message_format is not None and not message_format.parses:

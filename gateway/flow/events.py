@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.text.message_parser import MessageFormat, ToolCallDelta
-from shared.messages import DraftCounts, TokenLogprobs
+from shared.messages import DraftCounts, Pooling, TokenLogprobs
 from shared.sampling_params import SamplingParams
 
 
@@ -31,6 +31,7 @@ class GenerationRequest:
         format: how the model's text is taken apart into reasoning, content and tool calls; None: it is all content.
         speculative: whether tokens may be drafted.
         prediction: what the output is expected to be, as tokens.
+        pooling: the prompt's embedding is asked for, pooled like this, and nothing is generated.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class GenerationRequest:
     affinity: str = ""
     speculative: bool = True
     prediction: list[int] = field(default_factory=list)
+    pooling: Pooling | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class TextDelta(msgspec.Struct, frozen=True):
         stop_reason: with finish_reason, the stop string, the text that an expression matched, or the one of
             stop_token_ids that ended the choice; None: something else did.
         drafts: with finish_reason, the choice's drafted tokens, if there were any.
+        embedding: with finish_reason, where the request has a pooling: float32 in little endian, as the worker sent it.
     """
 
     choice: int
@@ -85,3 +88,4 @@ class TextDelta(msgspec.Struct, frozen=True):
     num_reasoning_tokens: int = 0
     stop_reason: int | str | None = None
     drafts: DraftCounts | None = None
+    embedding: bytes | None = None

@@ -98,10 +98,12 @@ class Generator:
             self._metrics.requests_rejected.labels(error.code or error.type).inc()
             raise
 
-    def reserve(self, request: GenerationRequest) -> Reservation:
+    def reserve(
+        self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
+    ) -> Reservation:
         """Admits a request that its caller runs in parts. See flow.requests.GeneratorLike."""
         try:
-            entry, permit = self._enter(request)
+            entry, permit = self._enter(request, num_sequences, num_tokens)
         except PeltonError as error:
             self._metrics.requests_rejected.labels(error.code or error.type).inc()
             raise
@@ -117,22 +119,28 @@ class Generator:
             raise
         return generation
 
-    def _enter(self, request: GenerationRequest) -> tuple[_Entry, Permit]:
+    def _enter(
+        self, request: GenerationRequest, num_sequences: int | None = None, num_tokens: int | None = None
+    ) -> tuple[_Entry, Permit]:
         entry = self._models.model(request.model)
         if not 1 <= request.n <= MAX_CHOICES:
             raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
         check_context(request, entry.facts)
         if not entry.ready_workers():
             raise UnavailableError("No worker of the model answers at the moment.")
-        return entry, self._admit(request)
+        if num_sequences is None:
+            num_sequences = request.n
+        if num_tokens is None:
+            num_tokens = len(request.prompt_token_ids)
+        return entry, self._admit(num_sequences, num_tokens)
 
-    def _admit(self, request: GenerationRequest) -> Permit:
+    def _admit(self, num_sequences: int, num_tokens: int) -> Permit:
         """The limits are over all models."""
         everyone = [worker for one in self._models.models() for worker in one.ready_workers()]
         try:
             return self._admission.admit(
-                num_sequences=request.n,
-                num_tokens=len(request.prompt_token_ids),
+                num_sequences=num_sequences,
+                num_tokens=num_tokens,
                 capacity=sum(worker.max_num_seqs for worker in everyone),
                 foreign_sequences=sum(worker.foreign_sequences for worker in everyone),
                 foreign_tokens=sum(worker.foreign_tokens for worker in everyone),
@@ -406,11 +414,15 @@ def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise InvalidRequestError("the prompt is empty", param="prompt")
-    total = num_prompt_tokens + request.sampling.max_tokens
+    embeds = request.pooling is not None
+    total = num_prompt_tokens + (0 if embeds else request.sampling.max_tokens)
     for limit, name in (
         (facts.max_model_len, "the model's maximum context length"),
         (facts.num_pages * facts.page_size, "the worker's whole KV cache"),
     ):
+        if total > limit and embeds:
+            message = f"The input has {num_prompt_tokens} tokens; {name} is {limit} tokens."
+            raise ContextLengthError(message, param="input")
         if total > limit:
             raise ContextLengthError(
                 f"The prompt has {num_prompt_tokens} tokens and max_tokens is {request.sampling.max_tokens}, together "
@@ -434,6 +446,7 @@ def _submit_message(request: GenerationRequest, request_id: str, model: str, tim
         deadline=time.time() + timeout if request.deadline is None else request.deadline,
         speculative=request.speculative,
         prediction=request.prediction,
+        pooling=request.pooling,
     )
 
 

@@ -127,7 +127,7 @@ class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):
 
 
 class ReservationLike(Protocol):
-    """Room for a request that its caller runs in parts (beam search): admitted and measured as one."""
+    """Room for a request that its caller runs in parts (beam search, embeddings): admitted and measured as one."""
 
     def submit(self, part: GenerationRequest) -> GenerationLike:
         """Sends a part; enter the result at once. The errors are those of GeneratorLike, but for the limits."""
@@ -153,8 +153,15 @@ class ReservationLike(Protocol):
 class GeneratorLike(Protocol):
     """Takes requests in."""
 
-    def reserve(self, request: GenerationRequest) -> ReservationLike:
-        """Admits a request that its caller runs in parts, as request.n sequences. The errors are those of submit."""
+    def reserve(
+        self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
+    ) -> ReservationLike:
+        """Admits a request that its caller runs in parts. The errors are those of submit.
+
+        Args:
+            num_sequences, num_tokens: of the parts that run at a time and of their prompts; None: request.n, and the
+                request's prompt.
+        """
         ...
 
     def submit(self, request: GenerationRequest) -> GenerationLike:

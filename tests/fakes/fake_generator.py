@@ -215,7 +215,9 @@ class FakeGenerator:
     def requests(self) -> list[GenerationRequest]:
         return [generation.request for generation in self.generations]
 
-    def reserve(self, request: GenerationRequest) -> FakeReservation:
+    def reserve(
+        self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
+    ) -> FakeReservation:
         if self.submit_error is not None:
             raise self.submit_error
         self.reservations.append(FakeReservation(self, request))
