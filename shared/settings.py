@@ -83,6 +83,7 @@ class WorkerSettings(CommonSettings):
     pipeline_parallel_size: Annotated[int, _POSITIVE, _doc("stages of layers; only 1 is supported")] = 1
     tool_call_parser: Annotated[str, _doc("how the model writes tool calls; auto: as its chat template says, none: it does not, or the name of a format")] = "auto"
     reasoning_parser: Annotated[str, _doc("how the model marks its reasoning; auto: as its chat template and vocabulary say, none: not at all, or the name of a format")] = "auto"
+    pooling: Annotated[Literal["last", "mean"], _doc("how the hidden states of a text become its embedding, where a request does not say: last: the last token's; mean: the mean of all tokens'")] = "last"
     speculative_method: Annotated[Literal["off", "ngram", "draft_model", "auto"], _doc("where tokens are drafted, which the model then verifies several at a time: ngram looks the text's end up in prompt and output, draft_model asks --speculative-model, auto does both, look-up first; off: nothing is drafted")] = "auto"
     speculative_model: Annotated[str, _doc("small model with the same tokenizer that drafts: folder, .gguf file or hub id")] = ""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=15), _doc("most tokens of a request that a step verifies; fewer, or none, where it would not pay")] = 7

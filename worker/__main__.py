@@ -129,6 +129,8 @@ def build_engine(
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         speculative_method=settings.speculative_method,
+        hidden_size=files.spec.hidden_size,
+        pooling=settings.pooling,
     )
     kv = KVManager(
         num_pages=built.num_pages,

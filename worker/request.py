@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from shared.messages import MAX_CHOICES, Submit, TokenLogprobs
+from shared.sampling_params import SamplingParams
 from worker.constraint import Constraint
+from worker.embedding import Embedding
 from worker.kv.manager import SequencePages
 from worker.repetition import RepetitionWatch
 from worker.speculative.speculation import Speculation
+
+_SAMPLES_NOTHING = SamplingParams(max_tokens=1)
 
 
 class Status(enum.Enum):
@@ -49,6 +53,7 @@ class Request:
         constraint: what narrows its tokens, in step with token_ids once it is there; None: nothing.
         repetition: follows its generated tokens; None: nobody looks for repetitions.
         speculation: what may come next, by guess; None: nothing is drafted for it.
+        embedding: pools the hidden states of its prompt, with which it ends: nothing is sampled. None: it generates.
     """
 
     __slots__ = (
@@ -56,6 +61,7 @@ class Request:
         "choice",
         "constraint",
         "deadline",
+        "embedding",
         "followers",
         "follows_started",
         "leader",
@@ -98,7 +104,8 @@ class Request:
         constraint: Constraint | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        sampling = submit.sampling
+        self.embedding = Embedding(submit.pooling) if submit.pooling is not None else None
+        sampling = submit.sampling if self.embedding is None else _SAMPLES_NOTHING
         self.owner = owner
         self.request_id = submit.request_id
         self.choice = choice
@@ -109,7 +116,9 @@ class Request:
         self.token_ids = list(submit.token_ids)
         self.num_prompt_tokens = submit.num_prompt_tokens
         self.num_initial_tokens = len(submit.token_ids)
-        self.max_num_tokens = min(submit.num_prompt_tokens + sampling.max_tokens, max_model_len)
+        # An embedding may fill the context: it is never as long as a text that is to end.
+        most = max_model_len if self.embedding is None else max_model_len + 1
+        self.max_num_tokens = min(submit.num_prompt_tokens + sampling.max_tokens, most)
         self.min_num_tokens = submit.num_prompt_tokens + sampling.min_tokens
         own_stops = frozenset(sampling.stop_token_ids)
         self.stop_ids = own_stops if sampling.ignore_eos else own_stops | eos_token_ids
@@ -147,6 +156,11 @@ class Request:
         if self.num_cached_tokens is not None or self.follows_started:
             return True
         return self.leader is not None and self.leader.has_started
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all its tokens must be computed, those too whose pages are cached."""
+        return self.wants_prompt_logprobs or (self.embedding is not None and self.embedding.needs_all)
 
     @property
     def num_tokens(self) -> int:
@@ -204,6 +218,24 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
     if submit.deadline is not None and not math.isfinite(submit.deadline):
         raise InvalidRequestError("deadline must be a finite number", param="deadline")
     submit.sampling.validate(limits.vocab_size)
+    if submit.pooling is not None:
+        _validate_embedding(submit)
+
+
+def _validate_embedding(submit: Submit) -> None:
+    """Refuses what has no meaning for an embedding."""
+    refused = {
+        "num_prompt_tokens": submit.num_prompt_tokens != len(submit.token_ids),
+        "num_choices": submit.num_choices != 1,
+        "grammar": bool(submit.grammar),
+        "prompt_logprobs": submit.sampling.prompt_logprobs is not None,
+        "prediction": bool(submit.prediction),
+    }
+    for name, is_there in refused.items():
+        if is_there:
+            raise InvalidRequestError(
+                f"{name} does not go with pooling: an embedding is of one prompt, and nothing is generated", param=name
+            )
 
 
 def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> None:
@@ -214,6 +246,13 @@ def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> 
         max_cached_tokens: what the whole KV cache holds.
     """
     num_tokens = len(submit.token_ids)
+    if submit.pooling is not None:
+        if num_tokens > min(max_model_len, max_cached_tokens):
+            raise ContextLengthError(
+                f"the input has {num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
+                f"and the KV cache holds {max_cached_tokens}"
+            )
+        return
     if num_tokens >= max_model_len:
         raise ContextLengthError(
             f"the prompt has {num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shared.messages import Finish, FinishReason
 from worker.request import Request
 
+FINISH_EMBEDDED = Finish(FinishReason.STOP)
 FINISH_LENGTH = Finish(FinishReason.LENGTH)
 FINISH_REPETITION = Finish(FinishReason.REPETITION)
 

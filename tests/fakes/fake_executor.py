@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from shared.messages import TokenLogprobs
+import numpy as np
+
+from shared.messages import Pooling, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_grammars import FakeState, allows
 from worker.executor.executor import ExecutorError
@@ -31,6 +33,7 @@ VOCAB_SIZE = 97
 EOS_TOKEN_ID = 2
 POISON_TOKEN_ID = 96
 """A sequence with this token in it has no finite logits."""
+HIDDEN_SIZE = 4
 
 
 def next_token(tokens: list[int], num_prompt_tokens: int, sampling: SamplingParams, choice: int) -> int:
@@ -44,6 +47,20 @@ def next_token(tokens: list[int], num_prompt_tokens: int, sampling: SamplingPara
         return EOS_TOKEN_ID
     # Never the end, a stop token that min_tokens would mask, or the poison.
     return 3 + (number >> 8) % (VOCAB_SIZE - 4)
+
+
+def hidden_state(tokens: list[int]) -> list[float]:
+    """Of the last of these tokens, with all of them in it; not finite for poisoned ones. Sums of many are exact."""
+    if POISON_TOKEN_ID in tokens:
+        return [float("nan")] * HIDDEN_SIZE
+    return [byte / 256 for byte in blake2b(f"{tokens}".encode(), digest_size=HIDDEN_SIZE).digest()]
+
+
+def embed(prompt: list[int], pooling: Pooling) -> bytes:
+    """The embedding of a prompt, without any scheduler."""
+    ends = range(1, len(prompt) + 1) if pooling == "mean" else (len(prompt),)
+    states = np.array([hidden_state(prompt[:end]) for end in ends])
+    return states.mean(axis=0).astype("<f4").tobytes()
 
 
 def masked(token: int, mask: bytes) -> int:
@@ -178,10 +195,17 @@ class FakeExecutor:
         written = {slot for item in plan.scheduled for slot in self._write(item, item.row in corrupted)}
         sampled: list[SampledToken] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        pooled: dict[int, bytes] = {}
         for item in plan.scheduled:
             self._check_reads(item, written)
-            self._read(item, plan.masks, sampled, prompt_logprobs)
-        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs)
+            tokens = self._context(item)
+            self._read(item, tokens, plan.masks, sampled, prompt_logprobs)
+            if item.num_pooled:
+                assert not item.sample and item.num_pooled <= item.count
+                ends = range(len(tokens) - item.num_pooled + 1, len(tokens) + 1)
+                states = np.array([hidden_state(tokens[:end]) for end in ends])
+                pooled[item.row] = states.sum(axis=0).astype("<f8").tobytes()
+        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs, pooled=pooled)
 
     def _catch_up(self, drafted: DraftedRow) -> int:
         """Reads the tokens that the draft model does not know; how many it shall propose."""
@@ -227,22 +251,26 @@ class FakeExecutor:
                 slot = (group, table[position // self._page_size], position % self._page_size)
                 assert slot not in written, "a row reads a page that this very step writes"
 
+    def _context(self, item: ScheduledTokens) -> list[int]:
+        """The tokens that the row's pages hold, up to the last that is computed."""
+        end, size = item.start + item.count, self._page_size
+        contexts = [
+            [group[table[position // size]][position % size] for position in range(end)]
+            for group, table in zip(self._pages, self._rows[item.row].tables, strict=True)
+        ]
+        assert all(context == contexts[0] for context in contexts), "the KV groups hold different texts"
+        return [token if token is not None else -1 for token in contexts[0]]
+
     def _read(
         self,
         item: ScheduledTokens,
+        tokens: list[int],
         masks: list[bytes],
         sampled: list[SampledToken],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> None:
         row = self._rows[item.row]
         end = item.start + item.count
-        size = self._page_size
-        contexts = [
-            [group[table[position // size]][position % size] for position in range(end)]
-            for group, table in zip(self._pages, row.tables, strict=True)
-        ]
-        tokens = [token if token is not None else -1 for token in contexts[0]]
-        assert all(context == contexts[0] for context in contexts), "the KV groups hold different texts"
         if item.prompt_logprobs is not None:
             last = min(end, row.num_prompt_tokens - 1)
             prompt_logprobs[item.row] = [

@@ -14,7 +14,8 @@ from kernels.attention_cascade.inputs import CascadeWork
 from worker.executor.decode_graphs import DecodeGraphs, Size
 from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
-from worker.executor.pending_step import PendingStep, PromptReport, step_output
+from worker.executor.pending_step import PendingStep, PooledSums, PromptReport, step_output
+from worker.executor.pooling import pool
 from worker.executor.request_rows import PromptChunk, RequestRows, StagedStep
 from worker.executor.shared_prefixes import SharedPrefixes
 from worker.executor.tail_graphs import Tail, TailGraphs
@@ -122,6 +123,7 @@ class ModelRunner:
         num_sampled = len(sampled.rows)
         tokens = logits = None
         prompts: list[PromptReport] = []
+        sums = None
         if size is not None and self._graphs is not None:
             # The next replay, which comes after the head, writes to the same states.
             hidden, tail = self._graphs.replay(size), self._tails.choose(size, sampled)
@@ -134,11 +136,13 @@ class ModelRunner:
             batch = batch if cascade is None else replace(batch, cascade=cascade)
             hidden = self._model.hidden_states(batch, self._kv)
             prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
+            sums = pool(hidden[num_sampled + sum(chunk.count for chunk in chunks) :], staged.pooled)
             logits = self._model.logits(hidden[:num_sampled]) if num_sampled else None
         if logits is not None:
             tokens = self._sampler.sample(logits, sampled)
             self._rows.append(sampled, tokens.token_ids)
-        output = step_output(plan.step, sampled, tokens, prompts)
+        pooled = None if sums is None else PooledSums([one.row for one in staged.pooled], sums)
+        output = step_output(plan.step, sampled, tokens, prompts, pooled)
         return PendingStep(output, self._device)
 
     def _choose_graph(self, plan: StepPlan) -> Size | None:

@@ -26,6 +26,14 @@ class PromptReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledSums:
+    """[len(rows), hidden] float64 sums of hidden states, and whose they are."""
+
+    rows: Sequence[int]
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step leaves on the device.
 
@@ -36,6 +44,7 @@ class StepOutput:
         aiming: [E] which of the S are of rows with rarer filters, on the host; mu: [E] what mirostat aims at in them,
             None where nobody uses it.
         prompts: in the order of their positions.
+        pooled: for embeddings; None where the step has none.
     """
 
     step: int
@@ -47,6 +56,7 @@ class StepOutput:
     aiming: Sequence[int]
     mu: torch.Tensor | None
     prompts: Sequence[PromptReport]
+    pooled: PooledSums | None
 
 
 def step_output(
@@ -54,6 +64,7 @@ def step_output(
     sampled: SampledRows,
     tokens: SampledTokens | None,
     prompts: Sequence[PromptReport],
+    pooled: PooledSums | None = None,
 ) -> StepOutput:
     """With what the host must remember of the rows: by the time the step arrives they may hold other requests."""
     logprobs = mu = None
@@ -70,6 +81,7 @@ def step_output(
         aiming=[] if extended is None or mu is None else extended.host_index.tolist(),
         mu=mu,
         prompts=prompts,
+        pooled=pooled,
     )
 
 
@@ -116,6 +128,8 @@ def _tensors(output: StepOutput) -> list[torch.Tensor]:
         tensors.append(output.mu)
     for prompt in output.prompts:
         tensors += _parts(prompt.logprobs)
+    if output.pooled is not None:
+        tensors.append(output.pooled.sums)
     return tensors
 
 
@@ -143,6 +157,10 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
         tensors = take_logprobs()
         entries = to_entries(tensors, [prompt.num_top] * len(tensors.token_ids))
         prompts.setdefault(prompt.row, []).extend(entries)
+    pooled: dict[int, bytes] = {}
+    if output.pooled is not None:
+        sums = arrived[at].numpy().astype("<f8", copy=False)
+        pooled = {row: values.tobytes() for row, values in zip(output.pooled.rows, sums, strict=True)}
     return StepResult(
         step=output.step,
         sampled=[
@@ -150,4 +168,5 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
             for index, (row, token_id) in enumerate(zip(output.rows, token_ids, strict=True))
         ],
         prompt_logprobs=prompts,
+        pooled=pooled,
     )

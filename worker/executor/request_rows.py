@@ -20,6 +20,7 @@ from worker.executor.decode_graphs import Size
 from worker.executor.device import Device
 from worker.executor.forward_batch import ForwardBatch
 from worker.executor.mask_uploads import MaskUploads
+from worker.executor.pooling import PooledTokens, pooled_tokens
 from worker.executor.staged_drafts import StagedDrafts
 from worker.executor.step_packer import StepPacker, Waitable
 from worker.kv.storage import CopyBatch
@@ -58,13 +59,14 @@ class StagedStep:
 
     Attributes:
         batch: None where nothing is scheduled. The logits of the sampled rows come first, in the plan's order, then
-            those of every token of the chunks.
+            those of every token of the chunks, then those that are pooled.
         copies: pages to copy before the model runs, one batch after the other.
     """
 
     batch: ForwardBatch | None
     sampled: SampledRows
     chunks: list[PromptChunk]
+    pooled: list[PooledTokens]
     copies: list[CopyBatch]
 
 
@@ -156,10 +158,11 @@ class RequestRows:
             sampled = drafts.verification(sampled, self._packer.integers, self.distributions)
         if plan.masks:
             sampled = self._add_masks(plan, sampled)
-        chunks = self._prompt_chunks(plan)
+        chunks, pooled = self._prompt_chunks(plan), pooled_tokens(plan)
         indices = self._views(len(sampled_rows))[2]
-        if chunks:
-            ranges = [np.arange(chunk.offset, chunk.offset + chunk.count) for chunk in chunks]
+        if chunks or pooled:
+            wanted = [(one.offset, one.count) for one in chunks] + [(one.offset, one.count) for one in pooled]
+            ranges = [np.arange(offset, offset + count) for offset, count in wanted]
             own = self._packer.host.logits_indices[: len(sampled_rows)]
             indices = self._packer.integers(np.concatenate((own, *ranges)))
         self._packer.send()
@@ -168,9 +171,9 @@ class RequestRows:
                 token_ids = self._token_ids[new.row, : len(new.token_ids)]
                 self.sampling.penalties.count(new.row, token_ids, new.num_prompt_tokens)
         if not shape.num_requests:
-            return StagedStep(None, sampled, chunks, copies)
+            return StagedStep(None, sampled, chunks, pooled, copies)
         self._ops.step_inputs(shape)
-        return StagedStep(self._batch(shape, indices, longest), sampled, chunks, copies)
+        return StagedStep(self._batch(shape, indices, longest), sampled, chunks, pooled, copies)
 
     def hold(self, step: Waitable) -> None:
         """The host's buffers of what was staged are in use until this step has arrived."""

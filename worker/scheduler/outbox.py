@@ -18,6 +18,7 @@ class Outbox:
         token_ids: list[int],
         finish: Finish | None,
         logprobs: list[TokenLogprobs] | None,
+        embedding: bytes | None = None,
     ) -> None:
         """News of a request. The first carries the number of cached tokens, and the report on the prompt goes with
         the first one after it is complete. Counts of drafts go with all: a stop string ends a choice in the gateway."""
@@ -30,7 +31,7 @@ class Outbox:
             request.wants_prompt_logprobs = False
         drafts = _counts(request)
         output = Output(
-            request.request_id, request.choice, token_ids, finish, logprobs, cached, prompt_logprobs, drafts
+            request.request_id, request.choice, token_ids, finish, logprobs, cached, prompt_logprobs, drafts, embedding
         )
         self._outputs.append((request.owner, output))
 

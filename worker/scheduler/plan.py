@@ -66,6 +66,8 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
             and tokens are sampled at all positions start + 1 .. start + count. Those after the first that differs
             from its draft mean nothing.
         drawn: the draft model drew the drafts in the last step of its own for this row.
+        num_pooled: how many of the last of these tokens are part of an embedding: their hidden states after the
+            model's last norm are summed up. Nothing is sampled after them.
     """
 
     row: int
@@ -76,6 +78,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     mask: int = -1
     drafts: list[int] = []
     drawn: bool = False
+    num_pooled: int = 0
 
 
 class DraftedRow(msgspec.Struct, frozen=True, array_like=True):
@@ -152,9 +155,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
             those with drafts.
         prompt_logprobs: row -> entries for the prompt tokens that its chunk predicted, in order.
         drafted: one entry per row of `drafting` with num_drafts, in the plan's order.
+        pooled: row -> sum of the hidden states of its num_pooled tokens, [hidden] float64 in little endian.
     """
 
     step: int
     sampled: list[SampledToken]
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     drafted: list[DraftedTokens] = []
+    pooled: dict[int, bytes] = {}

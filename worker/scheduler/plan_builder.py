@@ -80,7 +80,8 @@ class PlanBuilder:
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
         count = min(room, num_tokens - start)
-        sample = start + count == num_tokens
+        ends = start + count == num_tokens
+        sample = ends and request.embedding is None
         count += len(drafts)
         end = start + count
         alternatives = None
@@ -93,7 +94,8 @@ class PlanBuilder:
             self._masked.append((request, drafts))
         # A grammar may have cut what was drawn, so the rest of it is no sample of the draft's distribution.
         drawn = proposal is not None and proposal.source is Source.DRAFT_MODEL and request.constraint is None
-        item = ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts), drawn)
+        num_pooled = 0 if request.embedding is None else request.embedding.num_pooled(count, ends=ends)
+        item = ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts), drawn, num_pooled)
         self._scheduled.append(item)
         self.requests.append(request)
         self._lives.append(request.life)

@@ -225,7 +225,7 @@ class Planner:
         parent = self._parent(request)
         if parent is not None:
             match = self._kv.shared_with(parent.pages, request.num_initial_tokens - 1)
-        elif request.wants_prompt_logprobs:
+        elif request.needs_whole_prompt:
             match = self._kv.no_match()
         else:
             match = self._kv.match_prefix(request.pages, request.token_ids)
@@ -290,6 +290,8 @@ class Planner:
         request.num_pending = 0
         request.prompt_step = None
         request.prompt_logprobs = []
+        if request.embedding is not None:
+            request.embedding.clear()
         request.status = Status.WAITING
         self._waiting.add(request)
         self._counters.num_preemptions_total += 1

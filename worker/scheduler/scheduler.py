@@ -11,6 +11,7 @@ from itertools import islice, takewhile
 from shared.errors import ConfigurationError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
 from worker.constraint import Constraint, Constraints
+from worker.embedding import Embedding
 from worker.kv.manager import KVManager
 from worker.request import Request, Status, check_length
 from worker.scheduler.budget import StepBudget
@@ -19,9 +20,10 @@ from worker.scheduler.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, S
 from worker.scheduler.plan_builder import Flight
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
+from worker.speculative.speculation import Speculation
 from worker.speculative.speculator import SpeculationConfig, Speculator
 from worker.stats import Counters
-from worker.stop import FINISH_LENGTH, finish_after
+from worker.stop import FINISH_EMBEDDED, FINISH_LENGTH, finish_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ class Scheduler:
                 max_model_len=self.config.max_model_len,
                 pages=self.kv.open(submit.salt),
                 constraint=constraint,
-                speculation=self._speculator.open(submit) if self._speculator is not None else None,
+                speculation=self._open_speculation(submit),
             )
             self._num_arrived += 1
             self._live.setdefault((owner, submit.request_id), {})[choice] = request
@@ -136,7 +138,14 @@ class Scheduler:
             self._planner.enqueue(request, leader)
             leader = leader or request
 
+    def _open_speculation(self, submit: Submit) -> Speculation | None:
+        if self._speculator is None or submit.pooling is not None:
+            return None
+        return self._speculator.open(submit)
+
     def _open_constraints(self, submit: Submit) -> list[Constraint | None]:
+        if submit.pooling is not None:
+            return [None]
         if self._constraints is not None:
             return self._constraints.open(submit)
         if submit.grammar or submit.sampling.thinking is not None:
@@ -240,10 +249,12 @@ class Scheduler:
                 continue
             if item.prompt_logprobs is not None:
                 self._outbox.collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
-            if tokens is None:
-                self.kv.commit(request.pages, request.token_ids, item.start + item.count)
-            else:
+            if tokens is not None:
                 self._append(request, item, tokens)
+            elif request.embedding is not None:
+                self._pool(request, request.embedding, item, result.pooled)
+            else:
+                self.kv.commit(request.pages, request.token_ids, item.start + item.count)
         self.counters.prefix_cache_evictions_total = self.kv.num_evictions
 
     def _land(self, plan: StepPlan) -> Flight:
@@ -293,14 +304,27 @@ class Scheduler:
         elif token_ids:
             self._outbox.put(request, token_ids, None, logprobs)
 
+    def _pool(self, request: Request, embedding: Embedding, item: ScheduledTokens, pooled: dict[int, bytes]) -> None:
+        """Takes what a chunk gave for an embedding; with its last token it is complete, and the request ends."""
+        if item.num_pooled and not embedding.add(pooled[item.row], item.num_pooled):
+            self._finish(request, self._not_finite("numbers"), distrust=True)
+            return
+        end = item.start + item.count
+        self.kv.commit(request.pages, request.token_ids, end)
+        if end == len(request.token_ids):
+            self._finish(request, FINISH_EMBEDDED, embedding=embedding.vector())
+
     def _failure(self, token_id: int) -> tuple[Finish, bool]:
         """How a request ends for which nothing was sampled, and whether its pages are not to be trusted."""
         if token_id == NOTHING_LEFT:
             message = "the request's rules for tokens leave no token that may come next"
             return Finish(FinishReason.ERROR, message=message, code="invalid_request"), False
+        return self._not_finite("logits"), True
+
+    def _not_finite(self, what: str) -> Finish:
         self.counters.invalid_logits_total += 1
-        message = "the model computed no finite logits for this request"
-        return Finish(FinishReason.ERROR, message=message, code="invalid_logits"), True
+        message = f"the model computed no finite {what} for this request"
+        return Finish(FinishReason.ERROR, message=message, code="invalid_logits")
 
     def _resolve(self, request: Request, drafts: list[int], token_ids: list[int], num_computed: int) -> None:
         """What a verification means for a request: the keys of drafts that were wrong are to be written over."""
@@ -333,6 +357,7 @@ class Scheduler:
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         *,
+        embedding: bytes | None = None,
         distrust: bool = False,
     ) -> None:
         """The one way in which a request ends: gives everything back and says so once."""
@@ -343,7 +368,7 @@ class Scheduler:
         del self._live[key][request.choice]
         if not self._live[key]:
             del self._live[key]
-        self._outbox.put(request, token_ids or [], finish, logprobs)
+        self._outbox.put(request, token_ids or [], finish, logprobs, embedding)
 
     # ---- what others ask --------------------------------------------------------------------------------------
 

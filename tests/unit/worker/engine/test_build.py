@@ -1,4 +1,4 @@
-"""Settings of the worker arrive in the scheduler."""
+"""Settings of the worker arrive in the scheduler, and in what gateways are told."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def test_settings_reach_the_scheduler() -> None:
         speculative_method="draft_model",
         num_speculative_tokens=5,
         speculative_acceptance="rejection",
+        pooling="mean",
     )
     files = SimpleNamespace(
-        spec=SimpleNamespace(vocab_size=100),
+        spec=SimpleNamespace(vocab_size=100, hidden_size=24),
         eos_token_ids=(2, 5),
         default_name="tiny",
         model_hash="m",
@@ -54,3 +55,4 @@ def test_settings_reach_the_scheduler() -> None:
     speculation = engine.scheduler._speculator._config
     assert (speculation.draft_len, speculation.alike_rows, speculation.max_drafts) == (64, 32, 5)
     assert (speculation.look_up, speculation.rejection) == (False, True)
+    assert (engine._facts.pooling, engine._facts.hidden_size) == ("mean", 24)
