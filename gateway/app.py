@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 
 from gateway.api.answers import (
@@ -26,7 +25,8 @@ from gateway.api.answers import (
 )
 from gateway.api.anthropic_params import ConversationFields, MessagesFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from gateway.api.response_fields import InputTokensFields, ResponseFields
+from gateway.api.query import BetaQuery
+from gateway.api.response_fields import InputTokensFields, ItemsQuery, ResponseFields, RetrieveQuery
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
 from gateway.exposition import Exposition
@@ -47,9 +47,10 @@ from gateway.keys import (
     STREAMS,
     Limits,
 )
-from gateway.middleware import Handler, Middleware
+from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
 from gateway.relay import RELAY, Relay, relayed, sibling_app
+from gateway.route import Route
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
 from gateway.routes.messages import count_tokens, create_message
@@ -76,35 +77,12 @@ from shared.metrics import GatewayMetrics
 _SWEEP_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A route and who may use it, and what gateway.openapi says of it.
-
-    Attributes:
-        body: the struct that decodes the request.
-        answer: the struct that describes the response, or its media type; None: a JSON object.
-        streams: the response may be an event stream instead.
-        headers: that are read beside those of every route.
-        failures: statuses that its scope and its body do not explain.
-    """
-
-    method: str
-    path: str
-    handler: Handler
-    scope: Scope
-    body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | str | None = None
-    streams: bool = False
-    headers: tuple[str, ...] = ()
-    failures: tuple[int, ...] = ()
-
-
 FOLLOW_UPS = (
     Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
-    Route("GET", "/v1/responses/{id}", get_response, Scope.INFERENCE, streams=True),
+    Route("GET", "/v1/responses/{id}", get_response, Scope.INFERENCE, streams=True, query=RetrieveQuery),
     Route("DELETE", "/v1/responses/{id}", delete_response, Scope.INFERENCE),
     Route("POST", "/v1/responses/{id}/cancel", cancel_response, Scope.INFERENCE),
-    Route("GET", "/v1/responses/{id}/input_items", list_input_items, Scope.INFERENCE),
+    Route("GET", "/v1/responses/{id}/input_items", list_input_items, Scope.INFERENCE, query=ItemsQuery),
     Route(
         "GET",
         "/v1/streams/{id}",
@@ -122,8 +100,25 @@ ROUTES = (
     Route("POST", "/v1/completions", completions, Scope.INFERENCE, CompletionFields, CompletionAnswer, streams=True),
     Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
     Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
-    Route("POST", "/v1/messages", create_message, Scope.INFERENCE, MessagesFields, MessageAnswer, streams=True),
-    Route("POST", "/v1/messages/count_tokens", count_tokens, Scope.INFERENCE, ConversationFields, TokenCountAnswer),
+    Route(
+        "POST",
+        "/v1/messages",
+        create_message,
+        Scope.INFERENCE,
+        MessagesFields,
+        MessageAnswer,
+        streams=True,
+        query=BetaQuery,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        Scope.INFERENCE,
+        ConversationFields,
+        TokenCountAnswer,
+        query=BetaQuery,
+    ),
     Route("POST", "/v1/responses", create_response, Scope.INFERENCE, ResponseFields, streams=True),
     Route("POST", "/v1/responses/input_tokens", count_input_tokens, Scope.INFERENCE, InputTokensFields),
     Route("GET", "/v1/models", list_models, Scope.INFERENCE, None, ModelListAnswer),
@@ -134,7 +129,8 @@ ROUTES = (
     Route("GET", "/ready", ready, Scope.PUBLIC, None, StatusAnswer, failures=(503,)),
     Route("GET", "/version", version, Scope.PUBLIC, None, VersionAnswer),
     Route("GET", "/openapi.json", openapi, Scope.PUBLIC),
-    Route("GET", "/", page, Scope.PUBLIC, None, "text/html"),
+    # Links to it may carry what others count visits by.
+    Route("GET", "/", page, Scope.PUBLIC, None, "text/html", query=None),
     Route("GET", "/page/{file}", page_file, Scope.PUBLIC, None, "text/javascript"),
     # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
     Route("GET", "/metrics", metrics, Scope.INFERENCE, None, "text/plain"),
@@ -169,15 +165,15 @@ def build_app(
     routes: Iterable[Route] = ROUTES,
 ) -> web.Application:
     """An application that is ready to be run by gateway.server.HttpRunner."""
-    scopes: dict[web.AbstractRoute, Scope] = {}
-    around = Middleware(scopes, check_host=check_host, cors_origins=tuple(cors_origins))
+    registered: dict[web.AbstractRoute, Route] = {}
+    around = Middleware(registered, check_host=check_host, cors_origins=tuple(cors_origins))
     app = web.Application(middlewares=[web.middleware(around)], client_max_size=limits.max_body_size)
     app[ROUTE_TABLE] = table = tuple(routes)
     for route in table:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
         for method in methods:
             added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect)
-            scopes[added] = route.scope
+            registered[added] = route
     app.on_response_prepare.append(around.add_headers)
     app[LIMITS] = limits
     app[GATEWAY_INDEX] = services.gateway_index

@@ -7,18 +7,18 @@ import ipaddress
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
 from gateway.api.anthropic_errors import error_bodies, is_anthropic
+from gateway.api.query import parse_query
 from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
+from gateway.route import Handler, Route
 from shared.errors import InternalError, InvalidRequestError, PeltonError, PermissionDeniedError
 from shared.log import bind_request_id
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPENAI_VERSION = "2020-10-01"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -30,15 +30,15 @@ class Middleware:
     """Wraps every handler, also those of routes that do not exist.
 
     Args:
-        scopes: what each registered route demands; one that is not in it is denied.
+        routes: what each registered route demands and takes; one that is not in it is denied.
         check_host: refuse Host headers that do not name this machine's loopback (DNS rebinding).
         cors_origins: origins that browsers may call from; "*" is any.
     """
 
     def __init__(
-        self, scopes: Mapping[web.AbstractRoute, Scope], *, check_host: bool, cors_origins: Sequence[str]
+        self, routes: Mapping[web.AbstractRoute, Route], *, check_host: bool, cors_origins: Sequence[str]
     ) -> None:
-        self._scopes = scopes
+        self._routes = routes
         self._check_host = check_host
         self._cors_origins = frozenset(cors_origins)
 
@@ -75,8 +75,10 @@ class Middleware:
                 return preflight
             if request.match_info.http_exception is not None:
                 raise request.match_info.http_exception
-            scope = self._authorize(request)
-            if scope is Scope.PUBLIC:
+            route = self._authorize(request)
+            if route.query is not None:
+                parse_query(request.query, route.query)
+            if route.scope is Scope.PUBLIC:
                 return await handler(request)
             with drain.admit():
                 try:
@@ -106,13 +108,13 @@ class Middleware:
                 code="host_not_allowed",
             )
 
-    def _authorize(self, request: web.Request) -> Scope:
+    def _authorize(self, request: web.Request) -> Route:
         # The matched route decides, never the text of the URL or of the Host header.
-        scope = self._scopes.get(request.match_info.route)
-        if scope is None:
+        route = self._routes.get(request.match_info.route)
+        if route is None:
             raise PermissionDeniedError("This route is not open.")
-        request[IDENTITY] = request.app[KEY_RING].authorize(scope, request.headers)
-        return scope
+        request[IDENTITY] = request.app[KEY_RING].authorize(route.scope, request.headers)
+        return route
 
     def _preflight(self, request: web.Request) -> web.Response | None:
         if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:

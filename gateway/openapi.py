@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -16,11 +16,9 @@ from gateway.api.answers import AnthropicErrorAnswer, ErrorAnswer
 from gateway.api.anthropic_errors import OVERLOADED, is_anthropic
 from gateway.auth import Scope
 from gateway.responses import dump_json
+from gateway.route import Route
 
-if TYPE_CHECKING:
-    from gateway.app import Route
-
-ROUTE_TABLE = web.AppKey[Sequence["Route"]]("ROUTE_TABLE")
+ROUTE_TABLE = web.AppKey[Sequence[Route]]("ROUTE_TABLE")
 
 _REFERENCE = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
@@ -55,7 +53,7 @@ def _document(routes: tuple[Route, ...]) -> bytes:
 
 
 def describe(routes: Iterable[Route]) -> dict[str, Any]:
-    """The document. Every route is in it, with its scope, body and answers."""
+    """The document. Every route is in it, with its scope, parameters, body and answers."""
     routes = list(routes)
     structs: list[Any] = [ErrorAnswer, AnthropicErrorAnswer]
     for route in routes:
@@ -90,12 +88,24 @@ def _operation(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
         for name in _PARAMETER.findall(route.path)
     ]
     parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in route.headers]
+    parameters += _query_parameters(route)
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
         content = {"application/json": {"schema": schemas[route.body]}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _query_parameters(route: Route) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    _, components = msgspec.json.schema_components([route.query], ref_template=_REFERENCE)
+    (struct,) = components.values()
+    return [
+        {"name": name, "in": "query", "description": schema.pop("description"), "schema": schema}
+        for name, schema in struct["properties"].items()
+    ]
 
 
 def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:

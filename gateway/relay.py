@@ -18,9 +18,9 @@ from aiohttp import web
 
 from gateway.auth import Identity, Scope
 from gateway.keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
-from gateway.middleware import Handler
 from gateway.peers import peer_socket
 from gateway.responses import error_response
+from gateway.route import Handler
 from gateway.stores.ids import gateway_of
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError, UnavailableError
 

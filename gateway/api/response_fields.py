@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -103,6 +103,27 @@ class ResponseFields(InputFields, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+
+class RetrieveQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of GET /v1/responses/{id}."""
+
+    stream: Annotated[bool, msgspec.Meta(description="Send the events of a response made in the background.")] = False
+    starting_after: (
+        Annotated[int, msgspec.Meta(ge=0, description="The sequence_number behind which to begin; needs `stream`.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    include_obfuscation: Annotated[bool, msgspec.Meta(description="Only false: nothing is obfuscated.")] = False
+
+
+class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of GET /v1/responses/{id}/input_items."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100, description="How many items a page has.")] = 20
+    order: Annotated[Literal["asc", "desc"], msgspec.Meta(description="Oldest or newest first.")] = "desc"
+    after: (
+        Annotated[str, msgspec.Meta(description="The id of the last item of the page before.")] | msgspec.UnsetType
+    ) = msgspec.UNSET
 
 
 def parse_response_fields(body: dict[str, Any]) -> ResponseFields:

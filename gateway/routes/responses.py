@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
 from gateway.api.body import read_json
 from gateway.api.fan_in import FanIn
 from gateway.api.params import ChatFields
+from gateway.api.query import parse_query
 from gateway.api.response_fields import (
     InputFields,
+    ItemsQuery,
+    RetrieveQuery,
     chat_fields,
     parse_input_tokens_fields,
     parse_response_fields,
@@ -31,7 +35,6 @@ from gateway.routes.streams import fill, separate, stream_log
 from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
 
-MAX_PAGE = 100
 _LOAD_IN_THREAD_ABOVE = 262_144
 
 
@@ -135,14 +138,13 @@ async def _run_in_background(
 async def get_response(request: web.Request) -> web.StreamResponse:
     """A stored response; with `stream=true` the events of one that was made in the background."""
     identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
-    _check_query(request, ("stream", "starting_after", "include_obfuscation"))
+    query = parse_query(request.query, RetrieveQuery)
     stored = request.app[RESPONSES].get(identifier, owner)
-    if request.query.get("include_obfuscation", "false") != "false":
-        raise InvalidRequestError("include_obfuscation must be false.", param="include_obfuscation")
-    if request.query.get("stream", "false") not in ("true", "false"):
-        raise InvalidRequestError("stream must be true or false.", param="stream")
-    if request.query.get("stream", "false") == "false":
-        if "starting_after" in request.query:
+    if query.include_obfuscation:
+        name = "include_obfuscation"
+        raise InvalidRequestError(f"{name} must be false.", param=name, code="unsupported_parameter")
+    if not query.stream:
+        if query.starting_after is not msgspec.UNSET:
             raise InvalidRequestError("starting_after needs stream to be true.", param="starting_after")
         return web.Response(body=stored.body, content_type="application/json")
     try:
@@ -150,7 +152,10 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     except NotFoundError:
         message = "The events of this response are not kept: it was not made in the background, or has ended."
         raise InvalidRequestError(message, param="stream") from None
-    seen = _number(request, "starting_after", -1, low=0, high=record.last - 1) + 1
+    seen = 0 if query.starting_after is msgspec.UNSET else query.starting_after + 1
+    if seen > record.last:
+        name = "starting_after"
+        raise InvalidRequestError(f"{name} must be the number of an event of this response.", param=name)
     return await stream_log(request, identifier, record, seen, stream_failure)
 
 
@@ -176,23 +181,19 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
 
 async def list_input_items(request: web.Request) -> web.StreamResponse:
     """What was put into a response, with what it continues, a page at a time."""
-    _check_query(request, ("limit", "order", "after"))
+    query = parse_query(request.query, ItemsQuery)
     stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
-    limit = _number(request, "limit", 20, low=1, high=MAX_PAGE)
-    order = request.query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be asc or desc.", param="order")
     items = await _loaded(stored.input)
-    if order == "desc":
+    if query.order == "desc":
         items.reverse()
-    if (after := request.query.get("after")) is not None:
-        found = [index for index, item in enumerate(items) if item["id"] == after]
+    if query.after is not msgspec.UNSET:
+        found = [index for index, item in enumerate(items) if item["id"] == query.after]
         if not found:
             raise InvalidRequestError("after must be the id of an item of this response.", param="after")
         items = items[found[0] + 1 :]
-    page = items[:limit]
+    page = items[: query.limit]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+    return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > query.limit})
 
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
@@ -281,19 +282,3 @@ async def _truncated(
     if found is None:
         raise ContextLengthError("The input does not fit the model's context.", param="input")
     return found
-
-
-def _check_query(request: web.Request, known: Sequence[str]) -> None:
-    for name in request.query:
-        if name not in known:
-            shown = name[:64]
-            raise InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
-
-
-def _number(request: web.Request, name: str, default: int, *, low: int, high: int) -> int:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 19 and low <= int(text) <= high):
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}].", param=name)
-    return int(text)

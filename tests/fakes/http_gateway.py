@@ -15,13 +15,14 @@ import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from gateway.app import ROUTES, Route, Services, build_app
+from gateway.app import ROUTES, Services, build_app
 from gateway.auth import ApiKey, KeyRing, Scope
 from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
 from gateway.keys import Limits
 from gateway.relay import Relay
+from gateway.route import Route
 from gateway.server import HttpRunner
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore

@@ -8,9 +8,10 @@ import re
 import pytest
 from aiohttp import web
 
-from gateway.app import ROUTES, Route
+from gateway.app import ROUTES
 from gateway.auth import Scope
 from gateway.keys import IDENTITY
+from gateway.route import Route
 from tests.fakes.fake_generator import MODEL
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, run_gateway
 

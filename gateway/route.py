@@ -1,0 +1,40 @@
+"""One route: where it is, who may use it, and what it takes and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.query import NoQuery
+from gateway.auth import Scope
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route and who may use it, and what gateway.openapi says of it.
+
+    Attributes:
+        body: the struct that decodes the request.
+        answer: the struct that describes the response, or its media type; None: a JSON object.
+        streams: the response may be an event stream instead.
+        headers: that are read beside those of every route.
+        failures: statuses that its scope and its body do not explain.
+        query: the struct of its query parameters (see gateway.api.query); any other is refused. None: it answers the
+            same whatever the query is.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    scope: Scope
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | str | None = None
+    streams: bool = False
+    headers: tuple[str, ...] = ()
+    failures: tuple[int, ...] = ()
+    query: type[msgspec.Struct] | None = NoQuery
