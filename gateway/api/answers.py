@@ -85,6 +85,30 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class EmbeddingVector(msgspec.Struct, kw_only=True):
+    """Of one input; float32 in little endian where it is base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(msgspec.Struct, kw_only=True):
+    """Vectors, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingVector]
+    model: str
+    usage: EmbeddingUsage
+
+
 class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What failed; the message names the field at fault."""
 

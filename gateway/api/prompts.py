@@ -1,40 +1,45 @@
-"""The prompt of a completions request, and the lengths that a request may have."""
+"""The prompts of a request, and the lengths that they may have."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gateway.api.params import RequestFields
 from shared.errors import ContextLengthError, InvalidRequestError
 from shared.messages import WorkerFacts
 
 MAX_PROMPTS = 256
 MAX_CHOICES_IN_ALL = 1024
+_MAX_TRUNCATED = 131_072
+"""Tokens of a prompt that is to be truncated; or eight contexts, if that is more."""
 
 Prompt = str | list[int]
 
 
-def split_prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """The single prompts of a `prompt` that is a string, a list of strings, token ids, or a list of token id lists.
+def split_prompts(prompt: str | list[Any], name: str = "prompt", most: int = MAX_PROMPTS) -> list[Prompt]:
+    """The single prompts of a field that is a string, a list of strings, token ids, or a list of token id lists.
+
+    Args:
+        name: of the field.
+        most: so many prompts it may have.
 
     Raises InvalidRequestError for empty prompts and for mixtures.
     """
     if isinstance(prompt, str):
-        return [_not_empty(prompt, "prompt")]
+        return [_not_empty(prompt, name)]
     if not prompt:
-        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        raise InvalidRequestError(f"{name} must not be empty.", param=name)
     if _is_token_list(prompt):
         return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed.", param="prompt"
-        )
+    if len(prompt) > most:
+        raise InvalidRequestError(f"{name} has {len(prompt)} entries; at most {most} are allowed.", param=name)
     if all(isinstance(entry, str) for entry in prompt):
-        return [_not_empty(entry, f"prompt[{index}]") for index, entry in enumerate(prompt)]
+        return [_not_empty(entry, f"{name}[{index}]") for index, entry in enumerate(prompt)]
     if all(isinstance(entry, list) and _is_token_list(entry) for entry in prompt):
-        return [_not_empty(entry, f"prompt[{index}]") for index, entry in enumerate(prompt)]
+        return [_not_empty(entry, f"{name}[{index}]") for index, entry in enumerate(prompt)]
     raise InvalidRequestError(
-        "prompt must be a string, a list of strings, a list of token ids or a list of such lists.",
-        param="prompt",
+        f"{name} must be a string, a list of strings, a list of token ids or a list of such lists.",
+        param=name,
         code="invalid_type",
     )
 
@@ -63,6 +68,20 @@ def context_limit(facts: WorkerFacts) -> int:
     """Tokens that prompt and completion may have together."""
     capacity = facts.num_pages * facts.page_size
     return min(facts.max_model_len, capacity) if capacity else facts.max_model_len
+
+
+def limit_name(facts: WorkerFacts) -> str:
+    """What `context_limit` is, as a client is told."""
+    if context_limit(facts) == facts.max_model_len:
+        return "maximum context length"
+    return "KV cache, smaller than its maximum context length,"
+
+
+def longest_text(fields: RequestFields, facts: WorkerFacts) -> int:
+    """Tokens that a text may certainly not have more of, before it is truncated."""
+    if fields.truncate_prompt_tokens is None:
+        return facts.max_model_len
+    return max(8 * facts.max_model_len, _MAX_TRUNCATED)
 
 
 def truncated(ids: list[int], wanted: int | None, side: str | None, room_for: int, facts: WorkerFacts) -> list[int]:
@@ -98,11 +117,7 @@ def completion_budget(
     Raises ContextLengthError with the numbers where prompt, or prompt and completion, do not fit.
     """
     limit = context_limit(facts)
-    name = (
-        "maximum context length"
-        if limit == facts.max_model_len
-        else "KV cache, smaller than its maximum context length,"
-    )
+    name = limit_name(facts)
     if num_prompt_tokens >= limit:
         raise ContextLengthError(
             # LangChain knows the error by the first words.

@@ -26,9 +26,6 @@ from shared.errors import InvalidRequestError, ModelNotFoundError
 MAX_MODEL_NAME = 256
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions."""
-_MAX_TRUNCATED = 131_072
-"""Tokens of a prompt that is to be truncated; or eight contexts, if that is more."""
-
 MAX_PROMPT_VALUES = 1_048_576
 """Log-probabilities of prompt tokens in a response: 20 alternatives for some 50,000 tokens."""
 
@@ -57,14 +54,6 @@ async def encode_prompt(
         return await entry.pipeline.encode(prompt, add_special_tokens, max_tokens=max_tokens, param=param)
     check_token_ids(prompt, entry.facts, param)
     return prompt
-
-
-def longest_prompt(common: Common, entry: ModelEntryLike) -> int:
-    """Tokens that a prompt may certainly not have more of, before it is truncated."""
-    longest = entry.facts.max_model_len
-    if common.fields.truncate_prompt_tokens is None:
-        return longest
-    return max(8 * longest, _MAX_TRUNCATED)
 
 
 def fit_prompt(ids: list[int], common: Common, default: int | None, entry: ModelEntryLike, param: str) -> SizedPrompt:

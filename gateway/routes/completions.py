@@ -16,7 +16,7 @@ from gateway.api.fan_in import FanIn
 from gateway.api.fill_in_middle import fill_in_middle
 from gateway.api.generation_params import Common, common_of_completion
 from gateway.api.params import CompletionFields, parse_fields
-from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, split_prompts
+from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, longest_text, split_prompts
 from gateway.flow.events import TextDelta
 from gateway.flow.requests import ModelEntryLike
 from gateway.keys import IDENTITY, SALTS
@@ -29,7 +29,6 @@ from gateway.routes.common import (
     envelope_of,
     find_model,
     fit_prompt,
-    longest_prompt,
     submit_all,
 )
 from gateway.routes.grammar import request_grammar
@@ -104,7 +103,7 @@ async def _encode(
 ) -> tuple[list[int], Common]:
     """Ids of a prompt, and the request with what ends the completion of such a prompt."""
     special = fields.add_special_tokens is not False
-    most = longest_prompt(common, entry)
+    most = longest_text(fields, entry.facts)
     if fields.suffix is None:
         return await encode_prompt(text, entry, param, add_special_tokens=special, max_tokens=most), common
     if not isinstance(text, str):

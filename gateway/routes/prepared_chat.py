@@ -16,11 +16,12 @@ from gateway.api.generation_params import Common, common_of_chat
 from gateway.api.messages import check_messages
 from gateway.api.output_grammar import ToolGrammar
 from gateway.api.params import ChatFields
+from gateway.api.prompts import longest_text
 from gateway.api.reasoning_params import thinking_budget
 from gateway.api.tool_params import check_tools, tool_grammar, tool_request
 from gateway.flow.requests import ModelEntryLike
 from gateway.keys import IDENTITY, SALTS
-from gateway.routes.common import SizedPrompt, find_model, fit_prompt, longest_prompt
+from gateway.routes.common import SizedPrompt, find_model, fit_prompt
 from gateway.routes.grammar import request_grammar
 from gateway.text.formats import ModelFormats
 from gateway.text.reasoning import reasoning_fragment
@@ -54,7 +55,8 @@ async def size_chat(request: web.Request, fields: ChatFields) -> SizedChat:
     tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     messages = check_messages(fields.messages)
     entry = find_model(request, fields.model)
-    chat = await chat_prompt(messages, tools, prompt_fields(fields), entry, max_tokens=longest_prompt(common, entry))
+    longest = longest_text(fields, entry.facts)
+    chat = await chat_prompt(messages, tools, prompt_fields(fields), entry, max_tokens=longest)
     return SizedChat(common, entry, tools, chat, fit_prompt(chat.ids, common, None, entry, "messages"))
 
 

@@ -14,6 +14,7 @@ from gateway.text.formats import ModelFormats
 from gateway.text.tools.prompting import TemplateSupport
 from shared.errors import ContextLengthError, ModelNotFoundError
 from shared.messages import DraftCounts, TokenLogprobs, WorkerFacts
+from tests.fakes.vectors import HIDDEN_SIZE, vector_of
 
 EOS = 257
 MODEL = "fake-model"
@@ -37,6 +38,7 @@ def facts(**changes: Any) -> WorkerFacts:
         "model_hash": "m",
         "bundle_hash": "b",
         "created": 1_700_000_000,
+        "hidden_size": HIDDEN_SIZE,
     }
     return WorkerFacts(**{**values, **changes})
 
@@ -197,15 +199,17 @@ class FakeReservation:
 
 
 class FakeGenerator:
-    """Plays `script` for each request; remembers all of them.
+    """Plays `script` for each request that generates; remembers all of them.
 
     Attributes:
+        embedding_script: played for each request for an embedding.
         submit_error: raised by the next submit calls, where set.
         live: generations that were submitted and not closed.
     """
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or spell("Hello")
+        self.embedding_script: Script = embed
         self.submit_error: Exception | None = None
         self.generations: list[FakeGeneration] = []
         self.live: set[FakeGeneration] = set()
@@ -226,7 +230,8 @@ class FakeGenerator:
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.submit_error is not None:
             raise self.submit_error
-        generation = FakeGeneration(self, request, self.script(request))
+        script = self.script if request.pooling is None else self.embedding_script
+        generation = FakeGeneration(self, request, script(request))
         self.live.add(generation)
         self.generations.append(generation)
         return generation
@@ -259,6 +264,12 @@ def spell(text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts 
             yield TextDelta(choice, "", [], finish_reason=finish, drafts=drafts)
 
     return script
+
+
+def embed(request: GenerationRequest) -> Iterable[Step]:
+    """Answers with the prompt's embedding."""
+    vector = vector_of(request.prompt_token_ids, request.pooling)
+    return [TextDelta(0, "", [], finish_reason="stop", num_cached_tokens=0, embedding=vector)]
 
 
 def _prompt_logprobs(request: GenerationRequest) -> list[TokenLogprobs] | None:

@@ -39,6 +39,7 @@ from shared.messages import (
     WorkerStats,
 )
 from tests.fakes.tokenizers import make_bundle
+from tests.fakes.vectors import HIDDEN_SIZE, vector_of
 
 
 @dataclass
@@ -84,6 +85,11 @@ def echo(submit: Submit) -> list[int]:
     return [*submit.token_ids, 2]
 
 
+def embedded(submit: Submit) -> bytes:
+    """The default embedding."""
+    return vector_of(submit.token_ids, submit.pooling)
+
+
 @dataclass
 class FakeWorker:
     """`with FakeWorker(directory) as worker:` binds in `directory` and serves from a thread.
@@ -93,6 +99,7 @@ class FakeWorker:
         failure: called for each prompt; what it returns ends each of its choices when the script is over.
         drafts: for each prompt, how many drafts each of its first steps accepts and rejects: such a step gives the
             accepted ones and a token more. The counts so far go with it and with the end.
+        embedding: called for each prompt whose embedding is asked for; a Finish ends it instead.
         delay: seconds between tokens of a request.
         received: every message, in order.
     """
@@ -103,6 +110,7 @@ class FakeWorker:
     script: Callable[[Submit], list[int]] = echo
     failure: Callable[[Submit], Finish | None] = lambda _: None
     drafts: Callable[[Submit], Sequence[DraftCounts]] = lambda _: ()
+    embedding: Callable[[Submit], bytes | Finish] = embedded
     delay: float = 0.0
     bundle: Bundle = field(default_factory=make_bundle)
     model_names: Sequence[str] = ("fake",)
@@ -112,6 +120,7 @@ class FakeWorker:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     speculative_method: str = "off"
+    hidden_size: int = HIDDEN_SIZE
     faults: Misbehaviour = field(default_factory=Misbehaviour)
     welcome_epoch: str | None = None
     version: int = PROTOCOL_VERSION
@@ -178,6 +187,7 @@ class FakeWorker:
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             speculative_method=self.speculative_method,
+            hidden_size=self.hidden_size,
         )
 
     # ---- the loop, in the thread or the process ---------------------------------------------------------------
@@ -215,7 +225,7 @@ class FakeWorker:
         elif isinstance(message, BundleRequest):
             self._send(identity, self.bundle)
         elif isinstance(message, Submit):
-            script = self.script(message)
+            script = [] if message.pooling is not None else self.script(message)
             for choice in range(message.choice, message.choice + message.num_choices):
                 self._running.append(_Running(message, identity, choice, script, [*self.drafts(message)]))
         elif not self.faults.ignore_cancel:
@@ -233,12 +243,18 @@ class FakeWorker:
     def _step(self) -> None:
         by_gateway: dict[bytes, list[Output]] = {}
         for one in list(self._running):
-            output = self._next_output(one)
+            output = self._embedding(one) if one.submit.pooling is not None else self._next_output(one)
             by_gateway.setdefault(one.identity, []).append(output)
             if output.finish is not None:
                 self._running.remove(one)
         for identity, outputs in by_gateway.items():
             self._send_steps(identity, outputs)
+
+    def _embedding(self, one: _Running) -> Output:
+        result = self.embedding(one.submit)
+        if isinstance(result, Finish):
+            return Output(one.submit.request_id, 0, [], result)
+        return Output(one.submit.request_id, 0, [], Finish(FinishReason.STOP), num_cached_tokens=0, embedding=result)
 
     def _next_output(self, one: _Running) -> Output:
         """One token, or several where drafts are accepted."""
