@@ -138,6 +138,7 @@ async def fill(
             _append(record, framed(record, encoder.failed(error)))
             error = None
         record.end(error)
+        error = None  # its traceback holds this frame: together they would wait for the garbage collector
 
 
 def _append(record: StreamLog, events: Iterator[bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.errors import InvalidRequestError, NotFoundError
 
@@ -45,6 +45,19 @@ class StoredResponse:
         return _OVERHEAD + len(self.body) + len(self.output) + sum(len(part) + 64 for part in self.input)
 
 
+def _trimmed(response: StoredResponse) -> StoredResponse:
+    """The same in as many bytes as it says: what orjson makes keeps the buffer that it was written to, of up to sixteen
+    times its length. What it continues is shared with a stored one, and trimmed.
+    """
+    *continued, own = response.input
+    return replace(
+        response,
+        body=bytes(memoryview(response.body)),
+        output=bytes(memoryview(response.output)),
+        input=(*continued, bytes(memoryview(own))),
+    )
+
+
 class ResponseStore:
     """The responses of one gateway process.
 
@@ -77,8 +90,11 @@ class ResponseStore:
         return identifier in self._responses
 
     def put(self, identifier: str, response: StoredResponse) -> None:
-        """Keeps a response, in the place of an earlier state of it."""
+        """Keeps a response, in the place of an earlier state of it; not one that is larger than all room."""
         self._remove(identifier)
+        if response.size > self._max_bytes:
+            return
+        response = _trimmed(response)
         self._responses[identifier] = response, self._clock()
         self.num_bytes += response.size
         while self.num_bytes > self._max_bytes or len(self._responses) > self._max_responses:

@@ -10,15 +10,19 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 from shared.errors import NotFoundError, PeltonError, UnavailableError
 
 _EVENT_OVERHEAD = 128
 """Bytes that an event takes beside its own, about."""
+_LOG_OVERHEAD = 1536
+"""Bytes that a stream takes beside its events, about; counted with its first event."""
 _STREAM_SHARE = 16
 """One stream may take this part of all room."""
 _SLACK = 1024
+_PIECE = 65_536
+"""Bytes of events that a reader takes at a time: what a client does not read waits in its connection's buffer, and
+thousands may read a long stream."""
 
 
 class StreamLog:
@@ -26,17 +30,29 @@ class StreamLog:
 
     Attributes:
         owner: hash of the key whose stream it is.
-        error: why it ended before its first event, where it did.
         ended: no event will follow.
         first: the number of the oldest event that is kept.
     """
 
-    __slots__ = ("_events", "_news", "_store", "ended", "error", "first", "num_bytes", "num_claims", "owner", "timer")
+    __slots__ = (
+        "_error",
+        "_events",
+        "_news",
+        "_store",
+        "ended",
+        "first",
+        "identifier",
+        "num_bytes",
+        "num_claims",
+        "owner",
+        "timer",
+    )
 
-    def __init__(self, owner: bytes, store: StreamStore) -> None:
+    def __init__(self, identifier: str, owner: bytes, store: StreamStore) -> None:
+        self.identifier = identifier
         self.owner = owner
         self.ended = False
-        self.error: PeltonError | None = None
+        self._error: PeltonError | None = None
         self.num_bytes = 0
         # For the store.
         self.num_claims = 0
@@ -44,7 +60,14 @@ class StreamLog:
         self._store = store
         self._events: deque[bytes] = deque()
         self.first = 1
-        self._news = asyncio.Event()
+        self._news: asyncio.Event | None = None
+
+    @property
+    def error(self) -> PeltonError | None:
+        """Why it ended before its last event, where it did. A new one for each who asks: a raised one holds on to
+        whoever raised it, and each time to one more.
+        """
+        return None if self._error is None else _untouched(self._error)
 
     @property
     def last(self) -> int:
@@ -52,24 +75,42 @@ class StreamLog:
         return self.first + len(self._events) - 1
 
     def append(self, event: bytes) -> None:
-        """The next event, framed."""
+        """The next event, framed. Nothing where it has ended: it was deleted while it ran."""
+        if self.ended:
+            return
         self._events.append(event)
-        self._store.on_append(self, len(event) + _EVENT_OVERHEAD)
+        self._store.on_append(self, _size(self.last, event))
         self._wake()
 
     def end(self, error: PeltonError | None = None) -> None:
-        """Nothing follows. `error` is for a stream without events; one with events says so in its last."""
-        self.ended, self.error = True, error
+        """Nothing follows. `error` is for a stream whose events do not say how it ended. The first end counts."""
+        if self.ended:
+            return
+        self.ended = True
+        # What failed holds on to its whole request by its traceback.
+        self._error = None if error is None else _untouched(error)
         self._wake()
 
     def after(self, number: int) -> Sequence[bytes]:
-        """All events behind that of this number. Raises UnavailableError where the next is not kept any more."""
+        """The events behind that of this number, as many as are sent at a time. Raises UnavailableError where the next
+        is not kept any more.
+        """
         if number + 1 < self.first:
             raise UnavailableError("The stream has gone on too far: what follows is not kept.", code="stream_expired")
-        return list(islice(self._events, number + 1 - self.first, None))
+        found: list[bytes] = []
+        size = 0
+        # By index: it takes a deque no time at its ends, and most read at the newer one.
+        for index in range(number + 1 - self.first, len(self._events)):
+            found.append(self._events[index])
+            size += len(found[-1])
+            if size >= _PIECE:
+                break
+        return found
 
     async def news(self) -> None:
         """Returns when something was appended, or the stream has ended."""
+        if self._news is None:
+            self._news = asyncio.Event()
         await self._news.wait()
 
     def has(self, number: int) -> bool:
@@ -81,19 +122,31 @@ class StreamLog:
         if number != self.first or not self._events:
             return 0
         self.first += 1
-        return len(self._events.popleft()) + _EVENT_OVERHEAD
+        return _size(number, self._events.popleft())
 
     def clear(self) -> int:
-        """Forgets all; returns how many events there were. For the store."""
+        """Forgets all, and ends where it has not; returns how many events there were. For the store."""
         count = len(self._events)
         self.first += count
         self._events.clear()
-        self.end(self.error)
+        self.end(NotFoundError("The stream was deleted while it ran."))
         return count
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+
+def _size(number: int, event: bytes) -> int:
+    return len(event) + _EVENT_OVERHEAD + (_LOG_OVERHEAD if number == 1 else 0)
+
+
+def _untouched(error: PeltonError) -> PeltonError:
+    """The same without traceback and context."""
+    twin = type(error).__new__(type(error), *error.args)
+    twin.__dict__.update(error.__dict__)
+    return twin
 
 
 class StreamStore:
@@ -119,13 +172,13 @@ class StreamStore:
 
     def open(self, identifier: str, owner: bytes) -> StreamLog:
         """A new log, which `run` fills."""
-        log = self._logs[identifier] = StreamLog(owner, self)
+        log = self._logs[identifier] = StreamLog(identifier, owner, self)
         return log
 
     def run(self, identifier: str, work: Coroutine[None, None, None]) -> None:
         """Runs what fills a log, until it ends or nobody wants it."""
         task = self._tasks[identifier] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._tasks.pop(identifier, None))
+        task.add_done_callback(lambda _: self._on_done(identifier))
 
     def find(self, identifier: str, owner: bytes) -> StreamLog:
         """Raises NotFoundError, also for a stream of another key."""
@@ -146,7 +199,10 @@ class StreamStore:
         finally:
             log.num_claims -= 1
             if log.num_claims == 0 and self._logs.get(identifier) is log:
-                log.timer = asyncio.get_running_loop().call_later(self._grace, self.drop, identifier)
+                if log.ended and not log.last:
+                    self.drop(identifier)  # it was refused, and whoever asked for it knows
+                else:
+                    log.timer = asyncio.get_running_loop().call_later(self._grace, self.drop, identifier)
 
     async def stop(self, identifier: str) -> None:
         """Ends what fills a log, and waits for that; what it has written is kept."""
@@ -172,7 +228,8 @@ class StreamStore:
         self.num_bytes += size
         self._num_events += 1
         self._order.append((log, log.last))
-        while log.num_bytes > max(self._max_bytes // _STREAM_SHARE, size):
+        share = max(self._max_bytes // _STREAM_SHARE, size)
+        while log.num_bytes > share + (_LOG_OVERHEAD if log.first == 1 else 0):
             self._drop_oldest(log, log.first)
         while self.num_bytes > self._max_bytes and self._order:
             self._drop_oldest(*self._order.popleft())
@@ -187,11 +244,18 @@ class StreamStore:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _on_done(self, identifier: str) -> None:
+        self._tasks.pop(identifier, None)
+        if (log := self._logs.get(identifier)) is not None:
+            log.end()  # one that was cancelled before it began has not
+
     def _drop_oldest(self, log: StreamLog, number: int) -> None:
         if size := log.drop_oldest(number):
             log.num_bytes -= size
             self.num_bytes -= size
             self._num_events -= 1
+            if log.ended and not log.num_claims and log.last < log.first:
+                self.drop(log.identifier)  # nothing is left that a client could come back for
 
     def _forget_passed(self) -> None:
         if len(self._order) > 2 * self._num_events + _SLACK:

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from gateway.responses import dump_json
 from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import InvalidRequestError, NotFoundError
 
@@ -50,7 +51,9 @@ def test_the_least_recently_used_go_first():
     store.put("e", stored(1000))
     assert "b" not in store and all(name in store for name in "acde")
     store.put("f", stored(100_000))
-    assert len(store) == 0 and store.num_bytes == 0, "what is larger than all room is not kept"
+    assert "f" not in store and len(store) == 4, "what is larger than all room is not kept, and pushes nothing out"
+    store.put("e", stored(100_000))
+    assert "e" not in store and store.num_bytes == 3 * stored(1000).size, "nor its earlier state"
 
 
 def test_the_number_is_bounded_too():
@@ -99,3 +102,20 @@ def test_a_hundred_thousand_responses_leave_memory_flat():
     after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert abs(after - before) < 200_000
+
+
+@pytest.mark.parametrize("length", [10, 300, 1000, 5000, 20_000])
+def test_what_is_counted_is_what_is_taken(length):
+    """The JSON of responses: its encoder's buffers are larger than what is in them."""
+    store = ResponseStore(max_bytes=1 << 30, time_to_live=1000.0)
+    items = [{"text": "x" * length}]
+    tracemalloc.start()
+    for index in range(200):
+        name = f"resp_{index:030}"
+        put_in = store.continued(f"resp_{index - 1:030}", OWNER) if index % 4 else ()
+        store.put(
+            name, StoredResponse(OWNER, dump_json({"output": items}), (*put_in, dump_json(items)), dump_json(items))
+        )
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken <= store.num_bytes

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
+import weakref
 
 import pytest
 
 from gateway.stores.ids import gateway_of, new_id
 from gateway.stores.streams import StreamStore
-from shared.errors import NotFoundError, UnavailableError
+from shared.errors import NotFoundError, RateLimitError, UnavailableError
+from tests.fakes.growth import expect_linear
 
 OWNER, OTHER = b"owner", b"other"
 
@@ -115,3 +119,134 @@ async def test_many_abandoned_streams_leave_nothing():
         store.drop(str(index))
         assert len(store._order) < 3000
     assert (len(store), store.num_bytes, store._num_events) == (0, 0, 0)
+
+
+class Request:
+    """What a refused request holds on to."""
+
+
+def refused(request: Request) -> RateLimitError:
+    try:
+        raise RateLimitError(f"Too many beside {type(request).__name__}.", retry_after=2.5)
+    except RateLimitError as error:
+        return error
+
+
+async def test_an_error_holds_on_to_nobody():
+    log = StreamStore(max_bytes=1 << 20, grace=1.0).open("s", OWNER)
+    gc.disable()
+    try:
+        request = Request()
+        gone = weakref.ref(request)
+        log.end(refused(request))
+        del request
+        assert gone() is None, "not to the request that failed"
+        seen = Request()
+        gone = weakref.ref(seen)
+
+        def read(_: Request) -> None:
+            with pytest.raises(RateLimitError) as caught:
+                raise log.error or AssertionError
+            assert caught.value.retry_after == 2.5 and caught.value.code == "rate_limit_exceeded"
+            assert caught.value.message == "Too many beside Request."
+
+        read(seen)
+        assert log.error is not None and log.error.__traceback__ is None, "nor to who has read it"
+    finally:
+        gc.enable()
+
+
+async def test_what_never_began_is_forgotten_with_its_reader():
+    store = StreamStore(max_bytes=1 << 20, grace=60.0)
+    log = store.open("s", OWNER)
+    with store.claim("s", log):
+        log.end(UnavailableError("No."))
+        with store.claim("s", log):
+            pass
+        assert len(store) == 1
+    assert len(store) == 0
+
+
+async def test_who_reads_a_deleted_stream_hears_of_it_and_nothing_is_counted_any_more():
+    store = StreamStore(max_bytes=1 << 20, grace=1.0)
+    log = store.open("s", OWNER)
+    with store.claim("s", log):
+        log.append(b"x")
+        waiting = asyncio.create_task(log.news())
+        await asyncio.sleep(0)
+        store.drop("s")
+        await asyncio.wait_for(waiting, 5)
+        assert log.ended and isinstance(log.error, NotFoundError)
+        log.append(b"late")
+        log.end()
+        assert isinstance(log.error, NotFoundError), "the first end counts"
+    assert (store.num_bytes, store._num_events, len(store)) == (0, 0, 0)
+
+
+async def test_a_stream_whose_work_was_cancelled_before_it_began_has_ended():
+    store = StreamStore(max_bytes=1 << 20, grace=1.0)
+    log = store.open("s", OWNER)
+    store.run("s", asyncio.sleep(60))
+    await store.stop("s")
+    assert log.ended
+
+
+async def test_a_reader_takes_a_piece_at_a_time():
+    store = StreamStore(max_bytes=1 << 30, grace=1.0)
+    log = store.open("s", OWNER)
+    events = [bytes([index % 251]) * 1000 for index in range(1000)]
+    for event in events:
+        log.append(event)
+    seen: list[bytes] = []
+    while piece := log.after(len(seen)):
+        assert sum(map(len, piece)) < 70_000
+        seen += piece
+    assert seen == events
+    log.append(bytes(1_000_000))
+    assert len(log.after(1000)) == 1
+
+
+async def test_keeping_up_takes_as_long_at_the_end_of_a_stream_as_at_its_beginning():
+    def stream(count: int) -> None:
+        log = StreamStore(max_bytes=1 << 30, grace=1.0).open("s", OWNER)
+        for number in range(count):
+            log.append(b"x")
+            assert len(log.after(number)) == 1
+
+    expect_linear(stream, 2_000, 20_000)
+
+
+async def test_an_ended_stream_without_events_left_is_forgotten():
+    store = StreamStore(max_bytes=100_000, grace=60.0)
+    for index in range(1000):
+        log = store.open(str(index), OWNER)
+        with store.claim(str(index), log):
+            for _ in range(3):
+                log.append(bytes(100))
+            log.end()
+    assert store.num_bytes <= 100_000 and len(store) < 100
+    running = store.open("running", OWNER)
+    with store.claim("running", running):
+        running.append(b"x")
+        for index in range(200):
+            other = store.open(f"more {index}", OWNER)
+            with store.claim(f"more {index}", other):
+                other.append(bytes(2000))
+                other.end()
+        assert store.find("running", OWNER) is running and not running.has(1)
+
+
+async def test_what_streams_take_is_what_is_counted():
+    store = StreamStore(max_bytes=1 << 30, grace=60.0)
+    tracemalloc.start()
+    for index in range(500):
+        identifier = f"chatcmpl-{index:032}"
+        log = store.open(identifier, OWNER)
+        with store.claim(identifier, log):
+            for number in range(1 + index % 10):
+                log.append(b"id: %d\n%b" % (number, bytes(250)))
+            log.end()
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.5 * store.num_bytes < taken < 1.2 * store.num_bytes
+    await store.close()
