@@ -14,6 +14,7 @@ from gateway.api.answers import (
     ChatAnswer,
     CompletionAnswer,
     DetokenizeAnswer,
+    EmbeddingAnswer,
     MessageAnswer,
     ModelAnswer,
     ModelListAnswer,
@@ -24,6 +25,7 @@ from gateway.api.answers import (
     VersionAnswer,
 )
 from gateway.api.anthropic_params import ConversationFields, MessagesFields
+from gateway.api.embedding_fields import EmbeddingFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from gateway.api.query import BetaQuery
 from gateway.api.response_fields import InputTokensFields, ItemsQuery, ResponseFields, RetrieveQuery
@@ -53,6 +55,7 @@ from gateway.relay import RELAY, Relay, relayed, sibling_app
 from gateway.route import Route
 from gateway.routes.chat import chat_completions
 from gateway.routes.completions import completions
+from gateway.routes.embeddings import embeddings
 from gateway.routes.messages import count_tokens, create_message
 from gateway.routes.models import get_model, list_models
 from gateway.routes.ops import health, metrics, ready, version
@@ -98,6 +101,7 @@ FOLLOW_UPS = (
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE, ChatFields, ChatAnswer, streams=True),
     Route("POST", "/v1/completions", completions, Scope.INFERENCE, CompletionFields, CompletionAnswer, streams=True),
+    Route("POST", "/v1/embeddings", embeddings, Scope.INFERENCE, EmbeddingFields, EmbeddingAnswer),
     Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
     Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
     Route(
