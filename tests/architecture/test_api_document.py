@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFields
+from gateway.api.embedding_fields import EmbeddingFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
 from gateway.api.refused import NO_EFFECT, UNSUPPORTED
 from gateway.api.response_fields import REFUSED as REFUSED_BY_RESPONSES
@@ -32,6 +33,7 @@ TABLES = {
     "input": (InputFields, set(InputFields.__struct_fields__)),
     "responses": (ResponseFields, set(ResponseFields.__struct_fields__) - set(InputFields.__struct_fields__)),
     "input_tokens": (InputTokensFields, set(InputTokensFields.__struct_fields__) - set(InputFields.__struct_fields__)),
+    "embeddings": (EmbeddingFields, set(EmbeddingFields.__struct_fields__)),
     "tokenize": (TokenizeFields, set(TokenizeFields.__struct_fields__)),
     "detokenize": (DetokenizeFields, set(DetokenizeFields.__struct_fields__)),
 }
