@@ -33,9 +33,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     facts = entry.facts
     params = vector_params(fields, facts)
     inputs = await embedding_inputs(fields, entry)
-    requests = _requests(request, fields, accounts, inputs, params.pooling)
-    # Nobody but the log sees this name before the end; to be aborted it has the HTTP request's.
-    log.debug("submit", response_id=requests[0].request_id, prompts=len(requests), n=1)
+    identifier = new_id("embd-", request.app[GATEWAY_INDEX])
+    requests = _requests(request, identifier, fields, accounts, inputs, params.pooling)
+    log.debug("submit", response_id=identifier, prompts=len(requests), n=1)
+    # The response has no id, so the request is aborted by its own.
     with request.app[DRAIN].named((request[REQUEST_ID],), request[IDENTITY].key_hash):
         vectors = await embed(
             request.app[GENERATOR],
@@ -48,13 +49,13 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
 
 def _requests(
     request: web.Request,
+    identifier: str,
     fields: EmbeddingFields,
     accounts: Accounting,
     inputs: Sequence[list[int]],
     pooling: Pooling,
 ) -> list[GenerationRequest]:
     identity = request[IDENTITY]
-    identifier = new_id("embd-", request.app[GATEWAY_INDEX])
     salt = request.app[SALTS].derive(identity.key_hash, fields.cache_salt)
     return [
         GenerationRequest(

@@ -175,9 +175,12 @@ class FakeGeneration:
 class FakeReservation:
     """Room for a request in parts; remembers what became of it."""
 
-    def __init__(self, owner: FakeGenerator, request: GenerationRequest) -> None:
+    def __init__(
+        self, owner: FakeGenerator, request: GenerationRequest, num_sequences: int | None, num_tokens: int | None
+    ) -> None:
         self._owner = owner
         self.request = request
+        self.num_sequences, self.num_tokens = num_sequences, num_tokens
         self.outcome: Exception | Sequence[TextDelta] | None = None
         self.begun = self.closed = False
 
@@ -224,7 +227,7 @@ class FakeGenerator:
     ) -> FakeReservation:
         if self.submit_error is not None:
             raise self.submit_error
-        self.reservations.append(FakeReservation(self, request))
+        self.reservations.append(FakeReservation(self, request, num_sequences, num_tokens))
         return self.reservations[-1]
 
     def submit(self, request: GenerationRequest) -> FakeGeneration:

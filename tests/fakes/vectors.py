@@ -13,7 +13,7 @@ HIDDEN_SIZE = 8
 def vector_of(token_ids: Sequence[int], pooling: str | None = "last", hidden_size: int = HIDDEN_SIZE) -> bytes:
     """As a worker would send it, not normalized: a function of the ids and of their order, other for each pooling."""
     places = np.arange(1, hidden_size + 1)
-    hidden = np.sin(np.outer(np.arange(1, len(token_ids) + 1) + np.asarray(token_ids), places))
+    hidden = np.sin(np.outer(np.arange(1, len(token_ids) + 1) + np.asarray([*token_ids]), places))
     pooled = hidden.mean(axis=0) if pooling == "mean" else hidden[-1] + len(token_ids)
     return (3.0 * pooled).astype("<f4").tobytes()
 

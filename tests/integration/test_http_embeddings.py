@@ -1,0 +1,324 @@
+"""POST /v1/embeddings over HTTP: a real server over a fake generator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from gateway.api.embedding_inputs import MAX_INPUTS
+from gateway.flow.events import GenerationRequest, TextDelta
+from shared.errors import RateLimitError, WorkerLostError
+from tests.fakes.fake_generator import MODEL, BytePipeline, FakeEntry, FakeGenerator, FakeModels, Step, embed, facts
+from tests.fakes.gateway_core import until
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
+from tests.fakes.vectors import HIDDEN_SIZE, decoded, unit_vector, vector_of
+
+PATH = "/v1/embeddings"
+
+
+async def post(gateway: Gateway, **fields: Any) -> tuple[int, Any]:
+    status, body, _ = await gateway.post(PATH, {"model": MODEL, "input": "hi", **fields})
+    return status, body
+
+
+def answering(script: Any) -> FakeGenerator:
+    generator = FakeGenerator()
+    generator.embedding_script = script
+    return generator
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        ("ab", [[97, 98]]),
+        (["a", "b\u20ac"], [[97], [98, 226, 130, 172]]),
+        (["a"], [[97]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+async def test_every_kind_of_input(given, ids):
+    async with run_gateway() as gateway:
+        status, body = await post(gateway, input=given, user="me")
+        assert status == 200 and set(body) == {"object", "data", "model", "usage"}
+        assert body["object"] == "list" and body["model"] == MODEL
+        assert body["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
+        assert [(one["object"], one["index"]) for one in body["data"]] == [
+            ("embedding", index) for index in range(len(ids))
+        ]
+        for one, prompt in zip(body["data"], ids, strict=True):
+            np.testing.assert_allclose(one["embedding"], unit_vector(prompt), rtol=1e-6)
+        requests = gateway.generator.requests
+        assert [request.prompt_token_ids for request in requests] == ids
+        assert {(request.pooling, request.n, request.sampling.max_tokens) for request in requests} == {("last", 1, 1)}
+        assert len({request.request_id for request in requests}) == len(ids)
+        (room,) = gateway.generator.reservations
+        assert room.outcome == () and room.closed and not gateway.generator.live
+
+
+async def test_numbers_are_the_shortest_that_name_the_float32_of_base64():
+    async with run_gateway() as gateway:
+        _, as_list = await post(gateway, encoding_format="float")
+        _, as_text = await post(gateway, encoding_format="base64")
+        values = decoded(as_text["data"][0]["embedding"])
+        numbers = as_list["data"][0]["embedding"]
+        assert np.array(numbers, np.float32).tobytes() == values.tobytes() and len(values) == HIDDEN_SIZE
+        assert max(len(repr(abs(number))) for number in numbers) <= 12
+        assert numbers == [float(str(value)) for value in values]
+        assert abs(float(np.linalg.norm(values.astype(np.float64))) - 1) < 1e-6
+
+
+async def test_dimensions_cut_before_the_length_is_taken():
+    async with run_gateway() as gateway:
+        for size in (1, 3, HIDDEN_SIZE):
+            _, body = await post(gateway, dimensions=size)
+            np.testing.assert_allclose(body["data"][0]["embedding"], unit_vector(b"hi", "last", size), rtol=1e-6)
+        _, body = await post(gateway, dimensions=3, normalize=False, encoding_format="base64")
+        assert decoded(body["data"][0]["embedding"]).tobytes() == vector_of(b"hi")[:12]
+        for size in (0, -1, HIDDEN_SIZE + 1):
+            status, body = await post(gateway, dimensions=size)
+            assert status == 400 and body["error"]["param"] == "dimensions"
+
+
+async def test_pooling_is_the_workers_unless_the_request_says():
+    async with run_gateway(models=FakeModels(FakeEntry(facts(pooling="mean")))) as gateway:
+        for given, expected in ((None, "mean"), ("last", "last"), ("mean", "mean")):
+            _, body = await post(gateway, pooling=given)
+            assert gateway.generator.requests[-1].pooling == expected
+            np.testing.assert_allclose(body["data"][0]["embedding"], unit_vector(b"hi", expected), rtol=1e-6)
+
+
+async def test_a_vector_without_length_stays_as_it_is_and_a_broken_one_is_no_answer():
+    def script(request: GenerationRequest) -> list[TextDelta]:
+        sent = {b"0": np.zeros(8), b"s": np.full(8, 1e-30), b"l": np.full(8, 3e38), b"n": np.full(8, np.nan)}
+        sent |= {b"i": np.array([np.inf] * 8), b"7": np.ones(7)}
+        vector = sent[bytes(request.prompt_token_ids)].astype("<f4").tobytes()
+        return [TextDelta(0, "", [], finish_reason="stop", embedding=vector)]
+
+    async with run_gateway(answering(script)) as gateway:
+        _, body = await post(gateway, input=["0", "s", "l"])
+        assert body["data"][0]["embedding"] == [0.0] * 8
+        for one in body["data"][1:]:
+            np.testing.assert_allclose(one["embedding"], np.full(8, 8**-0.5), rtol=1e-6)
+        for name in "ni7":
+            status, body = await post(gateway, input=["0", name])
+            assert status == 500 and body["error"]["type"] == "server_error"
+
+
+async def test_an_end_without_a_vector_is_no_answer():
+    async with run_gateway(answering(lambda _: [TextDelta(0, "", [], finish_reason="stop")])) as gateway:
+        assert (await post(gateway))[0] == 500
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": ""}, "input", None),
+        ({"input": []}, "input", None),
+        ({"input": ["a", ""]}, "input[1]", None),
+        ({"input": [[1], []]}, "input[1]", None),
+        ({"input": ["a", 1]}, "input", "invalid_type"),
+        ({"input": [1, True]}, "input", "invalid_type"),
+        ({"input": [[1], "a"]}, "input", "invalid_type"),
+        ({"input": {"text": "a"}}, "input", "invalid_type"),
+        ({"input": None}, "input", "invalid_type"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", None),
+        ({"input": [[1], [258]]}, "input[1]", None),
+        ({"input": [-1]}, "input", None),
+        ({"input": [2**70]}, "input", None),
+        ({"input": ["a", "b" * 4097]}, "input[1]", "context_length_exceeded"),
+        ({"input": ["a", "b" * 100_000]}, "input[1]", "context_length_exceeded"),
+        ({"input": [1] * 4097}, "input", "context_length_exceeded"),
+        ({"encoding_format": "int8"}, "encoding_format", None),
+        ({"pooling": "cls"}, "pooling", None),
+        ({"pooling": ""}, "pooling", None),
+        ({"dimensions": 2.0}, "dimensions", "invalid_type"),
+        ({"normalize": 1}, "normalize", "invalid_type"),
+        ({"priority": 2**31}, "priority", None),
+        ({"cache_salt": ""}, "cache_salt", None),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+        ({"truncate_prompt_tokens": 4097}, "truncate_prompt_tokens", "context_length_exceeded"),
+        ({"truncation_side": "left"}, "truncation_side", None),
+        ({"service_tier": "gold"}, "service_tier", None),
+        ({"store": True}, "store", "unsupported_parameter"),
+        ({"messages": []}, "messages", "unsupported_parameter"),
+        ({"embed_dtype": "int8"}, "embed_dtype", "unknown_parameter"),
+        ({"temperature": 1}, "temperature", "unknown_parameter"),
+    ],
+)
+async def test_refused_by_name(fields, param, code):
+    async with run_gateway() as gateway:
+        status, body = await post(gateway, **fields)
+        assert status == 400, body
+        assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+        assert not gateway.generator.requests and not gateway.generator.reservations
+
+
+async def test_missing_fields_and_models():
+    async with run_gateway() as gateway:
+        status, body, _ = await gateway.post(PATH, {"model": MODEL})
+        assert status == 400 and body["error"]["param"] == "input"
+        assert (await post(gateway, model="other"))[0] == 404
+    async with run_gateway(models=FakeModels(FakeEntry(facts(hidden_size=0)))) as gateway:
+        status, body = await post(gateway)
+        assert status == 400 and body["error"]["param"] == "model"
+
+
+async def test_an_input_may_fill_the_whole_context_and_be_cut_to_it():
+    async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=10)))) as gateway:
+        text = "abcdefghijklmn"
+        for fields, kept in [
+            ({"input": text[:10]}, text[:10]),
+            ({"input": text, "truncate_prompt_tokens": -1}, text[4:]),
+            ({"input": text, "truncate_prompt_tokens": 10}, text[4:]),
+            ({"input": text, "truncate_prompt_tokens": 3}, text[-3:]),
+            ({"input": text, "truncate_prompt_tokens": 3, "truncation_side": "right"}, text[:3]),
+            ({"input": list(text.encode()), "truncate_prompt_tokens": 3, "truncation_side": "right"}, text[:3]),
+            ({"input": "ab", "truncate_prompt_tokens": 3}, "ab"),
+            ({"input": [97, 98], "truncate_prompt_tokens": 3}, "ab"),
+        ]:
+            status, body = await post(gateway, **fields)
+            assert status == 200 and body["usage"]["prompt_tokens"] == len(kept)
+            assert bytes(gateway.generator.requests[-1].prompt_token_ids).decode() == kept
+        assert (await post(gateway, input=text[:11]))[0] == 400
+
+
+async def test_special_tokens_stay_where_a_text_is_cut():
+    class Marking(BytePipeline):
+        async def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+            ids = await super().encode(text, add_special_tokens, **options)
+            return [256, *ids, 257] if add_special_tokens else ids
+
+    async with run_gateway(models=FakeModels(FakeEntry(pipeline=Marking()))) as gateway:
+        for fields, ids in [
+            ({}, [256, *b"abcde", 257]),
+            ({"add_special_tokens": False}, [*b"abcde"]),
+            ({"truncate_prompt_tokens": 4}, [256, *b"de", 257]),
+            ({"truncate_prompt_tokens": 4, "truncation_side": "right"}, [256, *b"ab", 257]),
+            ({"truncate_prompt_tokens": 3, "add_special_tokens": False}, [*b"cde"]),
+            ({"truncate_prompt_tokens": 2}, [*b"e", 257]),
+        ]:
+            assert (await post(gateway, input="abcde", **fields))[0] == 200
+            assert gateway.generator.requests[-1].prompt_token_ids == ids
+
+
+async def test_accounting_fields_arrive():
+    async with run_gateway(keys=True) as gateway:
+        gateway.headers = {"Authorization": f"Bearer {USER_KEY}"}
+        status, body = await post(gateway, priority=5, cache_salt="s", prompt_cache_key="k", metadata={"a": "b"})
+        assert status == 200 and body["metadata"] == {"a": "b"} and "service_tier" not in body
+        await post(gateway, service_tier="flex", cache_salt="t")
+        first, second = gateway.generator.requests
+        assert (first.priority, second.priority, first.affinity) == (5, 1000, "k")
+        assert first.salt != second.salt and first.tenant == second.tenant != ""
+        gateway.headers = {}
+        assert (await post(gateway))[0] == 401
+
+
+async def test_many_inputs_are_one_request_that_runs_a_few_at_a_time():
+    most = 0
+
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        nonlocal most
+        most = max(most, len(gateway.generator.live))
+        yield 0.001
+        yield from embed(request)
+
+    lengths = [1 + index % 7 for index in range(60)]
+    async with run_gateway(answering(script)) as gateway:
+        status, body = await post(gateway, input=[[index] * length for index, length in enumerate(lengths)])
+        assert status == 200 and len(body["data"]) == 60
+        assert most == facts().max_num_seqs == 8
+        (room,) = gateway.generator.reservations
+        assert (room.num_sequences, room.num_tokens) == (8, sum(sorted(lengths)[-8:]))
+        await post(gateway, input=["abc", "a"])
+        assert gateway.generator.reservations[-1].num_sequences == 2
+        assert gateway.generator.reservations[-1].num_tokens == 4
+
+
+async def test_the_most_inputs_that_there_may_be():
+    async with run_gateway() as gateway:
+        status, body = await post(gateway, input=["a"] * MAX_INPUTS, encoding_format="base64")
+        assert status == 200 and [one["index"] for one in body["data"]] == list(range(MAX_INPUTS))
+
+
+async def test_vectors_are_in_the_order_of_the_inputs_whatever_ends_first():
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        yield 0.02 - 0.004 * (request.prompt_token_ids[0] % 5)
+        yield from embed(request)
+
+    async with run_gateway(answering(script)) as gateway:
+        _, body = await post(gateway, input=[[index] for index in range(20)])
+        for index, one in enumerate(body["data"]):
+            np.testing.assert_allclose(one["embedding"], unit_vector([index]), rtol=1e-6)
+
+
+async def test_one_that_fails_ends_the_others():
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        if request.prompt_token_ids == [3]:
+            return [0.01, WorkerLostError("The worker died.")]
+        return [60.0] if request.prompt_token_ids[0] > 3 else embed(request)
+
+    async with run_gateway(answering(script)) as gateway:
+        status, body = await post(gateway, input=[[index] for index in range(30)])
+        assert status == 503 and body["error"]["code"] == "worker_lost"
+        # Three were answered, one failed, seven ran beside it; the others were never sent.
+        assert len(gateway.generator.requests) == 3 + 1 + 7 and not gateway.generator.live
+        assert sum(generation.cancelled for generation in gateway.generator.generations) == 7
+        (room,) = gateway.generator.reservations
+        assert isinstance(room.outcome, WorkerLostError) and room.closed
+
+
+async def test_one_that_cannot_be_sent_ends_the_others():
+    class Refusing(FakeGenerator):
+        def submit(self, request):
+            if len(self.generations) == 2:
+                raise WorkerLostError("no more")
+            return super().submit(request)
+
+    generator = Refusing()
+    generator.embedding_script = lambda _: [60.0]
+    async with run_gateway(generator) as gateway:
+        assert (await post(gateway, input=["a", "b", "c", "d"]))[0] == 503
+        assert not generator.live and generator.reservations[0].closed
+
+
+async def test_a_client_that_goes_cancels_all():
+    async with run_gateway(answering(lambda _: [60.0])) as gateway:
+        body = {"model": MODEL, "input": ["a"] * 20}
+        with pytest.raises(asyncio.TimeoutError):
+            await gateway.session.post(gateway.url + PATH, json=body, timeout=aiohttp.ClientTimeout(total=0.2))
+        assert len(gateway.generator.generations) == 8
+        assert await gateway.generations_left() == 0
+        assert all(generation.cancelled for generation in gateway.generator.generations)
+        (room,) = gateway.generator.reservations
+        assert room.outcome is None and room.closed
+
+
+async def test_it_can_be_aborted_by_the_id_of_its_request():
+    async with run_gateway(answering(lambda _: [60.0]), keys=True) as gateway:
+        headers = {"Authorization": f"Bearer {USER_KEY}"}
+        body = {"model": MODEL, "input": ["a"] * 20}
+        running = asyncio.create_task(gateway.post(PATH, body, **headers, **{"X-Request-ID": "mine"}))
+        await until(lambda: gateway.generator.live)
+        url = gateway.url + "/v1/requests/mine"
+        async with gateway.session.delete(url, headers={"Authorization": f"Bearer {OTHER_KEY}"}) as response:
+            assert response.status == 404
+        async with gateway.session.delete(url, headers=headers) as response:
+            assert response.status == 200
+        status, answer, _ = await running
+        assert status == 400 and answer["error"]["code"] == "request_aborted"
+        assert not gateway.generator.live and gateway.drain.num_in_flight == 0
+
+
+async def test_limits_of_admission_are_told():
+    generator = FakeGenerator()
+    generator.submit_error = RateLimitError("busy", retry_after=3.0)
+    async with run_gateway(generator) as gateway:
+        status, _, headers = await gateway.post(PATH, {"model": MODEL, "input": "a"})
+        assert status == 429 and headers["Retry-After"] == "3"
