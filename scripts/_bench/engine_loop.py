@@ -16,7 +16,18 @@ import zmq
 
 from kernels.sampling.dispatch import SamplingOps
 from shared import sockets, wire
-from shared.messages import PROTOCOL_VERSION, Cancel, GatewayMessage, Hello, Output, Ping, Steps, Submit, Welcome
+from shared.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    GatewayMessage,
+    Hello,
+    Output,
+    Ping,
+    Steps,
+    Submit,
+    Welcome,
+    WorkerMessage,
+)
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.__main__ import build_engine
@@ -34,8 +45,8 @@ from worker.transport import Transport
 
 _T = TypeVar("_T")
 _PING_SECONDS = 1.0
-_ARRIVAL_MS = 20
-"""By then a message has come through the socket."""
+_ARRIVAL_MS = 10_000
+"""By then a message has come through the socket, on however busy a machine."""
 
 
 class LoopError(RuntimeError):
@@ -135,13 +146,26 @@ def timed_executor(
     )
 
 
+class CountingTransport(Transport):
+    """Counts what it sends, so that a client in the same thread knows what is still on its way."""
+
+    num_sent = 0
+
+    def send(self, identity: bytes, message: WorkerMessage) -> None:
+        """As the transport's."""
+        super().send(identity, message)
+        self.num_sent += 1
+
+
 class Loop:
     """An engine whose steps the caller makes, and the one gateway that is connected to it."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], model: str) -> None:
+    def __init__(self, engine: Engine, transport: CountingTransport, socket: zmq.Socket[bytes], model: str) -> None:
         self.engine = engine
         self.counters = engine.scheduler.counters
+        self._transport = transport
         self._socket = socket
+        self._num_received = 0
         self._model = model
         self._num_submitted = 0
         self._next_ping = 0.0
@@ -158,7 +182,7 @@ class Loop:
         for _ in range(10):
             self.engine.step()
             if self._socket.poll(100):
-                if isinstance(wire.decode_worker_message(self._socket.recv()), Welcome):
+                if isinstance(self._read(), Welcome):
                     return
                 break
         raise LoopError("the engine did not answer")
@@ -198,13 +222,26 @@ class Loop:
         self.engine.step()
 
     def receive(self) -> list[Output]:
-        """What has arrived from the engine. Waits only where the engine would: when it has nothing to compute."""
+        """What has arrived from the engine, and from one that has nothing left to compute all that it has sent.
+
+        That one would sleep a whole second in its next step for messages that are sent only when the last output is
+        here. Raises LoopError where one gets lost.
+        """
         outputs: list[Output] = []
-        while self._socket.poll(0 if outputs or self.engine.scheduler.has_requests else _ARRIVAL_MS):
-            message = wire.decode_worker_message(self._socket.recv())
+        while self._num_received < self._transport.num_sent:
+            working = self.engine.scheduler.has_requests
+            if not self._socket.poll(0 if working else _ARRIVAL_MS):
+                if working:
+                    break
+                raise LoopError("a message of the engine did not arrive")
+            message = self._read()
             if isinstance(message, Steps):
                 outputs += message.outputs
         return outputs
+
+    def _read(self) -> WorkerMessage:
+        self._num_received += 1
+        return wire.decode_worker_message(self._socket.recv())
 
 
 @contextmanager
@@ -214,7 +251,7 @@ def engine_loop(settings: WorkerSettings, files: ModelFiles, built: BuiltExecuto
     with ExitStack() as ending:
         directory = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp")))
         endpoint = sockets.worker_endpoint(directory, 0, epoch)
-        transport = Transport(endpoint, epoch, counters)
+        transport = CountingTransport(endpoint, epoch, counters)
         ending.callback(transport.close)
         engine = build_engine(settings, files, built, transport, counters)
         transport.start()
@@ -222,7 +259,7 @@ def engine_loop(settings: WorkerSettings, files: ModelFiles, built: BuiltExecuto
         ending.callback(context.term)
         socket = sockets.make_dealer(context, endpoint, b"bench")
         ending.callback(socket.close, 0)
-        loop = Loop(engine, socket, files.default_name)
+        loop = Loop(engine, transport, socket, files.default_name)
         loop.connect()
         loop.warm_up()
         gc.collect()

@@ -200,6 +200,33 @@ def test_a_load_whose_requests_fail_gives_no_figures(bench):
             engine_host.wait_for(loop, 1, seconds=0.1)
 
 
+def test_an_idle_engine_is_not_stepped_before_its_last_output_is_here(bench):
+    """It would sleep a second in that step, which would count as the request's."""
+
+    class Late:
+        """A socket through which each message takes longer than a short wait."""
+
+        def __init__(self, inner):
+            self._inner = inner
+            self.recv, self.send = inner.recv, inner.send
+
+        def poll(self, milliseconds):
+            return self._inner.poll(milliseconds) if milliseconds > 500 else 0
+
+    settings, free = bench._settings(2), FreeModel(6000, 2)
+    built = timed_executor(settings, bench._files.spec, free, free, bench._sampling_ops(), OpClock())
+    with engine_loop(settings, bench._files, built) as loop:
+        loop._socket = Late(loop._socket)
+        loop.submit([1, 2], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3))
+        engine_host.wait_for(loop, 1)
+        while loop.num_queued:
+            assert loop.receive() == []  # nothing is waited for while there is something to compute
+            loop.step()
+        outputs = loop.receive()
+        assert sum(len(output.token_ids) for output in outputs) == 3
+        assert outputs[-1].finish is not None
+
+
 def test_memory_is_sampled_while_all_kinds_of_requests_run():
     command = [sys.executable, "-m", "scripts._bench.engine", "--parts", "memory", "--requests", "300"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ})
