@@ -12,6 +12,8 @@ from typing import Any
 from gateway.flow.events import TextDelta
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
+_HIDDEN = "hidden:"
+"""Before the thinking in a signature; no digest begins so."""
 INVALID_INPUT = "INVALID_JSON"
 """The key under which a whole answer shows the arguments of a call that are no JSON object; Anthropic's own idiom."""
 
@@ -35,8 +37,8 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A block is whole. Thinking has a signature: a digest of it, since clients drop thinking without one; it proves
-    nothing, and nobody looks at it when it comes back."""
+    """A block is whole. Thinking has a signature, since clients drop thinking without one; it proves nothing. Of
+    thinking that is shown it is a digest, which nobody looks at when it comes back; else it holds the thinking."""
 
     index: int
     signature: str | None
@@ -50,14 +52,19 @@ class BlockFeed:
 
     White space alone is no block: it is held back until more follows, and what stands between calls, or between
     reasoning and a call, is dropped with it.
+
+    Args:
+        shows_thinking: else blocks of thinking are empty, and their signatures bring it back to the model.
     """
 
-    __slots__ = ("_digest", "_held", "_kind", "_next")
+    __slots__ = ("_digest", "_held", "_hidden", "_kind", "_next", "_shows_thinking")
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
         self._next = 0
         self._kind: str | None = None
         self._held = ""
+        self._hidden: list[str] = []
         self._digest = hashlib.sha256()
 
     @property
@@ -70,9 +77,12 @@ class BlockFeed:
         if delta.reasoning:
             if self._kind != THINKING:
                 yield from self._open(THINKING, {"type": THINKING, "thinking": "", "signature": ""})
-                self._digest = hashlib.sha256()
-            self._digest.update(delta.reasoning.encode("utf-8", "replace"))
-            yield Grown(self._next - 1, THINKING, delta.reasoning)
+                self._digest, self._hidden = hashlib.sha256(), []
+            if self._shows_thinking:
+                self._digest.update(delta.reasoning.encode("utf-8", "replace"))
+                yield Grown(self._next - 1, THINKING, delta.reasoning)
+            else:
+                self._hidden.append(delta.reasoning)
         if delta.text:
             yield from self._add_text(delta.text)
         for call in delta.tool_calls:
@@ -85,11 +95,14 @@ class BlockFeed:
         """Nothing follows."""
         self._held = ""
         if self._kind is not None:
-            signature = None
-            if self._kind == THINKING:
-                signature = base64.b64encode(self._digest.digest()).decode()
+            signature = self._signature() if self._kind == THINKING else None
             self._kind = None
             yield Closed(self._next - 1, signature)
+
+    def _signature(self) -> str:
+        if self._shows_thinking:
+            return base64.b64encode(self._digest.digest()).decode()
+        return _HIDDEN + base64.b64encode("".join(self._hidden).encode("utf-8", "replace")).decode()
 
     def _add_text(self, text: str) -> Iterator[BlockNews]:
         if self._kind != TEXT:
@@ -135,6 +148,16 @@ class BlockBuilder:
             else:
                 block[block["type"]] = text
         return self._blocks
+
+
+def hidden_thinking(signature: str) -> str:
+    """The thinking that a signature of this server's holds; empty where it is of another kind, or of another server."""
+    if not signature.startswith(_HIDDEN):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_HIDDEN), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _input(text: str) -> dict[str, Any]:

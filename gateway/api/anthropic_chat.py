@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
-from gateway.api.anthropic_conversation import chat_messages
+from gateway.api.anthropic_context import kept_thinking
+from gateway.api.anthropic_conversation import conversation
 from gateway.api.anthropic_params import (
     ChoiceField,
     ConversationFields,
     MessagesFields,
-    OutputFormat,
+    OutputConfig,
     ThinkingField,
     ToolDefinition,
     check_cache_control,
@@ -34,37 +37,33 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_of_conversation(fields: ConversationFields, entry: ModelEntryLike) -> ChatFields:
     """The chat request with the same prompt. Raises InvalidRequestError naming the field at fault."""
-    messages, continued = chat_messages(fields.system, fields.messages)
-    chat = ChatFields(model=fields.model, messages=messages)
-    if continued:
+    said = conversation(fields.system, fields.messages, keep_thinking=kept_thinking(fields.context_management))
+    chat = ChatFields(model=fields.model, messages=said.messages)
+    if said.continued:
         chat.continue_final_message = True
-    if fields.tools is not None:
-        chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
+    chat.tools = _tools(fields.tools, said.referenced)
     if fields.tool_choice is not None:
         chat.tool_choice = _tool_choice(fields.tool_choice)
         if fields.tool_choice.disable_parallel_tool_use is not None:
             chat.parallel_tool_calls = not fields.tool_choice.disable_parallel_tool_use
-    if fields.output_config is not None:
-        if fields.output_config.format is not None:
-            chat.response_format = _response_format(fields.output_config.format)
-        if fields.output_config.effort is not None:
-            check_choice("output_config.effort", fields.output_config.effort, tuple(_EFFORTS))
-            chat.reasoning_effort = _EFFORTS[fields.output_config.effort]
+    _shape_output(chat, fields, entry)
     if fields.thinking is not None:
         _think(chat, fields.thinking, entry)
     return chat
 
 
 def chat_of_messages(fields: MessagesFields, entry: ModelEntryLike) -> ChatFields:
-    """The chat request with the same answer, but for max_tokens: what is left of the context may be less.
+    """The chat request with the same answer, but for max_tokens, which may be none, or more than the context has room
+    for.
 
     Raises InvalidRequestError naming the field at fault.
     """
-    check_range("max_tokens", fields.max_tokens, 1, MAX_INT32)
+    check_range("max_tokens", fields.max_tokens, 0, MAX_INT32)
     if fields.temperature is not None and not 0.0 <= fields.temperature <= 1.0:
         raise InvalidRequestError(f"temperature must be in [0, 1], got {fields.temperature:g}.", param="temperature")
     chat = chat_of_conversation(fields, entry)
-    if chat.thinking_token_budget is not None and chat.thinking_token_budget >= fields.max_tokens:
+    budget = None if fields.thinking is None else fields.thinking.budget_tokens
+    if budget is not None and budget >= fields.max_tokens:
         name = "thinking.budget_tokens"
         raise InvalidRequestError(f"{name} must be less than max_tokens = {fields.max_tokens}.", param=name)
     chat.temperature, chat.top_p, chat.top_k = fields.temperature, fields.top_p, fields.top_k
@@ -81,7 +80,18 @@ def chat_of_messages(fields: MessagesFields, entry: ModelEntryLike) -> ChatField
     return chat
 
 
-def _tool(value: dict[str, Any], place: str) -> ToolField:
+def _tools(values: list[dict[str, Any]] | None, referenced: Mapping[str, str]) -> list[ToolField] | None:
+    """The tools that the model is shown: those with `defer_loading` once a tool_reference block has named them."""
+    tools = [_tool(value, f"tools[{index}]") for index, value in enumerate(values or ())]
+    names = {tool.name for tool in tools}
+    for name, place in referenced.items():
+        if name not in names:
+            raise InvalidRequestError(f"{place} {name[:64]!r} is the name of none of the tools.", param=place)
+    shown = [tool for tool in tools if not tool.defer_loading or tool.name in referenced]
+    return None if values is None else [_tool_field(tool) for tool in shown]
+
+
+def _tool(value: dict[str, Any], place: str) -> ToolDefinition:
     # Before its other fields, of which each kind of tool has others.
     kind = value.get("type")
     if kind is not None and kind != "custom":
@@ -96,19 +106,24 @@ def _tool(value: dict[str, Any], place: str) -> ToolField:
             tool.allowed_callers in (None, ["direct"]),
             'it must be ["direct"]: no programs are run here',
         ),
-        ("defer_loading", not tool.defer_loading, "it must be false: the model is shown all tools"),
         (
             "eager_input_streaming",
             tool.eager_input_streaming is not False,
             "it must be true: input is streamed as it comes",
         ),
-        ("input_examples", not tool.input_examples, "put them into the description"),
     ):
         if not idle:
             raise unsupported(f"{place}.{name}", f"{place}.{name} is not supported here: {why}.")
-    function = FunctionField(
-        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-    )
+    return tool
+
+
+def _tool_field(tool: ToolDefinition) -> ToolField:
+    """The tool as chat knows it; examples, for which chat has no field, follow the description."""
+    description = tool.description
+    if tool.input_examples:
+        examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
+        description = f"{description or ''}\n\nExamples of input:\n{examples}".strip()
+    function = FunctionField(name=tool.name, description=description, parameters=tool.input_schema, strict=tool.strict)
     return ToolField(type="function", function=function)
 
 
@@ -130,32 +145,66 @@ def _tool_choice(choice: ChoiceField) -> str | ToolChoiceField:
     return _CHOICES[choice.type]
 
 
-def _response_format(form: OutputFormat) -> JsonSchemaFormat:
-    check_choice("output_config.format.type", form.type, ("json_schema",))
-    return JsonSchemaFormat(json_schema=JsonSchemaField(name="output", schema=form.schema))
+def _shape_output(chat: ChatFields, fields: ConversationFields, entry: ModelEntryLike) -> None:
+    """What `output_config` asks for, and `output_format`, which is its format's former place."""
+    config = fields.output_config or OutputConfig()
+    if config.task_budget is not None:
+        name = "output_config.task_budget"
+        raise unsupported(name, f"{name} is not supported here: models are not told how much is left.")
+    if config.format is not None and fields.output_format is not None:
+        name = "output_format"
+        raise InvalidRequestError(f"{name} and output_config.format are one field: send the latter.", param=name)
+    for name, form in (("output_config.format", config.format), ("output_format", fields.output_format)):
+        if form is not None:
+            check_choice(f"{name}.type", form.type, ("json_schema",))
+            chat.response_format = JsonSchemaFormat(json_schema=JsonSchemaField(name="output", schema=form.schema))
+    if config.effort is not None:
+        check_choice("output_config.effort", config.effort, tuple(_EFFORTS))
+        if knows_effort(entry):
+            chat.reasoning_effort = _EFFORTS[config.effort]
+
+
+def switches(entry: ModelEntryLike) -> list[str]:
+    """What of a model's template turns reasoning on and off."""
+    return [name for name in SWITCHES if name in entry.pipeline.template_variables]
+
+
+def knows_effort(entry: ModelEntryLike) -> bool:
+    """Whether a model's template does something with an effort; it is a hint, and others are not given it."""
+    return bool(switches(entry)) or "reasoning_effort" in entry.pipeline.template_variables
+
+
+def can_think(entry: ModelEntryLike) -> bool:
+    """Whether there is anything to turn on, off, or limit."""
+    return entry.formats.reasoning is not None or bool(switches(entry))
 
 
 def _think(chat: ChatFields, thinking: ThinkingField, entry: ModelEntryLike) -> None:
-    """Turns reasoning on or off by what the model's template reads, and limits it."""
-    check_choice("thinking.type", thinking.type, ("enabled", "disabled", "adaptive"))
-    if thinking.display not in (None, "summarized"):
-        name = "thinking.display"
-        raise unsupported(name, f"{name} must be summarized: thinking is shown, and whole.")
-    if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
-        name = "thinking.budget_tokens"
-        raise InvalidRequestError(f"{name} goes with the type enabled, which needs it.", param=name)
-    switches = [name for name in SWITCHES if name in entry.pipeline.template_variables]
+    """Turns reasoning on or off by what the model's template reads, and limits it. A model without any has nothing to
+    turn on, and keeps to every limit."""
+    _check_thinking(thinking)
+    found = switches(entry)
     if thinking.type == "disabled":
-        if chat.reasoning_effort is not None:
-            name = "output_config.effort"
-            raise InvalidRequestError(f"{name} does not go with thinking of the type disabled.", param=name)
-        if entry.formats.reasoning is not None and not switches:
+        if entry.formats.reasoning is not None and not found:
             name = "thinking.type"
             raise unsupported(name, f"{name} cannot be disabled: the model's chat template has no switch for it.")
         chat.reasoning_effort = "none"
         return
+    if thinking.budget_tokens is not None and can_think(entry):
+        chat.thinking_token_budget = thinking.budget_tokens
+    if found:
+        chat.chat_template_kwargs = dict.fromkeys(found, True)
+
+
+def _check_thinking(thinking: ThinkingField) -> None:
+    check_choice("thinking.type", thinking.type, ("enabled", "disabled", "adaptive"))
+    if thinking.display not in (None, "summarized", "omitted"):
+        name = "thinking.display"
+        raise unsupported(name, f"{name} must be summarized or omitted: nothing else is made of thinking here.")
+    if thinking.block_binding is not None and (behavior := thinking.block_binding.prefix_mismatch_behavior) is not None:
+        check_choice("thinking.block_binding.prefix_mismatch_behavior", behavior, ("error", "drop_block"))
+    if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
+        name = "thinking.budget_tokens"
+        raise InvalidRequestError(f"{name} goes with the type enabled, which needs it.", param=name)
     if thinking.budget_tokens is not None:
         check_range("thinking.budget_tokens", thinking.budget_tokens, MIN_THINKING_TOKENS, MAX_INT32)
-        chat.thinking_token_budget = thinking.budget_tokens
-    if switches:
-        chat.chat_template_kwargs = dict.fromkeys(switches, True)

@@ -8,76 +8,49 @@ its own before the user's text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from gateway.api.anthropic_params import CacheControl, check_cache_control, convert, unsupported, unsupported_kind
-from gateway.api.messages import MAX_CALLS, MAX_NAME
+from gateway.api.anthropic_blocks import hidden_thinking
+from gateway.api.anthropic_content import (
+    KINDS,
+    RESULT,
+    TEXT,
+    Placed,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    content_blocks,
+    text_parts,
+)
+from gateway.api.anthropic_params import check_choice
+from gateway.api.messages import MAX_CALLS
 from shared.errors import InvalidRequestError
 
 ROLES = ("user", "assistant", "system")
 ERROR_MARK = "Error: "
 """Before the content of a tool_result with `is_error`: the one place where a chat template shows it."""
+_NOT_FOR_THE_MODEL = re.compile(r"x-anthropic-billing-header:[^\n]*(\n|\Z)")
+"""The line that Claude Code puts before its system prompt for Anthropic's accounts. It is another in each request, so
+that nothing behind it would ever be found in the prefix cache."""
+_CLEAR_AT = ("next_user_message", "never")
 
 
-class TextBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Text. Citations, which answers of Anthropic's have, are taken where there are none."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation in chat's messages.
 
-    type: str
-    text: str
-    cache_control: CacheControl | None = None
-    citations: list[Any] | None = None
+    Attributes:
+        continued: the last message is the assistant's, which it is to continue.
+        referenced: tools that tool_reference blocks name -> the place of the first of these.
+    """
 
-
-class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Former reasoning; its signature is not looked at."""
-
-    type: str
-    thinking: str
-    signature: str | None = None
-
-
-class Caller(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Who called the tool: the model itself, or a program that Anthropic ran."""
-
-    type: str
-
-
-class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call."""
-
-    type: str
-    id: str
-    name: str
-    input: dict[str, Any]
-    cache_control: CacheControl | None = None
-    caller: Caller | None = None
-    toolset_name: None = None
-
-
-class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a call came to."""
-
-    type: str
-    tool_use_id: str
-    content: str | list[Any] | None = None
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
-    toolset_name: None = None
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-
-_TEXT: Mapping[str, type[Block]] = {"text": TextBlock}
-_KINDS: Mapping[str, Mapping[str, type[Block]]] = {
-    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
-    "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
-    "system": _TEXT,
-}
-"""Role -> the types of blocks that its messages may have."""
+    messages: list[dict[str, Any]]
+    continued: bool
+    referenced: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -86,110 +59,116 @@ class _Turn:
 
     role: str
     place: str
-    blocks: list[tuple[str, Block]] = field(default_factory=list)
+    blocks: list[Placed] = field(default_factory=list)
+
+    def asks(self) -> bool:
+        """Whether the user says something, beside what calls came to."""
+        return self.role == "user" and not all(isinstance(block, ToolResultBlock) for _, block in self.blocks)
 
 
-def chat_messages(
-    system: str | Sequence[Mapping[str, Any]] | None, messages: Sequence[Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], bool]:
-    """The messages, and whether the last one is the assistant's, which it is to continue.
+def conversation(
+    system: str | Sequence[Mapping[str, Any]] | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    keep_thinking: int | None = None,
+) -> Conversation:
+    """The conversation. Raises InvalidRequestError naming the place.
 
-    Raises InvalidRequestError naming the place.
+    Args:
+        keep_thinking: reasoning is left out of all but so many last rounds of the assistant, where a round is all
+            that it does between two things that the user says.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
     result: list[dict[str, Any]] = []
-    if system is not None:
-        parts = _parts(_blocks(system, "system", _TEXT))
-        if parts:
-            result.append({"role": "system", "content": parts})
+    if system is not None and (parts := _system(system)):
+        result.append({"role": "system", "content": parts})
     turns = _turns(messages)
+    if keep_thinking is not None:
+        _clear_thinking(turns, keep_thinking)
     call_ids: set[str] = set()
+    referenced: dict[str, str] = {}
     for turn in turns:
         if turn.role == "assistant":
             said = _assistant(turn)
             call_ids.update(call["id"] for call in said.get("tool_calls", ()))
             result.append(said)
         else:
-            result += _told(turn, call_ids)
+            result += _told(turn, call_ids, referenced)
     continued = turns[-1].role == "assistant"
     if continued:
         _check_continued(result[-1], turns[-1].place)
-    return result, continued
+    return Conversation(result, continued, referenced)
+
+
+def _system(system: str | Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    parts = text_parts(content_blocks(system, "system", TEXT))
+    if not parts or (line := _NOT_FOR_THE_MODEL.match(parts[0]["text"])) is None:
+        return parts
+    rest = parts[0]["text"][line.end() :]
+    return [{"type": "text", "text": rest}, *parts[1:]] if rest else parts[1:]
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[_Turn]:
     turns: list[_Turn] = []
+    last_user = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
-        for name in message:
-            if name not in ("role", "content"):
-                shown = f"{place}.{name[:64]}"
-                raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise InvalidRequestError(f"{place}.role must be one of {', '.join(ROLES)}.", param=f"{place}.role")
+        passing = _is_passing(message, role, place)
+        blocks = content_blocks(message.get("content"), f"{place}.content", KINDS[role])
+        if not blocks and role != "assistant":
+            raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
+        if passing and index < last_user:
+            continue
         if not turns or turns[-1].role != role:
             turns.append(_Turn(role, place))
         turns[-1].place = place
-        blocks = _blocks(message.get("content"), f"{place}.content", _KINDS[role])
-        if not blocks and role != "assistant":
-            raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
         turns[-1].blocks += blocks
     return turns
 
 
-def _blocks(content: object, place: str, kinds: Mapping[str, type[Block]]) -> list[tuple[str, Block]]:
-    if isinstance(content, str):
-        return [(place, TextBlock(type="text", text=content))]
-    if not isinstance(content, Sequence):
-        raise InvalidRequestError(f"{place} must be a string or a list of blocks.", param=place, code="invalid_type")
-    return [(f"{place}[{index}]", _block(block, f"{place}[{index}]", kinds)) for index, block in enumerate(content)]
+def _is_passing(message: Mapping[str, Any], role: str, place: str) -> bool:
+    """Whether this message is shown only until the user's next one. Refuses fields that no such message has."""
+    for name in message:
+        if name not in ("role", "content") and (name, role) != ("clear_at", "system"):
+            shown = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+    clear_at = message.get("clear_at")
+    if clear_at is not None:
+        check_choice(f"{place}.clear_at", clear_at, _CLEAR_AT)
+    return clear_at == "next_user_message"
 
 
-def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
-    kind = value.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise unsupported_kind(place, kind, tuple(kinds))
-    block = convert(value, kinds[kind], place)
-    if isinstance(block, ThinkingBlock):
-        return block
-    check_cache_control(block.cache_control, f"{place}.cache_control")
-    if isinstance(block, TextBlock):
-        if block.citations:
-            raise unsupported(f"{place}.citations", f"{place}.citations is not supported here.")
-    elif isinstance(block, ToolUseBlock):
-        _check_name(block.id, f"{place}.id")
-        _check_name(block.name, f"{place}.name")
-        if block.caller is not None and block.caller.type != "direct":
-            raise unsupported(f"{place}.caller", f"{place}.caller.type must be direct: no programs are run here.")
-    return block
-
-
-def _check_name(value: str, place: str) -> None:
-    if not 1 <= len(value) <= MAX_NAME:
-        raise InvalidRequestError(f"{place} must have 1 to {MAX_NAME} characters.", param=place)
-
-
-def _parts(blocks: Sequence[tuple[str, Block]]) -> list[dict[str, str]]:
-    """The text of a turn, which chat takes in parts too."""
-    return [{"type": "text", "text": block.text} for _, block in blocks if isinstance(block, TextBlock)]
+def _clear_thinking(turns: Sequence[_Turn], keep: int) -> None:
+    rounds, number = [], 0
+    for turn in turns:
+        number += turn.asks()
+        rounds.append(number)
+    said = sorted({number for turn, number in zip(turns, rounds, strict=True) if turn.role == "assistant"})
+    kept = said[-keep:]
+    for turn, number in zip(turns, rounds, strict=True):
+        if number not in kept:
+            turn.blocks = [placed for placed in turn.blocks if not isinstance(placed[1], ThinkingBlock)]
 
 
 def _assistant(turn: _Turn) -> dict[str, Any]:
-    parts = _parts(turn.blocks)
-    thoughts = [block.thinking for _, block in turn.blocks if isinstance(block, ThinkingBlock)]
+    thoughts = [
+        block.thinking or hidden_thinking(block.signature or "")
+        for _, block in turn.blocks
+        if isinstance(block, ThinkingBlock)
+    ]
     calls = [_call(block) for _, block in turn.blocks if isinstance(block, ToolUseBlock)]
     if len(calls) > MAX_CALLS:
         raise InvalidRequestError(
             f"{turn.place}.content has {len(calls)} tool_use blocks; at most {MAX_CALLS} are allowed in a turn.",
             param=f"{turn.place}.content",
         )
-    message: dict[str, Any] = {"role": "assistant", "content": parts or ""}
+    message: dict[str, Any] = {"role": "assistant", "content": text_parts(turn.blocks) or ""}
     if any(thoughts):
-        message["reasoning_content"] = "\n".join(thoughts)
+        message["reasoning_content"] = "\n".join(filter(None, thoughts))
     if calls:
         message["tool_calls"] = calls
     return message
@@ -200,7 +179,7 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _told(turn: _Turn, call_ids: set[str]) -> Iterator[dict[str, Any]]:
+def _told(turn: _Turn, call_ids: set[str], referenced: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What a user's turn is: the results of calls, then the text."""
     has_text = False
     for place, block in turn.blocks:
@@ -216,13 +195,18 @@ def _told(turn: _Turn, call_ids: set[str]) -> Iterator[dict[str, Any]]:
                 f"{name} {block.tool_use_id[:64]!r} is not the id of a tool_use block of an earlier assistant message.",
                 param=name,
             )
-        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, place)}
+        parts = _result(block, place, referenced)
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
     if has_text:
-        yield {"role": turn.role, "content": _parts(turn.blocks)}
+        yield {"role": turn.role, "content": text_parts(turn.blocks)}
 
 
-def _result(block: ToolResultBlock, place: str) -> list[dict[str, str]]:
-    parts = _parts(_blocks(block.content or "", f"{place}.content", _TEXT))
+def _result(block: ToolResultBlock, place: str, referenced: dict[str, str]) -> list[dict[str, str]]:
+    blocks = content_blocks(block.content or "", f"{place}.content", RESULT)
+    for inner_place, inner in blocks:
+        if isinstance(inner, ToolReferenceBlock):
+            referenced.setdefault(inner.tool_name, f"{inner_place}.tool_name")
+    parts = text_parts(blocks)
     if block.is_error:
         parts[0]["text"] = ERROR_MARK + parts[0]["text"]
     return parts

@@ -11,6 +11,8 @@ from gateway.api.params import invalid_field
 from gateway.api.refused import SERVER, TEXT_ONLY
 from shared.errors import InvalidRequestError
 
+_OTHER_THAN_TEXT = ("image", "document", "base64", "url", "file")
+"""Types of blocks, and of the sources of documents."""
 VERSION_HEADER = "anthropic-version"
 VERSIONS: dict[str, tuple[str, ...]] = {"2023-06-01": (), "2026-10-21": ("temperature", "top_p", "top_k")}
 """Version of the API -> the fields that it removed. Without the header none is missing."""
@@ -18,27 +20,38 @@ VERSIONS: dict[str, tuple[str, ...]] = {"2023-06-01": (), "2026-10-21": ("temper
 REFUSED: dict[str, str] = {
     "anthropic_version": "send the header anthropic-version",
     "betas": "send the fields themselves",
+    "billing_policy": "nothing is billed here",
+    "compaction": "conversations are not summarized here",
     "container": "no code is run here",
-    "context_management": "conversations are taken as they are",
-    "diagnostics": "",
+    "diagnostics": "prompts are not compared with former ones",
+    "fallback_credit_token": "nothing is billed here",
     "fallbacks": SERVER,
     "inference_geo": SERVER,
     "max_tokens_to_sample": "send max_tokens",
     "mcp_servers": "no tools are run here",
-    "output_format": "send output_config.format",
     "prompt": "send messages",
     "speed": SERVER,
+    "thread": "send the whole conversation",
     "user_profile_id": "",
     "workspace_id": "",
 }
 """Name -> why, or what to send instead; empty where it is merely not there."""
+NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "fallbacks": ("default", []),
+    "inference_geo": ("global",),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+"""Refused fields -> values that ask for nothing else than what is done, and are taken."""
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`cache_control`, which changes nothing: every prefix is cached as long as there is room."""
+    """`cache_control`, which changes nothing: every prefix is cached as long as there is room. Claude Code sends a
+    `scope`: whom a prefix may be shared with."""
 
     type: str
     ttl: str | None = None
+    scope: str | None = None
 
 
 class MetadataField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -47,12 +60,19 @@ class MetadataField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user_id: str | None = None
 
 
+class BlockBinding(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`thinking.block_binding`, which changes nothing: former thinking is not checked, so that none fails."""
+
+    prefix_mismatch_behavior: str | None = None
+
+
 class ThinkingField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`thinking`."""
 
     type: str
     budget_tokens: int | None = None
     display: str | None = None
+    block_binding: BlockBinding | None = None
 
 
 class ChoiceField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -75,6 +95,13 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     effort: str | None = None
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
+
+
+class ContextManagement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`context_management`; edits are checked by gateway.api.anthropic_context."""
+
+    edits: list[dict[str, Any]] | None = None
 
 
 class ConversationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -88,6 +115,8 @@ class ConversationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: ChoiceField | None = None
     thinking: ThinkingField | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
 
 
@@ -137,7 +166,7 @@ def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) 
             if body.get(name) is not None:
                 raise unsupported(name, f"{name} is no field of version {version} of the API; 2023-06-01 has it.")
     for name, value in body.items():
-        if name in REFUSED and value is not None:
+        if name in REFUSED and value is not None and value not in NO_EFFECT.get(name, ()):
             why = f": {REFUSED[name]}" if REFUSED[name] else ""
             raise unsupported(name, f"{name} is not supported here{why}.")
     fields = convert({name: value for name, value in body.items() if name not in REFUSED}, kind)
@@ -176,5 +205,5 @@ def unsupported_kind(place: str, kind: object, known: Sequence[str]) -> InvalidR
     """The error for a content block of a type that is not taken at this place."""
     name = f"{place}.type"
     what = repr(kind[:64]) if isinstance(kind, str) else "the given value"
-    why = f": {TEXT_ONLY}" if kind in ("image", "document") else ""
+    why = f": {TEXT_ONLY}" if kind in _OTHER_THAN_TEXT else ""
     return unsupported(name, f"{name} must be one of {', '.join(known)}; {what} is not supported here{why}.")

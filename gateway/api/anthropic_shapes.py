@@ -75,10 +75,10 @@ def message(envelope: Envelope, content: list[dict[str, Any]], ending: Ending, t
 
 
 async def whole_message(
-    envelope: Envelope, events: AsyncIterator[tuple[int, int, TextDelta]], tally: Tally, ending: Ending
+    envelope: Envelope, events: AsyncIterator[tuple[int, int, TextDelta]], tally: Tally, ending: Ending, feed: BlockFeed
 ) -> dict[str, Any]:
     """Collects all events into a message."""
-    feed, builder = BlockFeed(), BlockBuilder()
+    builder = BlockBuilder()
     async for _, _, delta in events:
         for news in feed.add(delta):
             builder.add(news)
@@ -95,12 +95,12 @@ class MessageEvents:
 
     __slots__ = ("_begun", "_ending", "_envelope", "_errors", "_feed", "_tally", "_text_head")
 
-    def __init__(self, envelope: Envelope, tally: Tally, ending: Ending, errors: ErrorBodies) -> None:
+    def __init__(self, envelope: Envelope, tally: Tally, ending: Ending, feed: BlockFeed, errors: ErrorBodies) -> None:
         self._envelope = envelope
         self._tally = tally
         self._ending = ending
         self._errors = errors
-        self._feed = BlockFeed()
+        self._feed = feed
         self._begun = False
         self._text_head = b""
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from aiohttp import web
 
+from gateway.api.anthropic_blocks import BlockFeed
 from gateway.api.anthropic_chat import chat_of_conversation, chat_of_messages
 from gateway.api.anthropic_errors import error_bodies
 from gateway.api.anthropic_params import VERSION_HEADER, ConversationFields, MessagesFields, parse_body
@@ -22,22 +23,27 @@ from gateway.routes.tokenize import MAX_TOKENS, check_count, check_size
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation, whole or streamed. Where the context has room for less than max_tokens, it ends there."""
+    """Answers a conversation, whole or streamed. Where the context has room for less than max_tokens, it ends there;
+    with none the prompt is computed, and then in the prefix cache."""
     fields = parse_body(await read_json(request), MessagesFields, request.headers.getall(VERSION_HEADER, []))
     chat = chat_of_messages(fields, find_model(request, fields.model))
     sized = await size_chat(request, chat)
     ids, room = sized.prompt
-    sized = dataclasses.replace(sized, prompt=(ids, min(room, fields.max_tokens)))
+    common = sized.common
+    if fields.max_tokens == 0:
+        common = dataclasses.replace(common, wanted_tokens=0)
+    sized = dataclasses.replace(sized, common=common, prompt=(ids, min(room, fields.max_tokens)))
     prepared = await with_grammar(request, chat, sized)
     common, entry, prompt = prepared.common, prepared.entry, prepared.prompt
     envelope = envelope_of(request, "msg_", common, entry)
     named_tool = isinstance(chat.tool_choice, ToolChoiceField)
+    feed = BlockFeed(shows_thinking=fields.thinking is None or fields.thinking.display != "omitted")
     ending = Ending(beyond_context=room < fields.max_tokens, named_tool=named_tool)
     async with await submit_all(request, envelope, common, entry, [prompt]) as events:
         if fields.stream:
-            encoder = MessageEvents(envelope, events.tally, ending, error_bodies(request))
+            encoder = MessageEvents(envelope, events.tally, ending, feed, error_bodies(request))
             return await stream_events(request, events, encoder, keep_alive=encoder.keep_alive)
-        return json_response(await whole_message(envelope, events, events.tally, ending))
+        return json_response(await whole_message(envelope, events, events.tally, ending, feed))
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:

@@ -13,6 +13,7 @@ import typing
 import msgspec
 import pytest
 
+from gateway.api.anthropic_params import NO_EFFECT as TAKEN
 from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFields
 from gateway.api.embedding_fields import EmbeddingFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
@@ -104,8 +105,11 @@ def test_refused():
 
 
 def test_refused_by_messages():
-    written = {row[0].strip("`"): row[1] for row in part("messages refused")}
-    assert written == {name: why or "not supported" for name, why in REFUSED.items()}
+    written = {row[0].strip("`"): row[1:] for row in part("messages refused")}
+    assert written == {
+        name: [why or "not supported", ", ".join(f"`{json.dumps(value)}`" for value in TAKEN.get(name, ()))]
+        for name, why in REFUSED.items()
+    }
     assert not set(REFUSED) & set(MessagesFields.__struct_fields__)
 
 

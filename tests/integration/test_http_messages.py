@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Iterable
@@ -198,6 +199,54 @@ async def test_tool_choices(gateway):
     schema = {"type": "object", "properties": {"xyzzy": {"type": "integer"}}, "additionalProperties": False}
     assert (await ask(gateway, output_config={"format": {"type": "json_schema", "schema": schema}}))[0] == 200
     assert "xyzzy" in gateway.generator.requests[-1].grammar
+
+
+async def test_the_former_place_of_the_format(gateway):
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"xyzzy": {"type": "integer"}}}}
+    assert (await ask(gateway, output_format=form))[0] == 200
+    former = gateway.generator.requests[-1].grammar
+    assert (await ask(gateway, output_config={"format": form}))[0] == 200
+    assert former == gateway.generator.requests[-1].grammar and "xyzzy" in former
+
+
+async def test_what_agents_send_is_taken(gateway):
+    """The fields that Claude Code sends with every request, on a model that does not reason."""
+    agent = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "fallbacks": "default",
+        "inference_geo": "global",
+        "max_tokens": 32_000,
+        "mcp_servers": [],
+        "metadata": {"user_id": json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": "s" * 36})},
+        "output_config": {"effort": "high"},
+        "speed": "standard",
+        "system": [text("Be.", cache_control={"type": "ephemeral", "ttl": "1h", "scope": "global"})],
+        "thinking": {"type": "enabled", "budget_tokens": 31_999, "block_binding": {}},
+        "tools": [{**TOOL, "eager_input_streaming": True, "cache_control": {"type": "ephemeral"}}],
+    }
+    pipeline = gateway.models.entry.pipeline
+    status, body = await ask(gateway, {"anthropic-beta": "claude-code-20250219,context-management-2025-06-27"}, **agent)
+    assert status == 200, body
+    assert pipeline.template_kwargs[-1] == {"enable_thinking": True}
+    assert gateway.generator.requests[-1].sampling.thinking.max_tokens == 31_999
+    pipeline.template_variables = frozenset()
+    gateway.models.entry.formats = dataclasses.replace(FORMATS, reasoning=None)
+    for thinking in (agent["thinking"], {"type": "adaptive"}, {"type": "disabled"}):
+        status, body = await ask(gateway, **{**agent, "thinking": thinking})
+        assert status == 200, body
+        assert pipeline.template_kwargs[-1] == {} and gateway.generator.requests[-1].sampling.thinking is None
+    # A model that reasons and whose template has no switch cannot be kept from it.
+    gateway.models.entry.formats = FORMATS
+    status, body = await ask(gateway, thinking={"type": "disabled"})
+    assert status == 400 and "thinking.type" in body["error"]["message"]
+
+
+async def test_no_tokens_warm_the_cache(gateway):
+    status, whole = await ask(gateway, max_tokens=0)
+    assert status == 200 and whole["content"] == [] and whole["stop_reason"] == "max_tokens"
+    assert whole["usage"]["output_tokens"] == 0 < whole["usage"]["input_tokens"]
+    streamed = message_of(events_of(await gateway.stream_raw("/v1/messages", {**BASE, "max_tokens": 0})))
+    assert {**streamed, "id": 0} == {**whole, "id": 0}
 
 
 async def test_the_last_message_of_the_assistant_is_continued(gateway):

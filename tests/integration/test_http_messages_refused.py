@@ -20,6 +20,17 @@ async def gateway():
 
 
 BLOCK = "messages[0].content[0]"
+SCHEMA = {"type": "json_schema", "schema": {}}
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "x"}
+REFERENCE = {"type": "tool_reference", "tool_name": "nobody"}
+
+
+def document(source):
+    return user({"type": "document", "source": source})
+
+
+def edits(*entries):
+    return {"context_management": {"edits": list(entries)}}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +47,21 @@ BLOCK = "messages[0].content[0]"
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
         ({"messages": [user("x")]}, BLOCK),
         ({"messages": [user({"type": "image", "source": {}})]}, f"{BLOCK}.type"),
-        ({"messages": [user({"type": "document", "source": {}})]}, f"{BLOCK}.type"),
+        ({"messages": [user({"type": "document", "source": {}})]}, f"{BLOCK}.source.type"),
+        ({"messages": [user({"type": "document"})]}, f"{BLOCK}.source"),
+        ({"messages": [document({"type": "base64", "media_type": "application/pdf", "data": ""})]}, "text only"),
+        ({"messages": [document({"type": "text", "media_type": "text/html", "data": ""})]}, "source.media_type"),
+        ({"messages": [document({"type": "text", "media_type": "text/plain"})]}, f"{BLOCK}.source.data"),
+        ({"messages": [document({"type": "content", "content": [{"type": "image"}]})]}, "source.content[0].type"),
+        ({"messages": [document({"type": "content", "content": 5})]}, f"{BLOCK}.source.content"),
+        (
+            {"messages": [user({"type": "document", "source": PLAIN, "citations": {"enabled": True}})]},
+            f"{BLOCK}.citations",
+        ),
+        ({"messages": [user({"type": "search_result", "title": "x", "content": []})]}, f"{BLOCK}.source"),
+        ({"messages": [{**BASE["messages"][0], "clear_at": "never"}]}, "messages[0].clear_at"),
+        ({"messages": [{"role": "system", "content": "x", "clear_at": "later"}]}, "messages[0].clear_at"),
+        ({"messages": [*BASE["messages"], CALLED, user({**RESULT, "content": [REFERENCE]})]}, "[0].tool_name"),
         ({"messages": [user({"type": ["text"]})]}, f"{BLOCK}.type"),
         ({"messages": [user({"text": "x"})]}, f"{BLOCK}.type"),
         ({"messages": [user({"type": "tool_use", "id": "a", "name": "b", "input": {}})]}, f"{BLOCK}.type"),
@@ -73,14 +98,11 @@ BLOCK = "messages[0].content[0]"
             },
             f"{BLOCK}.input",
         ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": ""}]}]},
-            f"{BLOCK}.type",
-        ),
+        ({"messages": [user({"type": "redacted_thinking", "data": ""})]}, f"{BLOCK}.type"),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"system": [text(5)]}, "system[0].text"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
@@ -102,9 +124,8 @@ BLOCK = "messages[0].content[0]"
         ({"tools": [{**TOOL, "name": "no spaces"}]}, "tools[0].name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [{**TOOL, "input_schema": {"type": "objekt"}}]}, "tools[0].input_schema"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
-        ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
+        ({"tools": [{**TOOL, "input_examples": [1]}]}, "tools[0].input_examples"),
         ({"tools": [{**TOOL, "eager_input_streaming": False}]}, "tools[0].eager_input_streaming"),
         ({"tools": [{**TOOL, "unknown": 1}]}, "tools[0].unknown"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
@@ -127,8 +148,8 @@ BLOCK = "messages[0].content[0]"
         ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1023}, "max_tokens": 3000}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 3000}, "max_tokens": 3000}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"thinking": {"type": "adaptive", "display": "updates"}}, "thinking.display"),
+        ({"thinking": {"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "x"}}}, "block_binding"),
         ({"output_config": {"effort": "some"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
         (
@@ -136,8 +157,22 @@ BLOCK = "messages[0].content[0]"
             "output_config.format.schema",
         ),
         ({"cache_control": {"type": "never"}}, "cache_control.type"),
-        ({"mcp_servers": []}, "mcp_servers"),
+        ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
+        ({"speed": "fast"}, "speed"),
+        ({"inference_geo": "us"}, "inference_geo"),
+        ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"context_management": []}, "context_management"),
+        (edits({"type": "clear_tool_uses_20250919"}), "context_management.edits[0].type"),
+        (edits({"type": "clear_thinking_20251015", "keep": "some"}), "context_management.edits[0].keep"),
+        (edits({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns"}}), "edits[0].keep.value"),
+        (edits({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 0}}), "keep.value"),
+        (edits({"type": "clear_thinking_20251015"}, {"type": "clear_thinking_20251015"}), "context_management.edits"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
+        ({"output_format": {"type": "xml", "schema": {}}}, "output_format.type"),
+        ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_format"),
         ({"prompt": "x"}, "prompt"),
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),

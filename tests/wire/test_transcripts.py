@@ -136,6 +136,25 @@ ANTHROPIC_HISTORY = [
     },
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "Rain."}]},
 ]
+AGENT = {
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "speed": "standard",
+}
+FOREIGN_HISTORY = [
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "document",
+                "source": {"type": "text", "media_type": "text/plain", "data": "Rain."},
+                "title": "Sky",
+            }
+        ],
+    },
+    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Rain."}]},
+    {"role": "user", "content": "And tomorrow?"},
+]
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
 
 
@@ -154,6 +173,8 @@ def _overloaded() -> FakeGenerator:
     generator.submit_error = WorkerLostError("The worker died.")
     return generator
 
+
+EMBEDDING = {"model": MODEL, "input": ["hi", "you"]}
 
 RESPONSE = {"model": MODEL, "input": "hi"}
 RESPONSE_TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
@@ -254,6 +275,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "completion_refused": ("POST", "/v1/completions", {**COMPLETION, "n_probs": 3}, FakeGenerator()),
     "completion_best_of": ("POST", "/v1/completions", {**COMPLETION, "best_of": 3}, FakeGenerator(spell("ab"))),
     "completion_error_suffix": ("POST", "/v1/completions", {**COMPLETION, "suffix": "."}, FakeGenerator()),
+    "embedding": ("POST", "/v1/embeddings", EMBEDDING, FakeGenerator()),
+    "embedding_base64": (
+        "POST",
+        "/v1/embeddings",
+        {**EMBEDDING, "encoding_format": "base64", "dimensions": 4, "metadata": {"a": "b"}},
+        FakeGenerator(),
+    ),
+    "embedding_error": ("POST", "/v1/embeddings", {**EMBEDDING, "input": ["hi", ""]}, FakeGenerator()),
     "tokenize_chat": ("POST", "/tokenize", {"model": MODEL, "messages": HISTORY, "tools": TOOLS}, _thinks()),
     "message": ("POST", "/v1/messages", {**MESSAGE, "system": "Be brief."}, FakeGenerator(spell(TEXT, cached=16))),
     "message_stream": ("POST", "/v1/messages", {**MESSAGE, "stream": True}, FakeGenerator(spell(TEXT, cached=16))),
@@ -289,6 +318,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         "POST",
         "/v1/messages",
         {**MESSAGE, "messages": [{"role": "user", "content": [IMAGE]}]},
+        FakeGenerator(),
+    ),
+    "message_history": ("POST", "/v1/messages", {**MESSAGE, **AGENT, "messages": FOREIGN_HISTORY}, _thinks()),
+    "message_stream_thinking_omitted": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "stream": True, "thinking": {"type": "adaptive", "display": "omitted"}},
+        _thinks(),
+    ),
+    "message_error_context": (
+        "POST",
+        "/v1/messages",
+        {**MESSAGE, "context_management": {"edits": [{"type": "compact_20260112"}]}},
         FakeGenerator(),
     ),
     "message_error_model": ("POST", "/v1/messages", {**MESSAGE, "model": "nope"}, FakeGenerator()),

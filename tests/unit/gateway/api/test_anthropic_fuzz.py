@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.anthropic_conversation import ERROR_MARK, chat_messages
+from gateway.api.anthropic_conversation import ERROR_MARK, conversation
 from gateway.api.anthropic_params import MessagesFields, parse_body
 from gateway.api.messages import check_messages
 from shared.errors import InvalidRequestError
@@ -54,9 +54,9 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 def check(body: dict[str, Any]) -> None:
     fields = parse_body(body, MessagesFields, [])
-    messages, continued = chat_messages(fields.system, fields.messages)
-    said = check_messages(messages)
-    assert continued == (said[-1]["role"] == "assistant")
+    found = conversation(fields.system, fields.messages)
+    said = check_messages(found.messages)
+    assert found.continued == (said[-1]["role"] == "assistant")
     roles = [message["role"] for message in said]
     assert all(first != second or first == "tool" for first, second in itertools.pairwise(roles))
     blocks = [
