@@ -13,7 +13,7 @@ from gateway.api.envelope import Detail, Envelope, shaped_prompt_logprobs
 from gateway.api.fan_in import Tally
 from gateway.api.logprobs import chat_logprobs
 from gateway.flow.events import TextDelta
-from gateway.responses import dump_json
+from gateway.responses import dump_json, kept_json
 from shared.errors import PeltonError
 from shared.messages import TokenLogprobs
 
@@ -133,7 +133,7 @@ async def whole_chat_response(
         token_ids[index] += delta.token_ids
         of_prompt = delta.prompt_logprobs or of_prompt
         if detail.logprobs is not None and delta.logprobs:
-            logprobs[index] += [orjson.Fragment(dump_json(entry)) for entry in chat_logprobs(delta.logprobs, names)]
+            logprobs[index] += [orjson.Fragment(kept_json(entry)) for entry in chat_logprobs(delta.logprobs, names)]
         if delta.finish_reason is not None:
             reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
     choices = [

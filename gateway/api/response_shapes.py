@@ -13,7 +13,7 @@ from gateway.api.logprobs import TokenNames, chat_logprobs
 from gateway.api.response_fields import ResponseFields
 from gateway.api.response_items import new_item_id
 from gateway.flow.events import TextDelta
-from gateway.responses import dump_json
+from gateway.responses import dump_json, kept_json
 from gateway.text.message_parser import ToolCallDelta
 from shared.errors import InternalError, PeltonError, RateLimitError
 from shared.messages import TokenLogprobs
@@ -279,7 +279,7 @@ def stream_failure(error: PeltonError) -> bytes:
 
 def stored_items(items: Iterable[dict[str, Any]]) -> bytes:
     """Items as they are kept; log-probabilities are of no use to what comes after."""
-    return dump_json([_bare(item) for item in items])
+    return kept_json([_bare(item) for item in items])
 
 
 def _bare(item: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.chat_shapes import ChatChunks
+from gateway.api.chat_shapes import ChatChunks, whole_chat_response
 from gateway.api.completion_shapes import Choices, CompletionChunks
 from gateway.api.envelope import Detail, Envelope
 from gateway.api.fan_in import Tally
@@ -127,3 +129,21 @@ def test_offsets_of_a_prompt_that_was_given_a_beginning_of_text_token():
     assert shown.logprobs["text_offset"] == [0, 0, 2, 5]
     shown = choices.show(1, 1, TextDelta(0, "!", [3], generated, "stop", prompt_logprobs=of_prompt[1:]))
     assert shown.logprobs is not None and (shown.text, shown.logprobs["text_offset"]) == (" hello!", [0, 3, 6])
+
+
+async def test_log_probabilities_of_a_whole_answer_take_little_more_than_their_text():
+    count = 2000
+
+    async def tokens():
+        for number in range(count):
+            entry = TokenLogprobs(number % 200, -0.5, 1, [number % 200], [-0.5])
+            yield 0, 0, TextDelta(0, "x", [number % 200], logprobs=[entry], finish_reason="length")
+
+    detail = Detail(token_bytes=lambda token_id: bytes([token_id]), logprobs=1)
+    tracemalloc.start()
+    response = await whole_chat_response(envelope("m"), 1, tokens(), Tally(1), detail)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    told = len(dump_json(response["choices"][0]["logprobs"]))
+    assert len(response["choices"][0]["logprobs"]["content"]) == count
+    assert taken < 3 * told
