@@ -176,8 +176,6 @@ def _overloaded() -> FakeGenerator:
 
 EMBEDDING = {"model": MODEL, "input": ["hi", "you"]}
 
-EMBEDDING = {"model": MODEL, "input": ["hi", "you"]}
-
 RESPONSE = {"model": MODEL, "input": "hi"}
 RESPONSE_TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
 
@@ -277,14 +275,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "completion_refused": ("POST", "/v1/completions", {**COMPLETION, "n_probs": 3}, FakeGenerator()),
     "completion_best_of": ("POST", "/v1/completions", {**COMPLETION, "best_of": 3}, FakeGenerator(spell("ab"))),
     "completion_error_suffix": ("POST", "/v1/completions", {**COMPLETION, "suffix": "."}, FakeGenerator()),
-    "embedding": ("POST", "/v1/embeddings", EMBEDDING, FakeGenerator()),
-    "embedding_base64": (
-        "POST",
-        "/v1/embeddings",
-        {**EMBEDDING, "encoding_format": "base64", "dimensions": 4, "metadata": {"a": "b"}},
-        FakeGenerator(),
-    ),
-    "embedding_error": ("POST", "/v1/embeddings", {**EMBEDDING, "input": ["hi", ""]}, FakeGenerator()),
     "embedding": ("POST", "/v1/embeddings", EMBEDDING, FakeGenerator()),
     "embedding_base64": (
         "POST",
