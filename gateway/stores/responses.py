@@ -12,6 +12,8 @@ from shared.errors import InvalidRequestError, NotFoundError
 MAX_RESPONSES = 100_000
 _OVERHEAD = 1024
 """Bytes that a response takes beside its texts, about."""
+_ITEM_OVERHEAD = 256
+"""Bytes that the id of an item takes, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class StoredResponse:
         output: its own items, a JSON array; empty while it runs.
         background: it was made to run without a connection.
         done: it will not change any more.
+        item_ids: of the last part of the input, and of the output.
     """
 
     owner: bytes
@@ -33,6 +36,7 @@ class StoredResponse:
     output: bytes = b"[]"
     background: bool = False
     done: bool = True
+    item_ids: tuple[str, ...] = ()
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
@@ -42,7 +46,8 @@ class StoredResponse:
     @property
     def size(self) -> int:
         """Bytes, shared ones too: so the store's bound holds however much is shared."""
-        return _OVERHEAD + len(self.body) + len(self.output) + sum(len(part) + 64 for part in self.input)
+        items = sum(len(identifier) + _ITEM_OVERHEAD for identifier in self.item_ids)
+        return _OVERHEAD + len(self.body) + len(self.output) + sum(len(part) + 64 for part in self.input) + items
 
 
 def _trimmed(response: StoredResponse) -> StoredResponse:
@@ -81,6 +86,10 @@ class ResponseStore:
         self._clock = clock
         # Least recently used first, each with the time of its last use.
         self._responses: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()
+        # Which response has an item: by owner and id, since clients may choose ids.
+        self._items: dict[tuple[bytes, str], str] = {}
+        # Those that were deleted while they ran, until they end.
+        self._deleted: set[str] = set()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -90,13 +99,20 @@ class ResponseStore:
         return identifier in self._responses
 
     def put(self, identifier: str, response: StoredResponse) -> None:
-        """Keeps a response, in the place of an earlier state of it; not one that is larger than all room."""
+        """Keeps a response, in the place of an earlier state of it; not one that is larger than all room, nor one that
+        was deleted while it ran. One that was put before it was done must be put when it is.
+        """
+        if identifier in self._deleted:
+            if response.done:
+                self._deleted.discard(identifier)
+            return
         self._remove(identifier)
         if response.size > self._max_bytes:
             return
         response = _trimmed(response)
         self._responses[identifier] = response, self._clock()
         self.num_bytes += response.size
+        self._items.update(dict.fromkeys(((response.owner, item) for item in response.item_ids), identifier))
         while self.num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             self._remove(next(iter(self._responses)))
         self.expire()
@@ -118,9 +134,14 @@ class ResponseStore:
             raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
         return stored.conversation
 
+    def with_item(self, item_id: str, owner: bytes) -> StoredResponse:
+        """The newest response that has this among its own items. Raises NotFoundError as `get` does."""
+        return self.get(self._items.get((owner, item_id), ""), owner)
+
     def delete(self, identifier: str, owner: bytes) -> None:
         """Raises NotFoundError as `get` does."""
-        self.get(identifier, owner)
+        if not self.get(identifier, owner).done:
+            self._deleted.add(identifier)
         self._remove(identifier)
 
     def expire(self) -> None:
@@ -134,4 +155,8 @@ class ResponseStore:
 
     def _remove(self, identifier: str) -> None:
         if (found := self._responses.pop(identifier, None)) is not None:
-            self.num_bytes -= found[0].size
+            response, _ = found
+            self.num_bytes -= response.size
+            for item in response.item_ids:
+                if self._items.get((response.owner, item)) == identifier:
+                    del self._items[response.owner, item]

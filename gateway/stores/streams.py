@@ -198,8 +198,10 @@ class StreamStore:
             yield
         finally:
             log.num_claims -= 1
-            if log.num_claims == 0 and self._logs.get(identifier) is log:
-                if log.ended and not log.last:
+            if log.num_claims == 0:
+                if self._logs.get(identifier) is not log:
+                    self._clear(log)
+                elif log.ended and not log.last:
                     self.drop(identifier)  # it was refused, and whoever asked for it knows
                 else:
                     log.timer = asyncio.get_running_loop().call_later(self._grace, self.drop, identifier)
@@ -210,17 +212,29 @@ class StreamStore:
             task.cancel()
             await asyncio.wait([task])
 
+    async def retire(self, identifier: str) -> None:
+        """Ends what fills a log, and forgets it; whoever reads it is sent all that it has, its end too."""
+        await self.stop(identifier)
+        log = self._logs.get(identifier)
+        if log is not None and log.num_claims:
+            del self._logs[identifier]
+        else:
+            self.drop(identifier)
+
     def drop(self, identifier: str) -> None:
-        """Forgets a stream, and ends what fills it."""
+        """Forgets a stream at once, and ends what fills it."""
         if (task := self._tasks.pop(identifier, None)) is not None:
             task.cancel()
         if (log := self._logs.pop(identifier, None)) is not None:
             if log.timer is not None:
                 log.timer.cancel()
-            self.num_bytes -= log.num_bytes
-            log.num_bytes = 0
-            self._num_events -= log.clear()
-            self._forget_passed()
+            self._clear(log)
+
+    def _clear(self, log: StreamLog) -> None:
+        self.num_bytes -= log.num_bytes
+        log.num_bytes = 0
+        self._num_events -= log.clear()
+        self._forget_passed()
 
     def on_append(self, log: StreamLog, size: int) -> None:
         """Counts an event, and makes room for it. For StreamLog."""

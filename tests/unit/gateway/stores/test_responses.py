@@ -119,3 +119,44 @@ def test_what_is_counted_is_what_is_taken(length):
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken <= store.num_bytes
+
+
+def test_items_are_found_by_owner_and_go_with_their_response():
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
+    store.put("a", stored(item_ids=("x", "y")))
+    store.put("b", stored(item_ids=("y",)))
+    store.put("c", stored(owner=b"other", item_ids=("x",)))
+    assert store.with_item("x", OWNER) is store.get("a", OWNER)
+    assert store.with_item("y", OWNER) is store.get("b", OWNER), "the newest"
+    for item, owner in (("y", b"other"), ("z", OWNER), ("", OWNER)):
+        with pytest.raises(NotFoundError):
+            store.with_item(item, owner)
+    store.put("a", stored(item_ids=("w",)))
+    store.delete("b", OWNER)
+    for item in ("x", "y"):
+        with pytest.raises(NotFoundError):
+            store.with_item(item, OWNER)
+    assert store.with_item("w", OWNER).owner == OWNER and store.with_item("x", b"other").owner == b"other"
+
+
+def test_the_index_of_items_has_a_bound():
+    store = ResponseStore(max_bytes=100_000, time_to_live=1.0)
+    for number in range(1000):
+        store.put(str(number), stored(item_ids=tuple(f"{number}-{index}" for index in range(10))))
+        assert store.num_bytes <= 100_000
+        assert len(store._items) == 10 * len(store) < 400
+
+
+def test_what_was_deleted_while_it_ran_does_not_come_back():
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
+    for number in range(100):
+        identifier = str(number)
+        store.put(identifier, stored(done=False))
+        store.delete(identifier, OWNER)
+        store.put(identifier, stored(done=False))
+        store.put(identifier, stored(item_ids=("x",)))
+        assert identifier not in store
+    assert not store._deleted and not store._items and store.num_bytes == 0
+    store.put("a", stored())
+    store.delete("a", OWNER)
+    assert not store._deleted

@@ -250,3 +250,32 @@ async def test_what_streams_take_is_what_is_counted():
     tracemalloc.stop()
     assert 0.5 * store.num_bytes < taken < 1.2 * store.num_bytes
     await store.close()
+
+
+async def test_a_retired_stream_is_read_to_its_end_and_then_forgotten():
+    store = StreamStore(max_bytes=1 << 20, grace=5.0)
+    log = store.open("s", OWNER)
+
+    async def work() -> None:
+        with store.claim("s", log):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                log.append(b"last")
+                log.end()
+
+    store.run("s", work())
+    log.append(b"first")
+    await asyncio.sleep(0)
+    with store.claim("s", log):
+        with store.claim("s", log):
+            await store.retire("s")
+        with pytest.raises(NotFoundError):
+            store.find("s", OWNER)
+        assert list(log.after(0)) == [b"first", b"last"] and log.ended and log.error is None
+        assert store.num_bytes == log.num_bytes > 0
+    assert store.num_bytes == 0 and not log.after(log.last) and store._num_events == 0
+    store.open("t", OWNER).append(b"x")
+    await store.retire("t")
+    await store.retire("no such")
+    assert len(store) == 0 and store.num_bytes == 0
