@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from operator import truediv
 from pathlib import Path
 
+from scripts._bench.gateway_client import post
 from scripts._bench.gateway_growth import Growth, measure_growth
 from scripts._bench.gateway_processes import (
     HERE,
@@ -31,6 +32,7 @@ from scripts._bench.gateway_processes import (
     running,
     until_ready,
 )
+from scripts._bench.gateway_stores import Kept, measure_stores
 from scripts._bench.process_memory import resident_bytes
 from scripts.loadtest.report import table
 from scripts.loadtest.server_process import free_port
@@ -100,11 +102,9 @@ class Streams(asyncio.Protocol):
             self._transport.close()
 
 
-def post(max_tokens: int) -> bytes:
+def streamed(max_tokens: int) -> bytes:
     """A streamed completion."""
-    body = json.dumps({"model": "fake", "prompt": _TEXT, "max_tokens": max_tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Content-Type: application/json\r\n\r\n".encode() + body
+    return post("/v1/completions", model="fake", prompt=_TEXT, max_tokens=max_tokens, stream=True)
 
 
 async def connect(port: int, request: bytes) -> Streams:
@@ -144,7 +144,7 @@ async def stream_cost(count: int, tick: float, num_processes: int, seconds: floa
         with gateways(Path(directory), port, num_processes, tick) as pids:
             await until_ready(port)
             await asyncio.sleep(_SETTLE_SECONDS)
-            streams = await open_streams(port, count, post(20_000))
+            streams = await open_streams(port, count, streamed(20_000))
             cost = await cpu_per_event(pids, streams, seconds)
             for stream in streams:
                 stream.close()
@@ -162,7 +162,7 @@ async def bare_cost(count: int, tick: float, size: float, num_servers: int, seco
         for server in servers:
             if server.stdout is None:
                 raise BenchError("the bare server has no output")
-            streams += await open_streams(int(server.stdout.readline()), count // num_servers, post(1))
+            streams += await open_streams(int(server.stdout.readline()), count // num_servers, streamed(1))
         cost, _ = await cpu_per_event([server.pid for server in servers], streams, seconds)
         for stream in streams:
             stream.close()
@@ -198,7 +198,7 @@ async def measure_first_token(figures: Figures, count: int) -> None:
             times = []
             for _ in range(count):
                 begin = time.perf_counter()
-                stream = await connect(port, post(1))
+                stream = await connect(port, streamed(1))
                 times.append((await stream.first_event - begin) * 1e3)
                 stream.close()
     figures.ttft_ms_p50 = statistics.median(times[count // 10 :])
@@ -211,10 +211,10 @@ async def measure_idle(figures: Figures, count: int) -> None:
         # A tick so long that no second token comes while they are measured.
         with gateways(Path(directory), port, 1, 120.0) as (pid,):
             await until_ready(port)
-            warm = await open_streams(port, 50, post(1000))
+            warm = await open_streams(port, 50, streamed(1000))
             await asyncio.sleep(2 * _SETTLE_SECONDS)
             before = resident_bytes(pid)
-            streams = await open_streams(port, count, post(1000))
+            streams = await open_streams(port, count, streamed(1000))
             await asyncio.sleep(2 * _SETTLE_SECONDS)
             figures.idle_kilobytes = (resident_bytes(pid) - before) / count / 1000
             figures.idle_streams = count
@@ -260,12 +260,19 @@ def main() -> int:
     parser.add_argument(
         "--requests", type=int, default=0, help="instead: memory of the process over so many requests of all kinds"
     )
+    parser.add_argument(
+        "--stored", type=int, default=0, help="instead: over so many stored responses, then abandoned resumable streams"
+    )
+    parser.add_argument("--default-bounds", action="store_true", help="of --stored: no small ones, and long responses")
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        figures: Figures | Growth
-        if arguments.requests:
+        figures: Figures | Growth | Kept
+        if arguments.stored:
+            figures = asyncio.run(measure_stores(arguments.stored, default_bounds=arguments.default_bounds))
+            print(figures.report())
+        elif arguments.requests:
             figures = asyncio.run(measure_growth(arguments.requests))
             print(figures.report())
         else:

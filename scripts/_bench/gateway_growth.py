@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts._bench.gateway_processes import BenchError, gateways, until_ready
+from scripts._bench.gateway_client import Client, post
+from scripts._bench.gateway_processes import gateways, until_ready
 from scripts._bench.process_memory import resident_bytes
 from scripts.loadtest.server_process import free_port
 
@@ -51,19 +51,13 @@ def kinds() -> list[Kind]:
     completion = {"model": "fake", "prompt": _TEXT, "max_tokens": 4}
     chat = {"model": "fake", "messages": _MESSAGES, "max_tokens": 4, "n": 2}
     return [
-        Kind(_post("/v1/completions", **completion, stream=True)),
-        Kind(_post("/v1/completions", **completion, logprobs=2)),
-        Kind(_post("/v1/chat/completions", **chat, stream=True)),
-        Kind(_post("/v1/chat/completions", **chat, stop=["no such text"])),
-        Kind(_post("/v1/completions", **completion, best_off=2), status=400),
-        Kind(_post("/v1/completions", **{**completion, "max_tokens": 64}, stream=True), leaves=True),
+        Kind(post("/v1/completions", **completion, stream=True)),
+        Kind(post("/v1/completions", **completion, logprobs=2)),
+        Kind(post("/v1/chat/completions", **chat, stream=True)),
+        Kind(post("/v1/chat/completions", **chat, stop=["no such text"])),
+        Kind(post("/v1/completions", **completion, best_off=2), status=400),
+        Kind(post("/v1/completions", **{**completion, "max_tokens": 64}, stream=True), leaves=True),
     ]
-
-
-def _post(path: str, **fields: object) -> bytes:
-    body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def measure_growth(num_requests: int) -> Growth:
@@ -90,22 +84,11 @@ async def measure_growth(num_requests: int) -> Growth:
 
 async def _client(port: int, turns: Iterator[Kind]) -> None:
     """One request after the other, from a queue that all clients share."""
-    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    client = Client(port)
     for kind in turns:
-        if connection is None:
-            connection = await asyncio.open_connection("127.0.0.1", port)
-        reader, writer = connection
-        writer.write(kind.data)
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 %d " % kind.status):
-            raise BenchError(f"not {kind.status}: {head[:200]!r}")
         if kind.leaves:
-            writer.transport.abort()
-            connection = None
-        elif b"Transfer-Encoding: chunked" in head:
-            await reader.readuntil(b"\r\n0\r\n\r\n")
+            await client.begin(kind.data, kind.status)
+            client.leave()
         else:
-            length = head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0]
-            await reader.readexactly(int(length))
-    if connection is not None:
-        connection[1].close()
+            await client.ask(kind.data, kind.status)
+    client.leave()

@@ -41,10 +41,10 @@ def running(*command: str, quiet: bool = True) -> Iterator[subprocess.Popen[str]
 
 
 @contextmanager
-def gateways(directory: Path, port: int, num_processes: int, tick: float) -> Iterator[list[int]]:
-    """Gateway processes with one worker; their ids."""
+def gateways(directory: Path, port: int, num_processes: int, tick: float, *more: str) -> Iterator[list[int]]:
+    """Gateway processes with one worker and `more` flags; their ids."""
     flags = ["--runtime-dir", str(directory), "--port", str(port), "--log-level", "warning"]
-    flags += ["--max-concurrent-requests", "20000", "--max-waiting-requests", "20000"]
+    flags += ["--max-concurrent-requests", "20000", "--max-waiting-requests", "20000", *more]
     with running(str(HERE / "gateway_worker.py"), str(directory), str(tick)):
         if num_processes == 1:
             with running("-m", "gateway", *flags) as only:

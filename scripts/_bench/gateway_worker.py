@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from shared.messages import Submit
+from shared.messages import GatewayMessage, Submit
 from tests.fakes.fake_worker import FakeWorker
 
 
@@ -19,12 +19,21 @@ def repeat(submit: Submit) -> list[int]:
     return (prompt * (count // len(prompt) + 1))[:count]
 
 
+class Forgetful(list[GatewayMessage]):
+    """What came in is looked at by nobody, and there may be hundreds of thousands."""
+
+    def append(self, message: GatewayMessage) -> None:
+        """Keeps nothing."""
+
+
 def main() -> None:
     """Serves until the process is ended."""
     directory, seconds = Path(sys.argv[1]), float(sys.argv[2])
-    with FakeWorker(
+    worker = FakeWorker(
         directory, delay=seconds, script=repeat, max_num_seqs=8192, max_model_len=1 << 20, num_pages=1 << 20
-    ):
+    )
+    worker.received = Forgetful()
+    with worker:
         threading.Event().wait()
 
 

@@ -1,4 +1,4 @@
-"""Resident memory of processes, by the kernel's own count."""
+"""Resident memory and open files of processes, by the kernel's own count."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def resident_bytes(pid: int | str = "self") -> int:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     return 0  # it has ended and waits to be reaped
+
+
+def open_files(pid: int | str = "self") -> int:
+    """How many descriptors a process has open. Raises OSError where there is none."""
+    return sum(1 for _ in (_PROCESSES / str(pid) / "fd").iterdir())
 
 
 def child_processes(pid: int) -> list[int]:

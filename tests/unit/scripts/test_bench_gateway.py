@@ -6,9 +6,11 @@ import json
 import time
 from dataclasses import asdict
 
+from scripts._bench import gateway_stores
 from scripts._bench.gateway import Figures, report
 from scripts._bench.gateway_growth import Growth, kinds, measure_growth
 from scripts._bench.gateway_processes import cpu_seconds, running
+from scripts._bench.gateway_stores import Kept, Sample, measure_stores
 
 
 async def test_requests_of_every_kind_are_answered_and_memory_is_read() -> None:
@@ -57,3 +59,22 @@ def test_processor_time_of_a_process_is_what_it_used() -> None:
         while cpu_seconds(process.pid) - begin < 0.05:
             assert time.monotonic() - start < 30
         assert cpu_seconds(process.pid) - begin <= time.monotonic() - start + 0.01
+
+
+async def test_responses_and_streams_are_kept_and_left_as_said(monkeypatch) -> None:
+    monkeypatch.setattr(gateway_stores, "_SHARES", (0.5, 1.0))
+    monkeypatch.setattr(gateway_stores, "_SETTLE_SECONDS", 0.0)
+    kept = await measure_stores(80)
+    for samples in (kept.responses, kept.streams):
+        assert [one.requests for one in samples] == [40, 80]
+        assert all(10_000 < one.kilobytes < 1_000_000 and 5 < one.open_files < 500 for one in samples)
+    assert set(kept.flat) == {"responses", "streams"}
+
+
+def test_flat_is_what_does_not_grow_behind_two_fifths() -> None:
+    sizes = [50.0, 90.0, 95.0, 100.0, 100.5, 101.0, 101.5, 102.0, 102.5, 102.9]
+    kept = Kept([Sample(10 * (index + 1), size, 20) for index, size in enumerate(sizes)], [Sample(40, 100.0, 20)])
+    kept.streams.append(Sample(100, 103.5, 20))
+    kept.judge()
+    assert kept.flat == {"responses": True, "streams": False}
+    assert "streams: at the end 1.035 of what it was at 40 %: it grows" in kept.report()
