@@ -47,6 +47,8 @@ FACTS = WorkerFacts(
     model_hash="h",
     bundle_hash="b",
     speculative_method="ngram",
+    hidden_size=2,
+    pooling="mean",
 )
 LOGPROBS = TokenLogprobs(1, -0.5, 1, [1, 2], [-0.5, -1.5])
 SUBMIT = Submit(
@@ -60,9 +62,13 @@ SUBMIT = Submit(
     speculative=False,
     prediction=[4, 5],
 )
+EMBEDDED = Submit(
+    request_id="r", model="m", token_ids=[1, 2], num_prompt_tokens=2, sampling=SamplingParams(), pooling="mean"
+)
 GATEWAY_MESSAGES = [
     Hello(PROTOCOL_VERSION, "g"),
     SUBMIT,
+    EMBEDDED,
     Cancel("r"),
     Cancel("r", 2),
     Ping(7),
@@ -76,6 +82,7 @@ WORKER_MESSAGES = [
         [
             Output("r", 0, [1], Finish(FinishReason.STOP, 2), [LOGPROBS], 16, [LOGPROBS], DraftCounts(3, 1)),
             Output("r", 1, [], Finish(FinishReason.ERROR, message="why", code="internal_error")),
+            Output("e", 0, [], Finish(FinishReason.STOP), num_cached_tokens=0, embedding=struct.pack("<2f", 0.5, -3.0)),
         ],
     ),
     Pong(
@@ -93,6 +100,12 @@ def test_gateway_messages_survive(message):
     assert wire.decode_gateway_message(wire.encode(message)) == message
     with pytest.raises(WireError):
         wire.decode_worker_message(wire.encode(message))
+
+
+def test_a_pooling_that_there_is_not_is_no_message():
+    for pooling in ("first", "", 1):
+        with pytest.raises(WireError, match="pooling"):
+            wire.decode_gateway_message(wire.encode(msgspec.structs.replace(EMBEDDED, pooling=pooling)))
 
 
 @pytest.mark.parametrize("message", WORKER_MESSAGES)

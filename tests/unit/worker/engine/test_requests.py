@@ -9,7 +9,7 @@ import pytest
 
 from shared import wire
 from shared.messages import BundleRequest, Cancel, FinishReason, Submit
-from tests.fakes.fake_executor import POISON_TOKEN_ID, VOCAB_SIZE
+from tests.fakes.fake_executor import POISON_TOKEN_ID, VOCAB_SIZE, embed
 from tests.unit.worker.engine.harness import MAX_MODEL_LEN, Client, Worker, expected, make_submit
 
 NAN = float("nan")
@@ -306,3 +306,29 @@ def test_any_order_of_messages_ends_every_choice_once(start, seed: int) -> None:
 def altered(submit: Submit, changes: dict) -> bytes:
     """A Submit with fields that its type does not allow."""
     return msgspec.msgpack.encode(msgspec.msgpack.decode(wire.encode(submit)) | changes)
+
+
+def test_embeddings_come_once_with_the_end_beside_texts(worker: Worker) -> None:
+    client = worker.client()
+    text = client.submit("t", list(range(5, 24)), ignore_eos=True, max_tokens=20)
+    prompt = [3 + i % 90 for i in range(MAX_MODEL_LEN)]
+    for pooling in ("last", "mean"):
+        client.submit(pooling, prompt, pooling=pooling, max_tokens=1)
+    for pooling in ("last", "mean"):
+        assert client.finish(pooling).reason is FinishReason.STOP
+        (output,) = client.outputs[pooling, 0]
+        assert (output.token_ids, output.num_cached_tokens) == ([], 0)
+        assert output.embedding == embed(prompt, pooling)
+    client.check(text)
+    worker.settle()
+    assert client.sync().counters["prompt_tokens_total"] == 2 * MAX_MODEL_LEN + 19
+
+
+def test_embeddings_that_cannot_be_are_refused(worker: Worker) -> None:
+    client = worker.client()
+    client.submit("long", [5] * (MAX_MODEL_LEN + 1), pooling="last")
+    client.submit("choices", [5, 6], pooling="last", num_choices=2)
+    assert client.finish("long").code == "context_length_exceeded"
+    assert "num_choices" in client.finish("choices", 1).message
+    assert client.sync().counters["rejected_requests_total"] == 2
+    worker.settle()

@@ -84,10 +84,30 @@ def generate(executor, num_tokens=12):
     return [[result.sampled[i].token_id for result in results] for i in rows]
 
 
+def embed(executor):
+    """Two prompts pooled in one step beside a third that samples: the last state of one, the sum of the other."""
+    plan = StepPlan(
+        step=1,
+        scheduled=[
+            ScheduledTokens(i, 0, len(ids), i == 2, num_pooled=pooled)
+            for i, (ids, pooled) in enumerate(zip(PROMPTS, (1, 3, 0)))
+        ],
+        new_rows=[
+            NewRow(row=i, token_ids=ids, num_prompt_tokens=len(ids), sampling=SAMPLING[0], eos_token_ids=[], choice=0)
+            for i, ids in enumerate(PROMPTS)
+        ],
+        block_tables=[BlockTableUpdate(i, 0, 0, [i]) for i in range(len(PROMPTS))],
+    )
+    pooled = executor.submit(plan).result().pooled
+    assert list(pooled) == [0, 1]
+    return torch.tensor([list(memoryview(pooled[row]).cast("d")) for row in pooled])
+
+
 def test_two_ranks_give_the_tokens_of_one_and_a_dead_rank_ends_the_group(settings):
     alone = start(settings())
-    expected = generate(alone.executor)
+    expected, vectors = generate(alone.executor), embed(alone.executor)
     alone.executor.close()
+    assert vectors.shape == (2, 64) and vectors.abs().mean() > 0.1
     assert (alone.num_pages, alone.page_size, alone.max_model_len) == (64, 16, 256)
     assert (alone.device, alone.dtype, alone.num_kv_groups) == ("cpu", "float32", 1)
     assert len(set(map(tuple, expected))) == 3
@@ -98,6 +118,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_dead_rank_ends_the_group(setting
     try:
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert generate(pair.executor) == expected
+        assert (embed(pair.executor) - vectors).abs().max() < 1e-4
         pair.check()
         (rank,) = ranks_of_this_process()
         os.kill(rank, signal.SIGKILL)

@@ -1,0 +1,187 @@
+"""Embeddings through the runner: sums of hidden states against transformers and against the tokens themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+import tests.fakes.tiny_server
+from shared.messages import FinishReason
+from shared.sampling_params import SamplingParams
+from tests.fakes.engine_harness import make_submit
+from tests.fakes.tiny_server import MAX_MODEL_LEN, VOCAB, TinyServer, tiny_spec, tiny_weights
+from tests.fakes.weights import MemoryWeights
+from tests.unit.worker.executor.fake_decoder import make_runner
+from worker.executor.local import LocalExecutor
+from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
+
+PROMPTS = [[3 + (7 * seed + 11 * index) % 90 for index in range(length)] for seed, length in enumerate((1, 5, 16, 40))]
+WHOLE = [3 + (5 * index) % 90 for index in range(MAX_MODEL_LEN)]
+TEXT = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 20}
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """tiny_spec's model by transformers: token ids -> [T, hidden], after the last norm."""
+    spec = tiny_spec()
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.norm_eps,
+        max_position_embeddings=MAX_MODEL_LEN,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+    )
+    model = LlamaModel(config).eval()
+    tensors = tiny_weights(spec).tensors
+    with torch.no_grad():
+        ours = MemoryWeights.from_transformers(_Named(model)).tensors
+        assert ours.keys() == tensors.keys()
+        for name, tensor in ours.items():
+            tensor.copy_(tensors[name])
+
+    @torch.no_grad()
+    def states(token_ids):
+        return model(torch.tensor([token_ids])).last_hidden_state[0]
+
+    return states
+
+
+class _Named:
+    """A model without a head under the names that it has in a model with one."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def state_dict(self):
+        return {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
+
+
+def vector(server, name):
+    (output,) = server.outputs[name, 0]
+    assert output.finish.reason is FinishReason.STOP and output.token_ids == []
+    return torch.tensor(list(memoryview(output.embedding).cast("f")))
+
+
+def pooled(states, pooling):
+    return states[-1] if pooling == "last" else states.mean(dim=0)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_vectors_are_those_of_transformers(pooling, budget, late, reference, monkeypatch):
+    server = TinyServer(monkeypatch, late=late, num_pages=120, max_num_batched_tokens=budget)
+    for number, prompt in enumerate([*PROMPTS, WHOLE]):
+        server.add(make_submit(f"e{number}", prompt, pooling=pooling))
+    server.drain()
+    for number, prompt in enumerate([*PROMPTS, WHOLE]):
+        found, wanted = vector(server, f"e{number}"), pooled(reference(prompt), pooling)
+        assert (found - wanted).abs().max() < TOLERANCE
+    # The length of a state is as the norm left it.
+    assert found.norm() > 2.0
+
+
+@pytest.mark.parametrize("windows", [False, True], ids=["one KV group", "two KV groups"])
+@pytest.mark.parametrize("num_pages", [120, 26], ids=["enough pages", "preemptions"])
+def test_beside_streams_that_are_captured_and_preempted(num_pages, windows, monkeypatch):
+    """On a device as late as can be: vectors and texts are those of each alone."""
+    spec = tiny_spec(windows=windows)
+    texts = [make_submit(f"t{number}", PROMPTS[number], sampling=TEXT) for number in range(4)]
+    embedded = [
+        make_submit(f"{pooling}{number}", PROMPTS[-1][number:], pooling=pooling, priority=number % 2)
+        for number in range(6)
+        for pooling in ("last", "mean")
+    ]
+    with monkeypatch.context() as patch:
+        calm = TinyServer(patch, late=False, spec=spec, num_pages=120, max_num_seqs=1, max_num_batched_tokens=64)
+        for submit in texts + embedded:
+            calm.add(submit)
+        calm.drain()
+    server = TinyServer(monkeypatch, spec=spec, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24)
+    for submit in texts:
+        server.add(submit)
+    for submit in embedded:
+        server.add(submit)
+        server.step()
+    server.drain()
+    assert server.tokens == calm.tokens
+    for submit in embedded:
+        difference = vector(server, submit.request_id) - vector(calm, submit.request_id)
+        assert difference.abs().max() < TOLERANCE
+    assert server.num_captured > 0
+    assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 26)
+
+
+def test_a_cached_prefix_gives_the_same_last_state(reference, monkeypatch):
+    server = TinyServer(monkeypatch, num_pages=120)
+    for name in ("first", "second"):
+        server.add(make_submit(name, PROMPTS[-1], pooling="last"))
+        server.drain()
+    assert server.outputs["second", 0][0].num_cached_tokens == 36
+    assert (vector(server, "first") - vector(server, "second")).abs().max() < TOLERANCE
+    assert (vector(server, "second") - reference(PROMPTS[-1])[-1]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_states_that_are_not_finite_fail_their_request_alone(late, pooling, reference, monkeypatch):
+    broken = 95
+
+    def weights(spec, seed=0):
+        found = tiny_weights(spec, seed)
+        found.tensors["embed.weight"][broken] = math.inf
+        return found
+
+    monkeypatch.setattr(tests.fakes.tiny_server, "tiny_weights", weights)
+    server = TinyServer(monkeypatch, late=late, num_pages=120, max_num_batched_tokens=16)
+    server.add(make_submit("bad", [*PROMPTS[2], broken, *PROMPTS[1]], pooling=pooling))
+    server.add(make_submit("good", PROMPTS[3], pooling=pooling))
+    server.drain()
+    assert server.finishes["bad", 0].code == "invalid_logits"
+    assert (vector(server, "good") - pooled(reference(PROMPTS[3]), pooling)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_each_row_gets_the_sum_of_its_own_tokens(late):
+    """Rows that sample, that report on their prompts and that are pooled, in one step and in no order of rows."""
+    runner, decoder, _, _ = make_runner(late=late)
+    executor = LocalExecutor(runner.launch, 2 if late else 1)
+    prompts = {3: [7, 8, 9], 0: [4, 5, 6, 7, 8, 9], 2: [1, 2], 1: [11, 12, 13, 14]}
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    plan = StepPlan(
+        step=1,
+        scheduled=[
+            ScheduledTokens(3, 0, 3, False, num_pooled=3),
+            ScheduledTokens(0, 0, 6, True, 1),
+            ScheduledTokens(2, 0, 2, True),
+            ScheduledTokens(1, 0, 4, False, num_pooled=1),
+        ],
+        new_rows=[
+            NewRow(row=row, token_ids=ids, num_prompt_tokens=len(ids), sampling=sampling, eos_token_ids=[], choice=0)
+            for row, ids in prompts.items()
+        ],
+        block_tables=[BlockTableUpdate(row, 0, 0, [2 * row, 2 * row + 1]) for row in prompts],
+    )
+    alone = StepPlan(step=2, scheduled=[ScheduledTokens(2, 2, 1, True)])
+    first, second = [handle.result() for handle in [executor.submit(plan), executor.submit(alone)]]
+    executor.close()
+    assert [token.row for token in first.sampled] == [0, 2]
+    assert [entry.token_id for entry in first.prompt_logprobs[0]] == prompts[0][1:]
+    assert first.pooled.keys() == {3, 1} and second.pooled == {}
+
+    def context(row, end):
+        # What the fake decoder's hidden states are.
+        return torch.tensor(prompts[row][:end] + [-1] * (decoder.max_model_len - end), dtype=torch.float64)
+
+    expected = {3: context(3, 1) + context(3, 2) + context(3, 3), 1: context(1, 4)}
+    for row, total in expected.items():
+        assert list(memoryview(first.pooled[row]).cast("d")) == total.tolist()

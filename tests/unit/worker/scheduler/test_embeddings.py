@@ -1,0 +1,270 @@
+"""Embeddings in the scheduler: prompts like any other, after which nothing is sampled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shared.errors import ContextLengthError, InvalidRequestError
+from shared.messages import FinishReason
+from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.fake_executor import POISON_TOKEN_ID, VOCAB_SIZE, embed
+from worker.embedding import Embedding
+from worker.request import SubmitLimits, validate_submit
+from worker.speculative.speculator import SpeculationConfig
+
+PROMPT = [10 + index % 40 for index in range(50)]
+TEXT = {"ignore_eos": True, "max_tokens": 12}
+SALTS = (b"", b"", b"tenant")
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request):
+    return request.param
+
+
+@pytest.fixture(params=["last", "mean"])
+def pooling(request):
+    return request.param
+
+
+def expect_embedding(harness: Harness, submit) -> None:
+    """It ended with one Output, which has the vector and no token."""
+    (output,) = harness.outputs[submit.request_id, 0]
+    assert output.finish.reason is FinishReason.STOP and output.finish.stop_token_id is None
+    assert output.embedding == embed(submit.token_ids, submit.pooling)
+    assert output.token_ids == [] and output.logprobs is None and output.drafts is None
+
+
+@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 33, 50])
+def test_a_prompt_of_any_length_gives_its_vector_and_no_step_more(length, pooling, depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    submit = make_submit("a", PROMPT[:length], pooling=pooling)
+    harness.add(submit)
+    harness.drain()
+    expect_embedding(harness, submit)
+    items = [item for plan in harness.executor.plans for item in plan.scheduled]
+    assert [item.count for item in items] == [16] * (length // 16) + [length % 16] * (length % 16 > 0)
+    assert not any(item.sample for item in items)
+    assert sum(item.num_pooled for item in items) == (length if pooling == "mean" else 1)
+    counters = harness.scheduler.counters
+    assert (counters.prompt_tokens_total, counters.generation_tokens_total) == (length, 0)
+    assert counters.discarded_tokens_total == 0
+
+
+def test_streams_beside_it_say_what_they_say_alone(pooling, depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    texts = [make_submit(f"t{number}", PROMPT[number : number + 7], sampling=TEXT) for number in range(2)]
+    for submit in texts:
+        harness.add(submit)
+    for _ in range(4):
+        harness.step()
+    embedded = [make_submit(f"e{number}", PROMPT[: 20 + number], pooling=pooling) for number in range(2)]
+    for submit in embedded:
+        harness.add(submit)
+    harness.drain()
+    for submit in texts:
+        harness.expect_solo(submit)
+    for submit in embedded:
+        expect_embedding(harness, submit)
+    mixed = [{item.sample for item in plan.scheduled} for plan in harness.executor.plans]
+    assert {True, False} in mixed
+
+
+def test_cached_pages_serve_the_last_token_but_not_the_mean():
+    harness = Harness()
+    for number, pooling in enumerate(("last", "last", "mean", "mean")):
+        harness.add(make_submit(f"e{number}", PROMPT[:18], pooling=pooling))
+        harness.drain()
+    cached = [harness.outputs[f"e{number}", 0][0].num_cached_tokens for number in range(4)]
+    assert cached == [0, 16, 0, 0]
+    vectors = [harness.outputs[f"e{number}", 0][0].embedding for number in range(4)]
+    assert vectors == [embed(PROMPT[:18], "last")] * 2 + [embed(PROMPT[:18], "mean")] * 2
+    # What an embedding has read a text finds, and the other way round.
+    text = make_submit("t", [*PROMPT[:18], 60], sampling=TEXT)
+    harness.add(text)
+    harness.drain()
+    harness.expect_solo(text)
+    assert harness.outputs["t", 0][0].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_preempted_one_is_read_again_from_the_start(pooling, caching, depth):
+    harness = Harness(
+        depth=depth, num_pages=16, max_num_seqs=2, max_num_batched_tokens=8, enable_prefix_caching=caching
+    )
+    embedded = make_submit("e", PROMPT[:44], pooling=pooling)
+    harness.add(embedded)
+    for _ in range(3):
+        harness.step()
+    # Eleven of the sixteen pages are taken, and it needs seven.
+    urgent = make_submit("u", PROMPT[1:29], priority=-1, sampling=TEXT)
+    harness.add(urgent)
+    harness.drain()
+    assert harness.scheduler.counters.num_preemptions_total == 1
+    harness.expect_solo(urgent)
+    expect_embedding(harness, embedded)
+    assert harness.outputs["e", 0][0].num_cached_tokens == 0
+    assert harness.scheduler.counters.prompt_tokens_total == 44 + 28
+
+
+def test_it_may_fill_the_context(pooling, depth):
+    harness = Harness(depth=depth, max_model_len=48, num_pages=12, page_size=4)
+    whole = make_submit("a", PROMPT[:48], pooling=pooling)
+    harness.add(whole)
+    harness.drain()
+    expect_embedding(harness, whole)
+    with pytest.raises(ContextLengthError, match=r"49 tokens.*48"):
+        harness.add(make_submit("b", PROMPT[:49], pooling=pooling))
+    with pytest.raises(ContextLengthError):
+        harness.add(make_submit("c", PROMPT[:48]))
+
+
+def test_it_must_fit_the_cache(pooling):
+    harness = Harness(max_model_len=96, num_pages=4, page_size=4)
+    with pytest.raises(ContextLengthError, match=r"17 tokens.*holds 16"):
+        harness.add(make_submit("a", PROMPT[:17], pooling=pooling))
+    fits = make_submit("b", PROMPT[:16], pooling=pooling)
+    harness.add(fits)
+    harness.drain()
+    expect_embedding(harness, fits)
+
+
+@pytest.mark.parametrize("place", [0, 20, 39])
+def test_what_is_not_finite_fails_alone_and_its_pages_are_not_found(place, pooling, depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    bad = PROMPT[:40]
+    bad[place] = POISON_TOKEN_ID
+    fine = make_submit("fine", PROMPT[:20], pooling=pooling, salt=b"tenant")
+    text = make_submit("text", PROMPT[5:9], sampling=TEXT)
+    for submit in (text, make_submit("bad", bad, pooling=pooling), fine):
+        harness.add(submit)
+    harness.drain()
+    finish = harness.finishes["bad", 0]
+    assert (finish.reason, finish.code) == (FinishReason.ERROR, "invalid_logits")
+    (output,) = harness.outputs["bad", 0]
+    assert output.embedding is None
+    assert harness.scheduler.counters.invalid_logits_total == 1
+    expect_embedding(harness, fine)
+    harness.expect_solo(text)
+    harness.add(make_submit("again", bad, pooling="last"))
+    harness.drain()
+    assert harness.outputs["again", 0][0].num_cached_tokens == 0
+
+
+def test_a_faulty_step_spoils_no_later_vector(depth):
+    spoil = [True]
+    harness = Harness(depth=depth, corrupt=lambda plan: {item.row for item in plan.scheduled} if spoil[0] else set())
+    harness.add(make_submit("bad", PROMPT, pooling="last"))
+    harness.drain()
+    assert harness.finishes["bad", 0].code == "invalid_logits"
+    spoil[0] = False
+    again = make_submit("again", PROMPT, pooling="last")
+    harness.add(again)
+    harness.drain()
+    expect_embedding(harness, again)
+
+
+def test_an_abort_between_two_chunks_leaves_nothing(pooling, depth):
+    harness = Harness(depth=depth, max_num_batched_tokens=16)
+    harness.add(make_submit("a", PROMPT, pooling=pooling))
+    harness.step()
+    harness.step()
+    harness.abort("a")
+    (output,) = harness.outputs["a", 0]
+    assert output.finish.reason is FinishReason.ABORT and output.embedding is None
+    again = make_submit("b", PROMPT, pooling=pooling)
+    harness.add(again)
+    harness.drain()
+    expect_embedding(harness, again)
+
+
+def test_one_that_waits_past_its_deadline_is_dropped():
+    now = [0.0]
+    harness = Harness(max_num_seqs=1, clock=lambda: now[0])
+    harness.add(make_submit("t", PROMPT[:4], sampling=TEXT))
+    harness.step()
+    harness.add(make_submit("e", PROMPT[:4], pooling="last", deadline=5.0))
+    now[0] = 6.0
+    harness.drain()
+    assert harness.finishes["e", 0].code == "deadline_exceeded"
+    assert harness.finishes["t", 0].reason is FinishReason.LENGTH
+
+
+def test_sampling_parameters_and_drafts_are_left_alone(pooling):
+    """Whatever a gateway says of tokens that there are not: it changes no row and no mask."""
+    harness = Harness(speculation=SpeculationConfig(look_up=True, draft_len=96, max_drafts=4))
+    sampling = {"max_tokens": 1, "logprobs": 3, "repetition_penalty": 1.5, "min_tokens": 1, "allowed_token_ids": (5, 6)}
+    repeated = [7, 8, 9] * 8
+    submit = make_submit("a", repeated, pooling=pooling, sampling=sampling)
+    text = make_submit("t", repeated, sampling=TEXT)
+    for one in (text, submit):
+        harness.add(one)
+    harness.drain()
+    expect_embedding(harness, submit)
+    harness.expect_solo(text)
+    (new,) = [new for plan in harness.executor.plans for new in plan.new_rows if new.row != 0]
+    assert not new.sampling.uses_penalties and new.sampling.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"num_choices": 2}, "num_choices"),
+        ({"grammar": "start: /a/"}, "grammar"),
+        ({"sampling": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"prediction": [4, 5]}, "prediction"),
+        ({"num_prompt_tokens": 3}, "num_prompt_tokens"),
+    ],
+)
+def test_what_has_no_meaning_for_an_embedding_is_refused_by_name(fields, param):
+    limits = SubmitLimits(("fake",), VOCAB_SIZE)
+    validate_submit(make_submit("a", [5, 6, 7, 8], **fields), limits)
+    with pytest.raises(InvalidRequestError, match=param) as error:
+        validate_submit(make_submit("a", [5, 6, 7, 8], pooling="last", **fields), limits)
+    assert error.value.param == param
+    validate_submit(make_submit("a", [5, 6, 7, 8], pooling="last"), limits)
+
+
+def test_an_embedding_of_nothing_is_an_error():
+    embedding = Embedding("mean")
+    with pytest.raises(RuntimeError, match="nothing"):
+        embedding.vector()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mixtures_with_too_few_pages(seed, depth):
+    """Texts and embeddings of shared prefixes that come, go and are preempted: each gives what it gives alone."""
+    rng = random.Random(seed)
+    harness = Harness(
+        depth=depth, num_pages=24, max_num_seqs=6, num_groups=1 + seed % 2, enable_prefix_caching=seed % 3 > 0
+    )
+    submits = {}
+    aborted = set()
+    for number in range(40):
+        prompt = PROMPT[: rng.choice((0, 8, 30))] + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 14))]
+        sampling = {"max_tokens": rng.randrange(1, 40), "ignore_eos": rng.random() < 0.7}
+        fields = {"salt": rng.choice(SALTS), "priority": rng.choice((0, 0, -1, 2))}
+        if rng.random() < 0.6:
+            fields["pooling"] = rng.choice(("last", "mean"))
+        submit = make_submit(f"r{number}", prompt, sampling=sampling, **fields)
+        submits[submit.request_id] = submit
+        harness.add(submit)
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            harness.step(milliseconds=rng.choice((1.0, 40.0)))
+        if rng.random() < 0.1:
+            victim = f"r{rng.randrange(number + 1)}"
+            aborted.add(victim)
+            harness.abort(victim)
+    harness.drain()
+    for name, submit in submits.items():
+        if harness.finishes[name, 0].reason is FinishReason.ABORT:
+            assert name in aborted and not any(output.embedding for output in harness.outputs[name, 0])
+        elif submit.pooling is not None:
+            expect_embedding(harness, submit)
+        else:
+            harness.expect_solo(submit)
+            assert not any(output.embedding for output in harness.outputs[name, 0])
+    assert harness.scheduler.counters.num_preemptions_total > 0
