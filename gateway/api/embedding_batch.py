@@ -4,65 +4,97 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gateway.flow.events import GenerationRequest
 from gateway.flow.requests import GeneratorLike, ReservationLike
 from shared.errors import InternalError, PeltonError
+from shared.messages import WorkerFacts
 
 T = TypeVar("T")
+
+STEPS_IN_FLIGHT = 4
+"""So many full steps of a worker may be under way to it, from here: enough that it never waits for us."""
+
+
+class Window:
+    """What of a batch is at the workers: so many parts, and so many tokens of them, or one that is longer."""
+
+    def __init__(self, max_parts: int, max_tokens: int) -> None:
+        self._max_parts = max_parts
+        self._max_tokens = max_tokens
+        self._num_parts = 0
+        self._num_tokens = 0
+        self._left = asyncio.Event()
+
+    async def enter(self, num_tokens: int) -> None:
+        """Waits for room. One at a time may wait."""
+        while self._num_parts and (
+            self._num_parts >= self._max_parts or self._num_tokens + num_tokens > self._max_tokens
+        ):
+            self._left.clear()
+            await self._left.wait()
+        self._num_parts += 1
+        self._num_tokens += num_tokens
+
+    def leave(self, num_tokens: int) -> None:
+        """Gives the room of a part back."""
+        self._num_parts -= 1
+        self._num_tokens -= num_tokens
+        self._left.set()
 
 
 async def embed(
     generator: GeneratorLike,
     requests: Sequence[GenerationRequest],
-    max_in_flight: int,
+    facts: WorkerFacts,
     shape: Callable[[bytes], T],
 ) -> list[T]:
     """What `shape` makes of each embedding, in the order of the requests, which may end in any.
 
-    To admission they are one request: as many sequences as run at a time, with the most prompt tokens that these can
-    have. The next one is sent when one has ended; so what others send meanwhile has its turn between them.
+    What is at the workers at a time is bounded by what one of them runs at a time, and by a few of its steps; the next
+    part is sent when one has ended. So what others send meanwhile has its turn between them. To admission the whole is
+    one request that has no more than this.
 
-    Raises the first PeltonError of any, after the others were cancelled; being cancelled cancels all.
+    Raises the first PeltonError of any part, after the others were cancelled; being cancelled cancels all.
     """
-    width = min(max_in_flight, len(requests))
-    num_tokens = sum(heapq.nlargest(width, [len(request.prompt_token_ids) for request in requests]))
-    room = generator.reserve(requests[0], num_sequences=width, num_tokens=num_tokens)
-    results: list[T | None] = [None] * len(requests)
-    left = iter(enumerate(requests))
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        for _ in range(width):
-            tasks.append(asyncio.create_task(_run(room, left, results, shape)))
-            await asyncio.sleep(0)  # each sends its first one now: in between others have their turn
-        await asyncio.gather(*tasks)
-        room.complete(())
-    except PeltonError as error:
-        room.fail(error)
-        raise
-    finally:
+    sizes = [len(request.prompt_token_ids) for request in requests]
+    max_parts = min(facts.max_num_seqs, len(requests))
+    max_tokens = max(STEPS_IN_FLIGHT * facts.max_num_batched_tokens, *sizes)
+    window = Window(max_parts, max_tokens)
+    num_tokens = min(max_tokens, sum(heapq.nlargest(max_parts, sizes)))
+    room = generator.reserve(requests[0], num_sequences=max_parts, num_tokens=num_tokens)
+    results: dict[int, T] = {}
+
+    async def run(index: int) -> None:
         try:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            results[index] = shape(await _embedding(room, requests[index]))
         finally:
-            room.close()
-    return [result for result in results if result is not None]
+            window.leave(sizes[index])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, size in enumerate(sizes):
+                await window.enter(size)
+                group.create_task(run(index))
+                await asyncio.sleep(0)  # it is sent now: between two of them others have their turn
+        room.complete(())
+    except ExceptionGroup as failures:
+        error = failures.exceptions[0]
+        if isinstance(error, PeltonError):
+            room.fail(error)
+        raise error from None
+    finally:
+        room.close()
+    return [results[index] for index in range(len(requests))]
 
 
-async def _run(
-    room: ReservationLike,
-    left: Iterator[tuple[int, GenerationRequest]],
-    results: list[T | None],
-    shape: Callable[[bytes], T],
-) -> None:
-    """One after another of what is left."""
-    for index, request in left:
-        async with room.submit(request) as generation:
-            async for delta in generation:
-                if delta.embedding is not None:
-                    results[index] = shape(delta.embedding)
-        if results[index] is None:
-            raise InternalError("The generation ended without an embedding.")
+async def _embedding(room: ReservationLike, request: GenerationRequest) -> bytes:
+    found: bytes | None = None
+    async with room.submit(request) as generation:
+        async for delta in generation:
+            found = delta.embedding
+    if found is None:
+        raise InternalError("The generation ended without an embedding.")
+    return found

@@ -41,7 +41,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         vectors = await embed(
             request.app[GENERATOR],
             requests,
-            facts.max_num_seqs,
+            facts,
             partial(shaped_vector, params=params, hidden_size=facts.hidden_size),
         )
     return json_response(embedding_response(fields.model, vectors, sum(map(len, inputs)), accounts))
