@@ -17,13 +17,16 @@ from gateway.api.answers import (
     EmbeddingAnswer,
     MessageAnswer,
     ModelAnswer,
+    ModelInfoAnswer,
     ModelListAnswer,
+    ModelPageAnswer,
     RenderAnswer,
     StatusAnswer,
     TokenCountAnswer,
     TokenizeAnswer,
     VersionAnswer,
 )
+from gateway.api.anthropic_models import ModelsQuery
 from gateway.api.anthropic_params import ConversationFields, MessagesFields
 from gateway.api.embedding_fields import EmbeddingFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
@@ -125,8 +128,26 @@ ROUTES = (
     ),
     Route("POST", "/v1/responses", create_response, Scope.INFERENCE, ResponseFields, streams=True),
     Route("POST", "/v1/responses/input_tokens", count_input_tokens, Scope.INFERENCE, InputTokensFields),
-    Route("GET", "/v1/models", list_models, Scope.INFERENCE, None, ModelListAnswer),
-    Route("GET", "/v1/models/{model:.+}", get_model, Scope.INFERENCE, None, ModelAnswer),
+    Route(
+        "GET",
+        "/v1/models",
+        list_models,
+        Scope.INFERENCE,
+        None,
+        ModelListAnswer,
+        anthropic_answer=ModelPageAnswer,
+        query=ModelsQuery,
+    ),
+    Route(
+        "GET",
+        "/v1/models/{model:.+}",
+        get_model,
+        Scope.INFERENCE,
+        None,
+        ModelAnswer,
+        anthropic_answer=ModelInfoAnswer,
+        query=BetaQuery,
+    ),
     Route("POST", "/tokenize", tokenize, Scope.INFERENCE, TokenizeFields, TokenizeAnswer),
     Route("POST", "/detokenize", detokenize, Scope.INFERENCE, DetokenizeFields, DetokenizeAnswer),
     Route("GET", "/health", health, Scope.PUBLIC, None, StatusAnswer),

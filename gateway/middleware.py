@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
-from gateway.api.anthropic_errors import error_bodies, is_anthropic
+from gateway.api.anthropic_errors import asks_anthropic, error_bodies
 from gateway.api.query import parse_query
 from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
@@ -144,7 +144,7 @@ class Middleware:
             _begin(request)
         headers = response.headers
         headers["x-request-id"] = request[REQUEST_ID]
-        if is_anthropic(request.path):
+        if asks_anthropic(request):
             headers["request-id"] = request[REQUEST_ID]
         headers["openai-version"] = OPENAI_VERSION
         headers["Server"] = "pelton"

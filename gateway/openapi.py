@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.api.answers import AnthropicErrorAnswer, ErrorAnswer
 from gateway.api.anthropic_errors import OVERLOADED, is_anthropic
+from gateway.api.anthropic_params import VERSION_HEADER
 from gateway.auth import Scope
 from gateway.responses import dump_json
 from gateway.route import Route
@@ -57,7 +58,8 @@ def describe(routes: Iterable[Route]) -> dict[str, Any]:
     routes = list(routes)
     structs: list[Any] = [ErrorAnswer, AnthropicErrorAnswer]
     for route in routes:
-        structs += [kind for kind in (route.body, route.answer) if kind is not None and not isinstance(kind, str)]
+        kinds = (route.body, route.answer, route.anthropic_answer)
+        structs += [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
     schemas, components = msgspec.json.schema_components(dict.fromkeys(structs), ref_template=_REFERENCE)
     of_struct = dict(zip(dict.fromkeys(structs), schemas))
     paths: dict[str, dict[str, Any]] = {}
@@ -87,7 +89,8 @@ def _operation(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PARAMETER.findall(route.path)
     ]
-    parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in route.headers]
+    headers = route.headers if route.anthropic_answer is None else (*route.headers, VERSION_HEADER)
+    parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in headers]
     parameters += _query_parameters(route)
     if parameters:
         operation["parameters"] = parameters
@@ -108,11 +111,18 @@ def _query_parameters(route: Route) -> list[dict[str, Any]]:
     ]
 
 
+def _json(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The content of an answer that is JSON of one of these, or of any, schema."""
+    if len(schemas) < 2:
+        return {"application/json": {"schema": schemas[0]} if schemas else {}}
+    return {"application/json": {"schema": {"anyOf": list(schemas)}}}
+
+
 def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     if isinstance(route.answer, str):
         content: dict[str, Any] = {route.answer: {}}
     else:
-        content = {"application/json": {"schema": schemas[route.answer]} if route.answer else {}}
+        content = _json([schemas[kind] for kind in (route.answer, route.anthropic_answer) if kind is not None])
     if route.streams:
         content[_STREAM] = {}
     responses: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
@@ -127,11 +137,14 @@ def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
         statuses.update(_WITH_BODY)
     if "{" in route.path:
         statuses.add(404)
-    failed: type[msgspec.Struct] = ErrorAnswer
+    failed: list[type[msgspec.Struct]] = [ErrorAnswer]
     if is_anthropic(route.path):
-        failed = AnthropicErrorAnswer
+        failed = [AnthropicErrorAnswer]
         statuses = {OVERLOADED if status == 503 else status for status in statuses}
-    failure = {"application/json": {"schema": schemas[failed]}}
+    elif route.anthropic_answer is not None:
+        failed = [ErrorAnswer, AnthropicErrorAnswer]
+        statuses.add(OVERLOADED)
+    failure = _json([schemas[kind] for kind in failed])
     for status in sorted(statuses):
         responses[str(status)] = {"description": _STATUSES[status], "content": failure}
     return responses

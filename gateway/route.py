@@ -24,6 +24,8 @@ class Route:
         streams: the response may be an event stream instead.
         headers: that are read beside those of every route.
         failures: statuses that its scope and its body do not explain.
+        anthropic_answer: the struct of the response to those who send the header anthropic-version, on a route that
+            the API of Anthropic shares.
         query: the struct of its query parameters (see gateway.api.query); any other is refused. None: it answers the
             same whatever the query is.
     """
@@ -37,4 +39,5 @@ class Route:
     streams: bool = False
     headers: tuple[str, ...] = ()
     failures: tuple[int, ...] = ()
+    anthropic_answer: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = NoQuery

@@ -198,6 +198,31 @@ class ModelListAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     data: list[ModelAnswer]
 
 
+class ModelInfoAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A name that a model answers to, for clients of Anthropic."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    line: None
+    deprecated_at: None
+    retires_at: None
+    max_input_tokens: int
+    max_tokens: int
+    capabilities: dict[str, Any]
+
+
+class ModelPageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Some of them."""
+
+    data: list[ModelInfoAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class TokenizeAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Tokens of a text."""
 

@@ -7,11 +7,14 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.api.anthropic_params import VERSION_HEADER
 from gateway.keys import REQUEST_ID
 from gateway.responses import OPENAI_ERRORS, ErrorBodies, status_error_object
 from shared.errors import PeltonError, UnavailableError
 
 PATH = "/v1/messages"
+SHARED_PATH = "/v1/models"
+"""Here a client of Anthropic's is told by its header, which OpenAI's never send."""
 OVERLOADED = 529
 _TYPES = {
     401: "authentication_error",
@@ -37,13 +40,22 @@ _NAMES = (
 
 
 def error_bodies(request: web.BaseRequest) -> ErrorBodies:
-    """How the path of a request says what failed."""
-    return AnthropicErrors(request[REQUEST_ID]) if is_anthropic(request.path) else OPENAI_ERRORS
+    """How the API that a request is of says what failed."""
+    return AnthropicErrors(request[REQUEST_ID]) if asks_anthropic(request) else OPENAI_ERRORS
+
+
+def asks_anthropic(request: web.BaseRequest) -> bool:
+    """Whether a request is of Anthropic's API."""
+    return is_anthropic(request.path) or (VERSION_HEADER in request.headers and _is_below(request.path, SHARED_PATH))
 
 
 def is_anthropic(path: str) -> bool:
     """Whether a path is of Anthropic's API, whether or not there is such a route."""
-    return path == PATH or path.startswith(PATH + "/")
+    return _is_below(path, PATH)
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root + "/")
 
 
 class AnthropicErrors:

@@ -158,10 +158,8 @@ def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) 
     Args:
         versions: of the API, as the request's headers name them; none: any.
     """
+    check_versions(versions)
     for version in versions:
-        if version not in VERSIONS:
-            message = f"{VERSION_HEADER} must be {' or '.join(VERSIONS)}."
-            raise InvalidRequestError(message, param=VERSION_HEADER)
         for name in VERSIONS[version]:
             if body.get(name) is not None:
                 raise unsupported(name, f"{name} is no field of version {version} of the API; 2023-06-01 has it.")
@@ -172,6 +170,12 @@ def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) 
     fields = convert({name: value for name, value in body.items() if name not in REFUSED}, kind)
     check_cache_control(fields.cache_control, "cache_control")
     return fields
+
+
+def check_versions(versions: Sequence[str]) -> None:
+    """Raises InvalidRequestError for a version of the API that there is not."""
+    if not all(version in VERSIONS for version in versions):
+        raise InvalidRequestError(f"{VERSION_HEADER} must be {' or '.join(VERSIONS)}.", param=VERSION_HEADER)
 
 
 def convert(value: object, kind: type[Kind], place: str = "") -> Kind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.api.ranges import MAX_INT32, check_range
@@ -63,6 +63,11 @@ def ends_inside_reasoning(ids: list[int], continued: str, entry: ModelEntryLike)
     return not continued and reasoning.is_open(entry.pipeline.decode(ids[-PROMPT_END:], False))
 
 
+def marks_are_tokens(marks: Iterable[str], entry: ModelEntryLike) -> bool:
+    """Whether each has a token of its own in it, by which it is found among ids."""
+    return all(any(token in mark for token in entry.formats.added_ids) for mark in marks)
+
+
 async def thinking_budget(
     max_tokens: int | None, entry: ModelEntryLike, *, opened: bool, constrained: bool
 ) -> ThinkingBudget | None:
@@ -87,7 +92,7 @@ async def thinking_budget(
             code="unsupported_parameter",
         )
     start, end = reasoning.starts[0], reasoning.ends[0] if constrained else reasoning.forced_end
-    if not all(any(token in mark for token in entry.formats.added_ids) for mark in (start, end)):
+    if not marks_are_tokens((start, end), entry):
         raise InvalidRequestError(
             f"{name} is not supported by this model: the marks of its reasoning are no tokens.",
             param=name,

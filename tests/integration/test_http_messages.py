@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import orjson
 import pytest
@@ -26,7 +27,7 @@ FORMATS = ModelFormats(
     added_ids={"<think>": 1, "</think>": 2},
 )
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
-BASE = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+BASE: dict[str, Any] = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
 CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {"a": [1]}}]}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "Rain."}
 

@@ -392,6 +392,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
     "request_unknown": ("DELETE", "/v1/requests/chatcmpl-00a2648f8912546fee36876baa822a7b", None, FakeGenerator()),
     "models": ("GET", "/v1/models", None, FakeGenerator()),
     "model": ("GET", "/v1/models/org/alias", None, FakeGenerator()),
+    "models_anthropic": ("GET", "/v1/models?limit=1", None, FakeGenerator()),
+    "models_anthropic_error": ("GET", "/v1/models?after_id=nope", None, FakeGenerator()),
+    "model_anthropic": ("GET", "/v1/models/org%2Falias?beta=true", None, _thinks()),
+    "model_anthropic_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
     "model_unknown": ("GET", "/v1/models/nope", None, FakeGenerator()),
     "tokenize": ("POST", "/tokenize", COMPLETION, FakeGenerator()),
     "detokenize": ("POST", "/detokenize", {"model": MODEL, "tokens": [104, 105]}, FakeGenerator()),
@@ -401,12 +405,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
 }
 
 
-async def _transcript(method: str, path: str, body: dict[str, Any] | None, generator: FakeGenerator) -> str:
+HEADERS = {
+    name: {"anthropic-version": "2023-06-01"}
+    for name in ("models_anthropic", "model_anthropic", "model_anthropic_unknown", "models_anthropic_error")
+}
+"""Case -> headers beside those of all."""
+
+
+async def _transcript(name: str) -> str:
+    method, path, body, generator = CASES[name]
     async with run_gateway(generator, FakeModels(_entry(generator))) as gateway:
-        headers = {"X-Request-Id": "the-request"}
+        headers = {"X-Request-Id": "the-request", **HEADERS.get(name, {})}
         async with gateway.session.request(method, gateway.url + path, json=body, headers=headers) as response:
             raw = (await response.read()).decode()
-            lines = [f"{name}: {value}" for name, value in response.headers.items()]
+            lines = [f"{header}: {value}" for header, value in response.headers.items()]
     head = "\n".join(line for line in lines if not line.startswith("Date:"))
     head = re.sub(r"openai-processing-ms: \d+", "openai-processing-ms: 0", head)
     raw = re.sub(r'"id":"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', raw)
@@ -420,7 +432,7 @@ async def _transcript(method: str, path: str, body: dict[str, Any] | None, gener
 
 @pytest.mark.parametrize("name", CASES)
 async def test_transcript(name):
-    assert await _transcript(*CASES[name]) == (FOLDER / f"{name}.txt").read_text("utf-8")
+    assert await _transcript(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
 
 
 def test_each_transcript_has_its_case():
@@ -429,4 +441,4 @@ def test_each_transcript_has_its_case():
 
 if __name__ == "__main__":
     for case in CASES:
-        (FOLDER / f"{case}.txt").write_text(asyncio.run(_transcript(*CASES[case])), "utf-8")
+        (FOLDER / f"{case}.txt").write_text(asyncio.run(_transcript(case)), "utf-8")
