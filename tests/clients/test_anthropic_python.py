@@ -11,6 +11,7 @@ import pytest
 
 from tests.clients.answers import HELLO, KEY, WEATHER
 from tests.clients.test_openai_tools import Person
+from tests.fakes.hermes import conversation
 from tests.fakes.prepared_server import MODEL
 
 SCHEMA = {
@@ -187,3 +188,89 @@ def test_a_stream_that_breaks(client):
 def test_the_beta_client_asks_the_same_route(client):
     message = client.beta.messages.create(**ask("hello"), betas=["fine-grained-tool-streaming-2025-05-14"])
     assert message.content[0].text == HELLO
+    with client.beta.messages.stream(**ask("hello"), betas=["context-management-2025-06-27"]) as stream:
+        assert stream.get_final_message().content[0].text == HELLO
+    parsed = client.beta.messages.parse(**ask("person?"), output_format=Person)
+    assert parsed.parsed_output.name == "Ada"
+    fields = ask("hello")
+    del fields["max_tokens"]
+    assert client.beta.messages.count_tokens(**fields).input_tokens > 0
+
+
+def test_what_agents_send(client, server):
+    """The way of Claude Code: every hint that it gives, on each request of a loop."""
+    cached: Any = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
+    fields: dict[str, Any] = {
+        **ask("think and call"),
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=00000;"},
+            {"type": "text", "text": "Be brief.", "cache_control": cached},
+        ],
+        "tools": [{**TOOLS[0], "eager_input_streaming": True, "cache_control": cached}],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "user_abc_account__session_def"},
+    }
+    with client.beta.messages.stream(**fields) as events:
+        first = events.get_final_message()
+    assert [block.type for block in first.content] == ["thinking", "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "fine", "cache_control": cached}
+    former: Any = [{"type": "redacted_thinking", "data": "from another server"}, *first.content]
+    fields["messages"] += [{"role": "assistant", "content": former}, {"role": "user", "content": [result]}]
+    with client.beta.messages.stream(**fields) as events:
+        assert events.get_final_message().content[-1].text.strip() == "Done."
+    (system, *_) = conversation(server.worker.submits()[-1].token_ids)
+    assert system[1].startswith("Be brief.\n")
+
+
+def test_thinking_that_is_not_shown_comes_back(client):
+    fields = {**ask("think and call"), "tools": TOOLS, "thinking": {"type": "adaptive", "display": "omitted"}}
+    with client.messages.stream(**fields) as events:
+        kinds = {event.type for event in events}
+        message = events.get_final_message()
+    thinking, call = message.content
+    assert "thinking" not in kinds and "signature" in kinds and thinking.thinking == "" and thinking.signature
+    assert client.messages.create(**fields).content[0] == thinking
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "fine"}
+    fields["messages"] += [message.to_param(), {"role": "user", "content": [result]}]
+    assert client.messages.create(**fields).content[-1].text.strip() == "Done."
+
+
+def test_a_tool_that_the_client_finds(client, server):
+    """A search of the client's own: the tool that it names is shown from then on."""
+    deferred = {"name": "paint", "input_schema": {"type": "object"}, "defer_loading": True}
+    fields = {**ask("only a call"), "tools": [TOOLS[0], deferred]}
+    call = client.messages.create(**fields).content[0]
+    assert "paint" not in conversation(server.worker.submits()[-1].token_ids)[0][1]
+    found = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "tool_reference", "tool_name": "paint"}],
+    }
+    fields["messages"] += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [found]}]
+    assert client.messages.create(**fields).content[0].text == "Well done."
+    turns = conversation(server.worker.submits()[-1].token_ids)
+    assert '"paint"' in turns[0][1] and turns[-1] == ("tool", "The tool paint is available now.")
+
+
+def test_models(client):
+    (model,) = client.models.list()
+    assert model == client.models.retrieve(MODEL) and model.id == model.display_name == MODEL
+    assert model.type == "model" and model.lifecycle == "active" and model.created_at.tzinfo is not None
+    assert model.max_input_tokens == model.max_tokens == 4096
+    capabilities = model.capabilities
+    assert capabilities.thinking.types.enabled.supported and not capabilities.image_input.supported
+    page = client.models.list(limit=1)
+    assert [one.id for one in page] == [page.first_id] == [page.last_id] == [MODEL] and page.has_more is False
+    assert list(client.models.list(after_id=MODEL)) == list(client.models.list(before_id=MODEL)) == []
+    assert [one.id for one in client.beta.models.list()] == [MODEL]
+    assert client.beta.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.models.retrieve("org/nobody")
+    assert missing.value.type == "not_found_error" and missing.value.request_id
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        client.models.list(after_id="nobody")
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="sk-wrong").models.list()
