@@ -1,12 +1,13 @@
 // One answer of the model, shown while it comes: reasoning, text, tool calls, probabilities and figures.
 
 import { make } from "./dom.js";
+import { Prose } from "./prose.js";
 
 const SHADES = [0.1, 0.3, 0.6, 0.9];
 
 export class Answer {
-  constructor() {
-    this.content = "";
+  // `plain`: whether its text is shown as it came; `onPlain` is told when its reader chooses otherwise.
+  constructor({ plain, onPlain }) {
     this.reasoning = "";
     this.calls = [];
     this.entries = [];
@@ -14,12 +15,18 @@ export class Answer {
     this.started = performance.now();
     this.first = null;
     this.thought = null;
-    this.text = make("p", { className: "content" });
+    this.prose = new Prose(plain);
     this.callList = make("div");
     this.tokens = make("div");
     this.figures = make("p", { className: "figures" });
     this.element = make("li", { className: "assistant" }, make("p", { className: "who", textContent: "Model" }));
-    this.element.append(this.text, this.callList, this.tokens, this.figures);
+    this.below = make("div", { className: "below" }, this.figures);
+    this.element.append(this.prose.element, this.callList, this.tokens, this.below);
+    this.onPlain = onPlain;
+  }
+
+  get content() {
+    return this.prose.text;
   }
 
   add(event) {
@@ -30,8 +37,8 @@ export class Answer {
     if ((content || reasoning || calls) && this.first === null) this.first = performance.now();
     if (reasoning) this.#reason(reasoning);
     if (content) {
-      this.content += content;
-      this.text.append(content);
+      if (!this.content) this.below.append(this.#plainButton());
+      this.prose.append(content);
     }
     for (const call of calls ?? []) this.#call(call);
     for (const entry of choice.logprobs?.content ?? []) this.entries.push(entry);
@@ -40,6 +47,7 @@ export class Answer {
 
   // Figures and probabilities, when the stream is over.
   close(ended) {
+    this.prose.finish();
     const seconds = (performance.now() - this.started) / 1000;
     const parts = [ended === "stopped" ? "stopped" : this.finish === "length" ? "cut off by the limit" : ""];
     const tokens = this.usage?.completion_tokens;
@@ -72,12 +80,23 @@ export class Answer {
     return message;
   }
 
+  #plainButton() {
+    const button = make("button", { type: "button", className: "plain-text", textContent: "Plain text" });
+    button.setAttribute("aria-pressed", String(this.prose.plain));
+    button.addEventListener("click", () => {
+      this.prose.showPlain(!this.prose.plain);
+      button.setAttribute("aria-pressed", String(this.prose.plain));
+      this.onPlain(this.prose.plain);
+    });
+    return button;
+  }
+
   #reason(text) {
     if (!this.thought) {
       this.thought = make("p", { className: "content" });
       const details = make("details", { className: "reasoning", open: true }, make("summary", { textContent: "Reasoning" }));
       details.append(this.thought);
-      this.text.before(details);
+      this.prose.element.before(details);
     }
     this.reasoning += text;
     this.thought.append(text);

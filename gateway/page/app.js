@@ -41,6 +41,8 @@ find("key-form").addEventListener("submit", (event) => {
   loadModels();
 });
 
+// Where there is little room, the conversation has it.
+find("parameters-box").open = !matchMedia("(max-width: 50rem)").matches;
 new Chat();
 find("prompt").focus();
 await loadModels();

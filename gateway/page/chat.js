@@ -5,11 +5,14 @@ import { Answer } from "./answer.js";
 import { announce, find, make } from "./dom.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+// Pixels from its end, within which the log is at its end.
+const NEAR = 60;
 
 export class Chat {
   constructor() {
     this.messages = [];
     this.running = null;
+    this.plain = false;
     find("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#say();
@@ -23,6 +26,11 @@ export class Chat {
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stop();
     });
+    this.following = true;
+    find("log").addEventListener("scroll", () => {
+      const log = find("log");
+      this.following = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+    });
     find("stop").addEventListener("click", () => this.stop());
     find("clear").addEventListener("click", () => this.clear());
   }
@@ -35,6 +43,7 @@ export class Chat {
     this.stop();
     this.messages = [];
     find("log").replaceChildren();
+    find("announce").replaceChildren();
     find("prompt").focus();
   }
 
@@ -50,19 +59,21 @@ export class Chat {
 
   async #ask(said) {
     const messages = this.messages;
-    const answer = new Answer();
+    // The next answers are shown as the last was wanted.
+    const answer = new Answer({ plain: this.plain, onPlain: (plain) => (this.plain = plain) });
     find("log").append(answer.element);
-    this.#scroll(true);
+    this.following = true;
+    const drawn = new ResizeObserver(() => this.#follow());
+    drawn.observe(answer.element);
     const running = (this.running = new AbortController());
     this.#setRunning(true);
     try {
       const body = this.#body([...messages, ...said]);
       for await (const event of events(await request("/v1/chat/completions", body, running.signal))) {
         answer.add(event);
-        this.#scroll(false);
       }
       answer.close("finished");
-      announce(`The answer is complete. ${answer.content}`);
+      announce("The answer is complete.");
     } catch (error) {
       const stopped = error.name === "AbortError";
       answer.close(stopped ? "stopped" : "failed");
@@ -77,7 +88,8 @@ export class Chat {
     if (answer.content || answer.calls.length) messages.push(...said, answer.message());
     else if (said[0].role === "user" && !find("prompt").value) find("prompt").value = said[0].content;
     if (answer.calls.length) this.#askForResults(answer);
-    this.#scroll(false);
+    this.#follow();
+    drawn.disconnect();
   }
 
   #body(messages) {
@@ -128,10 +140,8 @@ export class Chat {
     find("log").setAttribute("aria-busy", String(running));
   }
 
-  // Follows the answer unless its reader has scrolled up.
-  #scroll(always) {
-    const log = find("log");
-    const distance = log.scrollHeight - log.scrollTop - log.clientHeight;
-    if (always || distance < 120) log.scrollTop = log.scrollHeight;
+  // The end of the answer stays in view unless its reader has scrolled up.
+  #follow() {
+    if (this.following) find("log").scrollTop = find("log").scrollHeight;
   }
 }

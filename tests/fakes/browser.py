@@ -6,15 +6,16 @@ import asyncio
 import base64
 import itertools
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-first-run", "--disable-extensions",
@@ -35,12 +36,16 @@ class Page:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._session = ""
+        self._context = ""
         self.problems: list[str] = []
         self.urls: list[str] = []
         self._reading = asyncio.create_task(self._read())
 
     async def attach(self) -> None:
-        target = (await self.send("Target.createTarget", url="about:blank"))["targetId"]
+        # Of its own, like a new profile.
+        self._context = (await self.send("Target.createBrowserContext"))["browserContextId"]
+        created = await self.send("Target.createTarget", url="about:blank", browserContextId=self._context)
+        target = created["targetId"]
         self._session = (await self.send("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.send(f"{domain}.enable")
@@ -114,42 +119,61 @@ class Page:
         data = (await self.send("Page.captureScreenshot", format="png"))["data"]
         await asyncio.to_thread(path.write_bytes, base64.b64decode(data))
 
+    async def size(self, width: int, height: int) -> None:
+        """Of the window, in pixels."""
+        await self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+
     async def close(self) -> None:
+        """Closes the tab and forgets what it kept."""
+        self._session = ""
+        if self._context:
+            await self.send("Target.disposeBrowserContext", browserContextId=self._context)
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
 
-@asynccontextmanager
-async def browser() -> AsyncIterator[Page]:
-    """A new browser with nothing kept from others, for the time of the context."""
-    assert CHROMIUM is not None
+@contextmanager
+def chromium() -> Iterator[str | None]:
+    """The address of a browser's DevTools, for the time of the context; None where there is no browser that starts."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    # What is half installed, or a stub of another package, does not even say its version.
+    if program is None or subprocess.run([program, "--version"], capture_output=True, check=False).returncode:
+        yield None
+        return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank",
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [program, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            port, path = await _address(Path(profile) / "DevToolsActivePort")
-            async with aiohttp.ClientSession() as session:
-                url = f"ws://127.0.0.1:{port}{path}"
-                async with session.ws_connect(url, max_msg_size=1 << 26) as socket:
-                    page = Page(socket)
-                    await page.attach()
-                    yield page
-                    await page.close()
+            yield _address(process, Path(profile) / "DevToolsActivePort")
         finally:
             process.kill()
-            await process.wait()
+            process.wait()
 
 
-async def _address(file: Path) -> tuple[str, str]:
+@asynccontextmanager
+async def new_page(address: str) -> AsyncIterator[Page]:
+    """A tab with nothing kept from others, for the time of the context."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(address, max_msg_size=1 << 26) as socket,
+    ):
+        page = Page(socket)
+        try:
+            await page.attach()
+            yield page
+        finally:
+            await page.close()
+
+
+def _address(process: subprocess.Popen[bytes], file: Path) -> str:
     for _ in range(1000):
-        lines = await asyncio.to_thread(_lines, file)
+        lines = file.read_text().splitlines() if file.exists() else []
         if len(lines) == 2:
-            return lines[0], lines[1]
-        await asyncio.sleep(0.02)
+            return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+        assert process.poll() is None, "chromium ended as soon as it was started"
+        time.sleep(0.02)
     raise AssertionError("chromium does not start")
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from pathlib import Path
 
-import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
@@ -17,50 +14,17 @@ from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
-from tests.fakes.browser import CHROMIUM, browser
 from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import USER_KEY, run_gateway
+from tests.fakes.page import answered, no_surprises, opened, say, shot
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
-)
-SHOTS = os.environ.get("PAGE_SCREENSHOTS")
 THINKER = ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], template=SUPPORT)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
-async def say(page, text):
-    await page.run("document.getElementById('prompt').focus()")
-    await page.type(text)
-    await page.press("Enter")
-
-
-async def answered(page, number=1):
-    await page.until(f"document.querySelectorAll('.assistant .figures:not(:empty)').length === {number}")
-
-
-async def shot(page, name):
-    """For looking at: PAGE_SCREENSHOTS names a folder."""
-    if SHOTS:
-        for scheme in ("light", "dark"):
-            await page.scheme(scheme)
-            await page.screenshot(Path(SHOTS) / f"{name}-{scheme}.png")
-
-
-def no_surprises(page, gateway, *expected):
-    assert {url.split("/")[2] for url in page.urls} == {gateway.url.split("/")[2]}
-    assert [problem for problem in page.problems if not any(words in problem for words in expected)] == []
-
-
-async def opened(page, gateway):
-    await page.open(gateway.url + "/")
-    await page.until("document.getElementById('version').textContent")
-
-
-@needs_chromium
-async def test_a_chat_with_parameters_and_probabilities():
-    async with run_gateway(FakeGenerator(spell("Hi <b>&\u2028 there \U0001f600"))) as gateway, browser() as page:
+async def test_a_chat_with_parameters_and_probabilities(page):
+    async with run_gateway(FakeGenerator(spell("Hi <b>&\u2028 there \U0001f600"))) as gateway:
         await opened(page, gateway)
         await page.run("document.getElementById('system').value = 'Be brief.'")
         await page.run("document.getElementById('temperature').value = '0.5'")
@@ -86,14 +50,13 @@ async def test_a_chat_with_parameters_and_probabilities():
         no_surprises(page, gateway)
 
 
-@needs_chromium
-async def test_stop_and_errors():
+async def test_stop_and_errors(page):
     def script(request):
         if b"break" in bytes(request.prompt_token_ids):
             return [TextDelta(0, "Half", [1]), WorkerLostError("The worker died.")]
         return [TextDelta(0, "Endless", [1]), asyncio.Event()]
 
-    async with run_gateway(FakeGenerator(script)) as gateway, browser() as page:
+    async with run_gateway(FakeGenerator(script)) as gateway:
         await opened(page, gateway)
         await say(page, "go on")
         await page.until("document.querySelector('.assistant .content')?.textContent === 'Endless'")
@@ -114,8 +77,7 @@ async def test_stop_and_errors():
         no_surprises(page, gateway, "400 (Bad Request)")
 
 
-@needs_chromium
-async def test_reasoning_and_tools():
+async def test_reasoning_and_tools(page):
     def script(request):
         if b"Rain" in bytes(request.prompt_token_ids):
             return [TextDelta(0, "It rains.", [1], finish_reason="stop")]
@@ -127,7 +89,7 @@ async def test_reasoning_and_tools():
         ]
 
     models = FakeModels(FakeEntry(formats=THINKER))
-    async with run_gateway(FakeGenerator(script), models) as gateway, browser() as page:
+    async with run_gateway(FakeGenerator(script), models) as gateway:
         await opened(page, gateway)
         await page.run(f"document.getElementById('tools').value = {json.dumps(json.dumps(TOOLS))}")
         await say(page, "Weather in Bern?")
@@ -153,14 +115,13 @@ class _Workers:
             yield family
 
 
-@needs_chromium
-async def test_status_under_load():
+async def test_status_under_load(page):
     def script(request):
         return [step for character in "abcd" * 50 for step in (TextDelta(0, character, [97]), 0.02)]
 
     workers = CollectorRegistry()
     workers.register(_Workers())
-    async with run_gateway(FakeGenerator(script), workers=workers) as gateway, browser() as page:
+    async with run_gateway(FakeGenerator(script), workers=workers) as gateway:
         load = [asyncio.create_task(gateway.stream_chat()) for _ in range(8)]
         await until(lambda: len(gateway.generator.live) == 8)
         await opened(page, gateway)
@@ -182,9 +143,8 @@ async def test_status_under_load():
         no_surprises(page, gateway)
 
 
-@needs_chromium
-async def test_the_key_is_asked_for_and_kept_for_the_tab_alone():
-    async with run_gateway(keys=True) as gateway, browser() as page:
+async def test_the_key_is_asked_for_and_kept_for_the_tab_alone(page):
+    async with run_gateway(keys=True) as gateway:
         await opened(page, gateway)
         assert "API key" in await page.until("document.getElementById('notice').textContent")
         assert await page.run("document.activeElement.id") == "key"
@@ -199,9 +159,8 @@ async def test_the_key_is_asked_for_and_kept_for_the_tab_alone():
         no_surprises(page, gateway, "401 (Unauthorized)")
 
 
-@needs_chromium
-async def test_every_control_has_a_name_and_a_place_in_the_order():
-    async with run_gateway() as gateway, browser() as page:
+async def test_every_control_has_a_name_and_a_place_in_the_order(page):
+    async with run_gateway() as gateway:
         await opened(page, gateway)
         await page.send("Accessibility.enable")
         nodes = (await page.send("Accessibility.getFullAXTree"))["nodes"]

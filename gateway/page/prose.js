@@ -1,0 +1,162 @@
+// What a model writes, shown while it comes: its Markdown as elements, or the text as it is.
+
+import { announce, make } from "./dom.js";
+import { Growing, spoken } from "./markdown.js";
+
+const LEAST_WAIT = 30;
+const REST = 4;
+
+export class Prose {
+  constructor(plain) {
+    this.text = "";
+    this.unread = "";
+    this.growing = new Growing();
+    this.settled = [];
+    this.open = [];
+    this.shown = [];
+    this.timer = null;
+    this.next = 0;
+    this.plain = plain;
+    this.element = make("div", { className: "content" });
+  }
+
+  append(text) {
+    this.text += text;
+    this.unread += text;
+    if (this.timer !== null) return;
+    const wait = this.next - performance.now();
+    if (wait > 0) this.timer = setTimeout(() => this.#read(), wait);
+    else this.#read();
+  }
+
+  // Nothing more will come.
+  finish() {
+    this.#read();
+    this.open.forEach((block) => announce(spoken(block)));
+  }
+
+  showPlain(plain) {
+    this.plain = plain;
+    this.shown = [];
+    if (!plain) this.element.replaceChildren(...this.settled.map(blockElement));
+    this.#show([]);
+  }
+
+  #read() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    const begun = performance.now();
+    const [settled, open] = this.growing.add(this.unread);
+    this.unread = "";
+    this.settled.push(...settled);
+    this.open = open;
+    this.#show(settled);
+    // Each block is heard once, when it is whole.
+    settled.forEach((block) => announce(spoken(block)));
+    // A long block, all of which is drawn again, is so less often. Where the log is scrolled to needs the layout anyway.
+    void this.element.offsetHeight;
+    const now = performance.now();
+    this.next = now + Math.max(LEAST_WAIT, REST * (now - begun));
+  }
+
+  #show(settled) {
+    this.element.classList.toggle("plain", this.plain);
+    if (this.plain) {
+      this.element.textContent = this.text;
+      return;
+    }
+    const blocks = [...settled, ...this.open];
+    const elements = blocks.map((block, index) => again(this.shown[index], block) ?? blockElement(block));
+    for (const [index, element] of elements.entries()) {
+      if (this.shown[index] === element) continue;
+      if (this.shown[index]) this.shown[index].replaceWith(element);
+      else this.element.append(element);
+    }
+    this.shown.slice(elements.length).forEach((element) => element.remove());
+    this.shown = elements.slice(settled.length);
+  }
+}
+
+// Code that only grows keeps its element, and with it what is selected in it and the button that is being pressed.
+function again(element, block) {
+  if (block.tag !== "code" || element?.dataset.language !== block.language) return null;
+  const text = element.querySelector("code");
+  if (text.firstChild) text.firstChild.data = block.code;
+  else text.textContent = block.code;
+  return element;
+}
+
+function blockElement(block) {
+  const element = BLOCKS[block.tag](block);
+  element.normalize();
+  return element;
+}
+
+const BLOCKS = {
+  p: ({ content }) => textElement("p", content),
+  // Below the headings of the page.
+  h: ({ level, content }) => textElement(`h${Math.min(level + 2, 6)}`, content),
+  hr: () => make("hr"),
+  quote: ({ blocks }) => make("blockquote", {}, ...blocks.map(blockElement)),
+  list: ({ ordered, first, items }) => {
+    const list = make(ordered ? "ol" : "ul", {}, ...items.map((item) => make("li", {}, ...item.map(blockElement))));
+    if (first !== 1) list.start = first;
+    return list;
+  },
+  table: tableElement,
+  code: codeElement,
+};
+
+function textElement(tag, content, properties = {}) {
+  // Text that is read from right to left is shown so.
+  return make(tag, { dir: "auto", ...properties }, ...content.map(inlineNode));
+}
+
+function inlineNode(node) {
+  if (typeof node === "string") return node;
+  const properties = node.tag === "a" ? { href: node.href, title: node.href, target: "_blank", rel: "noopener noreferrer" } : {};
+  return make(node.tag, properties, ...node.content.map(inlineNode));
+}
+
+function tableElement({ head, sides, rows }) {
+  const row = (tag, contents) =>
+    make("tr", {}, ...contents.map((content, index) => textElement(tag, content, { className: sides[index] })));
+  const body = make("tbody", {}, ...rows.map((contents) => row("td", contents)));
+  const table = make("table", {}, make("thead", {}, row("th", head)), body);
+  table.querySelectorAll("th").forEach((cell) => (cell.scope = "col"));
+  return make("div", { className: "wide" }, table);
+}
+
+function codeElement({ language, code }) {
+  const text = make("code");
+  text.append(document.createTextNode(code));
+  const button = make("button", { type: "button", textContent: "Copy" });
+  button.setAttribute("aria-label", "Copy the code");
+  button.addEventListener("click", async () => {
+    const copied = await copy(text.textContent);
+    button.textContent = copied ? "Copied" : "Not copied";
+    announce(button.textContent);
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  });
+  const head = make("div", { className: "code-head" }, make("span", { textContent: language }), button);
+  const element = make("div", { className: "code" }, head, make("pre", { dir: "ltr" }, text));
+  element.dataset.language = language;
+  return element;
+}
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Not allowed where the page came without TLS from another machine: the older way works there.
+    const before = document.activeElement;
+    const field = make("textarea", { value: text, className: "unseen" });
+    document.body.append(field);
+    field.select();
+    const copied = document.execCommand("copy");
+    field.remove();
+    before?.focus();
+    return copied;
+  }
+}

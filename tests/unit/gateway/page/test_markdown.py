@@ -1,0 +1,206 @@
+"""The page's Markdown, run by Node: what it shows of texts that models write, and of hostile ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NODE = shutil.which("node")
+PAGE = Path(__file__).parents[4] / "gateway" / "page"
+PARSER = Path(__file__).with_name("parse.mjs")
+pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed (Debian: apt-get install nodejs)")
+
+EXAMPLES = {
+    # Paragraphs and what stands in them.
+    "a\nb\n\n\nc": "<p>a<br></>b</><p>c</>",
+    "*a* _b_ **c** __d__": "<p><em>a</> <em>b</> <strong>c</> <strong>d</></>",
+    "***e*** ~~f~~": "<p><em><strong>e</></> <del>f</></>",
+    "**a *b***, *a**b*, **a*b**": "<p><strong>a <em>b</></>, <em>a**b</>, <strong>a*b</></>",
+    "2 * 3 * 4, a_b_c, ~x~, ** a**": "<p>2 * 3 * 4, a_b_c, ~x~, ** a**</>",
+    "**「あ」**です (**b**) *open": "<p><strong>「あ」</>です (<strong>b</>) *open</>",
+    "`a*b*` ``c`d`` ` e ` `open": "<p><code>a*b*</> <code>c`d</> <code>e</> `open</>",
+    r"\*a\* \\ \`b` \n": r"<p>*a* \ `b` \n</>",
+    r"\(a_1*b_2*c\) \[x\] $$a*b*c$$ \(open *x*": r"<p>\(a_1*b_2*c\) \[x\] $$a*b*c$$ (open <em>x</></>",
+    "<b onclick=x>&amp;</b><br>z": "<p>&lt;b onclick=x>&amp;amp;&lt;/b><br></>z</>",
+    # Links.
+    "[a *b*](https://x.org/p 'title')": "<p><a https://x.org/p>a <em>b</></></>",
+    "[a](<https://x.org/a b>) [](http://x.org)": "<p><a https://x.org/a%20b>a</> <a http://x.org/>http://x.org/</></>",
+    "(see https://x.org/a_(b)_c*d?e=f&g#h).": (
+        "<p>(see <a https://x.org/a_(b)_c*d?e=f&g#h>https://x.org/a_(b)_c*d?e=f&amp;g#h</>).</>"
+    ),
+    "<https://x.org/> ahttps://x.org ![i](https://x.org/i.png)": (
+        "<p><a https://x.org/>https://x.org/</> ahttps://x.org <a https://x.org/i.png>i</></>"
+    ),
+    "[a [b](https://x.org) c](https://y.org)": (
+        "<p>[a <a https://x.org/>b</> c](<a https://y.org/>https://y.org</>)</>"
+    ),
+    "[a](javascript:x) [b](//x.org) [c](data:,x) [d](https://u@x.org/)": (
+        "<p>[a](javascript:x) [b](//x.org) [c](data:,x) [d](https://u@x.org/)</>"
+    ),
+    # Blocks.
+    "# a #\n####### b\n#c\n## d#\n###": "<h1>a</><p>####### b<br></>#c</><h2>d#</><h3></>",
+    "a\n---\n* * *\nb\n-": "<p>a</><hr><hr><p>b<br></>-</>",
+    "```py x\na\n\n  # b\n```\nc": "<pre py>a\n\n  # b</><p>c</>",
+    "~~~\n```\n~~~~\n```a``` b\n````\n```\n": "<pre >```</><p><code>a</> b</><pre >```\n</>",
+    "- a\n  ```\n  b\n\tc\n  ```\n- d": "<ul><li><p>a</><pre >b\nc</></><li><p>d</></></>",
+    "> a\n>> b\n>\n> - c\nd": "<quote><p>a</><quote><p>b</></><ul><li><p>c</></></></><p>d</>",
+    "1. a\n   - b\n     c\nd\n\n2. e\n\nf": (
+        "<ol 1><li><p>a</><ul><li><p>b<br></>c<br></>d</></></></><li><p>e</></></><p>f</>"
+    ),
+    "3) a\n  - b\n- c\n* d": "<ol 3><li><p>a</><ul><li><p>b</></></></></><ul><li><p>c</></></><ul><li><p>d</></></>",
+    "In\n1986. b\n1. c\n2. d": "<p>In<br></>1986. b</><ol 1><li><p>c</></><li><p>d</></></>",
+    "-\n- [ ] a\n-b": "<ul><li></><li><p>[ ] a<br></>-b</></></>",
+    "| a | b |\n|:-:|--:|\n| *c* | d\\|e | f\n| g\n\nh": (
+        "<table><tr><td center>a</><td right>b</></><tr><td center><em>c</></><td right>d|e</></>"
+        "<tr><td center>g</></></><p>h</>"
+    ),
+    "t\na|b\n-|-\n- c": "<p>t</><table><tr><td >a</><td >b</></></><ul><li><p>c</></></>",
+    "a|b\n-|-|-\n\n--\n|": "<p>a|b<br></>-|-|-</><p>--<br></>|</>",
+    "a\r\n\r\n```\r\nb\r\n```": "<p>a</><pre >b</>",
+    "": "",
+}
+
+
+def parse(*texts: list[str], brief: bool = False) -> list[dict[str, Any]]:
+    """What one process of Node says of each text, given in pieces."""
+    assert NODE is not None
+    lines = "".join(json.dumps(pieces) + "\n" for pieces in texts)
+    done = subprocess.run(
+        [NODE, "--stack-size=500", PARSER, (PAGE / "markdown.js").as_uri(), "brief" if brief else "whole"],
+        input=lines, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # Not splitlines: JSON leaves U+2028 as it is.
+    return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
+
+
+def test_what_is_shown():
+    answers = parse(*([text] for text in EXAMPLES))
+    for (text, expected), answer in zip(EXAMPLES.items(), answers, strict=True):
+        assert answer["whole"] == expected, text
+
+
+def test_what_is_heard():
+    text = "# a\n*b* [c](https://x.org)\n- d\n\n| e | f |\n|-|-|\n| g | h |\n\n```\ni\n```\n> j"
+    [answer] = parse([text])
+    assert answer["spoken"] == "a\nb c\nd\ne, f\ng, h\ni\nj"
+
+
+ALPHABET = (
+    *"abh 1.|*_`~[]()<>#-+\\!:$\n\t\r\u2028\U0001f600",
+    "\n\n",
+    "\n- ",
+    "\n  ",
+    "\n    ",
+    "\n1. ",
+    "\n> ",
+    "```",
+)
+ALPHABET += (
+    "\n```\n",
+    "~~",
+    "**",
+    "](https://x.org)",
+    "![",
+    "https://x.org/",
+    "\n|-|\n",
+    "a|b\n-|-\n",
+    "\\(",
+    "\\)",
+    "$$",
+)
+ALPHABET += ("<br>", "[a](http:", "javascript:", "](//x.org)", "](https://x@y.org)")
+
+
+def test_a_text_that_grows_is_shown_as_the_whole():
+    """In pieces of any size; and of all of them nothing is a link but what leads to http or https."""
+    generator = random.Random(5)
+    texts = []
+    for _ in range(2000):
+        parts = generator.choices(ALPHABET, k=generator.randrange(1, 60))
+        text = "".join(parts)
+        cuts = sorted(generator.choices(range(len(text) + 1), k=generator.randrange(6)))
+        texts.append([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    texts += [list("".join(pieces)) for pieces in texts[:200]]
+    for pieces, answer in zip(texts, parse(*texts), strict=True):
+        assert answer["grown"] == answer["whole"], pieces
+        for address in re.findall(r"<a ([^>]*)", answer["whole"]):
+            assert re.match(r"https?://[^/@]+(/|$)", address), pieces
+
+
+def test_little_is_parsed_again():
+    for text in ("a\n\n" * 60, "# a\n" * 60, "- a\n\nb\n\n" * 30, "```\na\n```\n" * 30):
+        [answer] = parse(list(text))
+        assert answer["open"] <= 2
+
+
+HOSTILE = (
+    *"`*_[]<(\\|>\n \t#h\r\u2028",
+    "~~",
+    "![",
+    "[a](",
+    "<https://",
+    "$$",
+    "\\(",
+    "\\[",
+    "> ",
+    "- ",
+    "1. ",
+    "# ",
+    "```\n",
+)
+HOSTILE += (
+    "~~~a",
+    "*a ",
+    "a* ",
+    "**a *",
+    "_*",
+    "`a``b```",
+    "a|",
+    "|-",
+    "-|-\n",
+    "a|b\n-|-\n",
+    "- \n",
+    "-\n ",
+    "http://",
+    "|\\",
+)
+HOSTILE += (
+    "https://x.org)",
+    "[](https://x.org)",
+    "[a](https://x.org (",
+    '[a](https://x.org "',
+    "[a](   ",
+    "- -",
+    "--",
+    "\n>",
+)
+HOSTILE += ("*" * 7 + "a", "a**b*c", "[[]", "]()", ":-", "\n\t- a", "![](((((", "=\n")
+# The first half of a text, and the second.
+TWO_HALVES = [
+    ("*a ", " a*"),
+    ("[", "](https://x.org)"),
+    ("- ", "\n"),
+    ("> ", "a\n"),
+    (" ", "|"),
+    ("-", " "),
+    ("`", "a`"),
+]
+TWO_HALVES += [("\t", "- "), ("|", "\n|-"), ("**a", "b*"), ("- - - ", "\n  "), ("# ", " #")]
+
+
+def test_hostile_texts_take_no_longer_than_others():
+    """Growth with the square would take hours."""
+    size = 200_000
+    texts = [[part * (size // len(part))] for part in HOSTILE]
+    texts += [[one * (size // 2 // len(one)) + "x" + other * (size // 2 // len(other))] for one, other in TWO_HALVES]
+    # And as a model writes them: a piece at a time.
+    texts += [[part] * 500 for part in ("a ", "- b\n", "a\n\n", "**c", "`", "\n")]
+    assert len(parse(*texts, brief=True)) == len(texts)
