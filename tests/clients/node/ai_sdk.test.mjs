@@ -3,7 +3,8 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { APICallError, Output, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
+import { APICallError, Output, cosineSimilarity, embed, embedMany, generateObject, generateText } from "ai";
+import { stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
 const { SERVER, KEY, MODEL, HELLO } = process.env;
@@ -141,6 +142,16 @@ test("reasoning", async () => {
 test("completions", async () => {
   const { text } = await generateText({ model: provider.completionModel(MODEL), prompt: "plain", maxRetries: 0 });
   assert.equal(text, "As you like.");
+});
+
+test("embed and embedMany", async () => {
+  const embeddings = provider.embeddingModel(MODEL);
+  const values = ["The sky is blue.", "Grass is green."];
+  const many = await embedMany({ model: embeddings, values, maxRetries: 0 });
+  const one = await embed({ model: embeddings, value: values[1], maxRetries: 0 });
+  assert.deepEqual(one.embedding, many.embeddings[1]);
+  assert.ok(Math.abs(cosineSimilarity(one.embedding, one.embedding) - 1) < 1e-6);
+  assert.ok(many.usage.tokens > one.usage.tokens);
 });
 
 test("errors", async () => {

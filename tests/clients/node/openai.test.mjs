@@ -135,6 +135,20 @@ test("completions and models", async () => {
   assert.deepEqual(names, [MODEL]);
 });
 
+test("embeddings", async () => {
+  const input = ["The sky is blue.", "Caf\u00e9"];
+  const { data, usage } = await client.embeddings.create({ model: MODEL, input });
+  assert.deepEqual(data.map(({ index }) => index), [0, 1]);
+  assert.equal(usage.total_tokens, usage.prompt_tokens);
+  const floats = (await client.embeddings.create({ model: MODEL, input, encoding_format: "float" })).data;
+  for (const [index, { embedding }] of data.entries()) {
+    assert.ok(Math.abs(Math.hypot(...embedding) - 1) < 1e-6);
+    assert.deepEqual(Array.from(embedding), Array.from(floats[index].embedding, Math.fround));
+  }
+  assert.notDeepEqual(floats[0].embedding, floats[1].embedding);
+  await assert.rejects(client.embeddings.create({ model: MODEL, input: [] }), { status: 400, param: "input" });
+});
+
 test("errors have their classes", async () => {
   const bad = await assert.rejects(create({ messages: ask("hello"), temperature: 7 }), (error) => {
     assert.ok(error instanceof OpenAI.BadRequestError);
