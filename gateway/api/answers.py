@@ -110,10 +110,11 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
 
 
 class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What failed; the message names the field at fault."""
+    """What failed; the message names the field at fault. Details are for what clients go on without."""
 
     type: str
     message: str
+    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicErrorAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.anthropic_params import VERSION_HEADER
+from gateway.api.anthropic_params import NO_THREADS, VERSION_HEADER
 from gateway.keys import REQUEST_ID
 from gateway.responses import OPENAI_ERRORS, ErrorBodies, status_error_object
 from shared.errors import PeltonError, UnavailableError
@@ -66,7 +66,10 @@ class AnthropicErrors:
 
     def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
         status = OVERLOADED if isinstance(error, UnavailableError) else error.status
-        return status, self._body(status, _message(error))
+        body = self._body(status, _message(error))
+        if error.code == NO_THREADS:
+            body["error"]["details"] = {"error_code": NO_THREADS}
+        return status, body
 
     def of_status(self, status: int) -> dict[str, Any]:
         return self._body(status, status_error_object(status)["error"]["message"])

@@ -43,6 +43,10 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "speed": ("standard",),
 }
 """Refused fields -> values that ask for nothing else than what is done, and are taken."""
+UNSUPPORTED = "unsupported_parameter"
+NO_THREADS = "thread_unsupported_request"
+_CODES = {"thread": NO_THREADS}
+"""Refused fields -> the code that tells Anthropic's clients to go on without them."""
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -166,7 +170,7 @@ def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) 
     for name, value in body.items():
         if name in REFUSED and value is not None and value not in NO_EFFECT.get(name, ()):
             why = f": {REFUSED[name]}" if REFUSED[name] else ""
-            raise unsupported(name, f"{name} is not supported here{why}.")
+            raise unsupported(name, f"{name} is not supported here{why}.", _CODES.get(name, UNSUPPORTED))
     fields = convert({name: value for name, value in body.items() if name not in REFUSED}, kind)
     check_cache_control(fields.cache_control, "cache_control")
     return fields
@@ -200,9 +204,9 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}.", param=name)
 
 
-def unsupported(name: str, message: str) -> InvalidRequestError:
+def unsupported(name: str, message: str, code: str = UNSUPPORTED) -> InvalidRequestError:
     """The error for what Anthropic knows and this server does not."""
-    return InvalidRequestError(message, param=name, code="unsupported_parameter")
+    return InvalidRequestError(message, param=name, code=code)
 
 
 def unsupported_kind(place: str, kind: object, known: Sequence[str]) -> InvalidRequestError:

@@ -225,6 +225,21 @@ def test_what_agents_send(client, server):
     assert system[1].startswith("Be brief.\n")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner(client, stream):
+    seen = []
+
+    @anthropic.beta_tool(name="get_weather")
+    def look(city: str) -> str:
+        """The weather."""
+        seen.append(city)
+        return "fine"
+
+    runner: Any = client.beta.messages.tool_runner(**ask("think and call"), tools=[look], stream=stream)
+    final = runner.until_done()
+    assert final.content[-1].text.strip() == "Done." and seen == ["Bern"]
+
+
 def test_thinking_that_is_not_shown_comes_back(client):
     fields = {**ask("think and call"), "tools": TOOLS, "thinking": {"type": "adaptive", "display": "omitted"}}
     with client.messages.stream(**fields) as events:

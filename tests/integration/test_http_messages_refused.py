@@ -162,7 +162,6 @@ def edits(*entries):
         ({"speed": "fast"}, "speed"),
         ({"inference_geo": "us"}, "inference_geo"),
         ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
-        ({"thread": {"type": "create"}}, "thread"),
         ({"compaction": {"type": "summarize"}}, "compaction"),
         ({"context_management": []}, "context_management"),
         (edits({"type": "clear_tool_uses_20250919"}), "context_management.edits[0].type"),
@@ -189,6 +188,12 @@ async def test_what_is_refused_is_named(gateway, fields, named):
         # Names of chat's own fields would send nobody anywhere.
         assert not any(name in message for name in ("function", "continue_final", "reasoning_", "parallel_tool_calls"))
     assert not gateway.generator.requests
+
+
+async def test_threads_are_refused_so_that_clients_go_on_without(gateway):
+    status, body = await ask(gateway, thread={"type": "create"})
+    assert status == 400 and "thread" in body["error"]["message"]
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 async def test_a_model_without_reasoning():

@@ -327,6 +327,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None, FakeGenerator]] = {
         {**MESSAGE, "stream": True, "thinking": {"type": "adaptive", "display": "omitted"}},
         _thinks(),
     ),
+    "message_error_thread": ("POST", "/v1/messages", {**MESSAGE, "thread": {"type": "create"}}, FakeGenerator()),
     "message_error_context": (
         "POST",
         "/v1/messages",
