@@ -1,4 +1,4 @@
-"""Clients that run on Node: the official one, and the Vercel AI SDK. What they do is in the folder `node`."""
+"""Clients that run on Node: those of OpenAI and Anthropic, and the Vercel AI SDK. What they do is in the folder `node`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPECTED = {"MODEL": MODEL, "HELLO": HELLO, "WEATHER": json.dumps(WEATHER), "PER
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("name", ["openai.test.mjs", "ai_sdk.test.mjs"])
+@pytest.mark.parametrize("name", ["openai.test.mjs", "responses.test.mjs", "anthropic.test.mjs", "ai_sdk.test.mjs"])
 def test_client(node, server, name):
     node(name, SERVER=server.url, KEY=KEY, **EXPECTED)
 
