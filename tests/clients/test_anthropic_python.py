@@ -151,6 +151,11 @@ def test_parsed_output(client, server):
     assert message.parsed_output.name == "Ada" and "languages" in server.worker.submits()[-1].grammar
 
 
+def test_parsed_output_of_a_stream(client):
+    with client.messages.stream(**ask("person?"), output_format=Person) as events:
+        assert events.get_final_message().parsed_output.name == "Ada"
+
+
 def test_tokens_are_counted(client):
     fields = ask("weather?")
     del fields["max_tokens"]

@@ -107,7 +107,7 @@ def test_without_tools_nothing_may_be_asked_of_them(tools: Any) -> None:
         ([tool("f\n")], "tools[0].function.name"),
         ([tool("é")], "tools[0].function.name"),
         ([tool("a.b")], "tools[0].function.name"),
-        ([tool("x" * 65)], "tools[0].function.name"),
+        ([tool("x" * 129)], "tools[0].function.name"),
         ([{"type": "function"}], "tools[0].function"),
         ([{"type": "web_search"}], "tools[0].type"),
         ([{"type": "custom", "custom": {"name": "x"}}], "tools[0].type"),
