@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp import web
 
 from gateway.auth import Identity, Scope
 from gateway.keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
 from gateway.peers import peer_socket
-from gateway.responses import error_response
+from gateway.responses import error_response, json_response
 from gateway.route import Handler
 from gateway.stores.ids import gateway_of
+from gateway.stores.items import find_items
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError, UnavailableError
 
 _CONNECT_SECONDS = 1.0
@@ -99,9 +101,15 @@ class Relay:
                 raise NotFoundError("There is no response with that id.")
             return (await answer.read(),)
 
+    async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
+        """The stored items with these ids, by id; those that are not there are left out."""
+        async with self._ask(holder, "POST", "/items", owner, {}, orjson.dumps(identifiers)) as answer:
+            found: dict[str, dict[str, Any]] = orjson.loads(await answer.read()) if answer.status == 200 else {}
+            return found
+
     @asynccontextmanager
     async def _ask(
-        self, holder: int, method: str, path: str, owner: bytes, headers: dict[str, str]
+        self, holder: int, method: str, path: str, owner: bytes, headers: dict[str, str], body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         connector = aiohttp.UnixConnector(str(peer_socket(self._directory, holder)))
         # A stream may be silent for long.
@@ -109,7 +117,11 @@ class Relay:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             try:
                 answer = await session.request(
-                    method, f"http://peer{path}", headers={**headers, _OWNER: owner.hex()}, allow_redirects=False
+                    method,
+                    f"http://peer{path}",
+                    data=body,
+                    headers={**headers, _OWNER: owner.hex()},
+                    allow_redirects=False,
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("a gateway does not answer", gateway=holder, error=type(error).__name__)
@@ -142,7 +154,8 @@ def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Applicat
     for key in (DRAIN, LIMITS, RESPONSES, STREAMS):
         typed: web.AppKey[Any] = key
         app[typed] = public[typed]
-    for method, path, handler in (*routes, ("GET", "/conversation/{id}", _answer_conversation)):
+    between = (("GET", "/conversation/{id}", _answer_conversation), ("POST", "/items", _answer_items))
+    for method, path, handler in (*routes, *between):
         for each in ("GET", "HEAD") if method == "GET" else (method,):
             app.router.add_route(each, path, handler)
     return app
@@ -165,3 +178,8 @@ async def _answer_conversation(request: web.Request) -> web.StreamResponse:
     # Arrays put together as they are: they may be long.
     items = b",".join(part[1:-1] for part in conversation if part != b"[]")
     return web.Response(body=b"[%b]" % items, content_type="application/json")
+
+
+async def _answer_items(request: web.Request) -> web.StreamResponse:
+    wanted = orjson.loads(await request.read())
+    return json_response(await find_items(request.app[RESPONSES], wanted, request[IDENTITY].key_hash))

@@ -10,6 +10,8 @@ import msgspec
 
 from gateway.api.params import ChatFields, StreamOptions, parse_fields
 from gateway.api.ranges import MAX_INT32, check_range
+from gateway.api.response_refused import without_refused
+from gateway.api.response_tools import chat_tool, chat_tool_choice
 from gateway.api.structured_fields import (
     JsonObjectFormat,
     JsonSchemaField,
@@ -17,35 +19,23 @@ from gateway.api.structured_fields import (
     ResponseFormat,
     TextFormat,
 )
-from gateway.api.tool_params import (
-    AllowedTool,
-    AllowedTools,
-    FunctionField,
-    FunctionName,
-    ToolChoiceField,
-    ToolField,
-)
 from shared.errors import InvalidRequestError, PeltonError
 from shared.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
-REFUSED = {
-    "context_management": "a context is never compacted",
-    "conversation": "send previous_response_id",
-    "max_tool_calls": "there are no built-in tools",
-    "moderation": "there is no moderation",
-    "prompt": "there are no stored prompts",
-    "prompt_cache_options": "prefixes are always cached",
-}
-"""Fields of OpenAI's that are not supported -> why, or what to send instead."""
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
+"""What `include` takes. OpenAI's other values are of tools and inputs that are not supported."""
 
 
 class ReasoningField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`reasoning`."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"):
@@ -61,7 +51,7 @@ class TextField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`text`."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -104,6 +94,10 @@ class ResponseFields(InputFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
+    def includes(self, name: str) -> bool:
+        """Whether `include` asks for it."""
+        return name in (self.include or ())
+
 
 class RetrieveQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The query of GET /v1/responses/{id}."""
@@ -128,18 +122,16 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 def parse_response_fields(body: dict[str, Any]) -> ResponseFields:
     """Checks what chat does not. Raises InvalidRequestError naming the field at fault."""
-    fields = parse_fields(_without_refused(body), ResponseFields)
-    _check_input_fields(fields)
-    wants_logprobs = False
+    fields = parse_fields(without_refused(body), ResponseFields)
+    _check_truncation(fields)
     for index, name in enumerate(fields.include or ()):
-        if name != LOGPROBS:
+        if name not in INCLUDABLE:
             place = f"include[{index}]"
-            message = f"{place} must be {LOGPROBS!r}; nothing else can be included."
+            message = f"{place} must be one of {', '.join(INCLUDABLE)}; nothing else can be included."
             raise InvalidRequestError(message, param=place, code="unsupported_parameter")
-        wants_logprobs = True
     if fields.top_logprobs is not None:
         check_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
-        if fields.top_logprobs and not wants_logprobs:
+        if fields.top_logprobs and not fields.includes(LOGPROBS):
             raise InvalidRequestError(f"top_logprobs needs include to have {LOGPROBS!r}.", param="top_logprobs")
     if fields.max_output_tokens is not None:
         check_range("max_output_tokens", fields.max_output_tokens, 1, MAX_INT32)
@@ -151,17 +143,9 @@ def parse_response_fields(body: dict[str, Any]) -> ResponseFields:
 
 def parse_input_tokens_fields(body: dict[str, Any]) -> InputTokensFields:
     """The fields of /v1/responses/input_tokens. Raises InvalidRequestError naming the one at fault."""
-    fields = parse_fields(_without_refused(body), InputTokensFields)
-    _check_input_fields(fields)
+    fields = parse_fields(without_refused(body), InputTokensFields)
+    _check_truncation(fields)
     return fields
-
-
-def _without_refused(body: dict[str, Any]) -> dict[str, Any]:
-    for name, why in REFUSED.items():
-        if body.get(name) is not None:
-            message = f"{name} is not supported here: {why}."
-            raise InvalidRequestError(message, param=name, code="unsupported_parameter")
-    return {name: value for name, value in body.items() if name not in REFUSED}
 
 
 def _check_stream_options(fields: ResponseFields) -> None:
@@ -179,36 +163,26 @@ def _check_stream_options(fields: ResponseFields) -> None:
             raise InvalidRequestError(message, param=place, code="unsupported_parameter")
 
 
-def _check_input_fields(fields: InputFields) -> None:
+def _check_truncation(fields: InputFields) -> None:
     if fields.truncation not in (None, "disabled", "auto"):
         raise InvalidRequestError("truncation must be auto or disabled.", param="truncation")
-    if fields.text is not None and fields.text.verbosity not in (None, "medium"):
-        raise InvalidRequestError(
-            "text.verbosity is not supported.", param="text.verbosity", code="unsupported_parameter"
-        )
-    if fields.reasoning is not None:
-        for name in ("summary", "generate_summary"):
-            if getattr(fields.reasoning, name) not in (None, "auto"):
-                place = f"reasoning.{name}"
-                message = f"{place} must be auto: reasoning is shown itself, and not summarized."
-                raise InvalidRequestError(message, param=place, code="unsupported_parameter")
 
 
 def chat_fields(fields: InputFields, model: str, messages: list[dict[str, Any]]) -> ChatFields:
     """The chat request that asks for the same. Raises InvalidRequestError, by the names of /v1/responses."""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools or ())]
+    tools = [chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools or ())]
     asked: dict[str, Any] = {}
     if isinstance(fields, ResponseFields):
         same = ("temperature", "top_p", "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key")
         asked = {name: getattr(fields, name) for name in (*same, "prompt_cache_retention", "stream")}
         asked["max_completion_tokens"] = fields.max_output_tokens
-        if fields.include:
+        if fields.includes(LOGPROBS):
             asked |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
     return ChatFields(
         model=model,
         messages=messages,
         tools=tools or None,
-        tool_choice=_tool_choice(fields.tool_choice),
+        tool_choice=chat_tool_choice(fields.tool_choice),
         # Clients say so without tools too.
         parallel_tool_calls=fields.parallel_tool_calls if tools else None,
         response_format=None if fields.text is None else _response_format(fields.text.format),
@@ -222,48 +196,6 @@ def _response_format(asked: TextFormat | JsonObjectFormat | SchemaFormat | None)
         return asked
     schema = JsonSchemaField(name=asked.name, schema=asked.schema, description=asked.description, strict=asked.strict)
     return JsonSchemaFormat(json_schema=schema)
-
-
-def _tool(tool: dict[str, Any], place: str) -> ToolField:
-    if tool.get("type") != "function":
-        message = f'{place}.type must be "function"; other tools are not supported.'
-        raise InvalidRequestError(message, param=f"{place}.type", code="unsupported_parameter")
-    function = _convert({name: value for name, value in tool.items() if name != "type"}, FunctionField, place)
-    return ToolField(type="function", function=function)
-
-
-class _NamedFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: str
-    name: str
-
-
-class _AllowedFunctions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: str
-    mode: str
-    tools: list[_NamedFunction]
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | ToolChoiceField | None:
-    if choice is None or isinstance(choice, str):
-        return choice
-    if choice.get("type") == "function":
-        named = _convert(choice, _NamedFunction, "tool_choice")
-        return ToolChoiceField(type="function", function=FunctionName(name=named.name))
-    if choice.get("type") == "allowed_tools":
-        allowed = _convert(choice, _AllowedFunctions, "tool_choice")
-        tools = [AllowedTool(type=tool.type, function=FunctionName(name=tool.name)) for tool in allowed.tools]
-        return ToolChoiceField(type="allowed_tools", allowed_tools=AllowedTools(mode=allowed.mode, tools=tools))
-    message = 'tool_choice.type must be "function" or "allowed_tools".'
-    raise InvalidRequestError(message, param="tool_choice.type", code="unsupported_parameter")
-
-
-def _convert(value: dict[str, Any], kind: type[Any], place: str) -> Any:
-    try:
-        return parse_fields(value, kind)
-    except InvalidRequestError as error:
-        param = f"{place}.{error.param}"
-        message = error.message.replace(str(error.param), param)
-        raise InvalidRequestError(message, param=param, code=error.code) from None
 
 
 _RENAMED = (

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.api.kept_reasoning import unpacked_reasoning
+from gateway.stores.ids import new_id
 from shared.errors import InvalidRequestError
 
 MAX_ITEMS = 4096
+REFERENCE = "item_reference"
+"""The type of an item of `input` that stands for a stored one."""
+_MAX_ID = 256
 _ROLES = ("user", "system", "developer", "assistant")
 _STATUSES = (None, "in_progress", "completed", "incomplete")
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
@@ -17,8 +21,9 @@ _FIELDS = {
     "function_call": ("call_id", "name", "arguments", "parsed_arguments", "caller", "namespace", "async"),
     "function_call_output": ("call_id", "output", "caller", "name", "namespace"),
     "reasoning": ("summary", "content", "encrypted_content"),
+    REFERENCE: (),
 }
-_NULL_ONLY = ("phase", "caller", "namespace", "async", "encrypted_content")
+_NULL_ONLY = ("phase", "caller", "namespace", "async")
 """Fields of OpenAI's own models, which its library sends back with null."""
 _PARTS = {
     "input_text": ("text",),
@@ -29,27 +34,27 @@ _PARTS = {
 }
 
 
-def new_item_id(kind: str) -> str:
-    """An id for an item of this type."""
-    return _PREFIXES[kind] + secrets.token_hex(16)
+def new_item_id(kind: str, gateway_index: int) -> str:
+    """An id for an item of this type, by which it can be found again."""
+    return new_id(_PREFIXES[kind], gateway_index)
 
 
-def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def input_items(value: str | list[dict[str, Any]], gateway_index: int) -> list[dict[str, Any]]:
     """The items of `input` as they are kept: each with a type and an id, and content in parts.
 
-    Raises InvalidRequestError naming the place.
+    References stay what they are. Raises InvalidRequestError naming the place.
     """
     if isinstance(value, str):
-        return [_message({"role": "user", "content": value}, "input", new_item_id("message"))]
+        return [_message({"role": "user", "content": value}, "input", new_item_id("message", gateway_index))]
     if not value:
         raise InvalidRequestError("input must not be empty.", param="input")
     if len(value) > MAX_ITEMS:
         raise InvalidRequestError(f"input has {len(value)} items; at most {MAX_ITEMS} are allowed.", param="input")
-    return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
+    return [_item(item, f"input[{index}]", gateway_index) for index, item in enumerate(value)]
 
 
-def _item(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kind = item.get("type", "message")
+def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, Any]:
+    kind = _kind(item)
     if kind not in _FIELDS:
         raise InvalidRequestError(
             f"{place}.type must be one of {', '.join(_FIELDS)}; other items are not supported.", param=f"{place}.type"
@@ -61,16 +66,15 @@ def _item(item: Mapping[str, Any], place: str) -> dict[str, Any]:
             raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
     if item.get("status") not in _STATUSES:
         raise InvalidRequestError(f"{place}.status is not a status of an item.", param=f"{place}.status")
-    identifier = _text(item, "id", place) if item.get("id") is not None else new_item_id(kind)
+    if kind == REFERENCE:
+        return {"id": _text(item, "id", place), "type": kind}
+    identifier = _text(item, "id", place) if item.get("id") is not None else new_item_id(kind, gateway_index)
+    if len(identifier) > _MAX_ID:
+        raise InvalidRequestError(f"{place}.id has more than {_MAX_ID} characters.", param=f"{place}.id")
     if kind == "message":
         return _message(item, place, identifier)
     if kind == "reasoning":
-        return {
-            "id": identifier,
-            "type": kind,
-            "summary": _parts(item.get("summary") or [], ("summary_text",), f"{place}.summary"),
-            "content": _parts(item.get("content") or [], ("reasoning_text",), f"{place}.content"),
-        }
+        return _reasoning(item, place, identifier)
     call_id = _text(item, "call_id", place)
     if kind == "function_call":
         name, arguments = _text(item, "name", place), _text(item, "arguments", place, empty=True)
@@ -80,6 +84,27 @@ def _item(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(output, str):
         output = _parts(output, ("input_text",), f"{place}.output")
     return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed"}
+
+
+def _kind(item: Mapping[str, Any]) -> str:
+    """The type, where OpenAI lets it out too: of messages, and of references, which have an id alone."""
+    kind = item.get("type")
+    if kind is None:
+        return REFERENCE if set(item) - {"type"} == {"id"} else "message"
+    return kind if isinstance(kind, str) else ""
+
+
+def _reasoning(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:
+    content = _parts(item.get("content") or [], ("reasoning_text",), f"{place}.content")
+    if item.get("encrypted_content") is not None:
+        text = unpacked_reasoning(_text(item, "encrypted_content", place), f"{place}.encrypted_content")
+        content = [{"type": "reasoning_text", "text": text}]
+    return {
+        "id": identifier,
+        "type": "reasoning",
+        "summary": _parts(item.get("summary") or [], ("summary_text",), f"{place}.summary"),
+        "content": content,
+    }
 
 
 def _message(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.fan_in import Tally
+from gateway.api.kept_reasoning import packed_reasoning
 from gateway.api.logprobs import TokenNames, chat_logprobs
 from gateway.api.response_fields import ResponseFields
 from gateway.api.response_items import new_item_id
@@ -78,6 +79,8 @@ class ResponseEvents:
         head: see response_head.
         names: how log-probabilities name tokens; None: they are not shown.
         may_call: white space at the end of what was said is held back, since around calls it belongs to no message.
+        packs_reasoning: reasoning is also given as a value to be sent back, see gateway.api.kept_reasoning.
+        gateway_index: of this process, in the ids of items.
         on_change: is given the response when it begins and when it has ended, before its event is sent.
     """
 
@@ -88,12 +91,16 @@ class ResponseEvents:
         names: TokenNames | None,
         *,
         may_call: bool,
+        packs_reasoning: bool,
+        gateway_index: int,
         on_change: Callable[[dict[str, Any]], None],
     ) -> None:
         self.response = head
         self._tally = tally
         self._names = names
         self._may_call = may_call
+        self._packs_reasoning = packs_reasoning
+        self._gateway_index = gateway_index
         self._on_change = on_change
         self._output: list[dict[str, Any]] = head["output"]
         self._number = 0
@@ -118,11 +125,16 @@ class ResponseEvents:
         events = [*self._begin(), *self._close("incomplete"), *self._end_response("failed", error=_error(error))]
         return b"".join([self._framed(event) for event in events])
 
-    def cancel(self) -> None:
-        """The response ends as it is."""
-        list(self._close("incomplete"))
-        self.response |= {"status": "cancelled"}
-        self._on_change(self.response)
+    @property
+    def running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._number > 0 and self.response["status"] == "in_progress"
+
+    def cancel(self) -> bytes:
+        """The response ends as it is. OpenAI has no event of its own for that: `response.incomplete` is one that
+        readers take for the last, and the response in it says that it was cancelled."""
+        events = [*self._begin(), *self._close("incomplete"), *self._end_response("cancelled", kind="incomplete")]
+        return b"".join([self._framed(event) for event in events])
 
     def _framed(self, event: Event) -> bytes:
         kind, fields = event
@@ -164,10 +176,10 @@ class ResponseEvents:
         else:
             yield from self._end_response("completed", completed_at=int(time.time()))
 
-    def _end_response(self, status: str, **changes: Any) -> Iterator[Event]:
+    def _end_response(self, status: str, *, kind: str | None = None, **changes: Any) -> Iterator[Event]:
         self.response |= {"status": status, "usage": response_usage(self._tally), **changes}
         self._on_change(self.response)
-        yield status, {"response": self.response}
+        yield kind or status, {"response": self.response}
 
     def _reason(self, text: str) -> Iterator[Event]:
         if self._kind != "reasoning":
@@ -228,7 +240,7 @@ class ResponseEvents:
         if kind != "message":
             # What was held back, or belongs to the marks around a call or reasoning, is not shown.
             self._space, self._unshown = "", []
-        self._item = {"id": new_item_id(kind), "type": kind, "status": "in_progress", **fields}
+        self._item = {"id": new_item_id(kind, self._gateway_index), "type": kind, "status": "in_progress", **fields}
         self._output.append(self._item)
         yield "output_item.added", {"output_index": len(self._output) - 1, "item": dict(self._item)}
 
@@ -246,6 +258,8 @@ class ResponseEvents:
             yield "reasoning_text.done", self._place | {"text": text}
             yield "content_part.done", self._place | {"part": _reasoning_part(text)}
             item["content"] = [_reasoning_part(text)]
+            if self._packs_reasoning:
+                item["encrypted_content"] = packed_reasoning(text)
         else:
             yield "function_call_arguments.done", self._item_place | {"name": item["name"], "arguments": text}
             item["arguments"] = text
@@ -278,11 +292,13 @@ def stream_failure(error: PeltonError) -> bytes:
 
 
 def stored_items(items: Iterable[dict[str, Any]]) -> bytes:
-    """Items as they are kept; log-probabilities are of no use to what comes after."""
+    """Items as they are kept: without what is there twice, and log-probabilities, which are of no use later."""
     return kept_json([_bare(item) for item in items])
 
 
 def _bare(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] == "reasoning":
+        return {name: value for name, value in item.items() if name != "encrypted_content"}
     if item["type"] != "message":
         return item
     parts = [{name: value for name, value in part.items() if name != "logprobs"} for part in item["content"]]

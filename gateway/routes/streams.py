@@ -106,11 +106,14 @@ async def fill(
     encoder: Encoder,
     drain: Drain,
     framed: Callable[[StreamLog, bytes], Iterator[bytes]],
+    *,
+    on_cancel: Callable[[], bytes] = bytes,
 ) -> None:
     """Runs a generation into a log. It counts as a request in flight, with or without a connection.
 
     Args:
         framed: makes separate events of what the encoder gives.
+        on_cancel: what the encoder gives last where it is ended on demand.
     """
     error: PeltonError | None = None
     try:
@@ -127,6 +130,7 @@ async def fill(
             except asyncio.CancelledError:
                 error = drain.take_over_cancellation()
                 if error is None:
+                    _append(record, framed(record, on_cancel()))
                     raise
     except PeltonError as refusal:
         error = refusal

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gateway.text.json_schema import MAX_NODES
 from shared.errors import InvalidRequestError
 
 _REFUSED = frozenset(
@@ -24,11 +25,26 @@ def check_strict(schema: Mapping[str, Any], place: str) -> None:
     if "anyOf" in schema or ("$ref" not in schema and root_type != "object"):
         raise _error(place, "", 'with strict, the schema itself must have type "object", and no anyOf')
     nodes: list[tuple[Any, str]] = [(schema, "")]
+    num_nodes = 0
     while nodes:
         node, path = nodes.pop()
+        num_nodes += 1
+        if num_nodes > MAX_NODES:
+            raise _error(place, "", f"it has more than {MAX_NODES} schemas")
         if isinstance(node, dict):
             _check_node(node, place, path)
             nodes.extend((child, path + step) for child, step in _children(node))
+
+
+def is_strict(schema: object) -> bool:
+    """Whether OpenAI would take this with `strict`."""
+    if not isinstance(schema, dict):
+        return False
+    try:
+        check_strict(schema, "")
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _check_node(node: Mapping[str, Any], place: str, path: str) -> None:
@@ -43,7 +59,8 @@ def _check_node(node: Mapping[str, Any], place: str, path: str) -> None:
     required = node.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return
-    missing = [name for name in properties if name not in required]
+    listed = {name for name in required if isinstance(name, str)}
+    missing = [name for name in properties if name not in listed]
     if missing:
         name = missing[0][:64]
         raise _error(place, path, f"with strict, required must list every property; {name!r} is missing")

@@ -18,7 +18,6 @@ from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFi
 from gateway.api.embedding_fields import EmbeddingFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
 from gateway.api.refused import NO_EFFECT, UNSUPPORTED
-from gateway.api.response_fields import REFUSED as REFUSED_BY_RESPONSES
 from gateway.api.response_fields import InputFields, InputTokensFields, ResponseFields
 from gateway.app import ROUTES
 from tests.architecture.source import ROOT
@@ -111,12 +110,6 @@ def test_refused_by_messages():
         for name, why in REFUSED.items()
     }
     assert not set(REFUSED) & set(MessagesFields.__struct_fields__)
-
-
-def test_refused_by_responses():
-    text = DOCUMENT.read_text("utf-8")
-    sentence = text.partition("Refused by name are ")[2].partition(".")[0]
-    assert re.findall(r"`(\w+)`", sentence) == sorted(REFUSED_BY_RESPONSES)
 
 
 def test_nothing_is_both_taken_everywhere_and_refused():

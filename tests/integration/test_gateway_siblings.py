@@ -77,7 +77,12 @@ async def test_what_one_keeps_is_had_from_both(pair):
         assert status == 200 and continued["usage"]["input_tokens"] > made["usage"]["input_tokens"]
         assert (await pair.create(which, key=1, previous_response_id=made["id"]))[0] == 404
         assert (await pair.ask(which, "POST", path + "/cancel"))[0] == 400
+        items = [{"type": "item_reference", "id": made["output"][0]["id"]}, {"role": "user", "content": "more"}]
+        status, referring = await pair.create(which, input=items, store=False)
+        assert status == 200 and referring["usage"]["input_tokens"] > 5
+        assert (await pair.create(which, key=1, input=items))[0] == 404
     assert (await pair.ask(0, "DELETE", path))[1]["deleted"]
+    assert (await pair.create(0, input=items))[0] == 404
     assert {(await pair.ask(which, "GET", path))[0] for which in (0, 1)} == {404}
     status, made = await pair.create(0, background=True)
     status, body = await pair.ask(1, "POST", f"/v1/responses/{made['id']}/cancel")

@@ -35,7 +35,9 @@ def run(deltas: list[TextDelta], *, may_call: bool = True, logprobs: bool = Fals
     """The response, and its events."""
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     names = TokenNames(lambda token_id: bytes([token_id])) if logprobs else None
-    encoder = ResponseEvents(head, Tally(1), names, may_call=may_call, on_change=lambda _: None)
+    encoder = ResponseEvents(
+        head, Tally(1), names, may_call=may_call, packs_reasoning=False, gateway_index=0, on_change=lambda _: None
+    )
     raw = b"".join([*(encoder.encode(0, 0, delta) for delta in deltas), encoder.end()])
     events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -117,7 +119,13 @@ def test_a_failure_keeps_what_there_is():
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     states: list[str] = []
     encoder = ResponseEvents(
-        head, Tally(1), None, may_call=False, on_change=lambda response: states.append(response["status"])
+        head,
+        Tally(1),
+        None,
+        may_call=False,
+        packs_reasoning=False,
+        gateway_index=0,
+        on_change=lambda response: states.append(response["status"]),
     )
     encoder.encode(0, 0, TextDelta(0, "Hel", [1]))
     last = encoder.failed(RateLimitError("Too many.", retry_after=1.0)).split(b"\n\n")[-2]

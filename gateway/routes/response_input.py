@@ -1,0 +1,141 @@
+"""The input of /v1/responses: what it continues and refers to, and the prompt that all of it makes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.params import ChatFields
+from gateway.api.response_fields import InputFields, chat_fields, renamed
+from gateway.api.response_items import REFERENCE, Conversation, input_items
+from gateway.api.response_tools import with_strict, without_strict
+from gateway.keys import GATEWAY_INDEX, IDENTITY, RESPONSES
+from gateway.relay import RELAY
+from gateway.routes.prepared_chat import PreparedChat, SizedChat, size_chat, with_grammar
+from gateway.stores.items import find_items, load_items
+from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
+
+Items = Sequence[Mapping[str, Any]]
+
+
+async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of `input`, references resolved, wherever the items are kept.
+
+    Raises InvalidRequestError, also for an item that is referred to twice, and NotFoundError for a reference to what
+    this key has not stored.
+    """
+    items = input_items(value, request.app[GATEWAY_INDEX])
+    wanted = {item["id"] for item in items if item["type"] == REFERENCE}
+    if not wanted:
+        return items
+    found = await _stored_items(request, wanted)
+    for index, item in enumerate(items):
+        if item["type"] == REFERENCE:
+            place = f"input[{index}].id"
+            if item["id"] not in wanted:
+                message = f"{place} names an item that was referred to before."
+                raise InvalidRequestError(message, param=place, code="duplicate_item")
+            if item["id"] not in found:
+                message = f"There is no stored item with the id that {place} names."
+                raise NotFoundError(message, param=place, code="item_not_found")
+            wanted.discard(item["id"])
+            items[index] = found[item["id"]]
+    return items
+
+
+async def _stored_items(request: web.Request, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
+    owner, relay = request[IDENTITY].key_hash, request.app[RELAY]
+    found = await find_items(request.app[RESPONSES], wanted, owner)
+    elsewhere: dict[int, list[str]] = defaultdict(list)
+    for identifier in wanted:
+        holder = None if relay is None else relay.holder(identifier)
+        if identifier not in found and holder is not None:
+            elsewhere[holder].append(identifier)
+    if relay is not None:
+        for holder, identifiers in elsewhere.items():
+            found |= await relay.items(holder, identifiers, owner)
+    return found
+
+
+async def history_of(request: web.Request, previous: str | None) -> tuple[bytes, ...]:
+    """What a response begins with that continues another, wherever that is kept."""
+    if previous is None:
+        return ()
+    owner, relay = request[IDENTITY].key_hash, request.app[RELAY]
+    holder = None if relay is None else relay.holder(previous)
+    try:
+        if relay is None or holder is None:
+            return request.app[RESPONSES].continued(previous, owner)
+        return await relay.conversation(holder, previous, owner)
+    except NotFoundError:
+        name = "previous_response_id"
+        message = "There is no response with the id that previous_response_id names."
+        raise NotFoundError(message, param=name, code="previous_response_not_found") from None
+
+
+async def prepare(
+    request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
+) -> PreparedChat:
+    """What is asked of the model. From here on `fields.tools` say of each tool whether it is strict.
+
+    A tool that does not say so itself is held to its schema where that is possible, as OpenAI documents.
+    """
+    asked = fields.tools or []
+    fields.tools = with_strict(asked) or None
+    chat, sized = await size(request, fields, model, history, items)
+    try:
+        try:
+            return await with_grammar(request, chat, sized)
+        except InvalidRequestError:
+            relaxed = without_strict(fields.tools or [], asked)
+            if relaxed == (fields.tools or []):
+                raise
+            fields.tools = relaxed
+            chat, sized = await size(request, fields, model, history, items)
+            return await with_grammar(request, chat, sized)
+    except PeltonError as error:
+        raise renamed(error, ()) from None
+
+
+async def size(
+    request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
+) -> tuple[ChatFields, SizedChat]:
+    """The chat request, and its prompt. With `truncation` auto the oldest turns are left out until it fits."""
+    conversation = Conversation(fields.instructions)
+    conversation.add(await load_items(history), "previous_response_id")
+    conversation.add(items, "input[]" if isinstance(fields.input, list) else "input")
+    chat = chat_fields(fields, model, conversation.messages)
+    try:
+        return chat, await size_chat(request, chat)
+    except ContextLengthError as error:
+        starts = conversation.turns() if fields.truncation == "auto" else []
+        if not starts:
+            raise renamed(error, conversation.places) from None
+    except PeltonError as error:
+        raise renamed(error, conversation.places) from None
+    return await _truncated(request, fields, model, conversation, starts)
+
+
+async def _truncated(
+    request: web.Request, fields: InputFields, model: str, conversation: Conversation, starts: Sequence[int]
+) -> tuple[ChatFields, SizedChat]:
+    """With the first of these beginnings from which on the conversation fits, by bisection."""
+    low, high = 0, len(starts) - 1
+    found: tuple[ChatFields, SizedChat] | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        chat = chat_fields(fields, model, conversation.since(starts[middle]))
+        try:
+            found = chat, await size_chat(request, chat)
+        except ContextLengthError as error:
+            if middle == len(starts) - 1:
+                raise renamed(error, ()) from None
+            low = middle + 1
+        else:
+            high = middle - 1
+    if found is None:
+        raise ContextLengthError("The input does not fit the model's context.", param="input")
+    return found

@@ -1,0 +1,207 @@
+"""/v1/responses: items that are sent back, by reference or with reasoning packed, and how strictly tools are held."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.flow.events import TextDelta
+from gateway.text.formats import ModelFormats
+from gateway.text.tools.formats import TOOL_FORMATS
+from tests.fakes.fake_generator import MODEL, SUPPORT
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
+from tests.integration.test_http_responses import ask, create
+
+PACKED = ["reasoning.encrypted_content"]
+THINKING = [
+    TextDelta(0, "", [1], reasoning="Hm, ünïcode\n", num_reasoning_tokens=1),
+    TextDelta(0, "Four.", [2], finish_reason="stop"),
+]
+STRICT = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway() as running:
+        yield running
+
+
+def said(gateway: Gateway) -> list[Any]:
+    """The last conversation."""
+    return gateway.models.entry.pipeline.messages[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_without_a_store_sends_its_reasoning_back(gateway, stream):
+    gateway.generator.script = lambda _: THINKING
+    fields: dict[str, Any] = {"store": False, "include": PACKED, "reasoning": {"summary": "auto"}}
+    if stream:
+        raw = await gateway.stream_raw("/v1/responses", {"model": MODEL, "input": "hi", **fields})
+        events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
+        output = events[-1]["response"]["output"]
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert done == output
+    else:
+        status, body = await create(gateway, **fields)
+        assert status == 200
+        output = body["output"]
+    reasoning, message = output
+    packed = reasoning["encrypted_content"]
+    assert packed.isascii() and "encrypted_content" not in message
+    # As agents do: without what is shown, and without ids.
+    back = {"type": "reasoning", "summary": [], "encrypted_content": packed}
+    items = [{"role": "user", "content": "hi"}, back, message, {"role": "user", "content": "and?"}]
+    assert (await create(gateway, input=items, **fields))[0] == 200
+    turn = said(gateway)[1]
+    assert (turn["role"], turn["content"], turn["reasoning_content"]) == ("assistant", "Four.", "Hm, ünïcode\n")
+    # As it came, too; what is packed counts.
+    both = {**reasoning, "content": [{"type": "reasoning_text", "text": "Something else."}]}
+    assert (await create(gateway, input=[items[0], both, message, items[-1]]))[0] == 200
+    assert said(gateway)[1]["reasoning_content"] == "Hm, ünïcode\n"
+
+
+async def test_reasoning_is_packed_only_where_that_is_asked_for(gateway):
+    gateway.generator.script = lambda _: THINKING
+    assert "encrypted_content" not in (await create(gateway))[1]["output"][0]
+
+
+async def test_what_is_packed_is_kept_once(gateway):
+    gateway.generator.script = lambda _: THINKING
+    made = (await create(gateway, include=PACKED))[1]
+    assert (await ask(gateway, "GET", f"/v1/responses/{made['id']}"))[1] == made
+    second = (await create(gateway, input=[*made["output"], {"role": "user", "content": "x"}]))[1]
+    listed = (await ask(gateway, "GET", f"/v1/responses/{second['id']}/input_items?order=asc"))[1]["data"]
+    assert listed[0]["content"][0]["text"] == "Hm, ünïcode\n" and "encrypted_content" not in listed[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x",
+        "",
+        "gAAAAABo-another-server",
+        "pelton1.",
+        "pelton1.AAAA",
+        "pelton1.ü",
+        "pelton1.=" + "A" * 40,
+        "pelton1." + base64.urlsafe_b64encode(bytes(40)).decode(),
+        7,
+    ],
+)
+async def test_what_cannot_be_unpacked_is_refused(gateway, value):
+    item = {"type": "reasoning", "summary": [], "encrypted_content": value}
+    status, body = await create(gateway, input=[item, {"role": "user", "content": "x"}])
+    assert status == 400 and body["error"]["param"] == "input[0].encrypted_content"
+    whole = isinstance(value, str) and value
+    assert body["error"]["code"] == ("invalid_encrypted_content" if whole else "invalid_type")
+
+
+async def test_a_value_that_was_cut_or_changed_is_refused(gateway):
+    gateway.generator.script = lambda _: THINKING
+    packed = (await create(gateway, include=PACKED))[1]["output"][0]["encrypted_content"]
+    for wrong in (packed[:-4], packed + "AAAA", packed[:10] + ("A" if packed[10] != "A" else "B") + packed[11:]):
+        item = {"type": "reasoning", "summary": [], "encrypted_content": wrong}
+        assert (await create(gateway, input=[item, {"role": "user", "content": "x"}]))[0] == 400
+
+
+async def test_items_are_referred_to(gateway):
+    first = (await create(gateway, input=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]))[1]
+    listed = (await ask(gateway, "GET", f"/v1/responses/{first['id']}/input_items?order=asc"))[1]["data"]
+    references = [
+        {"type": "item_reference", "id": listed[1]["id"]},
+        {"id": first["output"][0]["id"]},
+        {"id": listed[0]["id"], "type": None},
+    ]
+    status, body = await create(gateway, input=[*references, {"role": "user", "content": "three"}])
+    assert status == 200, body
+    assert [message["content"] for message in said(gateway)] == ["two", "Hello", "one", "three"]
+    # What was referred to is input of its own: it can be listed, and referred to again.
+    kept = (await ask(gateway, "GET", f"/v1/responses/{body['id']}/input_items?order=asc"))[1]["data"]
+    assert [item["id"] for item in kept[:3]] == [reference["id"] for reference in references]
+    assert (await ask(gateway, "DELETE", f"/v1/responses/{first['id']}"))[0] == 200
+    assert (await create(gateway, input=[references[0]]))[0] == 200
+    assert (await ask(gateway, "DELETE", f"/v1/responses/{body['id']}"))[0] == 200
+    third = (await create(gateway))[1]
+    assert (await ask(gateway, "DELETE", f"/v1/responses/{third['id']}"))[0] == 200
+    status, body = await create(gateway, input=[{"role": "user", "content": "x"}, {"id": third["output"][0]["id"]}])
+    assert (status, body["error"]["param"], body["error"]["code"]) == (404, "input[1].id", "item_not_found")
+
+
+async def test_tokens_of_references_are_counted(gateway):
+    made = (await create(gateway))[1]["output"][0]["id"]
+    fields = {"input": [{"id": made}, {"role": "user", "content": "x"}]}
+    status, body, _ = await gateway.post("/v1/responses/input_tokens", {"model": MODEL, **fields})
+    assert status == 200
+    assert body["input_tokens"] == (await create(gateway, **fields))[1]["usage"]["input_tokens"]
+
+
+async def test_an_item_is_referred_to_once(gateway):
+    made = (await create(gateway))[1]["output"][0]["id"]
+    status, body = await create(gateway, input=[{"id": made}] * 2)
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "input[1].id", "duplicate_item")
+
+
+async def test_another_keys_items_are_not_there():
+    async with run_gateway(keys=True) as gateway:
+        gateway.headers["Authorization"] = f"Bearer {USER_KEY}"
+        mine = {"id": "msg_mine", "role": "user", "content": "secret"}
+        made = (await create(gateway, input=[mine]))[1]["output"][0]["id"]
+        for identifier in (made, "msg_mine"):
+            body = {"model": MODEL, "input": [{"id": identifier}]}
+            other = {"Authorization": f"Bearer {OTHER_KEY}"}
+            assert (await gateway.post("/v1/responses", body, **other))[0] == 404
+            assert (await gateway.post("/v1/responses", body))[0] == 200
+        own = {"id": "msg_mine", "role": "user", "content": "other"}
+        assert (await gateway.post("/v1/responses", {"model": MODEL, "input": [own]}, **other))[0] == 200
+        assert (await gateway.post("/v1/responses", {"model": MODEL, "input": [{"id": "msg_mine"}]}))[0] == 200
+        assert said(gateway)[0]["content"] == "secret"
+
+
+async def test_what_is_not_stored_cannot_be_referred_to(gateway):
+    made = (await create(gateway, store=False))[1]["output"][0]["id"]
+    assert (await create(gateway, input=[{"id": made}]))[0] == 404
+
+
+@pytest.fixture
+async def calling():
+    async with run_gateway() as running:
+        running.models.entry.formats = ModelFormats(template=SUPPORT, tools=TOOL_FORMATS["hermes"])
+        yield running
+
+
+def tool(name: str, parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": parameters, **fields}
+
+
+async def test_tools_are_strict_where_their_schemas_can_be(calling):
+    tools = [
+        tool("fits", STRICT),
+        tool("fits_null", STRICT, strict=None),
+        tool("not_asked", STRICT, strict=False),
+        tool("optional", {**STRICT, "required": []}),
+        tool("open", {"type": "object", "properties": {}}),
+        tool("none", None),
+    ]
+    status, body = await create(calling, tools=tools)
+    assert status == 200, body
+    assert [one["strict"] for one in body["tools"]] == [True, True, False, False, False, False]
+    grammar = calling.generator.requests[-1].grammar
+    assert grammar and '"a"' in grammar
+
+
+async def test_a_schema_that_no_grammar_can_follow_is_not_enforced_unless_that_is_asked_for(calling):
+    looks_ahead = {**STRICT, "properties": {"a": {"type": "string", "pattern": "^(?=x)x$"}}}
+    status, body = await create(calling, tools=[tool("f", looks_ahead), tool("g", STRICT, strict=True)])
+    assert status == 200, body
+    assert [one["strict"] for one in body["tools"]] == [False, True]
+    status, body = await create(calling, tools=[tool("f", looks_ahead, strict=True)])
+    assert status == 400 and body["error"]["param"] == "tools[0].parameters"
+
+
+async def test_chat_keeps_its_default(calling):
+    function = {"name": "fits", "parameters": STRICT}
+    status, _, _ = await calling.chat(tools=[{"type": "function", "function": function}])
+    assert status == 200 and not calling.generator.requests[-1].grammar

@@ -1,0 +1,164 @@
+"""/v1/responses: what becomes of a response while it runs, when its client leaves, and when it is ended on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from gateway.flow.events import TextDelta
+from gateway.keys import RESPONSES, STREAMS
+from gateway.text.formats import ModelFormats
+from gateway.text.message_parser import ToolCallDelta
+from gateway.text.tools.formats import TOOL_FORMATS
+from shared.errors import WorkerLostError
+from tests.fakes.fake_generator import MODEL, SUPPORT
+from tests.fakes.http_gateway import Gateway, run_gateway
+from tests.integration.test_http_responses import TOOL, ask, create
+
+BODY = {"model": MODEL, "input": "hi", "stream": True}
+
+
+@pytest.fixture
+async def gateway():
+    async with run_gateway() as running:
+        running.generator.script = lambda _: [TextDelta(0, "Hel", [1]), asyncio.Event()]
+        yield running
+
+
+async def next_event(response: aiohttp.ClientResponse) -> Any:
+    raw = await response.content.readuntil(b"\n\n")
+    return orjson.loads(raw.partition(b"data: ")[2])
+
+
+async def read_until(response: aiohttp.ClientResponse, kind: str) -> Any:
+    while (event := await next_event(response))["type"] != kind:
+        pass
+    return event
+
+
+async def ended(gateway: Gateway, identifier: str) -> Any:
+    """The response once it does not run any more."""
+    for _ in range(200):
+        status, body = await ask(gateway, "GET", f"/v1/responses/{identifier}")
+        if status != 200 or body["status"] not in ("queued", "in_progress"):
+            break
+        await asyncio.sleep(0.01)
+    return body
+
+
+async def test_a_streamed_response_is_seen_while_it_runs_and_is_cancelled_where_its_client_leaves(gateway):
+    async with gateway.session.post(gateway.url + "/v1/responses", json=BODY) as response:
+        made = (await next_event(response))["response"]["id"]
+        status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
+        assert (status, body["status"], body["output"]) == (200, "in_progress", [])
+        assert (await create(gateway, previous_response_id=made))[0] == 400
+        assert (await ask(gateway, "POST", f"/v1/responses/{made}/cancel"))[0] == 400
+        assert (await ask(gateway, "GET", f"/v1/responses/{made}/input_items"))[1]["data"][0]["role"] == "user"
+        await read_until(response, "response.output_text.delta")
+        response.close()
+    body = await ended(gateway, made)
+    assert body["status"] == "cancelled" and body["incomplete_details"] is None and body["completed_at"] is None
+    assert body["output"][0]["status"] == "incomplete" and body["output"][0]["content"][0]["text"] == "Hel"
+    assert body["usage"]["output_tokens"] == 1
+    assert await gateway.generations_left() == 0
+    gateway.generator.script = lambda _: [TextDelta(0, "Hello", [1], finish_reason="stop")]
+    assert (await create(gateway, input="and", previous_response_id=made))[0] == 200
+    said = gateway.models.entry.pipeline.messages[-1]
+    assert [message["content"] for message in said] == ["hi", "Hel", "and"]
+
+
+async def test_what_nobody_was_told_of_is_not_kept(gateway):
+    request = asyncio.ensure_future(create(gateway))
+    await asyncio.sleep(0.1)
+    assert gateway.generator.live
+    request.cancel()
+    assert await gateway.generations_left() == 0
+    body = {**BODY, "store": False}
+    async with gateway.session.post(gateway.url + "/v1/responses", json=body) as response:
+        await read_until(response, "response.output_text.delta")
+        response.close()
+    assert await gateway.generations_left() == 0 and len(gateway.app[RESPONSES]) == 0
+
+
+async def test_one_that_is_deleted_while_its_client_reads_goes_on_and_does_not_come_back(gateway):
+    go_on = asyncio.Event()
+    last = TextDelta(0, "lo", [2], finish_reason="stop")
+    gateway.generator.script = lambda _: [TextDelta(0, "Hel", [1]), go_on, last]
+    async with gateway.session.post(gateway.url + "/v1/responses", json=BODY) as response:
+        made = (await next_event(response))["response"]["id"]
+        assert (await ask(gateway, "DELETE", f"/v1/responses/{made}"))[0] == 200
+        go_on.set()
+        assert (await read_until(response, "response.completed"))["response"]["id"] == made
+    assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 404
+    assert len(gateway.app[RESPONSES]) == 0
+
+
+async def test_one_that_fails_is_kept_as_failed(gateway):
+    gateway.generator.script = lambda _: [TextDelta(0, "Hel", [1]), WorkerLostError("The worker died.")]
+    async with gateway.session.post(gateway.url + "/v1/responses", json=BODY) as response:
+        made = (await read_until(response, "response.failed"))["response"]["id"]
+    assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]["error"]["message"] == "The worker died."
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/cancel"), ("DELETE", "")])
+@pytest.mark.parametrize("said", [0, 1])
+async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gateway, method, path, said):
+    gateway.generator.script = lambda _: [*[TextDelta(0, "Hel", [1])] * said, asyncio.Event()]
+    status, body = await create(gateway, background=True)
+    made = body["id"]
+    url = f"{gateway.url}/v1/responses/{made}?stream=true"
+    reading = asyncio.ensure_future(gateway.session.get(url))
+    if said:
+        await read_until(await reading, "response.output_text.delta")
+    else:
+        await asyncio.sleep(0.05)
+    status, answer = await ask(gateway, method, f"/v1/responses/{made}{path}")
+    assert status == 200
+    async with asyncio.timeout(5), await reading as response:
+        raw = await response.read()
+    events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
+    last = events[-1]
+    assert last["type"] == "response.incomplete" and last["response"]["status"] == "cancelled"
+    assert last["response"]["incomplete_details"] is None and last["response"]["usage"]["output_tokens"] == said
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(numbers[0], numbers[0] + len(events)))
+    before = ["output_text.done", "content_part.done", "output_item.done"] if said else ["created", "in_progress"]
+    assert [event["type"].removeprefix("response.") for event in events[:-1]] == before
+    status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
+    assert (status, body) == ((200, answer) if path else (404, body))
+    if path:
+        assert answer == last["response"]
+        assert (await gateway.get(f"/v1/responses/{made}?stream=true"))[1].endswith(raw)
+    else:
+        assert (await gateway.get(f"/v1/responses/{made}?stream=true"))[0] == 404
+        assert made not in gateway.app[RESPONSES]
+
+
+async def test_deleting_leaves_nothing_in_the_stores(gateway):
+    for _ in range(20):
+        made = (await create(gateway, background=True))[1]["id"]
+        assert (await ask(gateway, "DELETE", f"/v1/responses/{made}"))[0] == 200
+    assert await gateway.generations_left() == 0
+    responses, streams = gateway.app[RESPONSES], gateway.app[STREAMS]
+    assert len(responses) == len(streams) == responses.num_bytes == streams.num_bytes == 0
+    assert not responses._deleted and not responses._items
+
+
+async def test_a_call_that_was_cut_off_is_not_gone_on_from(gateway):
+    gateway.models.entry.formats = ModelFormats(template=SUPPORT, tools=TOOL_FORMATS["hermes"])
+    call = ToolCallDelta(0, '{"a', "call_1", "f")
+    gateway.generator.script = lambda _: [
+        TextDelta(0, "Let me.", [1]),
+        TextDelta(0, "", [2], tool_calls=[call], finish_reason="length"),
+    ]
+    status, body = await create(gateway, tools=[TOOL])
+    assert status == 200 and body["status"] == "incomplete"
+    assert [item["type"] for item in body["output"]] == ["message", "function_call"]
+    assert (await create(gateway, input="Go on.", previous_response_id=body["id"]))[0] == 200
+    assert [message["content"] for message in gateway.models.entry.pipeline.messages[-1]] == [
+        "hi", "Let me.", "Go on."
+    ]  # fmt: skip
