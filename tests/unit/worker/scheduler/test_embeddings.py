@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -246,7 +247,7 @@ def test_random_mixtures_with_too_few_pages(seed, depth):
     for number in range(40):
         prompt = PROMPT[: rng.choice((0, 8, 30))] + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 14))]
         sampling = {"max_tokens": rng.randrange(1, 40), "ignore_eos": rng.random() < 0.7}
-        fields = {"salt": rng.choice(SALTS), "priority": rng.choice((0, 0, -1, 2))}
+        fields: dict[str, Any] = {"salt": rng.choice(SALTS), "priority": rng.choice((0, 0, -1, 2))}
         if rng.random() < 0.6:
             fields["pooling"] = rng.choice(("last", "mean"))
         submit = make_submit(f"r{number}", prompt, sampling=sampling, **fields)
