@@ -1,0 +1,92 @@
+"""Embeddings of the default model, behind the real processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.timeout(300)
+
+MODEL = "SmolLM2-135M-Instruct"
+SIMILAR = (
+    ("The cat sleeps on the sofa.", "A kitten is napping on the couch."),
+    ("How do I reset my password?", "I forgot my password and cannot log in."),
+    ("It will rain tomorrow in the mountains.", "Tomorrow's weather in the Alps: rain."),
+    ("The bank raised its interest rates.", "Interest rates were increased by the central bank."),
+)
+TEXTS = [text for pair in SIMILAR for text in pair]
+
+
+def vectors(server: Server, texts: object, **fields: object) -> np.ndarray:
+    with server.client() as client:
+        answer = client.embeddings.create(model=MODEL, input=texts, extra_body=fields)
+    assert [one.index for one in answer.data] == list(range(len(answer.data)))
+    return np.array([one.embedding for one in answer.data])
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_batch_is_its_single_inputs_and_all_have_length_one(server: Server, pooling: str) -> None:
+    texts = [*TEXTS, "a", "word " * 700]
+    batch = vectors(server, texts, pooling=pooling)
+    np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1, atol=1e-6)
+    for text, vector in zip(texts, batch, strict=True):
+        np.testing.assert_allclose(vectors(server, text, pooling=pooling)[0], vector, atol=2e-4)
+    assert np.abs(np.diff(batch, axis=0)).max(axis=1).min() > 0.01
+
+
+def test_similar_texts_are_nearer_than_others(server: Server) -> None:
+    batch = vectors(server, TEXTS, pooling="mean")
+    # A model made for chat has a direction that all its vectors share.
+    centred = batch - batch.mean(axis=0)
+    centred /= np.linalg.norm(centred, axis=1, keepdims=True)
+    likeness = centred @ centred.T
+    np.fill_diagonal(likeness, -1)
+    assert [int(nearest) for nearest in likeness.argmax(axis=1)] == [index ^ 1 for index in range(len(TEXTS))]
+
+
+def test_token_ids_are_the_text_and_options_change_it(server: Server) -> None:
+    status, tokens = server.request("POST", "/tokenize", {"model": MODEL, "prompt": TEXTS[0]}, "sk-one")
+    assert status == 200
+    (by_ids,) = vectors(server, tokens["tokens"])
+    (by_text,) = vectors(server, TEXTS[0])
+    np.testing.assert_allclose(by_ids, by_text, atol=1e-4)
+    (mean,) = vectors(server, TEXTS[0], pooling="mean")
+    assert np.abs(mean - by_text).max() > 0.01
+    (raw,) = vectors(server, TEXTS[0], normalize=False)
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), by_text, atol=1e-5)
+    (short,) = vectors(server, TEXTS[0], dimensions=64)
+    np.testing.assert_allclose(short, raw[:64] / np.linalg.norm(raw[:64]), atol=1e-5)
+    # The last token of a cut text is read at another position, with less before it.
+    (cut,) = vectors(server, TEXTS[0], truncate_prompt_tokens=4)
+    (cut_ids,) = vectors(server, tokens["tokens"][-4:])
+    np.testing.assert_allclose(cut, cut_ids, atol=1e-4)
+
+
+def test_the_whole_context_and_not_a_token_more_by_the_pooling_of_the_worker() -> None:
+    lengths = ("--max-model-len", "64", "--max-num-batched-tokens", "48", "--max-num-seqs", "8")
+    with Server((*lengths, "--pooling", "mean", "--dtype", "float32")) as small:
+        ids = list(range(100, 164))
+        both = vectors(small, [ids, ids[:5]])
+        np.testing.assert_allclose(both, vectors(small, [ids, ids[:5]], pooling="mean"), atol=1e-4)
+        assert np.abs(both - vectors(small, [ids, ids[:5]], pooling="last")).max(axis=1).min() > 0.01
+        status, answer = small.request("POST", "/v1/embeddings", {"model": MODEL, "input": [[5], [*ids, 5]]})
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert answer["error"]["param"] == "input[1]"
+
+
+async def test_chat_goes_on_beside_a_large_batch(server: Server) -> None:
+    async with server.async_client() as client:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        options = {"model": MODEL, "messages": question, "temperature": 0, "max_tokens": 20}
+        alone = (await client.chat.completions.create(**options)).choices[0].message.content
+        inputs = [f"Sentence number {index} of a long list." for index in range(80)]
+        batch = asyncio.create_task(client.embeddings.create(model=MODEL, input=inputs, extra_body={"pooling": "mean"}))
+        answers = []
+        while not batch.done():
+            answers.append((await client.chat.completions.create(**options)).choices[0].message.content)
+        assert len((await batch).data) == 80
+        assert answers[0] == alone and len(answers) > 1
