@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api.kept_reasoning import packed_reasoning, unpacked_reasoning
 from gateway.flow.events import TextDelta
+from shared.errors import InvalidRequestError
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
-_HIDDEN = "hidden:"
-"""Before the thinking in a signature; no digest begins so."""
 INVALID_INPUT = "INVALID_JSON"
 """The key under which a whole answer shows the arguments of a call that are no JSON object; Anthropic's own idiom."""
 
@@ -102,7 +102,7 @@ class BlockFeed:
     def _signature(self) -> str:
         if self._shows_thinking:
             return base64.b64encode(self._digest.digest()).decode()
-        return _HIDDEN + base64.b64encode("".join(self._hidden).encode("utf-8", "replace")).decode()
+        return packed_reasoning("".join(self._hidden))
 
     def _add_text(self, text: str) -> Iterator[BlockNews]:
         if self._kind != TEXT:
@@ -152,11 +152,9 @@ class BlockBuilder:
 
 def hidden_thinking(signature: str) -> str:
     """The thinking that a signature of this server's holds; empty where it is of another kind, or of another server."""
-    if not signature.startswith(_HIDDEN):
-        return ""
     try:
-        return base64.b64decode(signature.removeprefix(_HIDDEN), validate=True).decode()
-    except ValueError:
+        return unpacked_reasoning(signature, "signature")
+    except InvalidRequestError:
         return ""
 
 
