@@ -122,7 +122,7 @@ export class Answer {
     for (const entry of this.entries) {
       const probability = Math.exp(entry.logprob);
       const shade = SHADES.filter((bound) => probability >= bound).length;
-      const button = make("button", { type: "button", className: `p${shade}`, textContent: entry.token });
+      const button = make("button", { type: "button", className: `p${shade}`, textContent: readable(entry.token) });
       button.setAttribute("aria-pressed", "false");
       button.setAttribute("aria-label", `${entry.token}, ${percent(probability)}`);
       button.title = percent(probability);
@@ -139,6 +139,11 @@ export class Answer {
   }
 }
 
+// A piece of a character has no text of its own: the API then names its bytes.
+function readable(token) {
+  return token.replace(/^bytes:(?=\\x)/, "");
+}
+
 function percent(probability) {
   return `${(100 * probability).toFixed(probability < 0.1 ? 2 : 1)} %`;
 }
@@ -150,7 +155,7 @@ function alternatives(entry) {
     make(
       "tr",
       {},
-      make("td", { textContent: JSON.stringify(one.token) }),
+      make("td", { textContent: JSON.stringify(readable(one.token)).replaceAll("\\\\x", "\\x") }),
       make("td", { textContent: percent(Math.exp(one.logprob)) }),
       make("td", { textContent: one.token === entry.token ? "chosen" : "" }),
     ),

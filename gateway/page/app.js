@@ -42,7 +42,10 @@ find("key-form").addEventListener("submit", (event) => {
 });
 
 // Where there is little room, the conversation has it.
-find("parameters-box").open = !matchMedia("(max-width: 50rem)").matches;
+const narrow = matchMedia("(max-width: 50rem)");
+const makeRoom = () => (find("parameters-box").open = !narrow.matches);
+narrow.addEventListener("change", makeRoom);
+makeRoom();
 new Chat();
 find("prompt").focus();
 await loadModels();

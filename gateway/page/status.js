@@ -64,6 +64,7 @@ export class Status {
     const rates = this.#rates("generation_tokens_total");
     const queries = total(samples, "prefix_cache_queries_total");
     const hits = total(samples, "prefix_cache_hits_total");
+    const aborted = total(samples, "request_failures_total", { reason: "abort" });
     const cards = [
       ["Running", total(samples, "num_requests_running")],
       ["Waiting", total(samples, "num_requests_waiting")],
@@ -72,7 +73,8 @@ export class Status {
       ["Prompt tokens/s", (this.#rates("prompt_tokens_total").at(-1) ?? 0).toFixed(1)],
       ["Prefix cache hits", queries ? `${((100 * hits) / queries).toFixed(1)} %` : "none"],
       ["Finished", total(samples, "request_success_total")],
-      ["Failed", total(samples, "request_failures_total") + total(samples, "requests_rejected_total")],
+      ["Stopped by clients", aborted],
+      ["Failed", total(samples, "request_failures_total") - aborted + total(samples, "requests_rejected_total")],
     ];
     find("cards").replaceChildren(
       ...cards.map(([name, value]) =>

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 from tests.fakes.browser import Page
-from tests.fakes.http_gateway import Gateway
 
 _SHOTS = os.environ.get("PAGE_SCREENSHOTS")
 
 
-async def opened(page: Page, gateway: Gateway) -> None:
+class Server(Protocol):
+    """What serves the page."""
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+
+
+async def opened(page: Page, gateway: Server) -> None:
     """Opens it, and waits until it has asked for what it shows first."""
     await page.open(gateway.url + "/")
     await page.until("document.getElementById('version').textContent")
@@ -40,7 +48,7 @@ async def shot(page: Page, name: str, *, narrow: bool = False) -> None:
         await page.screenshot(Path(_SHOTS) / f"{name}{'-narrow' if narrow else ''}-{scheme}.png")
 
 
-def no_surprises(page: Page, gateway: Gateway, *expected: str) -> None:
+def no_surprises(page: Page, gateway: Server, *expected: str) -> None:
     """Fails where anything was asked of another server, or the console has an error but the expected ones."""
     assert {url.split("/")[2] for url in page.urls} == {gateway.url.split("/")[2]}
     assert [problem for problem in page.problems if not any(words in problem for words in expected)] == []

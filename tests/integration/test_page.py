@@ -1,12 +1,9 @@
-"""The page in a browser: a chat, a stop, errors, tools, probabilities, status under load; nothing from outside."""
+"""The page in a browser: a chat, a stop, errors, tools, probabilities; nothing from outside."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
 
 from gateway.flow.events import TextDelta
 from gateway.text.formats import ModelFormats
@@ -14,7 +11,7 @@ from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
-from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
+from tests.fakes.fake_generator import SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import USER_KEY, run_gateway
 from tests.fakes.page import answered, no_surprises, opened, say, shot
@@ -102,44 +99,6 @@ async def test_reasoning_and_tools(page):
         await page.run("document.querySelector('.call + button').click()")
         await answered(page, 2)
         assert await page.run("[...document.querySelectorAll('.assistant .content')].at(-1).textContent") == "It rains."
-        no_surprises(page, gateway)
-
-
-class _Workers:
-    """What a worker would report."""
-
-    def collect(self):
-        for name, value in (("worker_ready", 1), ("num_requests_running", 3), ("kv_cache_usage_perc", 0.25)):
-            family = GaugeMetricFamily(f"pelton:{name}", name, labels=["model_name", "worker"])
-            family.add_metric([MODEL, "0"], value)
-            yield family
-
-
-async def test_status_under_load(page):
-    def script(request):
-        return [step for character in "abcd" * 50 for step in (TextDelta(0, character, [97]), 0.02)]
-
-    workers = CollectorRegistry()
-    workers.register(_Workers())
-    async with run_gateway(FakeGenerator(script), workers=workers) as gateway:
-        load = [asyncio.create_task(gateway.stream_chat()) for _ in range(8)]
-        await until(lambda: len(gateway.generator.live) == 8)
-        await opened(page, gateway)
-        await page.run("document.getElementById('show-status').click()")
-        cards = "Object.fromEntries([...document.querySelectorAll('#cards div')].map(d => d.innerText.split('\\n')))"
-        await page.until(f"{cards}['HTTP in flight'] >= 8")
-        assert await page.run("document.getElementById('ready').textContent") == "Ready"
-        row = await page.run("[...document.querySelectorAll('#workers td')].map(cell => cell.textContent)")
-        assert row == [MODEL, "0", "ready", "3", "0", "25.0 %", "none"]
-        assert len(await page.run("[...document.querySelectorAll('#latencies tr')].map(row => row.textContent)")) == 4
-        await page.until("document.querySelector('#chart path').getAttribute('d').includes('L')")
-        await shot(page, "status")
-        # It is live: the view follows what changes, and asks no more once it is hidden.
-        for task in load:
-            task.cancel()
-        await asyncio.gather(*load, return_exceptions=True)
-        await page.until(f"{cards}['HTTP in flight'] < 8")
-        await page.run("document.getElementById('show-chat').click()")
         no_surprises(page, gateway)
 
 

@@ -1,0 +1,168 @@
+"""The page's status view in a browser, under load: its figures move, and are those of /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import suppress
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.messages import WorkerStats
+from tests.fakes.page import no_surprises, opened, shot
+from tests.fakes.prepared_server import MODEL, PreparedServer
+
+ANSWERS = {"short": "Yes.", "endless": "word " * 20_000}
+NUM_ENDLESS = 24
+NUM_SHORT = 10
+# What the page shows, with the text of /metrics that it has drawn it from.
+RECORD = """
+window.plain = window.fetch;
+window.fetch = async (path, options) => {
+  const response = await window.plain(path, options);
+  if (path === "/metrics") window.metrics = await response.clone().text();
+  return response;
+}; 1
+"""
+SHOWN = """({
+  metrics: window.metrics,
+  ready: document.getElementById("ready").textContent,
+  cards: Object.fromEntries([...document.querySelectorAll("#cards div")].map(card =>
+    [card.firstChild.textContent, card.lastChild.textContent])),
+  workers: [...document.querySelectorAll("#workers td")].map(cell => cell.textContent),
+  latencies: Object.fromEntries([...document.querySelectorAll("#latencies tr")].map(row =>
+    [row.firstChild.textContent, [...row.children].slice(1).map(cell => cell.textContent)])),
+  chart: document.querySelector("#chart path")?.getAttribute("d") ?? "",
+})"""
+
+
+class Load:
+    """Streams, and what a worker reports of them.
+
+    Attributes:
+        num_tokens: that the clients have got.
+    """
+
+    def __init__(self, server: PreparedServer, session: aiohttp.ClientSession) -> None:
+        self._server = server
+        self._session = session
+        self._reporting = asyncio.create_task(self._report())
+        self._streams: list[asyncio.Task[None]] = []
+        self.num_tokens = 0
+
+    def add(self, number: int, question: str) -> list[asyncio.Task[None]]:
+        added = [asyncio.create_task(self._stream(question)) for _ in range(number)]
+        self._streams += added
+        return added
+
+    async def _stream(self, question: str) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "stream": True}
+        async with self._session.post(self._server.url + "/v1/chat/completions", json=body) as response:
+            async for line in response.content:
+                self.num_tokens += b'"content"' in line
+
+    async def _report(self) -> None:
+        while True:
+            counters = {"generation_tokens_total": float(self.num_tokens), "prefix_cache_queries_total": 200.0}
+            counters["prefix_cache_hits_total"] = 50.0
+            running = self._server.worker.num_running
+            self._server.worker.stats = WorkerStats(num_running=running, pages_in_use=512, counters=counters)
+            await asyncio.sleep(0.05)
+
+    async def end_streams(self) -> None:
+        for stream in self._streams:
+            stream.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+
+    async def end(self) -> None:
+        self._reporting.cancel()
+        await self.end_streams()
+        with suppress(asyncio.CancelledError):
+            await self._reporting
+
+
+def totals(text):
+    """The sum of each metric over its labels, and over all but `abort` for failures."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("pelton:")
+            if sample.labels.get("reason") == "abort":
+                name += "_abort"
+            found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+def agrees(shown):
+    """Whether what is shown is what /metrics says."""
+    figures, cards = totals(shown["metrics"]), shown["cards"]
+    hits = 100 * figures["prefix_cache_hits_total"] / max(1, figures["prefix_cache_queries_total"])
+    expected = {
+        "Running": figures["num_requests_running"],
+        "Waiting": figures["num_requests_waiting"],
+        "HTTP in flight": figures["http_requests_in_flight"],
+        "Finished": figures["request_success_total"],
+        "Stopped by clients": figures["request_failures_total_abort"],
+        "Failed": figures["request_failures_total"] + figures.get("requests_rejected_total", 0),
+    }
+    counts = {
+        "First token": figures["time_to_first_token_seconds_count"],
+        "Between tokens": figures["inter_token_latency_seconds_count"],
+        "In the queue": figures["request_queue_time_seconds_count"],
+        "Whole request": figures["e2e_request_latency_seconds_count"],
+    }
+    return (
+        {name: float(cards[name]) for name in expected} == expected
+        and cards["Prefix cache hits"] == (f"{hits:.1f} %" if hits else "none")
+        and {name: float(cells[-1]) for name, cells in shown["latencies"].items()} == counts
+        and shown["ready"] == "Ready"
+        and shown["workers"][:4] == [MODEL, "0", "ready", f"{figures['num_requests_running']:g}"]
+        and shown["workers"][5] == f"{100 * figures['kv_cache_usage_perc']:.1f} %"
+    )
+
+
+async def seen(page, condition):
+    """What is shown once it is as /metrics says, and as is expected beyond that."""
+    for _ in range(200):
+        shown = await page.run(SHOWN)
+        if shown["cards"] and shown["latencies"] and agrees(shown) and condition(shown):
+            return shown
+        await asyncio.sleep(0.05)
+    raise AssertionError(shown)
+
+
+async def test_status_under_load(page):
+    with PreparedServer(ANSWERS, max_num_seqs=64, delay=0.02) as server:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            load = Load(server, session)
+            try:
+                load.add(NUM_ENDLESS, "endless")
+                await opened(page, server)
+                await page.run(RECORD)
+                await page.run("document.getElementById('show-status').click()")
+                first = await seen(page, lambda shown: float(shown["cards"]["Running"]) == NUM_ENDLESS)
+                assert float(first["cards"]["HTTP in flight"]) > NUM_ENDLESS
+                moved = await seen(page, lambda shown: "L" in shown["chart"] and float(shown["cards"]["Tokens/s"]) > 0)
+                assert moved["latencies"]["First token"][-1] == str(NUM_ENDLESS)
+                assert re.fullmatch(r"[\d.]+ (ms|s)", moved["latencies"]["Between tokens"][0])
+                assert moved["workers"][5:] == ["50.0 %", "25.0 %"]
+                await asyncio.gather(*load.add(NUM_SHORT, "short"))
+                after = await seen(page, lambda shown: shown["cards"]["Finished"] == str(NUM_SHORT))
+                for name in ("First token", "Between tokens"):
+                    assert int(after["latencies"][name][-1]) > int(moved["latencies"][name][-1])
+                assert after["chart"].count("L") > moved["chart"].count("L")
+                await shot(page, "status")
+                await shot(page, "status", narrow=True)
+                await load.end_streams()
+                last = await seen(page, lambda shown: shown["cards"]["Stopped by clients"] == str(NUM_ENDLESS))
+                assert (last["cards"]["Running"], last["cards"]["Failed"]) == ("0", "0")
+                # It asks no more once it is hidden.
+                await page.run("document.getElementById('show-chat').click()")
+                asked = len(page.urls)
+                await asyncio.sleep(1.2)
+                assert len(page.urls) <= asked + 1
+                # A busy machine may miss a ping of its worker.
+                no_surprises(page, server, "503 (Service Unavailable)")
+            finally:
+                await load.end()
