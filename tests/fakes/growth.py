@@ -1,13 +1,17 @@
-"""Whether work grows in proportion to what it is done on, told on a machine that may be busy with something else."""
+"""Whether work grows in proportion to what it is done on, told on a machine that may be busy with something else; and
+whether something is kept of work that is over.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
 
+_CONTAINERS = (dict, list, set, deque)
 _ATTEMPTS = 6
 _SLACK = 2.0
 _ROUNDING = 0.01
@@ -39,3 +43,20 @@ def _seconds(work: Callable[[int], object], size: int) -> float:
         return time.thread_time() - began
     finally:
         gc.enable()
+
+
+def held() -> Counter[str]:
+    """What this process holds: how many objects that refer to others, by their type, and how many elements are in
+    containers, where texts, bytes and numbers are.
+    """
+    gc.collect()
+    objects = gc.get_objects()
+    counts = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in objects)
+    counts["elements"] = sum(len(one) for one in objects if type(one) in _CONTAINERS)
+    return counts
+
+
+def expect_nothing_kept(before: Counter[str], after: Counter[str], *, most: int) -> None:
+    """Fails where of some type, or of elements, there are more than `most` that were not there before."""
+    grown = {name: count for name, count in (after - before).items() if count > most}
+    assert not grown, f"kept: {grown}"

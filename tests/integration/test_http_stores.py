@@ -1,0 +1,261 @@
+"""Responses and streams that are kept, under clients that do with them what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+import structlog
+
+import gateway.stores.streams
+from gateway.flow.events import TextDelta
+from gateway.keys import RESPONSES
+from gateway.server import HttpProtocol
+from gateway.stores.responses import ResponseStore
+from gateway.stores.streams import StreamStore
+from shared.errors import RateLimitError, UnavailableError
+from tests.fakes.fake_generator import MODEL, FakeGenerator
+from tests.fakes.growth import expect_nothing_kept, held
+from tests.fakes.http_gateway import Gateway, run_gateway
+from tests.integration.test_http_responses import ask, background, create
+from tests.integration.test_http_resumable import first_events, parsed, resume, text_of
+
+RESUMABLE = {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"resumable": True}}
+
+
+@asynccontextmanager
+async def small_gateway(**options: Any) -> AsyncIterator[Gateway]:
+    """One whose bounds are reached at once."""
+    responses = ResponseStore(max_bytes=200_000, time_to_live=60.0)
+    streams = StreamStore(max_bytes=200_000, grace=0.05)
+    async with run_gateway(responses=responses, streams=streams, **options) as gateway:
+        yield gateway
+
+
+async def leave_stream(gateway: Gateway, path: str, body: dict[str, Any], num_events: int) -> None:
+    """Breaks off behind so many events, or their end."""
+    async with gateway.session.post(gateway.url + path, json=body) as response:
+        assert response.status == 200
+        for _ in range(num_events):
+            if not (await response.content.readline()).strip():
+                break
+        response.close()
+
+
+def endless() -> list[TextDelta | asyncio.Event]:
+    """It begins, and never ends."""
+    return [TextDelta(0, "Hel", [1]), asyncio.Event()]
+
+
+async def stored(gateway: Gateway, _: int) -> None:
+    assert (await create(gateway))[0] == 200
+
+
+async def continued(gateway: Gateway, _: int) -> None:
+    first = (await create(gateway))[1]["id"]
+    second = (await create(gateway, previous_response_id=first))[1]["id"]
+    assert (await ask(gateway, "DELETE", f"/v1/responses/{first}"))[0] == 200
+    assert (await create(gateway, previous_response_id=second))[0] == 200
+
+
+async def in_the_background(gateway: Gateway, _: int) -> None:
+    made = (await create(gateway, background=True))[1]["id"]
+    assert (await gateway.get(f"/v1/responses/{made}?stream=true"))[0] == 200
+
+
+async def deleted_while_it_runs(gateway: Gateway, _: int) -> None:
+    made = await background(gateway, *endless())
+    assert (await ask(gateway, "DELETE", f"/v1/responses/{made}"))[0] == 200
+
+
+async def cancelled(gateway: Gateway, _: int) -> None:
+    made = await background(gateway, *endless())
+    assert (await ask(gateway, "POST", f"/v1/responses/{made}/cancel"))[1]["status"] == "cancelled"
+
+
+async def refused(gateway: Gateway, _: int) -> None:
+    gateway.generator.submit_error = RateLimitError("Full.", retry_after=1.0)
+    assert (await create(gateway, background=True))[0] in (200, 429)
+    assert (await gateway.post("/v1/completions", RESUMABLE))[0] == 429
+    gateway.generator.submit_error = None
+
+
+async def left(gateway: Gateway, number: int) -> None:
+    await leave_stream(gateway, "/v1/completions", RESUMABLE, number % 7)
+    await leave_stream(gateway, "/v1/responses", {"model": MODEL, "input": "x", "stream": True}, number % 7)
+
+
+async def left_for_good(gateway: Gateway, _: int) -> None:
+    gateway.generator.script = lambda _: endless()
+    await leave_stream(gateway, "/v1/completions", RESUMABLE, 1)
+
+
+@pytest.fixture
+def quiet():
+    """Without log lines, which pytest keeps."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    "act", [stored, continued, in_the_background, deleted_while_it_runs, cancelled, refused, left, left_for_good]
+)
+async def test_nothing_is_kept_of_what_is_over(act, monkeypatch):
+    monkeypatch.setattr(gateway.stores.streams, "_SLACK", 0)
+    async with small_gateway() as running:
+
+        async def some(count: int) -> None:
+            for number in range(count):
+                await act(running, number)
+            for _ in range(200):
+                if not running.generator.live and not running.drain.num_in_flight:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # the grace period, and the ends of connections
+            running.generator.generations.clear()
+            running.models.entry.pipeline.messages.clear()
+            running.models.entry.pipeline.template_kwargs.clear()
+
+        await some(140)  # the client keeps the last 128 URLs
+        before, tasks = held(), len(asyncio.all_tasks())
+        await some(100)
+        expect_nothing_kept(before, held(), most=70)
+        assert len(asyncio.all_tasks()) <= tasks and not running.generator.live
+
+
+async def test_a_refused_stream_leaves_nothing():
+    streams = StreamStore(max_bytes=1 << 20, grace=60.0)
+    async with run_gateway(streams=streams) as gateway:
+        gateway.generator.submit_error = RateLimitError("Full.", retry_after=2.0)
+        for _ in range(3):
+            status, body, headers = await gateway.post("/v1/completions", RESUMABLE)
+            assert status == 429 and body["error"]["message"] == "Full." and headers["Retry-After"] == "2"
+        assert len(streams) == 0
+
+
+@pytest.mark.usefixtures("quiet")
+async def test_asking_again_and_again_for_a_stream_that_failed_keeps_nothing():
+    streams = StreamStore(max_bytes=1 << 20, grace=60.0)
+    async with run_gateway(streams=streams) as gateway:
+        gateway.generator.submit_error = UnavailableError("None.")
+        made = (await create(gateway, background=True))[1].get("id", "resp_x")
+        gateway.generator.submit_error = None
+
+        async def some(count: int) -> None:
+            for _ in range(count):
+                status, _ = await ask(gateway, "GET", f"/v1/responses/{made}?stream=true")
+                assert status >= 400
+
+        await some(50)
+        before = held()
+        await some(100)
+        expect_nothing_kept(before, held(), most=70)
+        assert len(streams) == 0
+
+
+async def test_a_thousand_readers_of_one_stream_get_all_of_it():
+    gate = asyncio.Event()
+    steps = [TextDelta(0, "a", [1]), gate, TextDelta(0, "b", [1]), TextDelta(0, "", [], finish_reason="stop")]
+    async with run_gateway(FakeGenerator(lambda _: list(steps)), max_requests=2000) as gateway:
+        identifier, seen = await first_events(gateway, 2)
+        head = f"GET /v1/streams/{identifier} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nLast-Event-ID: "
+        readers = [
+            asyncio.create_task(gateway.raw(f"{head}{index % 3}\r\n\r\n".encode(), timeout=30)) for index in range(1000)
+        ]
+        while gateway.drain.num_in_flight < 1001:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        gate.set()
+        for index, answer in enumerate(await asyncio.gather(*readers)):
+            events = b"".join(answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
+            assert text_of(seen[: index % 3] + parsed(events)) == "ab"
+
+
+async def test_readers_that_do_not_read_hold_little():
+    """The kernel's buffers take some megabytes of each."""
+    steps = [*[TextDelta(0, "x" * 60_000, [1])] * 400, TextDelta(0, "", [], finish_reason="stop")]
+    streams = StreamStore(max_bytes=1 << 29, grace=60.0)
+    async with run_gateway(FakeGenerator(lambda _: list(steps)), streams=streams, write_timeout=60.0) as running:
+        identifier, _ = await first_events(running, 1)
+        assert await running.generations_left() == 0 and streams.num_bytes > 20_000_000
+        sockets = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(4)]
+        for one in sockets:
+            one.sendall(f"GET /v1/streams/{identifier} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        for _ in range(200):
+            if running.drain.num_in_flight == len(sockets) and all(one.writing_paused for one in connections()):
+                break
+            await asyncio.sleep(0.1)
+        waiting = [one.transport.get_write_buffer_size() for one in connections()]
+        for one in sockets:
+            one.close()
+        assert max(waiting) < 400_000
+
+
+def connections() -> list[Any]:
+    """Those of the server that have a request."""
+    every = [one for one in gc.get_objects() if isinstance(one, HttpProtocol)]
+    return [one for one in every if one.transport is not None and one._request_in_progress]
+
+
+@pytest.mark.parametrize("times", [2, 20])
+async def test_cancelling_at_once_from_many_sides_ends_it_once(times):
+    async with run_gateway() as gateway:
+        for seen in range(5):
+            made = await background(gateway, *[TextDelta(0, "Hel", [1])] * seen, asyncio.Event())
+            path = f"/v1/responses/{made}/cancel"
+            answers = await asyncio.gather(*(ask(gateway, "POST", path) for _ in range(times)))
+            assert [(status, body["status"]) for status, body in answers] == [(200, "cancelled")] * times
+            assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
+
+
+async def test_ids_that_nobody_made_find_nothing():
+    async with run_gateway(keys=False) as gateway:
+        made = (await create(gateway))[1]["id"]
+        wrong = [
+            made[:-1],
+            made + "0",
+            made.upper(),
+            "resp_" + "0" * 32,
+            "resp_" + "f" * 32,
+            "..",
+            "%2e%2e",
+            "%00",
+            "x" * 4000,
+        ]
+        for one, (method, path) in itertools.product(wrong, (("GET", ""), ("DELETE", ""), ("POST", "/cancel"))):
+            assert (await ask(gateway, method, f"/v1/responses/{one}{path}"))[0] == 404, (one, method)
+            status, body = await create(gateway, previous_response_id=one)
+            assert (status, body["error"]["param"]) == (404, "previous_response_id")
+            assert (await resume(gateway, one, 1))[0] == 404
+        assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
+
+
+async def test_background_responses_are_bounded_as_others_are():
+    async with run_gateway(max_requests=10) as gateway:
+        for _ in range(9):
+            await background(gateway, asyncio.Event())
+        status, body = await create(gateway, background=True)
+        states = [status, *([body["status"]] if status == 200 else [])]
+        assert len(gateway.generator.live) <= 10
+        assert states in ([429], [200, "queued"])
+        assert (await create(gateway))[0] == 429 or len(gateway.generator.live) == 9
+
+
+async def test_a_shutdown_ends_what_runs_in_the_background():
+    async with run_gateway() as gateway:
+        made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
+        await asyncio.sleep(0.02)
+        gateway.drain.begin()
+        assert not await gateway.drain.wait(0.01)
+        assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
+        stored = orjson.loads(gateway.app[RESPONSES].get(made, b"").body)
+        assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]
