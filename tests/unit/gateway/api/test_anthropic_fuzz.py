@@ -18,6 +18,7 @@ ODD = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
+CLEAR_AT = st.sampled_from([None, "never", "next_user_message"])
 TEXT = st.sampled_from(["x", " ", "\ud7ff"])
 
 
@@ -30,6 +31,8 @@ def conversations(draw: Any) -> list[dict[str, Any]]:
         if draw(st.booleans()):
             said.append({"type": "thinking", "thinking": draw(TEXT), "signature": "s"})
         if draw(st.booleans()):
+            said.append({"type": "redacted_thinking", "data": "opaque"})
+        if draw(st.booleans()):
             said.append({"type": "text", "text": draw(TEXT), "citations": None})
         calls = [f"call_{turn}_{number}" for number in range(draw(st.integers(0, 2)))]
         said += [{"type": "tool_use", "id": call, "name": "f", "input": {"a": draw(TEXT)}} for call in calls]
@@ -39,8 +42,13 @@ def conversations(draw: Any) -> list[dict[str, Any]]:
             {"type": "tool_result", "tool_use_id": call, "content": draw(TEXT), "is_error": draw(st.booleans())}
             for call in calls
         ]
+        if draw(st.booleans()):
+            source = {"type": "text", "media_type": "text/plain", "data": draw(TEXT)}
+            told.append({"type": "document", "source": source, "title": draw(st.none() | TEXT)})
         told.append({"type": "text", "text": draw(TEXT), "cache_control": {"type": "ephemeral"}})
         messages.append({"role": "user", "content": told})
+        if draw(st.booleans()):
+            messages.append({"role": "system", "content": "now", "clear_at": draw(CLEAR_AT)})
     if draw(st.booleans()):
         messages.append({"role": "assistant", "content": "x"})
     return messages
