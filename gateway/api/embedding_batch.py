@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gateway.flow.events import GenerationRequest
-from gateway.flow.requests import GeneratorLike, ReservationLike
-from shared.errors import InternalError, PeltonError
+from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike
+from shared.errors import InternalError, PeltonError, UnavailableError
 from shared.messages import WorkerFacts
 
 T = TypeVar("T")
 
 STEPS_IN_FLIGHT = 4
 """So many full steps of a worker may be under way to it, from here: enough that it never waits for us."""
+RETRIES = 8
+RETRY_SECONDS = 0.25
+"""A worker whose step takes long is not ready for a moment: what a batch has already is not thrown away for that."""
 
 
 class Window:
@@ -92,9 +96,17 @@ async def embed(
 
 async def _embedding(room: ReservationLike, request: GenerationRequest) -> bytes:
     found: bytes | None = None
-    async with room.submit(request) as generation:
+    async with await _submitted(room, request) as generation:
         async for delta in generation:
             found = delta.embedding
     if found is None:
         raise InternalError("The generation ended without an embedding.")
     return found
+
+
+async def _submitted(room: ReservationLike, request: GenerationRequest) -> GenerationLike:
+    for _ in range(RETRIES):
+        with contextlib.suppress(UnavailableError):
+            return room.submit(request)
+        await asyncio.sleep(RETRY_SECONDS)
+    return room.submit(request)

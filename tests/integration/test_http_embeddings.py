@@ -10,10 +10,21 @@ import aiohttp
 import numpy as np
 import pytest
 
+from gateway.api import embedding_batch
 from gateway.api.embedding_inputs import MAX_INPUTS
 from gateway.flow.events import GenerationRequest, TextDelta
-from shared.errors import RateLimitError, WorkerLostError
-from tests.fakes.fake_generator import MODEL, BytePipeline, FakeEntry, FakeGenerator, FakeModels, Step, embed, facts
+from shared.errors import RateLimitError, UnavailableError, WorkerLostError
+from tests.fakes.fake_generator import (
+    MODEL,
+    BytePipeline,
+    FakeEntry,
+    FakeGeneration,
+    FakeGenerator,
+    FakeModels,
+    Step,
+    embed,
+    facts,
+)
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
 from tests.fakes.vectors import HIDDEN_SIZE, decoded, unit_vector, vector_of
@@ -274,18 +285,35 @@ async def test_one_that_fails_ends_the_others():
         assert isinstance(room.outcome, WorkerLostError) and room.closed
 
 
-async def test_one_that_cannot_be_sent_ends_the_others():
-    class Refusing(FakeGenerator):
-        def submit(self, request):
-            if len(self.generations) == 2:
-                raise WorkerLostError("no more")
-            return super().submit(request)
+class Busy(FakeGenerator):
+    """Has no worker for the third and later parts, until it has been asked so many times."""
 
-    generator = Refusing()
+    def __init__(self, refusals: int) -> None:
+        super().__init__()
+        self.refusals = refusals
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if len(self.generations) >= 2 and self.refusals:
+            self.refusals -= 1
+            raise UnavailableError("No worker of the model answers at the moment.")
+        return super().submit(request)
+
+
+async def test_one_that_cannot_be_sent_ends_the_others(monkeypatch):
+    monkeypatch.setattr(embedding_batch, "RETRY_SECONDS", 0.001)
+    generator = Busy(1000)
     generator.embedding_script = lambda _: [60.0]
     async with run_gateway(generator) as gateway:
         assert (await post(gateway, input=["a", "b", "c", "d"]))[0] == 503
         assert not generator.live and generator.reservations[0].closed
+        assert generator.refusals >= 1000 - 2 * (embedding_batch.RETRIES + 1)
+
+
+async def test_a_worker_that_is_busy_for_a_moment_ends_nothing(monkeypatch):
+    monkeypatch.setattr(embedding_batch, "RETRY_SECONDS", 0.001)
+    async with run_gateway(Busy(embedding_batch.RETRIES)) as gateway:
+        status, body = await post(gateway, input=["a", "b", "c", "d"])
+        assert status == 200 and len(body["data"]) == 4
 
 
 async def test_a_client_that_goes_cancels_all():
