@@ -120,78 +120,75 @@ async def test_it_streams_block_by_block_and_each_is_heard_once(page):
         no_surprises(page, gateway)
 
 
-async def test_hostile_answers(page):
-    """Whatever is written: only Markdown's elements come of it, without handlers or styles; nothing is asked for."""
-    generator = random.Random(3)
-    parts = (
+HOSTILE = (
+    *(
         "<img src=x onerror=alert(1)>",
         "![a](https://evil.example/x.png)",
         "[a](javascript:alert(1))",
-        "<style>*{}</style>",
-    )
-    parts += (
-        '[a](https://evil.example/"onclick="x)',
-        "[*](data:text/html,x)",
-        "\n```<script>\n",
-        "`",
-        "**",
-        "\n- ",
-        "\n> ",
-    )
-    parts += (
+        "\0",
+        "<!--",
+        "]]>",
+    ),
+    *('[a](https://evil.example/"onclick="x)', "[*](data:text/html,x)", "\n```<script>\n", "`", "**", "\n- ", "\n> "),
+    *(
         "|a|b|\n|-|-|\n",
         "<a href='javascript:x'>",
         "&#106;avascript:",
         "\u202e",
-        "\0",
-        "<!--",
-        "]]>",
         "\n# ",
         "[a]: x\n",
-    )
-    parts += (
-        "https://evil.example/<b>",
-        "[![b](https://e.example)](https://f.example)",
-        "\n1. ",
-        "[a](vbscript:x)",
-        "\ud800",
-    )
-    texts = ["".join(generator.choices(parts, k=generator.randrange(1, 40))) for _ in range(400)]
+        "<style>*{}</style>",
+    ),
+    *("https://evil.example/<b>", "[![b](https://e.example)](https://f.example)", "\n1. ", "[a](vbscript:x)", "\ud800"),
+)
+# Draws each text a piece at a time; gives the names of the elements and attributes that came of them.
+DRAW = """(async texts => {
+  const { Prose } = await import("/page/prose.js");
+  const seen = new Set();
+  for (const text of texts) {
+    const prose = new Prose(false);
+    document.getElementById("log").append(prose.element);
+    for (let at = 0; at < text.length; at += 7) prose.append(text.slice(at, at + 7));
+    prose.finish();
+    for (const element of prose.element.querySelectorAll("*")) {
+      seen.add(element.tagName);
+      for (const { name, value } of element.attributes) {
+        seen.add(name === "href" ? name + new URL(value).protocol : name);
+      }
+    }
+  }
+  await new Promise(resolve => setTimeout(resolve, 50));
+  return [...seen];
+})"""
+ELEMENTS = {
+    "P",
+    "A",
+    "PRE",
+    "CODE",
+    "DIV",
+    "SPAN",
+    "BUTTON",
+    "UL",
+    "OL",
+    "LI",
+    "BLOCKQUOTE",
+    "STRONG",
+    "BR",
+    "EM",
+    "H3",
+}
+ELEMENTS |= {"TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
+ATTRIBUTES = {"hrefhttps:", "rel", "target", "title", "dir", "class", "type", "aria-label", "scope", "data-language"}
+
+
+async def test_hostile_answers(page):
+    """Whatever is written: only Markdown's elements come of it, without handlers or styles; nothing is asked for."""
+    generator = random.Random(3)
+    texts = ["".join(generator.choices(HOSTILE, k=generator.randrange(1, 40))) for _ in range(400)]
     async with run_gateway() as gateway:
         await opened(page, gateway)
-        seen = await page.run(f"""(async () => {{
-            const {{ Prose }} = await import("/page/prose.js");
-            const seen = new Set();
-            for (const text of {json.dumps(texts)}) {{
-                const prose = new Prose(false);
-                document.getElementById("log").append(prose.element);
-                for (let at = 0; at < text.length; at += 7) prose.append(text.slice(at, at + 7));
-                prose.finish();
-                for (const element of prose.element.querySelectorAll("*")) {{
-                    seen.add(element.tagName);
-                    for (const {{ name, value }} of element.attributes) {{
-                        seen.add(name === "href" ? name + new URL(value).protocol : name);
-                    }}
-                }}
-            }}
-            await new Promise(resolve => setTimeout(resolve, 50));
-            return [...seen];
-        }})()""")
-        elements = {"P", "A", "PRE", "CODE", "DIV", "SPAN", "BUTTON", "UL", "OL", "LI", "BLOCKQUOTE", "STRONG", "BR"}
-        elements |= {"EM", "H3", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
-        attributes = {
-            "hrefhttps:",
-            "rel",
-            "target",
-            "title",
-            "dir",
-            "class",
-            "type",
-            "aria-label",
-            "scope",
-            "data-language",
-        }
-        assert set(seen) <= elements | attributes and {"P", "A", "CODE", "TABLE", "hrefhttps:"} <= set(seen)
+        seen = set(await page.run(f"{DRAW}({json.dumps(texts)})"))
+        assert seen <= ELEMENTS | ATTRIBUTES and {"P", "A", "CODE", "TABLE", "hrefhttps:"} <= seen
         no_surprises(page, gateway)
 
 
