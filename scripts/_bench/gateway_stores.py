@@ -31,6 +31,7 @@ _MOST_GROWTH = 1.03
 _TEXT = "the quick brown fox jumps over the lazy dog "
 _LONG_TEXT = _TEXT * 400
 _ENDLESS = 10_000
+_LONG = 100
 _STREAM_ID = re.compile(rb'"id":"(chatcmpl-[0-9a-f]+)"')
 
 
@@ -85,17 +86,16 @@ async def measure_stores(num_requests: int, *, default_bounds: bool = False) -> 
     """So many responses, then as many streams. Raises BenchError where an answer is not as it must be.
 
     Args:
-        default_bounds: nothing is set, and responses and streams are longer, so that the bounds are reached.
+        default_bounds: nothing is set; responses and streams are a hundred times as long, so that the bounds are reached.
     """
     kept = Kept()
     with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as directory:
         port = free_port()
-        more = () if default_bounds else _SMALL_BOUNDS
+        more, text, length = ((), _LONG_TEXT, _LONG) if default_bounds else (_SMALL_BOUNDS, _TEXT, 1)
         with gateways(Path(directory), port, 1, _TICK, *more) as (pid,):
             await until_ready(port)
-            text = _LONG_TEXT if default_bounds else _TEXT
             await _run(port, pid, num_requests, partial(_respond, text), kept.responses)
-            await _run(port, pid, num_requests, _abandon, kept.streams)
+            await _run(port, pid, num_requests, partial(_abandon, length), kept.streams)
     kept.judge()
     return kept
 
@@ -161,7 +161,7 @@ async def _status(client: Client, identifier: str) -> str:
     return str(orjson.loads(await client.ask(bare("GET", f"/v1/responses/{identifier}")))["status"])
 
 
-async def _abandon(client: Client, turns: Iterator[int]) -> None:
+async def _abandon(length: int, client: Client, turns: Iterator[int]) -> None:
     """Streams that their client leaves at their first, second.. event, or before it; some run on without an end, and to
     some it comes back once, to leave them again.
     """
@@ -169,7 +169,7 @@ async def _abandon(client: Client, turns: Iterator[int]) -> None:
         fields = {
             "model": "fake",
             "messages": [{"role": "user", "content": _TEXT * (1 + number % 5)}],
-            "max_tokens": _ENDLESS if number % 8 == 0 else 1 + number % 7,
+            "max_tokens": _ENDLESS if number % 8 == 0 else length * (1 + number % 7),
             "stream": True,
             "stream_options": {"resumable": True},
         }
