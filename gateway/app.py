@@ -31,6 +31,13 @@ from gateway.api.anthropic_params import ConversationFields, MessagesFields
 from gateway.api.embedding_fields import EmbeddingFields
 from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from gateway.api.query import BetaQuery
+from gateway.api.response_answers import (
+    InputItemsAnswer,
+    InputTokensAnswer,
+    ResponseAnswer,
+    ResponseDeletedAnswer,
+    ResponseEvent,
+)
 from gateway.api.response_fields import InputTokensFields, ItemsQuery, ResponseFields, RetrieveQuery
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
@@ -85,10 +92,28 @@ _SWEEP_SECONDS = 30.0
 
 FOLLOW_UPS = (
     Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
-    Route("GET", "/v1/responses/{id}", get_response, Scope.INFERENCE, streams=True, query=RetrieveQuery),
-    Route("DELETE", "/v1/responses/{id}", delete_response, Scope.INFERENCE),
-    Route("POST", "/v1/responses/{id}/cancel", cancel_response, Scope.INFERENCE),
-    Route("GET", "/v1/responses/{id}/input_items", list_input_items, Scope.INFERENCE, query=ItemsQuery),
+    Route(
+        "GET",
+        "/v1/responses/{id}",
+        get_response,
+        Scope.INFERENCE,
+        None,
+        ResponseAnswer,
+        streams=True,
+        events=ResponseEvent,
+        query=RetrieveQuery,
+    ),
+    Route("DELETE", "/v1/responses/{id}", delete_response, Scope.INFERENCE, None, ResponseDeletedAnswer),
+    Route("POST", "/v1/responses/{id}/cancel", cancel_response, Scope.INFERENCE, None, ResponseAnswer),
+    Route(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        list_input_items,
+        Scope.INFERENCE,
+        None,
+        InputItemsAnswer,
+        query=ItemsQuery,
+    ),
     Route(
         "GET",
         "/v1/streams/{id}",
@@ -126,8 +151,24 @@ ROUTES = (
         TokenCountAnswer,
         query=BetaQuery,
     ),
-    Route("POST", "/v1/responses", create_response, Scope.INFERENCE, ResponseFields, streams=True),
-    Route("POST", "/v1/responses/input_tokens", count_input_tokens, Scope.INFERENCE, InputTokensFields),
+    Route(
+        "POST",
+        "/v1/responses",
+        create_response,
+        Scope.INFERENCE,
+        ResponseFields,
+        ResponseAnswer,
+        streams=True,
+        events=ResponseEvent,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        Scope.INFERENCE,
+        InputTokensFields,
+        InputTokensAnswer,
+    ),
     Route(
         "GET",
         "/v1/models",

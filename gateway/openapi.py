@@ -58,7 +58,7 @@ def describe(routes: Iterable[Route]) -> dict[str, Any]:
     routes = list(routes)
     structs: list[Any] = [ErrorAnswer, AnthropicErrorAnswer]
     for route in routes:
-        kinds = (route.body, route.answer, route.anthropic_answer)
+        kinds = (route.body, route.answer, route.anthropic_answer, route.events)
         structs += [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
     schemas, components = msgspec.json.schema_components(dict.fromkeys(structs), ref_template=_REFERENCE)
     of_struct = dict(zip(dict.fromkeys(structs), schemas))
@@ -124,11 +124,10 @@ def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     else:
         content = _json([schemas[kind] for kind in (route.answer, route.anthropic_answer) if kind is not None])
     if route.streams:
-        content[_STREAM] = {}
+        # OpenAPI 3.1 has no words for the events of a stream.
+        content[_STREAM] = {} if route.events is None else {"x-event-data": schemas[route.events]}
     responses: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
-    if route.method == "POST" and route.body is None:
-        return {**responses, "default": {"description": "It failed."}}
-    if route.answer == _STREAM:
+    if route.answer == _STREAM or (route.streams and route.method == "GET"):
         responses["204"] = {"description": "Nothing will follow."}
     statuses = {*_ALWAYS, *route.failures}
     if route.scope is not Scope.PUBLIC:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from types import UnionType
 
 import msgspec
 from aiohttp import web
@@ -22,6 +23,7 @@ class Route:
         body: the struct that decodes the request.
         answer: the struct that describes the response, or its media type; None: a JSON object.
         streams: the response may be an event stream instead.
+        events: the structs of that stream's data; None: they are not described.
         headers: that are read beside those of every route.
         failures: statuses that its scope and its body do not explain.
         anthropic_answer: the struct of the response to those who send the header anthropic-version, on a route that
@@ -37,6 +39,7 @@ class Route:
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | str | None = None
     streams: bool = False
+    events: UnionType | None = None
     headers: tuple[str, ...] = ()
     failures: tuple[int, ...] = ()
     anthropic_answer: type[msgspec.Struct] | None = None

@@ -62,10 +62,11 @@ def response_head(fields: ResponseFields, identifier: str, created: int, tier: s
 
 
 def response_usage(tally: Tally) -> dict[str, Any]:
-    """OpenAI's usage object of a response."""
+    """OpenAI's usage object of a response. It counts what is written to the cache since that costs more there; here
+    every prefix is cached and nothing is counted."""
     return {
         "input_tokens": tally.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": tally.num_cached_tokens},
+        "input_tokens_details": {"cached_tokens": tally.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": tally.num_completion_tokens,
         "output_tokens_details": {"reasoning_tokens": tally.num_reasoning_tokens or 0},
         "total_tokens": tally.num_prompt_tokens + tally.num_completion_tokens,

@@ -61,6 +61,15 @@ BESIDES = {
 """What must be there though no schema says so."""
 
 
+STREAMED = DOCUMENT["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+EVENTS = set(STREAMED["x-event-data"]["discriminator"]["mapping"])
+WITH_QUERY = [
+    (method, path)
+    for method, path in OPERATIONS
+    if any(parameter["in"] == "query" for parameter in DOCUMENT["paths"][path][method].get("parameters", ()))
+]
+
+
 def body_schema(path, method):
     content = DOCUMENT["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
     return DOCUMENT["components"]["schemas"][content["$ref"].rpartition("/")[2]]
@@ -171,6 +180,43 @@ def test_undeclared_fields_are_refused(url, method, path, name, value):
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)
 def test_what_is_not_declared_is_refused(url, schema, method, path):
     _draw(url, schema, method, path, GenerationMode.NEGATIVE, EXAMPLES)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted({*WITH_QUERY} - {*WITH_BODY}))
+def test_wrong_queries_are_answered_as_declared(url, schema, method, path):
+    """Not all are refused: what they are about is mostly not there."""
+    checks = [check for check in CHECKS if check is not negative_data_rejection]
+
+    @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(case=schema[path][method.upper()].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def draw(case):
+        case.validate_response(case.call(base_url=url, headers=HEADERS), checks=checks)
+
+    draw()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_answers_about_a_stored_response_are_as_declared(url, schema, background):
+    body = {"model": MODEL, "input": "hi", "background": background}
+    made = requests.post(f"{url}/v1/responses", json=body, headers=HEADERS, timeout=20).json()
+
+    def ask(method, path, status, **query):
+        case = schema["/v1/responses/{id}" + path][method].Case(path_parameters={"id": made["id"]}, query=query)
+        response = case.call(base_url=url, headers=HEADERS)
+        assert response.status_code == status, response.text
+        case.validate_response(response, checks=CHECKS)
+        return response
+
+    ask("GET", "", 200)
+    if background:
+        raw = ask("GET", "", 200, stream="true").content
+        kinds = [block.partition(b"\n")[0].removeprefix(b"event: ").decode() for block in raw.split(b"\n\n")[:-1]]
+        assert set(kinds) <= EVENTS and kinds[-1] == "response.completed"
+        ask("GET", "", 204, stream="true", starting_after=len(kinds) - 1)
+    assert ask("GET", "/input_items", 200, limit=1, order="asc").json()["data"]
+    ask("POST", "/cancel", 200 if background else 400)
+    ask("DELETE", "", 200)
+    ask("DELETE", "", 404)
 
 
 def test_the_document_is_valid(schema):

@@ -31,13 +31,24 @@ DELTAS = [
 ]
 
 
-def run(deltas: list[TextDelta], *, may_call: bool = True, logprobs: bool = False) -> tuple[dict[str, Any], list[Any]]:
-    """The response, and its events."""
+def encoder_of(*, may_call: bool = True, logprobs: bool = False, packs_reasoning: bool = False) -> ResponseEvents:
+    """An encoder of a response to one word."""
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     names = TokenNames(lambda token_id: bytes([token_id])) if logprobs else None
-    encoder = ResponseEvents(
-        head, Tally(1), names, may_call=may_call, packs_reasoning=False, gateway_index=0, on_change=lambda _: None
+    return ResponseEvents(
+        head,
+        Tally(1),
+        names,
+        may_call=may_call,
+        packs_reasoning=packs_reasoning,
+        gateway_index=0,
+        on_change=lambda _: None,
     )
+
+
+def run(deltas: list[TextDelta], *, may_call: bool = True, logprobs: bool = False) -> tuple[dict[str, Any], list[Any]]:
+    """The response, and its events."""
+    encoder = encoder_of(may_call=may_call, logprobs=logprobs)
     raw = b"".join([*(encoder.encode(0, 0, delta) for delta in deltas), encoder.end()])
     events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
