@@ -16,9 +16,9 @@ EXPECTED = {"MODEL": MODEL, "HELLO": HELLO, "WEATHER": json.dumps(WEATHER), "PER
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("name", ["openai.test.mjs", "responses.test.mjs", "anthropic.test.mjs", "ai_sdk.test.mjs"])
+@pytest.mark.parametrize("name", ["openai", "responses", "anthropic", "ai_sdk", "ai_anthropic"])
 def test_client(node, server, name):
-    node(name, SERVER=server.url, KEY=KEY, **EXPECTED)
+    node(f"{name}.test.mjs", SERVER=server.url, KEY=KEY, **EXPECTED)
 
 
 def test_retries(node):
