@@ -64,15 +64,18 @@ class Vocabulary:
     Attributes:
         tokens: by id, as in the file.
         special_ids: ids of control tokens.
-        bos_token_id: None where the file declares none.
-        add_bos_token: whether a plain text begins with it.
+        bos_token_id, eos_token_id: None where the file declares none.
+        add_bos_token, add_eos_token: whether a plain text begins and ends with them. Models that are made for
+            embeddings end theirs so: that token's state is the vector.
     """
 
     tokens: StringArray
     special_ids: list[int]
     user_defined_ids: list[int]
     bos_token_id: int | None
+    eos_token_id: int | None
     add_bos_token: bool
+    add_eos_token: bool
 
 
 def read_vocabulary(file: GGUFFile) -> Vocabulary:
@@ -89,12 +92,15 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     model = fields.text("tokenizer.ggml.model")
     default_bos = model == "llama" or (model == "gpt2" and _pre_tokenizer(fields).add_bos)
     bos = fields.optional_integer("tokenizer.ggml.bos_token_id", high=len(tokens) - 1)
+    eos = fields.optional_integer("tokenizer.ggml.eos_token_id", high=len(tokens) - 1)
     return Vocabulary(
         tokens=tokens,
         special_ids=[int(i) for i in np.flatnonzero(types == _CONTROL)],
         user_defined_ids=[int(i) for i in np.flatnonzero(types == _USER_DEFINED)],
         bos_token_id=bos,
+        eos_token_id=eos,
         add_bos_token=bos is not None and fields.boolean("tokenizer.ggml.add_bos_token", default_bos),
+        add_eos_token=eos is not None and fields.boolean("tokenizer.ggml.add_eos_token", False),
     )
 
 
@@ -147,16 +153,23 @@ def _pre_tokenizer(fields: Fields) -> _PreTokenizer:
     return known
 
 
-def _bos_template(vocabulary: Vocabulary) -> dict[str, Any]:
-    """A post-processor that puts the beginning-of-text token in front."""
-    bos_id = vocabulary.bos_token_id
-    bos = vocabulary.tokens[bos_id] if bos_id is not None else ""
+def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """A post-processor that puts the tokens around a text that the model wants there; None where it wants none."""
+    begin = [vocabulary.bos_token_id] if vocabulary.add_bos_token else []
+    end = [vocabulary.eos_token_id] if vocabulary.add_eos_token else []
+    texts = {token_id: vocabulary.tokens[token_id] for token_id in (*begin, *end) if token_id is not None}
+    if not texts:
+        return None
+    before, after = (
+        [{"SpecialToken": {"id": texts[token_id], "type_id": 0}} for token_id in ids if token_id is not None]
+        for ids in (begin, end)
+    )
     first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, first],
-        "pair": [{"SpecialToken": {"id": bos, "type_id": 0}}, first, second],
-        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        "single": [*before, first, *after],
+        "pair": [*before, first, second, *after],
+        "special_tokens": {text: {"id": text, "ids": [token_id], "tokens": [text]} for token_id, text in texts.items()},
     }
 
 
@@ -177,7 +190,7 @@ def _byte_level(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> dict[
     return {
         "normalizer": {"type": pre.normalizer} if pre.normalizer else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": _bos_template(vocabulary) if vocabulary.add_bos_token else post,
+        "post_processor": _template(vocabulary) or post,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -211,7 +224,7 @@ def _sentencepiece(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> di
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*normalizers, replace]},
         "pre_tokenizer": None,
-        "post_processor": _bos_template(vocabulary) if vocabulary.add_bos_token else None,
+        "post_processor": _template(vocabulary),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",

@@ -209,6 +209,19 @@ def test_sentencepiece_without_a_space_prefix(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello world"
 
 
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_text_ends_with_the_end_token_where_the_file_says_so(tmp_path: Path, add_bos: bool) -> None:
+    tokenizer, vocab = _spm_tokenizer(tmp_path, add_bos_token=add_bos, add_eos_token=True)
+    ids = _sentencepiece_ids("hello world", vocab)
+    assert tokenizer.encode("hello world").ids == [*([1] if add_bos else []), *ids, 2]
+    assert tokenizer.encode("hello world", add_special_tokens=False).ids == ids
+    with GGUFFile(default_model_path()) as file:
+        file.metadata["tokenizer.ggml.add_eos_token"] = True
+        byte_level = Tokenizer.from_buffer(convert_tokenizer(file, read_vocabulary(file)))
+    end = file.metadata["tokenizer.ggml.eos_token_id"]
+    assert byte_level.encode("hi").ids == [*byte_level.encode("hi", add_special_tokens=False).ids, end]
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
