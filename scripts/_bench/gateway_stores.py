@@ -86,7 +86,7 @@ async def measure_stores(num_requests: int, *, default_bounds: bool = False) -> 
     """So many responses, then as many streams. Raises BenchError where an answer is not as it must be.
 
     Args:
-        default_bounds: nothing is set; responses and streams are a hundred times as long, so that the bounds are reached.
+        default_bounds: nothing is set; responses and streams are so much longer that the bounds are reached.
     """
     kept = Kept()
     with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as directory:
