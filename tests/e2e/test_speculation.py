@@ -128,7 +128,8 @@ class Engine:
         self.counters = self._scheduler.counters
         controller = self._scheduler._speculator._controller
         if forced:
-            self._scheduler._speculator._pause.holds = lambda: False  # type: ignore[method-assign]
+            for pause in self._scheduler._speculator._pauses:
+                pause.learn = lambda *_: None  # type: ignore[method-assign]
             controller.choose = verify_all  # type: ignore[method-assign]
             controller.num_to_draft = lambda *_: MAX_DRAFTS  # type: ignore[method-assign]
             controller.catch_up_pays = lambda *_: True  # type: ignore[method-assign]

@@ -219,8 +219,6 @@ class FakeExecutor:
         for position in range(drafted.start, end):
             self._draft_pages[table[position // size]][position % size] = row.tokens[position]
         assert end + drafted.num_drafts - 1 < len(table) * size, "drafts have no place"
-        for position in range(end, end + drafted.num_drafts - 1):
-            self._draft_pages[table[position // size]][position % size] = None
         return drafted.num_drafts
 
     def _draft(self, drafted: DraftedRow) -> DraftedTokens:
@@ -229,6 +227,10 @@ class FakeExecutor:
         for _ in range(drafted.num_drafts):
             token = next_token(tokens, row.num_prompt_tokens, row.sampling, row.choice)
             tokens.append(token if sum(tokens) % 3 else POISON_TOKEN_ID)
+        # It reads what it proposes, but for the last.
+        table, size = row.tables[0], self._page_size
+        for position in range(len(row.tokens), len(tokens) - 1):
+            self._draft_pages[table[position // size]][position % size] = tokens[position]
         return DraftedTokens(drafted.row, tokens[len(row.tokens) :], [0.9] * drafted.num_drafts)
 
     def _write(self, item: ScheduledTokens, corrupted: bool) -> list[tuple[int, int, int]]:

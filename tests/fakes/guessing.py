@@ -35,7 +35,8 @@ class Guesses:
         self._draft_model = draft_model
         self._guess_from = speculator._guess
         speculator._guess = self.guess  # type: ignore[method-assign]
-        speculator._pause.holds = lambda: False  # type: ignore[method-assign]
+        for pause in speculator._pauses:
+            pause.learn = lambda *_: None  # type: ignore[method-assign]
         controller = speculator._controller
         controller.choose = self.choose  # type: ignore[method-assign]
         controller.num_to_draft = lambda *_: self._rng.randrange(MAX_DRAFTS + 1)  # type: ignore[method-assign]

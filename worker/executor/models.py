@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.errors import ConfigurationError
 from shared.log import get_logger
 from shared.settings import WorkerSettings
 from worker.executor.compile_process import CompileProcess
@@ -49,11 +50,16 @@ def load_models(
     parallel: ParallelContext,
     beside: CompileProcess | None = None,
 ) -> Models:
-    """Reads this rank's weights of both models. Raises ConfigurationError where they do not fit."""
+    """Reads this rank's weights of both models. Raises ConfigurationError where they do not fit, or the draft model's
+    keys cannot be stored as the settings say."""
     with weights_must_fit(device, settings):
         target = load_decoder(settings, files, device.torch_device, parallel, beside)
     if draft_files is None:
         return Models(target, parallel)
+    try:
+        resolve_kv_format(settings, draft_files.spec.head_dim)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the speculative-model {draft_files.default_name} cannot be used: {error}") from error
     max_model_len = min(target.max_model_len, draft_files.spec.max_position)
     with weights_must_fit(device, settings, draft_files.default_name):
         draft = load_decoder(settings, draft_files, device.torch_device, ParallelContext(), max_model_len=max_model_len)

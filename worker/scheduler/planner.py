@@ -135,7 +135,8 @@ class Planner:
         self._make_way()
         builder = PlanBuilder(self._num_steps, self._kv.page_size)
         speculator = self._speculator
-        if speculator is not None and speculator.has_draft_model and self._draft(builder, speculator):
+        asks = speculator is not None and speculator.asks_draft_model(len(self._running))
+        if speculator is not None and asks and self._draft(builder, speculator):
             self._num_steps += 1
             return builder.launch()
         behind, preempted = self._schedule_decoding(builder)

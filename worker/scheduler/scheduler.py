@@ -82,7 +82,7 @@ class Scheduler:
         self.budget = StepBudget(target_ms=config.target_step_ms, max_tokens=config.max_num_batched_tokens)
         self._speculator: Speculator | None = None
         if speculation is not None:
-            self._speculator = Speculator(speculation, kv, self.counters)
+            self._speculator = Speculator(speculation, kv, self.counters, target_ms=config.target_step_ms)
         self._planner = Planner(
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=config.eos_token_ids,

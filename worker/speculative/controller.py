@@ -11,6 +11,7 @@ they lose they are rare, and all of them together cost no more than that share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from worker.scheduler.budget import CostTable
@@ -41,7 +42,8 @@ _LEAST_GAIN = 0.02
 """Tokens with less chance of being reached and accepted are not considered."""
 
 PATIENCE = 1.05
-"""No row may become slower than without drafts by more than this factor, which is noise."""
+"""No row may become slower than without drafts by more than this factor, which is noise; and one that is behind already
+not at all."""
 
 _FIRST_GAP = 8
 _LAST_GAP = 2048
@@ -56,6 +58,15 @@ _DRAFT_OVERHEAD = 1.0
 _CATCH_UP_UNKNOWN = 512
 """Tokens that a draft model may read while it is not known how fast it reads, and whether it pays."""
 
+_FIRST_READING, _LEAST_READING = 64, 8
+"""Tokens that a step of the draft model reads while it is not known how fast it reads, and however slow it is."""
+
+_LEAST_SHARE = 0.25
+"""Part of a step that either proposing or reading takes at least, where only the other is known."""
+
+_SLOW_MOMENT = 2.0
+"""Times as long as expected that a step of the draft model is believed to have kept others waiting."""
+
 
 class Controller:
     """Chooses for the whole batch, each step; knows nothing about requests.
@@ -67,15 +78,21 @@ class Controller:
 
     Attributes:
         last_ratio: what the step that was chosen last is expected to take, beside one without drafts.
+        drafting_gain: by how much faster steps are expected to be with what `num_to_draft` said last, as a share; 0
+            where nothing is to be drafted, or nobody knows.
     """
 
     def __init__(self, max_drafts: int) -> None:
         self.last_ratio = 1.0
+        self.drafting_gain = 0.0
         self._max_drafts = max_drafts
         self._costs = RowCosts()
-        # Relative to RowCosts.level, for the same reason as its shape.
+        # Relative to RowCosts.level, for the same reason as its shape: what a token for each of so many rows takes, and
+        # what it takes to read so many.
         self._drafting = CostTable(lean_low=True)
-        self._reading_ms: float | None = None
+        self._reading = CostTable(lean_low=True)
+        # By steps of the draft model since somebody asked.
+        self._waited_ms = 0.0
         self._credit: float | None = None
         self._gap = _FIRST_GAP
         self._since_trial = _FIRST_GAP
@@ -85,6 +102,10 @@ class Controller:
     def observe(self, num_rows: int, milliseconds: float) -> None:
         """What a step of so many rows, drafts included and no prompt tokens, took."""
         self._costs.observe(num_rows, milliseconds)
+        self._since_trial += 1
+        # Not before a count's cost is sure: the very first steps may be far slower than any later.
+        if self._credit is not None or self._costs.is_sure(num_rows):
+            self._earn(min(milliseconds, self._costs.read(num_rows, 0)[0]))
 
     def choose(
         self, proposals: Sequence[Proposal | None], num_rows: int, room: int, credit: Sequence[float] = ()
@@ -104,7 +125,6 @@ class Controller:
         costs = self._costs.read(num_rows, max(limit, 0))
         if num_rows <= 0 or not costs:
             return counts
-        self._earn(costs[0])
         if limit <= 0:
             return counts
         # tokens[m]: expected with the m drafts that are likeliest to be accepted.
@@ -113,7 +133,8 @@ class Controller:
             tokens.append(tokens[-1] - gain)
         # Where fewer are proposed than the grid is wide: all of them.
         candidates = [num for num in range(1, limit + 1) if on_grid(num_rows + num)] or [limit]
-        bearable = _bearable(gains, candidates, [1.0 + one for one in credit] or [1.0] * len(proposals), costs)
+        own = [_own_tokens(one) for one in credit] or [1.0] * len(proposals)
+        bearable = _bearable(gains, candidates, own, costs)
         chosen = self._num_to_verify(num_rows, tokens, costs, candidates, bearable)
         self.last_ratio = costs[chosen] / costs[0]
         for _, index in gains[:chosen]:
@@ -197,71 +218,146 @@ class Controller:
 
     # The draft model.
 
-    def observe_draft(self, num_rows: int, num_tokens_each: int, milliseconds: float) -> None:
-        """What a step of the draft model took that proposed so many tokens for each of num_rows rows."""
-        if num_rows > 0 and num_tokens_each > 0 and milliseconds > 0.0:
-            each = milliseconds / (num_tokens_each + _DRAFT_OVERHEAD)
-            self._drafting.observe(num_rows, each / self._costs.level)
+    def observe_drafting(self, num_rows: int, num_tokens_each: int, num_read: int, milliseconds: float) -> None:
+        """What a step of the draft model took.
 
-    def observe_catch_up(self, num_tokens: int, milliseconds: float) -> None:
-        """What a step of the draft model took that only read so many tokens."""
-        if num_tokens > 0 and milliseconds > 0.0:
-            each = milliseconds / num_tokens
-            self._reading_ms = (
-                each if self._reading_ms is None else min(each, self._reading_ms + 0.25 * (each - self._reading_ms))
-            )
+        Args:
+            num_rows, num_tokens_each: it proposed so many tokens for each of so many rows.
+            num_read: tokens that it read for other than these, or more than a few at a time.
+        """
+        if not milliseconds > 0.0:
+            return
+        proposing_ms, reading_ms = self._proposing_ms(num_rows, num_tokens_each), self._reading_ms(num_read)
+        waited_ms = milliseconds
+        if proposing_ms is not None and reading_ms is not None:
+            waited_ms = min(milliseconds, _SLOW_MOMENT * (proposing_ms + reading_ms))
+            share = proposing_ms / (proposing_ms + reading_ms)
+        elif reading_ms is not None:
+            share = max(1.0 - reading_ms / milliseconds, _LEAST_SHARE)
+        else:
+            share = min((proposing_ms or 0.0) / milliseconds, 1.0 - _LEAST_SHARE)
+        each_ms = milliseconds / self._costs.level
+        if num_rows and share:
+            self._drafting.observe(num_rows, share * each_ms / (num_tokens_each + _DRAFT_OVERHEAD))
+        if num_read:
+            self._reading.observe(num_read, (1.0 - share) * each_ms)
+        self._waited_ms += waited_ms
 
-    def num_to_draft(self, num_wanting: int, num_rows: int, chances: Sequence[float]) -> int:
+    def _proposing_ms(self, num_rows: int, num_tokens_each: int) -> float | None:
+        """None where it is not known."""
+        each = self._drafting.cost(num_rows) if num_rows else 0.0
+        return None if each is None else each * self._costs.level * (num_tokens_each + _DRAFT_OVERHEAD)
+
+    def _reading_ms(self, num_tokens: int) -> float | None:
+        """None where it is not known."""
+        cost = self._reading.cost(num_tokens) if num_tokens else 0.0
+        return None if cost is None else cost * self._costs.level
+
+    def take_wait(self, num_rows: int) -> float:
+        """How long all have waited for the draft model since this was asked last, in steps of so many rows."""
+        if not self._waited_ms:
+            return 0.0
+        costs = self._costs.read(num_rows, 0)
+        waited_ms, self._waited_ms = self._waited_ms, 0.0
+        return waited_ms / costs[0] if costs else 0.0
+
+    def num_to_read(self, most: int, target_ms: float) -> int:
+        """Tokens up to `most` that a step of the draft model may read and stay within so many milliseconds, as far as
+        that was measured."""
+        if not self._reading.largest:
+            return min(most, _FIRST_READING)
+        within = self._reading.count_within(target_ms / self._costs.level, most)
+        return min(most, max(within, _LEAST_READING))
+
+    def num_to_draft(
+        self,
+        num_wanting: int,
+        num_rows: int,
+        chances: Sequence[float],
+        poorest: Sequence[float] = (),
+        others: float = math.inf,
+        num_unread: int = 0,
+    ) -> int:
         """How many tokens the draft model shall propose for each row that wants some; 0: it shall not run.
 
         Args:
             num_wanting: rows that have no other proposal.
             num_rows: all rows of the next step, without drafts.
             chances: what to expect of the tokens, as in a Proposal: the mean over those rows.
+            poorest: the least chances of those among them that are behind what they would be without drafts.
+            others: the least credit, as in `choose`, of rows that only wait; infinite: there are none.
+            num_unread: tokens that it would read first, beyond some for each row.
         """
+        self.drafting_gain = 0.0
         most = min(len(chances), self._max_drafts)
         costs = self._costs.read(num_rows, num_wanting * most)
         if num_wanting <= 0 or most == 0 or not costs:
             return 0
-        self._since_trial += 1
-        none = num_rows / costs[0]
-        each = self._drafting.cost(num_wanting)
-        each_ms = None if each is None else each * self._costs.level
+        bearable = _bearable_ms(costs[0], most, poorest, others)
+        best, hoped, speedup, hoped_speedup = self._weigh(num_wanting, num_rows, chances[:most], costs, bearable)
+        proposing_ms = self._proposing_ms(num_wanting, hoped or 1)
+        if proposing_ms is not None:
+            self._saved_ms = (1.0 - 1.0 / speedup) * costs[0] / num_rows
+        self.drafting_gain = speedup - 1.0
+        if hoped == best and best:
+            self._gap = _FIRST_GAP
+            return best
+        # More than is known to pay; or nothing to hope for: a single token, to see whether that is still so. What
+        # verifying them may lose is for `choose` to weigh.
+        loss_ms = costs[0] * _UNSEEN_SLOPE if proposing_ms is None else proposing_ms
+        if best:
+            loss_ms -= self._proposing_ms(num_wanting, best) or 0.0
+        elif num_unread:
+            loss_ms += self._reading_ms(num_unread) or 0.0
+        if not self._try_draft(loss_ms, is_hopeful=hoped > 0, is_known=proposing_ms is not None):
+            return best
+        self.drafting_gain = hoped_speedup - 1.0
+        return hoped or 1
+
+    def _weigh(
+        self,
+        num_wanting: int,
+        num_rows: int,
+        chances: Sequence[float],
+        costs: Sequence[float],
+        bearable_ms: Sequence[float],
+    ) -> tuple[int, int, float, float]:
+        """The number that is best by what is known, the best if counts that were never measured cost little, and by
+        what factor each is faster than no drafts.
+
+        Args:
+            bearable_ms: what drafting so many and verifying them may take for the sake of single rows.
+        """
         measured = self._costs.sure_up_to(num_rows) - num_rows
+        none = num_rows / costs[0]
         best, best_speed = 0, none * self._margin
         hoped, hoped_speed = 0, best_speed
         gain, tokens = 1.0, float(num_rows)
-        for count in range(1, most + 1):
-            gain *= chances[count - 1]
+        is_known = self._proposing_ms(num_wanting, 1) is not None
+        for count, chance in enumerate(chances, 1):
+            gain *= chance
             tokens += num_wanting * gain
             verified = num_wanting * count
-            draft_ms = (each_ms or 0.0) * (count + _DRAFT_OVERHEAD)
-            surely = tokens / (costs[verified] + draft_ms)
-            if surely > best_speed:
-                best, best_speed = count, surely
+            draft_ms = self._proposing_ms(num_wanting, count) or 0.0
+            surely_ms = costs[verified] + draft_ms
+            if is_known and tokens > best_speed * surely_ms and surely_ms <= bearable_ms[count - 1]:
+                best, best_speed = count, tokens / surely_ms
             flat = costs[min(verified, measured)]
-            perhaps = tokens / (flat + _UNSEEN_SLOPE * (costs[verified] - flat) + draft_ms)
-            if perhaps > hoped_speed:
-                hoped, hoped_speed = count, perhaps
-        if each_ms is not None:
-            self._saved_ms = 1.0 / none - 1.0 / best_speed if best else 0.0
-            if best:
-                self._gap = _FIRST_GAP
-                return best
-        # Nothing to hope for by what is known: a single token, to see whether that is still so.
-        num_each = hoped or 1
-        loss_ms = costs[0] * _UNSEEN_SLOPE if each_ms is None else each_ms * (num_each + _DRAFT_OVERHEAD)
-        return num_each if self._try_draft(loss_ms, is_hopeful=hoped > 0) else 0
+            perhaps_ms = flat + _UNSEEN_SLOPE * (costs[verified] - flat) + draft_ms
+            # What nobody has measured has to be tried before it can be said who would bear it.
+            if tokens > hoped_speed * perhaps_ms and (verified > measured or perhaps_ms <= bearable_ms[count - 1]):
+                hoped, hoped_speed = count, tokens / perhaps_ms
+        if best and hoped_speed < best_speed * self._margin:
+            hoped = best
+        return best, hoped, best_speed / none if best else 1.0, hoped_speed / none if hoped else 1.0
 
-    def _try_draft(self, loss_ms: float, *, is_hopeful: bool) -> bool:
-        """Whether to draft now and then though nothing says that it pays: costs and acceptance change.
-
-        What verifying the tokens may lose is for `choose` to weigh.
-        """
-        if self._since_trial < self._gap or not self._pay(loss_ms):
+    def _try_draft(self, loss_ms: float, *, is_hopeful: bool, is_known: bool) -> bool:
+        """Whether to draft now and then though nothing says that it pays: costs and acceptance change."""
+        # Until it is known what drafting takes only the account limits trials: one that only reads teaches nothing.
+        if (is_known and self._since_trial < self._gap) or not self._pay(loss_ms):
             return False
         self._since_trial = 0
-        # While it depends on row counts that have not been measured, only the account limits trials.
+        # So it does, at an even pace, while all depends on row counts that have not been measured.
         self._gap = _FIRST_GAP if is_hopeful else min(2 * self._gap, _LAST_GAP)
         return True
 
@@ -271,9 +367,11 @@ class Controller:
         Args:
             expected_output: tokens that the request is likely to generate yet.
         """
-        if self._saved_ms is None or self._reading_ms is None:
+        reading_ms = self._reading_ms(num_tokens_to_read)
+        if not self._saved_ms or reading_ms is None:
+            # Trials alone are to be thought of, which pay for it.
             return num_tokens_to_read <= _CATCH_UP_UNKNOWN
-        return self._reading_ms * num_tokens_to_read * MARGIN < self._saved_ms * expected_output
+        return reading_ms * MARGIN < self._saved_ms * expected_output
 
 
 def _bearable(
@@ -283,7 +381,7 @@ def _bearable(
     step must give each row as much more, or has done so before.
 
     Args:
-        expected: of each row the tokens without drafts, and its credit.
+        expected: of each row `_own_tokens`.
     """
     found = []
     taken = 0
@@ -294,3 +392,23 @@ def _bearable(
         if costs[num] <= PATIENCE * costs[0] * min(expected):
             found.append(num)
     return found
+
+
+def _own_tokens(credit: float) -> float:
+    """What a row has without drafts in this step, and from before. Who is behind must not fall further, but is none the
+    worse for what helps others, or itself, and costs it nothing."""
+    return max(1.0 + credit, 1.0 / PATIENCE)
+
+
+def _bearable_ms(plain_ms: float, most: int, poorest: Sequence[float], others: float) -> list[float]:
+    """What a round of 1, 2, ... most drafts for each of those who want some may take, their verification included."""
+    waiting = PATIENCE * plain_ms * _own_tokens(others) if others < math.inf else math.inf
+    if not poorest:
+        return [waiting] * most
+    limits = []
+    gain, tokens = 1.0, _own_tokens(-1.0)
+    for chance in poorest[:most]:
+        gain *= chance
+        tokens += gain
+        limits.append(min(PATIENCE * plain_ms * tokens, waiting))
+    return limits

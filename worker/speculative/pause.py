@@ -7,7 +7,10 @@ _BELIEVED = 0.5
 """Part of the expected gain that counts: estimates err towards hope, since the best of many is taken."""
 
 _LONGEST = 16
-"""Steps."""
+"""Steps, and so what it takes at most until a change of the machine or of the texts is noticed."""
+
+_OTHER_LOAD = 0.25
+"""Change of the number of requests, as a share of it, with which what was learned no longer holds."""
 
 
 class Pause:
@@ -18,10 +21,22 @@ class Pause:
         self._balance_ms = 0.0
         self._length = 1
         self._left = 0
+        self._num_requests = 0
 
-    def holds(self) -> bool:
-        """Whether the next step shall do without drafts. Called once a step."""
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step, if as many requests run, is one to be left out."""
+        return self._left > 0
+
+    def holds(self, num_requests: int) -> bool:
+        """Whether the next step, of so many requests, shall do without drafts. Called once a step."""
         if not self._left:
+            self._num_requests = num_requests
+            return False
+        if abs(num_requests - self._num_requests) > _OTHER_LOAD * self._num_requests:
+            self._num_requests = num_requests
+            self._left = 0
+            self._length = 1
             return False
         self._left -= 1
         return True

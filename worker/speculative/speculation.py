@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from worker.speculative.acceptance import MAX_PLACES, Acceptance, RequestAcceptance, match_grades, probability_grades
 from worker.speculative.ngram import NgramIndex
+from worker.speculative.pause import Pause
 from worker.speculative.prediction import PredictionCursor
 from worker.speculative.proposal import Proposal, Source
 
 _TRUSTED = 0.6
 """Chance of its first token from which the client's prediction is followed without a look-up beside it."""
 
-
 _MOST_CREDIT = 8.0
 """Tokens: what was gained long ago does not make up for a slow moment."""
+
+_FORGIVEN = 0.02
+"""Tokens of a debt that are forgotten with each token: so much slower a request may become for the sake of others and
+of trials, of which the first would else be the last."""
 
 _PROMISING = 0.3
 _FIRST_LOOK, _LAST_LOOK = 16, 512
 """Tokens after which a text whose proposals were wrong is looked at again: the gap doubles each time, since waiting for
 values costs a request a step."""
+
+_MANY_WRONG, _WRONG_EACH = 128, 0.5
+"""Verified drafts that were wrong, beside so many with each token, after which a grammar's lexer is spared: the mask
+after each leaves it states that the text alone would not have made, and a text whose lexer has too many fails. With
+seven at each token 2,500 states were there after 100 tokens in place of 805."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """Tokens that the draft model proposed after the first `num_known` of a text, and has read itself.
+
+    Attributes:
+        life: of the request's lives the one whose pages hold it.
+    """
+
+    life: int
+    num_known: int
+    token_ids: Sequence[int]
 
 
 class _Followed:
@@ -47,12 +70,14 @@ class Speculation:
         prediction: what the client expects the output to be; may be empty.
         look_up: whether the end of the text is looked up in the text.
         acceptance: of all requests of the worker.
+        pauses: of the worker; while all of them are on nothing is drafted.
 
     Attributes:
         num_drafted, num_accepted: tokens that were verified, and those of them that are in the output.
         is_drafting: the draft model has been asked, and has not answered; kept by the scheduler.
         is_suspect: with its drafts a step computed nothing usable, so there are no more; set by the scheduler.
         credit: by how many tokens drafts, its own and those of others, have put it ahead of where it would be without.
+        read_ahead: what the draft model has read of its own last proposal; kept by the speculator.
     """
 
     def __init__(
@@ -63,12 +88,15 @@ class Speculation:
         *,
         look_up: bool,
         acceptance: Acceptance,
+        pauses: Sequence[Pause] = (),
     ) -> None:
         self.num_drafted = 0
         self.num_accepted = 0
         self.is_drafting = False
         self.is_suspect = False
         self.credit = 0.0
+        self.read_ahead: ReadAhead | None = None
+        self._pauses = pauses
         self._num_output = 0
         self._next_look = 0
         self._look_gap = _FIRST_LOOK
@@ -89,6 +117,8 @@ class Speculation:
         """A token of the output arrived."""
         self._num_output += 1
         self._drafted = None
+        if self.credit < 0.0:
+            self.credit = min(self.credit + _FORGIVEN, 0.0)
         if not self._begun:
             self._waiting.append(token_id)
         else:
@@ -110,24 +140,32 @@ class Speculation:
     def is_promising(self) -> bool:
         """Whether to wait for tokens in flight, to draft what follows them: proposals were right lately, or it is time
         to look whether they would be."""
-        if self.is_suspect:
+        if self.is_suspect or (self._pauses and all(pause.is_on for pause in self._pauses)):
             return False
         return self._num_output >= self._next_look or self._acceptance.recent() > _PROMISING
+
+    @property
+    def is_often_wrong(self) -> bool:
+        """Whether drafts of this text should not be verified under a grammar for now."""
+        return self.num_drafted - self.num_accepted > _MANY_WRONG + _WRONG_EACH * self._num_output
 
     def propose(self, limit: int) -> Proposal | None:
         """What may follow the last token, at most `limit` tokens (and MAX_PLACES).
 
-        The client's prediction first, unless its place is doubtful and a look-up promises more, then a look-up, then
-        what the draft model said.
+        What the draft model said, which is asked only where nothing else is to be had. Otherwise the client's
+        prediction, unless its place is doubtful and a look-up promises more, and then a look-up.
         """
         limit = min(limit, MAX_PLACES)
         if limit <= 0:
             return None
-        if not self._begun:
-            self._begin()
         if self._num_output >= self._next_look:
             self._next_look = self._num_output + self._look_gap
             self._look_gap = min(2 * self._look_gap, _LAST_LOOK)
+        if self._drafted is not None:
+            token_ids, grades = self._drafted
+            return self._proposal(Source.DRAFT_MODEL, token_ids[:limit], grades[:limit])
+        if not self._begun:
+            self._begin()
         predicted = None
         if self._cursor is not None:
             predicted = self._matching(Source.PREDICTION, *self._cursor.propose(limit))
@@ -137,10 +175,7 @@ class Speculation:
             found = self._matching(Source.LOOKUP, *self._index.propose(limit))
             if found is not None and (predicted is None or found.chances[0] > predicted.chances[0]):
                 return found
-        if predicted is not None or self._drafted is None:
-            return predicted
-        token_ids, grades = self._drafted
-        return self._proposal(Source.DRAFT_MODEL, token_ids[:limit], grades[:limit])
+        return predicted
 
     def set_drafted(self, token_ids: Sequence[int], probabilities: Sequence[float]) -> None:
         """What a draft model proposes after the last token; forgotten when one arrives. Probabilities may be NaN."""
@@ -154,7 +189,14 @@ class Speculation:
         """A step verifies so many of the proposed tokens, and takes `ratio` times as long as one without any drafts."""
         verified = proposal.first(num_verified) if proposal is not None else None
         expected = 1.0 + (verified.expected if verified is not None else 0.0)
-        self.credit = min(max(self.credit + expected / ratio - 1.0, -_MOST_CREDIT), _MOST_CREDIT)
+        self._gain(expected / ratio - 1.0)
+
+    def wait(self, num_steps: float) -> None:
+        """It waited for the draft model as long as so many steps take without drafts."""
+        self._gain(-num_steps)
+
+    def _gain(self, num_tokens: float) -> None:
+        self.credit = min(max(self.credit + num_tokens, -_MOST_CREDIT), _MOST_CREDIT)
 
     def resolve(self, num_verified: int, num_accepted: int) -> None:
         """So many drafted tokens were verified, and so many of them are in the output; before or after `append`."""

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from shared.messages import Submit
 from worker.kv.manager import KVManager
@@ -19,11 +20,14 @@ from worker.speculative.acceptance import Acceptance
 from worker.speculative.controller import Controller
 from worker.speculative.pause import Pause
 from worker.speculative.proposal import Proposal
-from worker.speculative.speculation import Speculation
+from worker.speculative.speculation import ReadAhead, Speculation
 from worker.stats import Counters
 
 MAX_CATCH_UP = 512
-"""Tokens that the draft model reads of one request in a step: the others wait meanwhile."""
+"""Tokens of prompts that the draft model reads in a step at most: all wait meanwhile."""
+
+_LAG = 0.5
+"""Tokens that a request with drafts to come may be behind: what one round of drafts costs it another brings."""
 
 _EXPECTED_OUTPUT = 256
 """Tokens that a request is taken to generate still, where its limit is further away."""
@@ -54,16 +58,24 @@ class Speculator:
 
     Args:
         counters: raised here.
+        target_ms: milliseconds that a step of the draft model may take for reading prompts, since others wait.
     """
 
-    def __init__(self, config: SpeculationConfig, kv: KVManager, counters: Counters) -> None:
+    def __init__(self, config: SpeculationConfig, kv: KVManager, counters: Counters, *, target_ms: float) -> None:
         self._config = config
         self._kv = kv
         self._counters = counters
+        self._target_ms = target_ms
         self._acceptance = Acceptance()
         self._controller = Controller(config.max_drafts)
-        self._pause = Pause()
+        # From looking for something to verify, and from asking whether the draft model pays.
+        self._pause, self._drafting_pause = Pause(), Pause()
+        self._pauses = (self._pause, self._drafting_pause) if config.draft_len else (self._pause,)
         self._drafted_last = False
+        # Whether what the draft model proposed may still be verified.
+        self._drafts_lie = False
+        # What was found in this step already.
+        self._found: dict[Request, Proposal | None] = {}
 
     def open(self, submit: Submit) -> Speculation | None:
         """For one choice; None where nothing can be drafted: mirostat's aim depends on every token before."""
@@ -75,6 +87,7 @@ class Speculator:
             submit.prediction,
             look_up=self._config.look_up,
             acceptance=self._acceptance,
+            pauses=self._pauses,
         )
 
     # ---- verification -----------------------------------------------------------------------------------------
@@ -85,25 +98,33 @@ class Speculator:
         Args:
             room: tokens that the step can take beyond the requests' own.
         """
+        wait = self._controller.take_wait(len(requests))
+        found, self._found = self._found, {}
         # What a draft model has proposed is not left lying.
-        if not self._config.draft_len and self._pause.holds():
+        if not self._drafts_lie and self._pause.holds(len(requests)):
+            self._charge(requests, wait)
             return [None] * len(requests)
+        self._drafts_lie = False
         begin = time.perf_counter()
-        proposals = [self._propose(request) for request in requests]
+        proposals = [found[request] if request in found else self._propose(request) for request in requests]
         chosen: list[Proposal | None] = [None] * len(requests)
         if any(proposals):
-            chosen = self._choose(requests, proposals, room)
+            chosen = self._choose(requests, proposals, room, wait)
+        self._charge(requests, wait)
         expected = sum(one.expected for one in chosen if one is not None)
         speed = (1.0 + expected / len(requests)) / self._controller.last_ratio if expected else 1.0
-        self._pause.learn(speed - 1.0, (time.perf_counter() - begin) * 1000)
+        if not all(request.num_pending for request in requests):
+            # Else nobody was looked at: those whose values are in flight cannot be.
+            self._pause.learn(speed - 1.0, (time.perf_counter() - begin) * 1000)
         return chosen
 
     def _choose(
-        self, requests: Sequence[Request], proposals: Sequence[Proposal | None], room: int
+        self, requests: Sequence[Request], proposals: Sequence[Proposal | None], room: int, wait: float
     ) -> list[Proposal | None]:
         if len(requests) <= self._config.alike_rows:
             room = min(room, self._config.alike_rows - len(requests))
-        credit = [0.0 if request.speculation is None else request.speculation.credit for request in requests]
+        # Who never has drafts has no account either: each wait for those of others is too long or not.
+        credit = [-wait if request.speculation is None else request.speculation.credit for request in requests]
         counts = self._controller.choose(proposals, len(requests), room, credit)
         for request, proposal, count in zip(requests, proposals, counts, strict=True):
             if request.speculation is not None:
@@ -113,14 +134,29 @@ class Speculator:
             for request, proposal, count in zip(requests, proposals, counts, strict=True)
         ]
 
+    @staticmethod
+    def _charge(requests: Sequence[Request], wait: float) -> None:
+        if not wait:
+            return
+        for request in requests:
+            if request.speculation is not None:
+                request.speculation.wait(wait)
+
     def _propose(self, request: Request) -> Proposal | None:
-        if request.speculation is None or request.speculation.is_suspect or request.num_pending:
+        if not self._may_verify(request):
             return None
         limit = min(self._config.max_drafts, request.max_num_tokens - len(request.token_ids) - 1)
         proposal = self._guess(request, limit) if limit > 0 else None
         if proposal is None or request.constraint is None:
             return proposal
         return proposal.first(request.constraint.num_verifiable(proposal.token_ids))
+
+    @staticmethod
+    def _may_verify(request: Request) -> bool:
+        speculation, constraint = request.speculation, request.constraint
+        if speculation is None or speculation.is_suspect or request.num_pending:
+            return False
+        return constraint is None or constraint.grammar is None or not speculation.is_often_wrong
 
     def _guess(self, request: Request, limit: int) -> Proposal | None:
         return None if request.speculation is None else request.speculation.propose(limit)
@@ -147,78 +183,121 @@ class Speculator:
     def observe(self, num_rows: int, milliseconds: float) -> None:
         """What a step without prompt tokens took, drafts counted as rows."""
         self._controller.observe(num_rows, milliseconds)
-        self._pause.observe(milliseconds)
+        for pause in self._pauses:
+            pause.observe(milliseconds)
 
     # ---- the draft model --------------------------------------------------------------------------------------
 
-    @property
-    def has_draft_model(self) -> bool:
-        """Whether `plan_drafting` ever plans anything."""
-        return self._config.draft_len > 0
+    def asks_draft_model(self, num_requests: int) -> bool:
+        """Whether `plan_drafting` is to be asked in this step, with so many requests running. Called once a step.
+
+        Not where it has long said that nothing is to be drafted. And never twice in a row: streams wait for the steps
+        between.
+        """
+        self._found = {}
+        if not self._config.draft_len or self._drafted_last:
+            self._drafted_last = False
+            return False
+        return not self._drafting_pause.holds(num_requests)
 
     def plan_drafting(self, requests: Sequence[Request], room: int) -> list[tuple[Request, DraftedRow]]:
         """What the draft model shall do before the next step for these, which are all one token behind; nothing where
-        that would not pay. Never twice in a row: streams wait for the steps between.
+        that would not pay.
 
         Args:
             room: tokens that it may read.
         """
-        # Those for whom nothing may be drafted would wait for nothing.
-        if not self._config.draft_len or self._drafted_last or any(one.speculation is None for one in requests):
-            self._drafted_last = False
+        if not requests:
             return []
-        wanting = [request for request in requests if self._wants_draft(request)]
-        count = self._num_to_draft(wanting, len(requests))
+        begin = time.perf_counter()
+        wanting = [(self._num_unread(request), request) for request in requests if self._may_draft(request)]
+        wanting = [pair for pair in wanting if self._wants_draft(*pair)]
+        # Who has little to read first: it has drafts at once.
+        wanting.sort(key=lambda pair: pair[0])
+        reading = self._controller.num_to_read(min(room, MAX_CATCH_UP), self._target_ms)
+        count = self._num_to_draft(wanting, requests, reading)
         rows = []
-        for request in wanting:
-            row = self._drafted_row(request, count, room, len(requests))
+        for num_unread, request in wanting:
+            is_long = num_unread > self._usual_unread
+            row = self._drafted_row(request, num_unread, count, min(room, reading) if is_long else room, len(requests))
             if row is not None:
                 rows.append((request, row))
                 room -= row.count
+                reading -= row.count if is_long else 0
         self._drafted_last = bool(rows)
+        if rows:
+            self._found = {}
+        self._drafting_pause.learn(self._controller.drafting_gain, (time.perf_counter() - begin) * 1000)
         return rows
 
-    def _num_to_draft(self, wanting: Sequence[Request], num_rows: int) -> int:
-        """For each of those that the draft model can follow at once."""
+    @property
+    def _usual_unread(self) -> int:
+        """Most tokens that a row has to read where the draft model was asked a round before."""
+        return 2 + self._config.max_drafts
+
+    def _num_to_draft(self, wanting: Sequence[tuple[int, Request]], requests: Sequence[Request], reading: int) -> int:
+        """For each of those that the draft model can follow soon."""
         most = self._config.max_drafts
-        chances = [
-            request.speculation.draft_chances(most)
-            for request in wanting
-            if request.speculation is not None and self._num_unread(request) <= MAX_CATCH_UP
-        ]
+        near = [(unread, one) for unread, one in wanting if unread <= MAX_CATCH_UP]
+        chances = [one.speculation.draft_chances(most) for _, one in near if one.speculation is not None]
         if not chances:
+            self._controller.drafting_gain = 0.0
             return 0
         means = [sum(column) / len(chances) for column in zip(*chances)]
-        return self._controller.num_to_draft(len(chances), num_rows, means)
+        drafting = {one for _, one in near}
+        behind = [own for own, (_, one) in zip(chances, near, strict=True) if _credit(one) < -_LAG]
+        poorest = [min(column) for column in zip(*behind)]
+        others = min((_credit(one) for one in requests if one not in drafting), default=math.inf)
+        num_unread = sum(unread for unread, _ in near if unread > self._usual_unread)
+        return self._controller.num_to_draft(
+            len(chances), len(requests), means, poorest, others, min(num_unread, reading)
+        )
 
     def _num_unread(self, request: Request) -> int:
-        return len(request.token_ids) - self._kv.find_drafted(request.pages)
+        speculation, pages = request.speculation, request.pages
+        num_drafted = self._kv.find_drafted(pages)
+        ahead = None if speculation is None else speculation.read_ahead
+        if speculation is not None and ahead is not None:
+            speculation.read_ahead = None
+            if ahead.life == request.life:
+                came = takewhile(
+                    lambda pair: pair[0] == pair[1], zip(ahead.token_ids, request.token_ids[ahead.num_known :])
+                )
+                self._kv.commit_drafted(pages, ahead.num_known + sum(1 for _ in came))
+                num_drafted = pages.num_drafted
+        return len(request.token_ids) - num_drafted
 
-    def _wants_draft(self, request: Request) -> bool:
-        speculation = request.speculation
-        if speculation is None or speculation.is_suspect or request.num_pending:
+    def _may_draft(self, request: Request) -> bool:
+        if not self._may_verify(request):
             return False
         if self._config.rejection and request.constraint is not None and request.constraint.grammar is not None:
             # What the grammar cuts would depend on what was drawn, and the token in its place comes of the same noise.
             return False
+        num_tokens = len(request.token_ids)
+        return (
+            num_tokens + 1 < request.max_num_tokens and num_tokens + self._config.max_drafts <= self._config.draft_len
+        )
+
+    def _wants_draft(self, num_unread: int, request: Request) -> bool:
         remaining = request.max_num_tokens - len(request.token_ids) - 1
-        if remaining < 1 or len(request.token_ids) + self._config.max_drafts > self._config.draft_len:
-            return False
-        unread = self._num_unread(request)
-        if unread > 2 + self._config.max_drafts and not self._controller.catch_up_pays(
-            unread, min(remaining, _EXPECTED_OUTPUT)
+        if num_unread > self._usual_unread and not self._controller.catch_up_pays(
+            num_unread, min(remaining, _EXPECTED_OUTPUT)
         ):
             return False
-        return self._guess(request, 1) is None
+        self._found[request] = found = self._propose(request)
+        return found is None
 
-    def _drafted_row(self, request: Request, count: int, room: int, num_rows: int) -> DraftedRow | None:
+    def _drafted_row(
+        self, request: Request, num_unread: int, count: int, room: int, num_rows: int
+    ) -> DraftedRow | None:
+        if not count and num_unread <= MAX_CATCH_UP:
+            return None
         num_tokens = len(request.token_ids)
         # The last token is read in any case: what comes after it is to be proposed.
-        start = min(request.pages.num_drafted, num_tokens - 1)
-        unread = num_tokens - start
-        if unread > min(room, MAX_CATCH_UP):
-            most = min(room, MAX_CATCH_UP)
-            return DraftedRow(request.row, start, most, 0) if most else None
+        unread = max(num_unread, 1)
+        start = num_tokens - unread
+        if unread > room:
+            return DraftedRow(request.row, start, room, 0) if room > 0 else None
         count = min(count, request.max_num_tokens - num_tokens - 1)
         if count < 1 or not self._extend(request, count, num_rows):
             return None
@@ -226,20 +305,25 @@ class Speculator:
 
     def take_drafted(self, request: Request, row: DraftedRow, drafted: DraftedTokens | None) -> None:
         """The draft model has read the row's tokens, and proposes these."""
-        # It has read most of what it proposes too; which of that comes is not known, so it is read again.
-        self._kv.commit_drafted(request.pages, row.start + row.count)
-        if drafted is not None and request.speculation is not None:
-            # Rejection is exact only where what is verified does not depend on what was drawn.
-            unknown = [math.nan] * len(drafted.token_ids)
-            request.speculation.set_drafted(
-                drafted.token_ids, unknown if self._config.rejection else drafted.probabilities
-            )
+        num_known = row.start + row.count
+        self._kv.commit_drafted(request.pages, num_known)
+        if drafted is None or request.speculation is None:
+            return
+        # It has read what it proposes too, but for the last. Which of that comes will be seen.
+        request.speculation.read_ahead = ReadAhead(request.life, num_known, drafted.token_ids[:-1])
+        # Rejection is exact only where what is verified does not depend on what was drawn.
+        unknown = [math.nan] * len(drafted.token_ids)
+        request.speculation.set_drafted(drafted.token_ids, unknown if self._config.rejection else drafted.probabilities)
+        self._drafts_lie = True
 
     def observe_drafting(self, rows: Sequence[DraftedRow], milliseconds: float) -> None:
         """What a step of the draft model took."""
         self._counters.spec_decode_draft_seconds_total += milliseconds / 1000
-        num_each = max((row.num_drafts for row in rows), default=0)
-        if not num_each:
-            self._controller.observe_catch_up(sum(row.count for row in rows), milliseconds)
-        elif all(row.num_drafts == num_each and row.count <= 2 + self._config.max_drafts for row in rows):
-            self._controller.observe_draft(len(rows), num_each, milliseconds)
+        proposing = [row.num_drafts for row in rows if row.num_drafts]
+        num_read = sum(row.count for row in rows if not row.num_drafts or row.count > self._usual_unread)
+        self._controller.observe_drafting(len(proposing), max(proposing, default=0), num_read, milliseconds)
+
+
+def _credit(request: Request) -> float:
+    """Who never has drafts is never ahead."""
+    return 0.0 if request.speculation is None else request.speculation.credit

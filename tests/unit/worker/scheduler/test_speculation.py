@@ -123,6 +123,28 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
     assert harness.scheduler.counters.step_tokens_total == sum(plan.num_tokens for plan in harness.executor.plans)
 
 
+def test_a_grammar_is_spared_the_masks_of_drafts_that_are_always_wrong(monkeypatch):
+    """Each mask may leave its lexer states, of which there are not endlessly many."""
+    options = {"max_num_seqs": 1, "max_model_len": 1000, "num_pages": 500, "max_num_batched_tokens": 64}
+    harness = Harness(constraints=make_constraints(FakeGrammars(VOCAB_SIZE)), speculation=speculation(), **options)
+    Guesses(harness, 1)
+
+    def guess(request, limit):
+        done = len(request.token_ids) - len(PROMPT)
+        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, [0.5] * limit)
+
+    speculator = harness.scheduler._speculator
+    monkeypatch.setattr(speculator, "_guess", guess)
+    monkeypatch.setattr(speculator._controller, "choose", lambda found, *_: [MAX_DRAFTS if one else 0 for one in found])
+    sampling = {"max_tokens": 600, "ignore_eos": True, "seed": 3}
+    finish, tokens = finished(harness, grammar="mod 5 for 500", sampling=sampling)
+    assert finish.reason is FinishReason.STOP and len(tokens) == 500
+    counters = harness.scheduler.counters
+    wrong = counters.spec_decode_num_draft_tokens_total - counters.spec_decode_num_accepted_tokens_total
+    assert 250 < wrong <= 128 + 0.5 * 500 + MAX_DRAFTS
+    assert counters.spec_decode_num_accepted_tokens_total > 0
+
+
 class GuessingGrammarWalk(GrammarWalk):
     """Grammars, aborts, gateways that vanish, steps that fail, and guesses in flight meanwhile."""
 

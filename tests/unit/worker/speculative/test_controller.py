@@ -220,7 +220,7 @@ def _draft_speed(
         proposals: list[Proposal | None] = [None] * num_rows
         if num_each:
             milliseconds = draft_ms * (num_each + 0.5) * rng.lognormvariate(0.0, 0.05)
-            controller.observe_draft(num_rows, num_each, milliseconds)
+            controller.observe_drafting(num_rows, num_each, 0, milliseconds)
             time += milliseconds
             num_late += step >= num_steps * 2 // 3
             chances = request.chances(Source.DRAFT_MODEL, [5] * num_each)
@@ -281,8 +281,8 @@ def test_a_prompt_is_read_by_the_draft_model_where_the_output_pays_it_back():
     assert controller.catch_up_pays(200, 100.0)
     assert not controller.catch_up_pays(100_000, 1e9)
     for _ in range(5):
-        controller.observe_draft(1, 3, 1.0)
-        controller.observe_catch_up(100, 5.0)
+        controller.observe_drafting(1, 3, 0, 1.0)
+        controller.observe_drafting(0, 0, 100, 5.0)
         controller.num_to_draft(1, 1, [0.9] * 7)
     # A token read takes 0.05 ms; each token of output is about 1 ms cheaper with drafts.
     assert controller.catch_up_pays(1000, 200.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -169,3 +171,67 @@ def test_weights_that_do_not_fit_are_said_to_be_the_drafts():
     ):
         with weights_must_fit(CpuDevice(), WorkerSettings(), "small"):
             raise torch.OutOfMemoryError("full")
+
+
+def test_heads_that_cannot_be_stored_are_said_to_be_the_drafts(settings):
+    config = settings(kv_cache_dtype="int4")
+    files = open_model(config.model, NOWHERE)
+    odd = dataclasses.replace(files, spec=dataclasses.replace(files.spec, head_dim=15))
+    with pytest.raises(ConfigurationError, match=r"speculative-model tiny .*int4 .*heads have 15"):
+        models.load_models(config, files, odd, CpuDevice(), ParallelContext())
+
+
+def test_drafts_change_no_bit_where_deterministic_is_asked_for_in_bfloat16(settings, tmp_path, monkeypatch):
+    """Five drafts each in one step, of which two rows have a wrong one, beside tokens one at a time."""
+    # Heads as wide as the kernel asks for.
+    for name, value in (("num_attention_heads", 2), ("num_key_value_heads", 1), ("head_dim", 32)):
+        monkeypatch.setitem(CONFIG, name, value)
+    wide = str(write_tiny_model(tmp_path / "wide"))
+    built = start(settings(deterministic=True, dtype="bfloat16", max_num_seqs=6, model=wide, speculative_model=wide))
+    rows = range(len(PROMPTS))
+    sampling = [msgspec.structs.replace(one, logprobs=3) for one in SAMPLING]
+
+    def execute(**parts):
+        return built.executor.submit(StepPlan(**({"step": 1, "scheduled": []} | parts))).result()
+
+    def enter(first_row):
+        """The first tokens of all."""
+        return execute(
+            scheduled=[ScheduledTokens(first_row + row, 0, len(PROMPTS[row]), True) for row in rows],
+            new_rows=[
+                NewRow(
+                    row=first_row + row,
+                    token_ids=PROMPTS[row],
+                    num_prompt_tokens=len(PROMPTS[row]),
+                    sampling=sampling[row],
+                    eos_token_ids=[2],
+                    choice=0,
+                )
+                for row in rows
+            ],
+            block_tables=[
+                BlockTableUpdate(first_row + row, 0, 0, [40 - 2 * (first_row + row), 41 - 2 * (first_row + row)])
+                for row in rows
+            ],
+        ).sampled
+
+    plain = [[token] for token in enter(0)]
+    for step in range(6):
+        items = [ScheduledTokens(row, len(PROMPTS[row]) + step, 1, True) for row in rows]
+        for row, token in zip(rows, execute(scheduled=items).sampled, strict=True):
+            plain[row].append(token)
+    first = enter(3)
+    assert [told(token) for token in first] == [told(tokens[0]) for tokens in plain]
+    drafts = [[token.token_id for token in tokens[1:6]] for tokens in plain]
+    drafts[1][3] = (drafts[1][3] + 1) % 200
+    drafts[2][0] = (drafts[2][0] + 1) % 200
+    items = [ScheduledTokens(3 + row, len(PROMPTS[row]), 6, True, drafts=drafts[row]) for row in rows]
+    verified = execute(scheduled=items).sampled
+    built.executor.close()
+    for row, num_right in enumerate((6, 4, 1)):
+        mine = verified[6 * row : 6 * row + num_right]
+        assert [told(token) for token in mine] == [told(token) for token in plain[row][1 : 1 + num_right]]
+
+
+def told(token):
+    return token.token_id, token.logprobs

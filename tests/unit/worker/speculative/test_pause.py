@@ -10,7 +10,7 @@ def looked_at(pause: Pause, gain: float, num_steps: int, looking_ms: float = 0.1
     count = 0
     for _ in range(num_steps):
         pause.observe(5.0)
-        if not pause.holds():
+        if not pause.holds(1):
             count += 1
             pause.learn(gain, looking_ms)
     return count
@@ -35,5 +35,17 @@ def test_a_text_that_turns_foreseeable_is_found_soon():
 def test_nothing_is_left_out_before_a_step_was_measured():
     pause = Pause()
     for _ in range(10):
-        assert not pause.holds()
+        assert not pause.holds(1)
         pause.learn(0.0, 1.0)
+
+
+def test_other_numbers_of_requests_end_it_at_once():
+    pause = Pause()
+    looked_at(pause, 0.0, 500)
+    assert pause.is_on
+    # A request more among many is nothing new.
+    for num_requests in (1, 2, 16, 17, 9):
+        ended = not pause.holds(num_requests)
+        assert ended == (num_requests in (2, 16, 9))
+        while not pause.is_on:
+            pause.learn(0.0, 0.1)
