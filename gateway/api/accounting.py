@@ -12,9 +12,11 @@ from shared.errors import InvalidRequestError
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-MAX_IDENTIFIER = 64
-TIER_PRIORITIES = {"auto": 0, "default": 0, "flex": 1000, "priority": -1000}
+MAX_LENGTHS = {"safety_identifier": 128, "prompt_cache_key": 64}
+TIER_PRIORITIES = {"auto": 0, "default": 0, "flex": 1000, "priority": -1000, "fast": -1000}
 """Service tier -> scheduling priority; lower runs first."""
+_SHOWN_TIERS = {"auto": "default", "fast": "priority"}
+"""How the response calls a tier, where OpenAI has another word for it than in the request."""
 RETENTIONS = ("in_memory", "in-memory")
 
 
@@ -44,16 +46,16 @@ def accounting(fields: RequestFields) -> Accounting:
         if fields.priority is not None:
             raise InvalidRequestError("service_tier and priority say the same: send one.", param="service_tier")
         priority = TIER_PRIORITIES[tier]
-        tier = "default" if tier == "auto" else tier
+        tier = _SHOWN_TIERS.get(tier, tier)
     if fields.store:
         raise InvalidRequestError(
             "store must be false: nothing is stored here.", param="store", code="unsupported_parameter"
         )
     _check_metadata(fields.metadata)
-    for name in ("safety_identifier", "prompt_cache_key"):
+    for name, longest in MAX_LENGTHS.items():
         value = getattr(fields, name)
-        if value is not None and not 1 <= len(value) <= MAX_IDENTIFIER:
-            raise InvalidRequestError(f"{name} must have 1 to {MAX_IDENTIFIER} characters.", param=name)
+        if value is not None and not 1 <= len(value) <= longest:
+            raise InvalidRequestError(f"{name} must have 1 to {longest} characters.", param=name)
     if fields.prompt_cache_retention not in (None, *RETENTIONS):
         raise InvalidRequestError(
             "prompt_cache_retention must be in_memory: nothing is kept longer.",

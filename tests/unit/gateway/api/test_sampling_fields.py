@@ -234,7 +234,13 @@ async def test_breakers_are_all_tokens_that_contain_them(threads, monkeypatch):
 
 @pytest.mark.parametrize(
     ("tier", "priority", "used"),
-    [("auto", 0, "default"), ("default", 0, "default"), ("flex", 1000, "flex"), ("priority", -1000, "priority")],
+    [
+        ("auto", 0, "default"),
+        ("default", 0, "default"),
+        ("fast", -1000, "priority"),
+        ("flex", 1000, "flex"),
+        ("priority", -1000, "priority"),
+    ],
 )
 def test_service_tiers(tier, priority, used):
     found = accounting(chat(service_tier=tier).fields)
@@ -243,7 +249,7 @@ def test_service_tiers(tier, priority, used):
 
 
 def test_bookkeeping_that_changes_nothing():
-    taken = {"user": "u", "safety_identifier": "s" * 64, "store": False, "prompt_cache_retention": "in_memory"}
+    taken = {"user": "u", "safety_identifier": "s" * 128, "store": False, "prompt_cache_retention": "in_memory"}
     assert sampling(chat, **taken, metadata={"k" * 64: "v" * 512}) == sampling(chat)
     assert accounting(chat().fields).tier is None
     assert chat(prompt_cache_key="k").generation_request("r", [1], 5, 500).affinity == "k"
@@ -257,7 +263,7 @@ def test_bookkeeping_that_changes_nothing():
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"), ({"metadata": {"k" * 65: ""}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata"), ({"metadata": {"": "v"}}, "metadata"),
         ({"metadata": {"k": 1}}, "metadata"), ({"metadata": []}, "metadata"),
-        ({"safety_identifier": "s" * 65}, "safety_identifier"), ({"safety_identifier": ""}, "safety_identifier"),
+        ({"safety_identifier": "s" * 129}, "safety_identifier"), ({"safety_identifier": ""}, "safety_identifier"),
         ({"prompt_cache_key": "s" * 65}, "prompt_cache_key"), ({"prompt_cache_retention": "24h"}, "prompt_cache_ret"),
         ({"user": 5}, "user"),
         ({"web_search_options": {}}, "web_search_options"), ({"audio": {}}, "audio"),
