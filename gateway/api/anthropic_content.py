@@ -135,13 +135,16 @@ def content_blocks(content: object, place: str, kinds: Mapping[str, type[Block]]
     """The blocks of a content, but for those that are left out. Raises InvalidRequestError naming the place."""
     if isinstance(content, str):
         return [(place, TextBlock(type="text", text=content))]
-    if not isinstance(content, Sequence):
+    if not isinstance(content, list):
         raise InvalidRequestError(f"{place} must be a string or a list of blocks.", param=place, code="invalid_type")
-    return [
-        (f"{place}[{index}]", _block(block, f"{place}[{index}]", kinds))
-        for index, block in enumerate(content)
-        if not (kinds is KINDS["assistant"] and isinstance(block, Mapping) and block.get("type") in LEFT_OUT)
-    ]
+    left_out = LEFT_OUT if kinds is KINDS["assistant"] else ()
+    blocks = []
+    for index, block in enumerate(content):
+        if isinstance(block, dict) and block.get("type") in left_out:
+            continue
+        where = f"{place}[{index}]"
+        blocks.append((where, _block(block, where, kinds)))
+    return blocks
 
 
 def text_parts(blocks: Sequence[Placed]) -> list[dict[str, str]]:
@@ -150,7 +153,7 @@ def text_parts(blocks: Sequence[Placed]) -> list[dict[str, str]]:
 
 
 def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in kinds:
@@ -158,7 +161,8 @@ def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block
     block = convert(value, kinds[kind], place)
     if isinstance(block, ThinkingBlock):
         return block
-    check_cache_control(block.cache_control, f"{place}.cache_control")
+    if block.cache_control is not None:
+        check_cache_control(block.cache_control, f"{place}.cache_control")
     if isinstance(block, TextBlock):
         if block.citations and kinds is not KINDS["assistant"]:
             raise unsupported(f"{place}.citations", f"{place}.citations is not supported here.")
