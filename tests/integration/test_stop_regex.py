@@ -66,7 +66,7 @@ def test_text_ends_where_the_expression_says(server, path, question, fields, tex
 def test_hostile_expressions_cost_little(server):
     # CVE-2025-48887, CVE-2026-55574
     for expression in ("(a+)+$", "(a|aa)+b", "a{1,200}b"):
-        status, answer = server.post("/v1/completions", prompt="many", max_tokens=3900, stop_regex=expression)
+        status, answer = server.post("/v1/completions", prompt="many", max_tokens=1200, stop_regex=expression)
         assert status == 200 and answer["choices"][0]["finish_reason"] in ("stop", "length")
     for expression in ("(x{1,1000}){1,1000}", "(unclosed", "(?<=x)a", r"(a)\1"):
         status, answer = server.post("/v1/completions", prompt="many", stop_regex=expression)
