@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -133,21 +134,28 @@ async def _stream(request: web.Request, events: FanIn, encoder: ResponseEvents) 
 async def _run_in_background(
     request: web.Request, identifier: str, events: FanIn, encoder: ResponseEvents, keeper: _Keeper, *, stream: bool
 ) -> web.StreamResponse:
-    """Runs a response apart from its connection; its events can be read until the grace period after its end."""
+    """Runs a response apart from its connection; its events can be read until the grace period after its end. Where it
+    is not admitted, nothing is kept: refusals, which cost nothing, must not push out what others keep.
+    """
     streams, owner = request.app[STREAMS], request[IDENTITY].key_hash
-    keeper.keep(encoder.response)
     queued = dict(encoder.response)
     record = streams.open(identifier, owner)
+    admitted = False
 
     async def run() -> None:
         with streams.claim(identifier, record):
             await fill(
                 record, events, encoder, request.app[DRAIN], lambda _, data: separate(data), on_cancel=encoder.cancel
             )
-            if record.error is not None:
+            if admitted and record.error is not None:
                 encoder.failed(record.error)
 
     streams.run(identifier, run())
+    await asyncio.sleep(0)  # its first step is admission
+    if record.error is not None:
+        raise record.error
+    admitted = True
+    keeper.keep(encoder.response)
     if stream:
         return await stream_log(request, identifier, record, 0, stream_failure)
     return json_response(queued)

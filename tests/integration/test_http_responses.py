@@ -175,7 +175,7 @@ async def test_a_background_response_is_seen_while_it_runs_and_can_be_ended(gate
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_background_response_that_fails_says_so(gateway, begun):
-    made = await background(gateway, *[TextDelta(0, "Hel", [1])] * begun, WorkerLostError("The worker died."))
+    made = await background(gateway, *[TextDelta(0, "Hel", [1])] * begun, 0.01, WorkerLostError("The worker died."))
     for _ in range(100):
         body = (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]
         if body["status"] == "failed":

@@ -83,7 +83,7 @@ async def cancelled(gateway: Gateway, _: int) -> None:
 
 async def refused(gateway: Gateway, _: int) -> None:
     gateway.generator.submit_error = RateLimitError("Full.", retry_after=1.0)
-    assert (await create(gateway, background=True))[0] in (200, 429)
+    assert (await create(gateway, background=True))[0] == 429
     assert (await gateway.post("/v1/completions", RESUMABLE))[0] == 429
     gateway.generator.submit_error = None
 
@@ -143,18 +143,32 @@ async def test_a_refused_stream_leaves_nothing():
         assert len(streams) == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refused_background_response_says_so_at_once_and_pushes_nothing_out(stream):
+    responses, streams = ResponseStore(max_bytes=10_000, time_to_live=60.0), StreamStore(max_bytes=1 << 20, grace=60.0)
+    async with run_gateway(responses=responses, streams=streams) as gateway:
+        made = (await create(gateway))[1]["id"]
+        gateway.generator.submit_error = RateLimitError("Full.", retry_after=2.0)
+        for _ in range(20):
+            status, body = await create(gateway, background=True, stream=stream)
+            assert (status, body["error"]["message"]) == (429, "Full.")
+        assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
+        assert (len(responses), len(streams), gateway.drain.num_in_flight) == (1, 0, 0)
+
+
 @pytest.mark.usefixtures("quiet")
 async def test_asking_again_and_again_for_a_stream_that_failed_keeps_nothing():
     streams = StreamStore(max_bytes=1 << 20, grace=60.0)
     async with run_gateway(streams=streams) as gateway:
-        gateway.generator.submit_error = UnavailableError("None.")
-        made = (await create(gateway, background=True))[1].get("id", "resp_x")
-        gateway.generator.submit_error = None
+        gate = asyncio.Event()
+        made = await background(gateway, gate, UnavailableError("None."))
+        gate.set()
+        assert await gateway.generations_left() == 0
 
         async def some(count: int) -> None:
             for _ in range(count):
                 status, _ = await ask(gateway, "GET", f"/v1/responses/{made}?stream=true")
-                assert status >= 400
+                assert status == 400
 
         await some(50)
         before = held()
@@ -243,11 +257,8 @@ async def test_background_responses_are_bounded_as_others_are():
     async with run_gateway(max_requests=10) as gateway:
         for _ in range(9):
             await background(gateway, asyncio.Event())
-        status, body = await create(gateway, background=True)
-        states = [status, *([body["status"]] if status == 200 else [])]
-        assert len(gateway.generator.live) <= 10
-        assert states in ([429], [200, "queued"])
-        assert (await create(gateway))[0] == 429 or len(gateway.generator.live) == 9
+        assert (await create(gateway, background=True))[0] == 429, "itself and its connection are two"
+        assert len(gateway.generator.live) == 9
 
 
 async def test_a_shutdown_ends_what_runs_in_the_background():
