@@ -1,4 +1,4 @@
-"""Clients that run on Node: those of OpenAI and Anthropic, and the Vercel AI SDK. What they do is in the folder `node`."""
+"""Clients that run on Node: of OpenAI, of Anthropic, and the Vercel AI SDK. What they do is in the folder `node`."""
 
 from __future__ import annotations
 
