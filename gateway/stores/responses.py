@@ -12,6 +12,8 @@ from shared.errors import InvalidRequestError, NotFoundError
 MAX_RESPONSES = 100_000
 _OVERHEAD = 1024
 """Bytes that a response takes beside its texts, about."""
+_PART_OVERHEAD = 192
+"""Bytes that a part of a conversation takes beside its text, about."""
 _ITEM_OVERHEAD = 256
 """Bytes that the id of an item takes, about."""
 
@@ -44,10 +46,19 @@ class StoredResponse:
         return (*self.input, self.output)
 
     @property
-    def size(self) -> int:
-        """Bytes, shared ones too: so the store's bound holds however much is shared."""
+    def own_size(self) -> int:
+        """Bytes beside the parts of its conversation, which others may share."""
         items = sum(len(identifier) + _ITEM_OVERHEAD for identifier in self.item_ids)
-        return _OVERHEAD + len(self.body) + len(self.output) + sum(len(part) + 64 for part in self.input) + items
+        return _OVERHEAD + len(self.body) + 8 * len(self.input) + items
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that it has."""
+        return self.own_size + sum(map(_part_size, self.conversation))
+
+
+def _part_size(part: bytes) -> int:
+    return len(part) + _PART_OVERHEAD
 
 
 def _trimmed(response: StoredResponse) -> StoredResponse:
@@ -90,6 +101,8 @@ class ResponseStore:
         self._items: dict[tuple[bytes, str], str] = {}
         # Those that were deleted while they ran, until they end.
         self._deleted: set[str] = set()
+        # How many responses have a part of a conversation, by its id: those that continue one another have the same.
+        self._sharers: dict[int, int] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -111,7 +124,7 @@ class ResponseStore:
             return
         response = _trimmed(response)
         self._responses[identifier] = response, self._clock()
-        self.num_bytes += response.size
+        self._count(response)
         self._items.update(dict.fromkeys(((response.owner, item) for item in response.item_ids), identifier))
         while self.num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             self._remove(next(iter(self._responses)))
@@ -156,7 +169,23 @@ class ResponseStore:
     def _remove(self, identifier: str) -> None:
         if (found := self._responses.pop(identifier, None)) is not None:
             response, _ = found
-            self.num_bytes -= response.size
+            self._discount(response)
             for item in response.item_ids:
                 if self._items.get((response.owner, item)) == identifier:
                     del self._items[response.owner, item]
+
+    def _count(self, response: StoredResponse) -> None:
+        self.num_bytes += response.own_size
+        for part in response.conversation:
+            sharers = self._sharers.get(id(part), 0)
+            self._sharers[id(part)] = sharers + 1
+            if not sharers:
+                self.num_bytes += _part_size(part)
+
+    def _discount(self, response: StoredResponse) -> None:
+        self.num_bytes -= response.own_size
+        for part in response.conversation:
+            self._sharers[id(part)] -= 1
+            if not self._sharers[id(part)]:
+                del self._sharers[id(part)]
+                self.num_bytes -= _part_size(part)

@@ -104,6 +104,23 @@ def test_a_hundred_thousand_responses_leave_memory_flat():
     assert abs(after - before) < 200_000
 
 
+def test_a_long_conversation_takes_the_room_of_its_last_response():
+    """Its parts are shared, and counted once, whichever of those that have them goes first."""
+    store = ResponseStore(max_bytes=1 << 30, time_to_live=1000.0)
+    turns = 100
+    for turn in range(turns):
+        put_in = store.continued(str(turn - 1), OWNER) if turn else ()
+        store.put(str(turn), StoredResponse(OWNER, b"body", (*put_in, bytes(5000)), bytes(5000)))
+    last = store.get(str(turns - 1), OWNER)
+    assert len(last.conversation) == 2 * turns
+    assert last.size < store.num_bytes < last.size + turns * 2500
+    for turn in [*range(0, turns, 2), *range(1, turns - 1, 2)]:
+        store.delete(str(turn), OWNER)
+    assert store.num_bytes == last.size, "it has all that the others had"
+    store.delete(str(turns - 1), OWNER)
+    assert store.num_bytes == 0 and not store._sharers and not store._items
+
+
 @pytest.mark.parametrize("length", [10, 300, 1000, 5000, 20_000])
 def test_what_is_counted_is_what_is_taken(length):
     """The JSON of responses: its encoder's buffers are larger than what is in them."""
@@ -112,7 +129,7 @@ def test_what_is_counted_is_what_is_taken(length):
     tracemalloc.start()
     for index in range(200):
         name = f"resp_{index:030}"
-        put_in = store.continued(f"resp_{index - 1:030}", OWNER) if index % 4 else ()
+        put_in = store.continued(f"resp_{index - 1:030}", OWNER) if index % 50 else ()
         store.put(
             name, StoredResponse(OWNER, dump_json({"output": items}), (*put_in, dump_json(items)), dump_json(items))
         )
