@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -84,7 +85,9 @@ async def prepare(
     A tool that does not say so itself is held to its schema where that is possible, as OpenAI documents.
     """
     asked = fields.tools or []
-    fields.tools = with_strict(asked) or None
+    if asked:
+        # In a thread: schemas may be large.
+        fields.tools = await asyncio.to_thread(with_strict, asked)
     chat, sized = await size(request, fields, model, history, items)
     try:
         try:
