@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kernels.cpu import bf16
+from kernels.sampling.dispatch import sampling_ops
+from shared.settings import WorkerSettings
+from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.weights import make_batch
+from worker.executor.build import make_runner
+from worker.executor.device import CpuDevice
+from worker.executor.local import LocalExecutor
+from worker.executor.memory import KVPlan
+from worker.executor.models import Models
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
+from worker.model.parallel import ParallelContext
 from worker.model.rope import half_split_rows
 
 PAGE = 16
@@ -95,18 +106,29 @@ def prompts(files: ModelFiles) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
+def make_decoder(files: ModelFiles, dtype: torch.dtype) -> Decoder:
+    return Decoder(files.spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=2048, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def decoder(files: ModelFiles) -> Decoder:
+    return make_decoder(files, torch.float32)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("num_prompts", "num_tokens"), [(4, 12), pytest.param(len(QUESTIONS), 64, marks=pytest.mark.slow)]
 )
 def test_logits_and_greedy_tokens(
-    files: ModelFiles, reference: LlamaForCausalLM, prompts: list[list[int]], num_prompts: int, num_tokens: int
+    files: ModelFiles,
+    decoder: Decoder,
+    reference: LlamaForCausalLM,
+    prompts: list[list[int]],
+    num_prompts: int,
+    num_tokens: int,
 ) -> None:
     """Prompts read in chunks of two lengths, then decoded together; each token is transformers' own choice."""
     prompts = prompts[:num_prompts]
-    decoder = Decoder(
-        files.spec, files.weights, dtype=torch.float32, device="cpu", max_num_tokens=2048, max_model_len=512
-    )
     width = 10
     kv = KVStorage(files.spec, width * len(prompts), PAGE, torch.float32, "cpu")
     tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
@@ -129,3 +151,38 @@ def test_logits_and_greedy_tokens(
             wanted = reference(torch.tensor([sequence[:-1]])).logits[0, len(prompt) - 1 :]
         assert wanted.argmax(dim=-1).tolist() == sequence[len(prompt) :]
         assert (torch.stack(rows) - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_embeddings(
+    files: ModelFiles,
+    decoder: Decoder,
+    reference: LlamaForCausalLM,
+    prompts: list[list[int]],
+    dtype: Literal["float32", "bfloat16"],
+) -> None:
+    """By scheduler and runner, in chunks beside each other: both poolings are those of transformers' last states."""
+    if dtype == "bfloat16":
+        if not bf16.supported():
+            pytest.skip("this processor does not multiply bfloat16")
+        decoder = make_decoder(files, torch.bfloat16)
+    settings = WorkerSettings(dtype=dtype, max_num_seqs=4, max_num_batched_tokens=32, block_size=PAGE)
+    ops, plan = sampling_ops(torch.device("cpu"), 1, files.spec.vocab_size), KVPlan(32, 96)
+    runner = make_runner(settings, Models(decoder, ParallelContext()), plan, ops, CpuDevice())
+    harness = Harness(page_size=PAGE)
+    harness.executor = LocalExecutor(runner.launch)  # type: ignore[assignment]
+    for number, prompt in enumerate(prompts[:3]):
+        for pooling in ("last", "mean"):
+            harness.add(make_submit(f"{pooling}{number}", prompt, pooling=pooling))
+    harness.drain()
+    for number, prompt in enumerate(prompts[:3]):
+        with torch.no_grad():
+            states = reference.model(torch.tensor([prompt])).last_hidden_state[0]
+        for pooling, wanted in (("last", states[-1]), ("mean", states.mean(dim=0))):
+            embedding = harness.outputs[f"{pooling}{number}", 0][-1].embedding
+            assert embedding is not None
+            found = torch.tensor(list(memoryview(embedding).cast("f")))
+            assert torch.cosine_similarity(found, wanted, dim=0) > 0.995
+            if dtype == "float32":
+                assert (found - wanted).abs().max() < 1e-3
