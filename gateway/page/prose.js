@@ -62,7 +62,7 @@ export class Prose {
   #show(settled) {
     this.element.classList.toggle("plain", this.plain);
     if (this.plain) {
-      this.element.textContent = this.text;
+      grow(this.element, this.text);
       return;
     }
     const blocks = [...settled, ...this.open];
@@ -80,10 +80,15 @@ export class Prose {
 // Code that only grows keeps its element, and with it what is selected in it and the button that is being pressed.
 function again(element, block) {
   if (block.tag !== "code" || element?.dataset.language !== block.language) return null;
-  const text = element.querySelector("code");
-  if (text.firstChild) text.firstChild.data = block.code;
-  else text.textContent = block.code;
+  grow(element.querySelector("code"), block.code);
   return element;
+}
+
+// Makes an element's only text another; where that goes on with what was there, what is selected in it stays so.
+function grow(element, text) {
+  const before = element.firstChild;
+  if (before?.nodeType === Node.TEXT_NODE && text.startsWith(before.data)) before.appendData(text.slice(before.length));
+  else element.textContent = text;
 }
 
 function blockElement(block) {

@@ -110,8 +110,10 @@ async def test_it_streams_block_by_block_and_each_is_heard_once(page):
         assert await page.run("window.heard") == ["First block.", "Second block."]
         # Code that grows stays the same element: what is selected in it stays so.
         await page.run(f"[window.first, window.code] = [{CONTENT}.firstChild, {CONTENT}.querySelector('code')]; 1")
+        await page.run("getSelection().setBaseAndExtent(window.code.firstChild, 0, window.code.firstChild, 1)")
         gates[2].set()
         await page.until("window.code.textContent === 'a\\nb'")
+        assert await page.run("getSelection().toString()") == "a"
         gates[3].set()
         await answered(page)
         assert await page.run(f"window.first === {CONTENT}.firstChild && window.code.isConnected")
