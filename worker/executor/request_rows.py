@@ -397,6 +397,11 @@ class RequestRows:
         """[count] int64 token ids of a row from position `start` on."""
         return self._token_ids[row, start : start + count].long()
 
+    def tokens_before(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+        """[n, count] int64 on the device: the tokens before a position of each of the [n] rows."""
+        columns = positions.long().unsqueeze(1) + torch.arange(-count, 0, device=positions.device)
+        return self._token_ids[rows.long().unsqueeze(1), columns].long()
+
     def append(self, sampled: SampledRows, token_ids: torch.Tensor) -> None:
         """Writes [S] sampled ids to their rows; a failed row's -1 becomes 0, whose successor nobody waits for."""
         self._ops.append(len(sampled.rows), token_ids)

@@ -129,7 +129,7 @@ class SamplingParameters:
         """Factors and counts of the rows with penalties."""
         rows = sampled.device_rows.index_select(0, penalized)
         factors = self._floats[:, REPETITION : REPETITION + 3].index_select(0, rows)
-        extra = None if sampled.verification is None else sampled.verification.extra
+        extra = sampled.proposed if sampled.verification is None else sampled.verification.extra
         return self.penalties.inputs(penalized, slots, factors.t().contiguous(), extra)
 
     def extend_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> ExtendInputs:

@@ -88,6 +88,8 @@ class SampledRows:
             index.
         verification: None where no row has drafts.
         trial: what is sampled is a draft itself: it is not counted and not reported.
+        proposed: [P, E] int64 on the device, of a trial, for the rows with PENALTY the drafts sampled before it, which
+            are to be counted too; None: there are none.
     """
 
     rows: Integers
@@ -102,3 +104,4 @@ class SampledRows:
     mask_rows: torch.Tensor | None = None
     verification: Verification | None = None
     trial: bool = False
+    proposed: torch.Tensor | None = None

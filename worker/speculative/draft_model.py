@@ -31,7 +31,7 @@ class DraftModel:
     """Executes what plans say of `drafting`; their block tables and page copies are made before.
 
     A proposal is sampled as the target samples: with the row's parameters and the noise of the position, so that a
-    draft that knows the target's distribution draws the target's token. Penalties count known tokens only.
+    draft that knows the target's distribution draws the target's token.
 
     Args:
         model, kv: of the draft alone; its pages have the target's numbers.
@@ -89,19 +89,24 @@ class DraftModel:
             going_on = [row for row in proposing if row.num_drafts > index]
             wanted.append([ScheduledTokens(r.row, r.start + r.count + index - 1, 1, True) for r in going_on])
         sizes = self._choose_graphs(wanted)
-        return PendingDrafts(step, proposing, [self._pass(step, items, size) for items, size in zip(wanted, sizes)])
+        passes = [self._pass(step, items, size, index) for index, (items, size) in enumerate(zip(wanted, sizes))]
+        return PendingDrafts(step, proposing, passes)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """While nothing else is to do: captures one more kind of pass. False where there is none left."""
         return self._graphs is not None and self._graphs.capture_next()
 
-    def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None) -> _Pass:
-        """Computes tokens of the rows and samples one more in those that want it."""
+    def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None, num_proposed: int) -> _Pass:
+        """Computes tokens of the rows and samples one more in those that want it, each after so many proposals."""
         staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
         if batch is None:
             raise ValueError("a step of the draft model needs rows")
+        if num_proposed and Needs.PENALTY in sampled.listed:
+            index = sampled.listed[Needs.PENALTY].index
+            rows, positions = sampled.device_rows.index_select(0, index), sampled.positions.index_select(0, index)
+            sampled = replace(sampled, proposed=self._rows.tokens_before(rows, positions, num_proposed))
         if size is not None and self._graphs is not None:
             hidden = self._graphs.replay(size)[: len(items)]
         else:

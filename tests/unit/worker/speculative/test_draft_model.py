@@ -66,6 +66,20 @@ def test_a_draft_equal_to_the_target_proposes_what_the_target_says(models, late)
         assert pair.num_captured == 1
 
 
+def test_penalties_count_what_was_proposed_before(models, late):
+    pair = Pair(models[0], models[0], late=late)
+    sampling = (
+        greedy(presence_penalty=2.0),
+        greedy(repetition_penalty=1.8),
+        greedy(),
+        greedy(temperature=0.9, frequency_penalty=2.0),
+    )
+    known = [[*prompt, pair.enter(row, prompt, sampling[row])] for row, prompt in enumerate(PROMPTS)]
+    drafted = pair.draft(*((row, 0, len(known[row]), 7 - row) for row in range(4)))
+    expected = [continued(models[0], known[row], 7 - row, sampling[row]) for row in range(4)]
+    assert [drafted[row].token_ids for row in range(4)] == expected
+
+
 def test_idle_time_captures_passes_of_every_size_and_the_drafts_stay(models):
     pair = Pair(models[0], models[1], late=True)
     while pair.runner.capture_next():
