@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import itertools
 import logging
 import socket
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 import structlog
@@ -23,8 +25,11 @@ from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from shared.errors import RateLimitError, UnavailableError
 from tests.fakes.fake_generator import MODEL, FakeGenerator
+from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.growth import expect_nothing_kept, held
-from tests.fakes.http_gateway import Gateway, run_gateway
+from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
+from tests.integration.test_http_process import ready
+from tests.integration.test_http_process import running as process_of
 from tests.integration.test_http_responses import ask, background, create
 from tests.integration.test_http_resumable import first_events, parsed, resume, text_of
 
@@ -253,12 +258,43 @@ async def test_ids_that_nobody_made_find_nothing():
         assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
 
 
+async def test_headers_that_gateways_send_each_other_say_nothing_to_the_public():
+    async with run_gateway(keys=True) as running:
+        running.headers["Authorization"] = f"Bearer {USER_KEY}"
+        made = (await create(running))[1]["id"]
+        identifier, _ = await first_events(running, 1)
+        owner = hashlib.sha256(USER_KEY.encode()).hexdigest()
+        forged = {"Authorization": f"Bearer {OTHER_KEY}", "x-pelton-owner": owner, "x-pelton-scope": "admin"}
+        assert (await ask(running, "GET", f"/v1/responses/{made}", **forged))[0] == 404
+        assert (await resume(running, identifier, 1, **forged))[0] == 404
+        assert (await running.get("/conversation/" + made, **forged))[0] == 404
+        del forged["Authorization"]
+        running.headers.clear()
+        assert (await ask(running, "GET", f"/v1/responses/{made}", **forged))[0] == 401
+
+
 async def test_background_responses_are_bounded_as_others_are():
     async with run_gateway(max_requests=10) as gateway:
         for _ in range(9):
             await background(gateway, asyncio.Event())
         assert (await create(gateway, background=True))[0] == 429, "itself and its connection are two"
         assert len(gateway.generator.live) == 9
+
+
+async def test_a_process_ends_in_time_with_responses_in_the_background(tmp_path):
+    directory = tmp_path / "r"
+    directory.mkdir(mode=0o700)
+    with FakeWorker(directory, delay=60.0):
+        async with (
+            process_of(directory, "--drain-timeout", "0.2") as (process, url),
+            aiohttp.ClientSession() as session,
+        ):
+            await ready(session, url)
+            body = {"model": "fake", "input": "hi", "background": True}
+            for _ in range(3):
+                async with session.post(url + "/v1/responses", json=body) as response:
+                    assert response.status == 200
+            assert await process.end() == 0
 
 
 async def test_a_shutdown_ends_what_runs_in_the_background():
