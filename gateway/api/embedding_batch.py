@@ -16,16 +16,22 @@ from shared.messages import WorkerFacts
 T = TypeVar("T")
 
 STEPS_IN_FLIGHT = 4
-"""So many full steps of a worker may be under way to it, from here: enough that it never waits for us."""
+"""So many full steps of a worker may be under way to it: enough that it never waits for us."""
+SECONDS_IN_FLIGHT = 1.0
+"""And not more than it reads in this time, where that is less: others wait behind it."""
 RETRIES = 8
 RETRY_SECONDS = 0.25
 """A worker whose step takes long is not ready for a moment: what a batch has already is not thrown away for that."""
 
 
 class Window:
-    """What of a batch is at the workers: so many parts, and so many tokens of them, or one that is longer."""
+    """What of a batch is at the workers: so many parts, and so many tokens of them, or one that is longer.
 
-    def __init__(self, max_parts: int, max_tokens: int) -> None:
+    Args:
+        max_tokens: asked anew for each part.
+    """
+
+    def __init__(self, max_parts: int, max_tokens: Callable[[], float]) -> None:
         self._max_parts = max_parts
         self._max_tokens = max_tokens
         self._num_parts = 0
@@ -35,7 +41,7 @@ class Window:
     async def enter(self, num_tokens: int) -> None:
         """Waits for room. One at a time may wait."""
         while self._num_parts and (
-            self._num_parts >= self._max_parts or self._num_tokens + num_tokens > self._max_tokens
+            self._num_parts >= self._max_parts or self._num_tokens + num_tokens > self._max_tokens()
         ):
             self._left.clear()
             await self._left.wait()
@@ -57,18 +63,23 @@ async def embed(
 ) -> list[T]:
     """What `shape` makes of each embedding, in the order of the requests, which may end in any.
 
-    What is at the workers at a time is bounded by what one of them runs at a time, and by a few of its steps; the next
-    part is sent when one has ended. So what others send meanwhile has its turn between them. To admission the whole is
-    one request that has no more than this.
+    What is at the workers at a time is bounded by what one of them runs at a time, by a few of its steps, and by what
+    it reads in a second; the next part is sent when one has ended. So what others send meanwhile has its turn between
+    them. To admission the whole is one request that has no more than this.
 
     Raises the first PeltonError of any part, after the others were cancelled; being cancelled cancels all.
     """
     sizes = [len(request.prompt_token_ids) for request in requests]
     max_parts = min(facts.max_num_seqs, len(requests))
-    max_tokens = max(STEPS_IN_FLIGHT * facts.max_num_batched_tokens, *sizes)
-    window = Window(max_parts, max_tokens)
-    num_tokens = min(max_tokens, sum(heapq.nlargest(max_parts, sizes)))
+    most = STEPS_IN_FLIGHT * facts.max_num_batched_tokens
+    num_tokens = min(max(most, *sizes), sum(heapq.nlargest(max_parts, sizes)))
     room = generator.reserve(requests[0], num_sequences=max_parts, num_tokens=num_tokens)
+
+    def max_tokens() -> float:
+        speed = room.tokens_per_second
+        return min(most, speed * SECONDS_IN_FLIGHT) if speed else facts.max_num_batched_tokens
+
+    window = Window(max_parts, max_tokens)
     results: dict[int, T] = {}
 
     async def run(index: int) -> None:

@@ -388,6 +388,11 @@ class Reservation:
             self._measure.sent()
         return generation
 
+    @property
+    def tokens_per_second(self) -> float:
+        """At which the model's workers together read prompts, lately; 0 while unknown."""
+        return sum(worker.stats.prefill_tokens_per_second for worker in self._entry.ready_workers())
+
     def first_token(self) -> None:
         """The prompt is computed."""
         self._permit.first_token()

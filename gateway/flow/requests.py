@@ -133,6 +133,11 @@ class ReservationLike(Protocol):
         """Sends a part; enter the result at once. The errors are those of GeneratorLike, but for the limits."""
         ...
 
+    @property
+    def tokens_per_second(self) -> float:
+        """At which the model's workers together read prompts, lately; 0 while unknown."""
+        ...
+
     def first_token(self) -> None:
         """The prompt is computed."""
         ...

@@ -188,6 +188,8 @@ class FakeReservation:
         assert not self.closed
         return self._owner.submit(part)
 
+    tokens_per_second = 0.0
+
     def first_token(self) -> None:
         self.begun = True
 

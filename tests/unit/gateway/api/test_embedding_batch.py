@@ -12,7 +12,7 @@ import pytest
 from gateway.api.embedding_batch import embed
 from gateway.flow.events import GenerationRequest
 from shared.errors import ContextLengthError, InternalError, RateLimitError, WorkerLostError
-from shared.messages import Finish, FinishReason, Submit
+from shared.messages import Finish, FinishReason, Submit, WorkerStats
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import Core, make_request, running_core, until
 from tests.fakes.vectors import vector_of
@@ -83,17 +83,22 @@ class CountingWorker(FakeWorker):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "requests", "tokens"),
+    ("prompts", "speed", "requests", "tokens"),
     [
-        ([[5, index] for index in range(300)], 7, 14),
-        ([[5] * (50 + 300 * (index % 2)) for index in range(60)], 7, 2048),
-        ([[5] * 2500, [6]] * 6, 1, 2500),
+        ([[5, index] for index in range(300)], 1e9, 7, 14),
+        ([[5] * (50 + 300 * (index % 2)) for index in range(60)], 1e9, 7, 2048),
+        ([[5] * (20 + 30 * (index % 2)) for index in range(60)], 100.0, 5, 100),
+        ([[5] * 100 for index in range(30)], 0.0, 5, 512),
+        ([[5] * 2500, [6]] * 6, 1e9, 1, 2500),
     ],
 )
-async def test_never_more_than_these_are_at_the_worker(tmp_path, prompts, requests, tokens) -> None:
-    worker = CountingWorker(tmp_path, delay=0.005)
+async def test_never_more_than_these_are_at_the_worker(tmp_path, prompts, speed, requests, tokens) -> None:
+    """So many requests; tokens of four steps of 512 or of a second, of one step while the speed is unknown."""
+    worker = CountingWorker(tmp_path, delay=0.005, stats=WorkerStats(prefill_tokens_per_second=speed))
     with worker:
         async with running_core(tmp_path) as core:
+            await until(core.registry.models)
+            await until(lambda: core.registry.models()[0].ready_workers()[0].stats == worker.stats)
             assert await run(core, prompts, 7) == [vector_of(ids, "mean") for ids in prompts]
     assert requests / 2 <= worker.most_requests <= requests
     assert tokens / 2 <= worker.most_tokens <= tokens
