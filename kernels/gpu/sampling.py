@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.gpu.row_arguments import scratch_size
 from kernels.gpu.scratch import Scratch
 from kernels.logprobs import triton as logprobs_kernels
 from kernels.logprobs.tensors import LogprobTensors
@@ -68,7 +69,7 @@ class TritonSamplingOps(ReferenceOps):
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See kernels/sampling/reference.py."""
-        scratch = self._scratch.of(sampling_kernels.scratch_size(*logits.shape))
+        scratch = self._scratch.of(scratch_size(*logits.shape))
         return sampling_kernels.sample(logits, inputs, scratch)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:

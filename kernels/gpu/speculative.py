@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.gpu.row_arguments import scratch_size
 from kernels.gpu.sampling import one_row
 from kernels.gpu.scratch import Scratch
 from kernels.sampling.inputs import SamplingInputs
@@ -55,4 +56,4 @@ class TritonSpeculativeOps(ReferenceOps):
         return kernels.probabilities(logits, inputs, self._scratch_of(logits))
 
     def _scratch_of(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._scratch.of(kernels.scratch_size(*logits.shape))
+        return self._scratch.of(scratch_size(*logits.shape))

@@ -78,7 +78,8 @@ def make_case(case: SamplingCase, seed: int = 0) -> tuple[torch.Tensor, Sampling
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     """Llama's vocabulary: greedy, with noise, with filters; each launch but the last reads the logits once."""
-    from kernels.sampling.triton import sample, scratch_size
+    from kernels.gpu.row_arguments import scratch_size
+    from kernels.sampling.triton import sample
 
     found = []
     vocab = 128256 // scale

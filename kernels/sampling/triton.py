@@ -19,6 +19,17 @@ from kernels.gpu.filters import ALL, best_of_candidates, best_of_row, filter_bor
 from kernels.gpu.launch import Variant
 from kernels.gpu.ordered import order_of
 from kernels.gpu.random import NO_TOKEN, noisy_best, words_of_tokens
+from kernels.gpu.row_arguments import (
+    FILTERS,
+    NOISE,
+    WEIGHING,
+    launch_options,
+    row_arguments,
+    row_compilation,
+    table_of,
+    tile_constants,
+    varying,
+)
 from kernels.gpu.splits import (
     Split,
     candidate_ids,
@@ -26,7 +37,6 @@ from kernels.gpu.splits import (
     mask_of_row,
     row_of_tables,
     scratch_of_row,
-    split,
     store_candidates,
     surveyed,
     tokens_of_split,
@@ -35,18 +45,10 @@ from kernels.sampling.inputs import SamplingInputs
 
 _LOWEST = tl.constexpr(float("-inf"))
 
-
-_SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
-_STRIDES = (*(f"{name[2:]}_stride" for name in _SCALARS[1:]), "key_word_stride")
-_ROW_VARYING: dict[str, Any] = {"do_not_specialize_on_alignment": ["p_mask_rows"]}
-_VARYING: dict[str, Any] = {
-    "do_not_specialize": list(_STRIDES),
-    "do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS],
-}
-"""What may lie anywhere in a packed buffer, so that nothing is compiled while serving."""
+_PARAMETERS = {**WEIGHING, **NOISE, **FILTERS}
 
 
-@triton.jit(**_ROW_VARYING)
+@triton.jit(**varying({}))
 def survey_kernel(
     p_logits,
     row_stride,
@@ -73,7 +75,7 @@ def survey_kernel(
     tl.store(p_row_scratch + PADDED + i_split, best_id)
 
 
-@triton.jit(**_VARYING)
+@triton.jit(**varying(_PARAMETERS))
 def draw_kernel(
     p_logits,
     row_stride,
@@ -141,7 +143,7 @@ def draw_kernel(
             tl.store(p_row_scratch + 3 * PADDED + i_split, best_id)
 
 
-@triton.jit(**_VARYING)
+@triton.jit(**varying(_PARAMETERS))
 def finish_kernel(
     p_logits,
     row_stride,
@@ -225,53 +227,26 @@ def finish_kernel(
     tl.store(p_out + i_row, tl.where(usable, best_id, failure).to(tl.int64))
 
 
-def scratch_size(num_rows: int, vocab: int) -> int:
-    """32-bit numbers that `sample` needs for its intermediate results."""
-    return num_rows * split(vocab).scratch_of_row
-
-
 def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
     """See the reference.
 
     Args:
-        logits: [S, vocab] float32, rows without gaps; not changed.
-        scratch: at least scratch_size(S, vocab) int32; what it holds does not matter.
+        logits, scratch: as of `row_arguments`, which says what it raises; logits are not changed.
 
     Returns:
         [S] int64.
-
-    Raises:
-        ValueError: for logits of another type or layout, or too little scratch.
     """
-    num_rows, vocab = logits.shape
-    if logits.dtype is not torch.float32 or (num_rows and logits.stride(1) != 1):
-        raise ValueError(f"sampling takes float32 logits without gaps in a row, not {logits.dtype} {logits.stride()}")
-    if vocab == 0:
-        raise ValueError("sampling takes logits of at least one token")
-    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
-        raise ValueError(f"sampling {num_rows} rows of {vocab} takes scratch of {scratch_size(num_rows, vocab)} int32")
+    num_rows = len(logits)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    table, mask, row, weighing, noise, filters = row_arguments(logits, inputs, scratch, out)
     if not num_rows:
         return out
-    table = split(vocab, 64 if torch.version.hip else 32)
-    mask = out if inputs.mask is None else inputs.mask
-    mask_rows = out if inputs.mask_rows is None else inputs.mask_rows
-    kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
-    row = (logits, logits.stride(0), vocab, mask, mask_rows, mask.stride(0), scratch)
-    parameters = (
-        out if inputs.rows is None else inputs.rows,
-        *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
-        inputs.key,
-        inputs.key.stride(0),
-        inputs.key.stride(1),
-        *(x for name in ("choice", "position", "top_k", "top_p") for x in _strided(getattr(inputs, name))),
-    )
     grid = (num_rows, table.splits)
-    variants = _variants(table, kind, inputs.rows is not None, inputs.any_random, inputs.any_filter)
+    variants = _variants(table, mask, inputs.rows is not None, inputs.any_random, inputs.any_filter)
     variants.survey(grid, *row)
     if inputs.any_random:
-        variants.draw(grid, *row, *parameters)
-    variants.finish((num_rows,), *row, *parameters, out, table.splits)
+        variants.draw(grid, *row, *weighing, *noise, *filters)
+    variants.finish((num_rows,), *row, *weighing, *noise, *filters, out, table.splits)
     return out
 
 
@@ -283,29 +258,15 @@ class _Variants(NamedTuple):
 
 @functools.cache
 def _variants(table: Split, mask: int, has_rows: bool, random: bool, filtered: bool) -> _Variants:
-    tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
-    options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    common = tile_constants(table, mask) | launch_options(table)
     rows = {"HAS_ROWS": has_rows, "FILTER": filtered and random}
     return _Variants(
-        Variant(survey_kernel, **tiles, **options),
-        Variant(draw_kernel, **rows, **tiles, **options),
-        Variant(finish_kernel, RANDOM=random, **rows, **tiles, **options),
+        Variant(survey_kernel, **common),
+        Variant(draw_kernel, **rows, **common),
+        Variant(finish_kernel, RANDOM=random, **rows, **common),
     )
 
 
-def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor.stride(0)
-
-
-_ROW_SIGNATURE = {
-    "p_logits": "*fp32",
-    "row_stride": "i32",
-    "vocab": "i32",
-    "p_mask": "*i32",
-    "p_mask_rows": "*i32",
-    "mask_stride": "i32",
-    "p_scratch": "*i32",
-}
 _SHAPES = (128256, 49152, 256000, 1000)
 
 
@@ -321,46 +282,17 @@ def compilations(target: Target) -> list[Compilation]:
 
 
 def _compilations(target: Target, vocab: int, mask: int, random: bool, filtered: bool) -> list[Compilation]:
-    table = split(vocab, 64 if target == "gfx942" else 32)
-    tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
     rows = {"HAS_ROWS": True, "FILTER": filtered}
-    parameters = {
-        "p_rows": "*i32",
-        "p_temperature": "*fp32",
-        "temperature_stride": "i32",
-        "p_log_min_p": "*fp32",
-        "log_min_p_stride": "i32",
-        "p_key": "*i32",
-        "key_word_stride": "i32",
-        "key_stride": "i32",
-        "p_choice": "*i32",
-        "choice_stride": "i32",
-        "p_position": "*i32",
-        "position_stride": "i32",
-        "p_top_k": "*i32",
-        "top_k_stride": "i32",
-        "p_top_p": "*fp64",
-        "top_p_stride": "i32",
-    }
     ends = {"p_out": "*i64", "num_splits": "i32"}
     kernels: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
-        ("finish", finish_kernel, _ROW_SIGNATURE | parameters | ends, rows | {"RANDOM": random})
+        ("finish", finish_kernel, _PARAMETERS | ends, rows | {"RANDOM": random})
     ]
     if random:
-        kernels.append(("draw", draw_kernel, _ROW_SIGNATURE | parameters, rows))
+        kernels.append(("draw", draw_kernel, _PARAMETERS, rows))
     if not filtered:
-        kernels.append(("survey", survey_kernel, _ROW_SIGNATURE, {}))
+        kernels.append(("survey", survey_kernel, {}, {}))
+    what, table = f"vocab={vocab} mask={mask} random={random} filter={filtered}", table_of(vocab, target)
     return [
-        Compilation(
-            kernel=f"sampling_{name}",
-            configuration=f"vocab={vocab} mask={mask} random={random} filter={filtered}",
-            function=function,
-            signature=signature | dict.fromkeys(constants | tiles, "constexpr"),
-            constants=constants | tiles,
-            num_warps=table.num_warps,
-            num_stages=1,
-            enable_fp_fusion=False,
-            unaligned=frozenset({"p_mask_rows", *_SCALARS} & signature.keys()),
-        )
-        for name, function, signature, constants in kernels
+        row_compilation(f"sampling_{name}", what, function, parameters, table, mask, **constants)
+        for name, function, parameters, constants in kernels
     ]

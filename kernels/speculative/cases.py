@@ -74,7 +74,8 @@ def make_verification(
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
     """Llama's vocabulary, five rows a request: what is kept, and rejection with and without distributions."""
-    from kernels.speculative.triton import reject, scratch_size, verify
+    from kernels.gpu.row_arguments import scratch_size
+    from kernels.speculative.triton import reject, verify
 
     found = []
     vocab = 128256 // scale

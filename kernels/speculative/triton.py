@@ -19,6 +19,17 @@ from kernels.gpu.filters import ALL, filter_border, key_of, last_key, masked_log
 from kernels.gpu.launch import Variant
 from kernels.gpu.race import accept_number, first_of_candidates, first_of_row, passes, rank_in_row
 from kernels.gpu.random import NO_TOKEN
+from kernels.gpu.row_arguments import (
+    FILTERS,
+    NOISE,
+    WEIGHING,
+    launch_options,
+    row_arguments,
+    row_compilation,
+    table_of,
+    tile_constants,
+    varying,
+)
 from kernels.gpu.splits import (
     Split,
     candidate_ids,
@@ -26,7 +37,6 @@ from kernels.gpu.splits import (
     mask_of_row,
     row_of_tables,
     scratch_of_row,
-    split,
     store_candidates,
     surveyed,
     tokens_of_split,
@@ -44,22 +54,9 @@ _VERIFY_VARYING: dict[str, Any] = {
     "do_not_specialize": ["num_requests", "num_rows"],
     "do_not_specialize_on_alignment": ["p_token_ids", "p_drafts", "p_cu_rows", "p_kept", "p_num_accepted"],
 }
-_SCALARS = ("p_rows", "p_temperature", "p_log_min_p", "p_key", "p_choice", "p_position", "p_top_k", "p_top_p")
-_DRAFTS = ("p_drafts", "p_drafted", "p_drafted_rows")
-_STRIDES = (*(f"{name[2:]}_stride" for name in _SCALARS[1:]), "key_word_stride")
-_WEIGH_VARYING: dict[str, Any] = {
-    "do_not_specialize": ["temperature_stride", "log_min_p_stride"],
-    "do_not_specialize_on_alignment": ["p_mask_rows", "p_rows", "p_temperature", "p_log_min_p"],
-}
-_PROBABILITIES_VARYING: dict[str, Any] = {
-    "do_not_specialize": ["temperature_stride", "log_min_p_stride", "top_k_stride", "top_p_stride"],
-    "do_not_specialize_on_alignment": ["p_mask_rows", "p_rows", "p_temperature", "p_log_min_p", "p_top_k", "p_top_p"],
-}
-_VARYING: dict[str, Any] = {
-    "do_not_specialize": list(_STRIDES),
-    "do_not_specialize_on_alignment": ["p_mask_rows", *_SCALARS, *_DRAFTS],
-}
-"""What may lie anywhere in a packed buffer, so that nothing is compiled while serving."""
+_DRAFTED = ("p_drafts", "p_drafted", "p_drafted_rows")
+_FILTERING = {**WEIGHING, **FILTERS}
+_REJECTION = {**WEIGHING, **NOISE, **FILTERS}
 
 
 @triton.jit(**_VERIFY_VARYING)
@@ -83,7 +80,7 @@ def verify_kernel(p_token_ids, p_drafts, p_cu_rows, p_kept, p_num_accepted, num_
         tl.store(p_num_accepted + i_request, last - start)
 
 
-@triton.jit(**_WEIGH_VARYING)
+@triton.jit(**varying(WEIGHING))
 def weigh_kernel(
     p_logits,
     row_stride,
@@ -120,7 +117,7 @@ def weigh_kernel(
         store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_key <= limit, limit, PADDED, CAPACITY)
 
 
-@triton.jit(**_PROBABILITIES_VARYING)
+@triton.jit(**varying(_FILTERING))
 def probabilities_kernel(
     p_logits,
     row_stride,
@@ -181,7 +178,7 @@ def probabilities_kernel(
             tl.store(p_result + b_token, tl.where(usable, b_chance, _NAN), mask=b_token < vocab)
 
 
-@triton.jit(**_VARYING)
+@triton.jit(**varying(_REJECTION, _DRAFTED))
 def reject_kernel(
     p_logits,
     row_stride,
@@ -312,57 +309,44 @@ def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor)
     return Verified(kept, num_accepted)
 
 
-def scratch_size(num_rows: int, vocab: int) -> int:
-    """32-bit numbers that `reject` needs for its intermediate results."""
-    return num_rows * split(vocab).scratch_of_row
-
-
 def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, scratch: torch.Tensor) -> torch.Tensor:
     """See the reference.
 
     Args:
-        logits: [S, vocab] float32, rows without gaps; not changed.
-        scratch: at least scratch_size(S, vocab) int32; what it holds does not matter.
+        logits, scratch: as of `row_arguments`, which says what it raises; logits are not changed.
 
     Raises:
-        ValueError: for logits or distributions of another type or layout, or too little scratch.
+        ValueError: for distributions of another type or layout, too.
     """
     num_rows = len(logits)
     drafted, drafted_rows = drafts.probabilities, drafts.rows
-    _check(logits, logits if drafted is None else drafted, scratch)
+    if drafted is None or drafted_rows is None or not len(drafted):
+        drafted, drafted_rows = None, drafts.token_ids
+    chances = logits if drafted is None else drafted
+    vocab = logits.shape[1]
+    if chances.dtype is not torch.float32 or chances.shape[1] != vocab or (len(chances) and chances.stride(1) != 1):
+        raise ValueError(f"expected float32 rows of {vocab} without gaps, not {chances.dtype} {chances.stride()}")
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    table, mask, row, weighing, noise, filters = row_arguments(logits, inputs, scratch, out)
     if not num_rows:
         return out
-    if drafted is None or drafted_rows is None or not len(drafted):
-        drafted, drafted_rows = None, None
-    table, mask, row, weighing = _launch(logits, inputs, scratch, out)
-    parameters = (
-        inputs.key,
-        inputs.key.stride(0),
-        inputs.key.stride(1),
-        *(x for name in ("choice", "position", "top_k", "top_p") for x in _strided(getattr(inputs, name))),
-        drafts.token_ids,
-        *_strided(logits if drafted is None else drafted),
-        drafts.token_ids if drafted_rows is None else drafted_rows,
-    )
+    drafting = (drafts.token_ids, chances, chances.stride(0), drafted_rows)
     grid = (num_rows, table.splits)
     variants = _variants(table, mask, inputs.rows is not None, drafted is not None)
     variants.survey(grid, *row)
     if inputs.any_random:
         variants.weigh(grid, *row, *weighing)
-    variants.reject((num_rows,), *row, *weighing, *parameters, out, table.splits)
+    variants.reject((num_rows,), *row, *weighing, *noise, *filters, *drafting, out, table.splits)
     return out
 
 
 def probabilities(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
-    """See the reference, but for float32; logits, scratch and errors as of `reject`."""
-    _check(logits, logits, scratch)
+    """See the reference, but for float32; logits, scratch and errors as of `row_arguments`."""
     out = torch.empty(logits.shape, device=logits.device)
+    # Scratch, which has integers, stands for what is not there.
+    table, mask, row, weighing, _, filters = row_arguments(logits, inputs, scratch, scratch)
     if not len(logits):
         return out
-    integers = scratch  # stands for what is not there
-    table, mask, row, weighing = _launch(logits, inputs, scratch, integers)
-    filters = (*_strided(inputs.top_k), *_strided(inputs.top_p))
     variants = _variants(table, mask, inputs.rows is not None, False)
     grid = (len(logits), table.splits)
     variants.survey(grid, *row)
@@ -370,30 +354,6 @@ def probabilities(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.T
         variants.weigh(grid, *row, *weighing)
     variants.probabilities((len(logits),), *row, *weighing, *filters, out, table.splits)
     return out
-
-
-def _check(logits: torch.Tensor, drafted: torch.Tensor, scratch: torch.Tensor) -> None:
-    num_rows, vocab = logits.shape
-    for tensor in (logits, drafted):
-        if tensor.dtype is not torch.float32 or tensor.shape[1] != vocab or (len(tensor) and tensor.stride(1) != 1):
-            raise ValueError(f"expected float32 rows of {vocab} without gaps, not {tensor.dtype} {tensor.stride()}")
-    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
-        raise ValueError(f"{num_rows} rows of {vocab} take scratch of {scratch_size(num_rows, vocab)} int32")
-
-
-def _launch(
-    logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor, none: torch.Tensor
-) -> tuple[Split, int, tuple[Any, ...], tuple[Any, ...]]:
-    """Table, kind of mask, arguments of all kernels, arguments of those after the survey; `none`: for what is not."""
-    mask = none if inputs.mask is None else inputs.mask
-    mask_rows = none if inputs.mask_rows is None else inputs.mask_rows
-    kind = 0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2)
-    row = (logits, logits.stride(0), logits.shape[1], mask, mask_rows, mask.stride(0), scratch)
-    weighing = (
-        none if inputs.rows is None else inputs.rows,
-        *(x for name in ("temperature", "log_min_p") for x in _strided(getattr(inputs, name))),
-    )
-    return split(logits.shape[1], 64 if torch.version.hip else 32), kind, row, weighing
 
 
 class _Variants(NamedTuple):
@@ -405,84 +365,58 @@ class _Variants(NamedTuple):
 
 @functools.cache
 def _variants(table: Split, mask: int, has_rows: bool, drafted: bool) -> _Variants:
-    tiles = {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
-    options = {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    common = tile_constants(table, mask) | launch_options(table)
     return _Variants(
-        Variant(survey_kernel, **tiles, **options),
-        Variant(weigh_kernel, HAS_ROWS=has_rows, **tiles, **options),
-        Variant(probabilities_kernel, HAS_ROWS=has_rows, **tiles, **options),
-        Variant(reject_kernel, HAS_ROWS=has_rows, DRAFTED=drafted, **tiles, **options),
+        Variant(survey_kernel, **common),
+        Variant(weigh_kernel, HAS_ROWS=has_rows, **common),
+        Variant(probabilities_kernel, HAS_ROWS=has_rows, **common),
+        Variant(reject_kernel, HAS_ROWS=has_rows, DRAFTED=drafted, **common),
     )
 
 
-def _strided(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor.stride(0)
-
-
 _SHAPES = (128256, 49152, 256000, 1000)
-_WEIGH_SIGNATURE = (
-    "p_logits:*fp32 row_stride:i32 vocab:i32 p_mask:*i32 p_mask_rows:*i32 mask_stride:i32 p_scratch:*i32 p_rows:*i32"
-    " p_temperature:*fp32 temperature_stride:i32 p_log_min_p:*fp32 log_min_p_stride:i32"
-)
-_REJECT_SIGNATURE = (
-    f"{_WEIGH_SIGNATURE} p_key:*i32 key_word_stride:i32 key_stride:i32 p_choice:*i32 choice_stride:i32 p_position:*i32"
-    " position_stride:i32 p_top_k:*i32 top_k_stride:i32 p_top_p:*fp64 top_p_stride:i32 p_drafts:*i64 p_drafted:*fp32"
-    " drafted_stride:i32 p_drafted_rows:*i64 p_out:*i64 num_splits:i32"
-)
-_PROBABILITIES_SIGNATURE = (
-    f"{_WEIGH_SIGNATURE} p_top_k:*i32 top_k_stride:i32 p_top_p:*fp64 top_p_stride:i32 p_out:*fp32 num_splits:i32"
-)
-_VERIFY_SIGNATURE = (
-    "p_token_ids:*i64 p_drafts:*i64 p_cu_rows:*i32 p_kept:*u8 p_num_accepted:*i32 num_requests:i32 num_rows:i32"
-)
+_VERIFY_SIGNATURE = {
+    "p_token_ids": "*i64",
+    "p_drafts": "*i64",
+    "p_cu_rows": "*i32",
+    "p_kept": "*u8",
+    "p_num_accepted": "*i32",
+    "num_requests": "i32",
+    "num_rows": "i32",
+    "TILE": "constexpr",
+}
+_DRAFTS_SIGNATURE = {"p_drafts": "*i64", "p_drafted": "*fp32", "drafted_stride": "i32", "p_drafted_rows": "*i64"}
 
 
 def compilations(target: Target) -> list[Compilation]:
     """Every variant at Llama's vocabulary, those of mixed batches at others."""
+    verification = Compilation(
+        kernel="verify",
+        configuration="",
+        function=verify_kernel,
+        signature=_VERIFY_SIGNATURE,
+        constants={"TILE": VERIFY_TILE},
+        num_warps=1,
+        num_stages=1,
+        enable_fp_fusion=False,
+        unaligned=frozenset(_VERIFY_VARYING["do_not_specialize_on_alignment"]),
+    )
+    masks = [(vocab, mask) for vocab in _SHAPES for mask in ((0, 2) if vocab == _SHAPES[0] else (2,))]
+    return [verification, *(found for vocab, mask in masks for found in _compilations(target, vocab, mask))]
 
-    def compilation(
-        name: str, what: str, function: Any, signature: str, varying: dict[str, Any], warps: int, **constants: Any
-    ) -> Compilation:
-        types = dict(part.split(":") for part in signature.split()) | dict.fromkeys(constants, "constexpr")
-        return Compilation(
-            kernel=name,
-            configuration=what,
-            function=function,
-            signature=types,
-            constants=constants,
-            num_warps=warps,
-            num_stages=1,
-            enable_fp_fusion=False,
-            unaligned=frozenset(varying["do_not_specialize_on_alignment"]),
-        )
 
-    found = [compilation("verify", "", verify_kernel, _VERIFY_SIGNATURE, _VERIFY_VARYING, 1, TILE=VERIFY_TILE)]
-    for vocab in _SHAPES:
-        table = split(vocab, 64 if target == "gfx942" else 32)
-        tiles = {"TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity, "HAS_ROWS": True}
-        for mask in (0, 2) if vocab == _SHAPES[0] else (2,):
-            what, warps = f"vocab={vocab} mask={mask}", table.num_warps
-            kernels: tuple[tuple[str, Any, str, dict[str, Any]], ...] = (
-                ("weigh", weigh_kernel, _WEIGH_SIGNATURE, _WEIGH_VARYING),
-                ("probabilities", probabilities_kernel, _PROBABILITIES_SIGNATURE, _PROBABILITIES_VARYING),
+def _compilations(target: Target, vocab: int, mask: int) -> list[Compilation]:
+    filtering = _FILTERING | {"p_out": "*fp32", "num_splits": "i32"}
+    rejection = _REJECTION | _DRAFTS_SIGNATURE | {"p_out": "*i64", "num_splits": "i32"}
+    what, table = f"vocab={vocab} mask={mask}", table_of(vocab, target)
+    return [
+        row_compilation("weigh", what, weigh_kernel, WEIGHING, table, mask, HAS_ROWS=True),
+        row_compilation("probabilities", what, probabilities_kernel, filtering, table, mask, HAS_ROWS=True),
+        *(
+            row_compilation(
+                "reject", f"{what} drafted={drafted}", reject_kernel, rejection, table, mask, _DRAFTED,
+                HAS_ROWS=True, DRAFTED=drafted,
             )
-            found += [
-                compilation(name, what, function, signature, varying, warps, MASK=mask, **tiles)
-                for name, function, signature, varying in kernels
-            ]
-            rejects = (
-                compilation(
-                    "reject",
-                    f"{what} drafted={drafted}",
-                    reject_kernel,
-                    _REJECT_SIGNATURE,
-                    _VARYING,
-                    warps,
-                    MASK=mask,
-                    DRAFTED=drafted,
-                    **tiles,
-                )
-                for drafted in (True, False)
-            )
-            found += rejects
-    return found
+            for drafted in (True, False)
+        ),
+    ]  # fmt: skip

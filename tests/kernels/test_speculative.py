@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.gpu import row_arguments
 from kernels.gpu.speculative import TritonSpeculativeOps
 from kernels.gpu.splits import Split
 from kernels.sampling import reference as sampling
@@ -13,7 +14,6 @@ from kernels.sampling.cases import SamplingCase, make_case
 from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 from kernels.sampling.philox import philox4x32
 from kernels.speculative import reference
-from kernels.speculative import triton as kernels
 from kernels.speculative.cases import CASES, make_rejection, make_verification
 from kernels.speculative.dispatch import CpuOps, ReferenceOps, speculative_ops
 from kernels.speculative.inputs import DraftInputs
@@ -102,7 +102,7 @@ def test_rejection(case, ops):
 @pytest.mark.parametrize("spread, step", [(0.3, 0.0), (1.5, 0.5)])
 def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, monkeypatch, device):
     """Many splits that keep few candidates, so that a small vocabulary goes every way."""
-    monkeypatch.setattr(kernels, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
+    monkeypatch.setattr(row_arguments, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
     rows = (*CASES[0].rows[1:], (5.0, 250, 0.999, 0.0), (1.0, 200, 1.0, 0.0))
     case = SamplingCase("", 9, 300, spread, rows, step=step)
     logits, inputs, drafts = make_rejection(case)
