@@ -16,7 +16,7 @@ EXPECTED = {"MODEL": MODEL, "HELLO": HELLO, "WEATHER": json.dumps(WEATHER), "PER
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("name", ["openai", "responses", "anthropic", "ai_sdk", "ai_anthropic"])
+@pytest.mark.parametrize("name", ["openai", "responses", "anthropic", "ai_sdk", "ai_anthropic", "ai_responses"])
 def test_client(node, server, name):
     node(f"{name}.test.mjs", SERVER=server.url, KEY=KEY, **EXPECTED)
 
