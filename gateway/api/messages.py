@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
-from shared.errors import InvalidRequestError
+from shared.errors import ContextLengthError, InvalidRequestError
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -79,7 +79,8 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(
+        # As too long by its tokens: clients that shorten conversations, and `truncation`, know what to do.
+        raise ContextLengthError(
             f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
         )
     _check_structure(messages)

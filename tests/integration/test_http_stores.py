@@ -24,7 +24,7 @@ from gateway.server import HttpProtocol
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from shared.errors import RateLimitError, UnavailableError
-from tests.fakes.fake_generator import MODEL, FakeGenerator
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.growth import expect_nothing_kept, held
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
@@ -306,3 +306,15 @@ async def test_a_shutdown_ends_what_runs_in_the_background():
         assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
         stored = orjson.loads(gateway.app[RESPONSES].get(made, b"").body)
         assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]
+
+
+async def test_a_conversation_of_too_many_turns_is_refused_as_too_long_or_cut_where_that_is_asked_for():
+    models = FakeModels(FakeEntry(facts(max_model_len=1 << 20, num_pages=1 << 16)))
+    async with run_gateway(models=models) as gateway:
+        turns = [{"role": role, "content": f"{index}"} for index in range(2048) for role in ("user", "assistant")]
+        made = (await create(gateway, input=turns))[1]["id"]
+        status, body = await create(gateway, previous_response_id=made)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        status, body = await create(gateway, previous_response_id=made, truncation="auto")
+        assert status == 200
+        assert len(models.entry.pipeline.messages[-1]) == 4096
