@@ -86,22 +86,27 @@ class CountingWorker(FakeWorker):
     ("prompts", "speed", "requests", "tokens"),
     [
         ([[5, index] for index in range(300)], 1e9, 7, 14),
-        ([[5] * (50 + 300 * (index % 2)) for index in range(60)], 1e9, 7, 2048),
-        ([[5] * (20 + 30 * (index % 2)) for index in range(60)], 100.0, 5, 100),
+        ([[5] * (50 + 650 * (index % 2)) for index in range(60)], 1e9, 5, 2048),
+        ([[5] * (20 + 30 * (index % 2)) for index in range(60)], 100.0, 3, 100),
         ([[5] * 100 for index in range(30)], 0.0, 5, 512),
         ([[5] * 2500, [6]] * 6, 1e9, 1, 2500),
     ],
 )
 async def test_never_more_than_these_are_at_the_worker(tmp_path, prompts, speed, requests, tokens) -> None:
-    """So many requests; tokens of four steps of 512 or of a second, of one step while the speed is unknown."""
-    worker = CountingWorker(tmp_path, delay=0.005, stats=WorkerStats(prefill_tokens_per_second=speed))
+    """At first so many requests; tokens of four steps of 512 or of a second, of one step while the speed is unknown."""
+    worker = CountingWorker(tmp_path, stats=WorkerStats(prefill_tokens_per_second=speed))
     with worker:
         async with running_core(tmp_path) as core:
             await until(core.registry.models)
             await until(lambda: core.registry.models()[0].ready_workers()[0].stats == worker.stats)
-            assert await run(core, prompts, 7) == [vector_of(ids, "mean") for ids in prompts]
-    assert requests / 2 <= worker.most_requests <= requests
-    assert tokens / 2 <= worker.most_tokens <= tokens
+            worker.faults.stalled = True
+            batch = asyncio.create_task(run(core, prompts, 7))
+            await until(lambda: worker.num_running == requests)
+            await asyncio.sleep(0.02)
+            assert worker.num_running == requests
+            worker.faults.stalled = False
+            assert await batch == [vector_of(ids, "mean") for ids in prompts]
+    assert requests <= worker.most_requests <= 7 and worker.most_tokens <= tokens
     assert len(worker.submits()) == len(prompts)
 
 
