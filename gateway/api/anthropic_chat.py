@@ -24,7 +24,7 @@ from gateway.api.params import ChatFields
 from gateway.api.ranges import MAX_INT32, check_range
 from gateway.api.reasoning_params import SWITCHES
 from gateway.api.structured_fields import JsonSchemaField, JsonSchemaFormat
-from gateway.api.tool_params import FunctionField, FunctionName, ToolChoiceField, ToolField
+from gateway.api.tool_params import FunctionField, FunctionName, PlacedToolField, ToolChoiceField, ToolField
 from gateway.flow.requests import ModelEntryLike
 from shared.errors import InvalidRequestError
 
@@ -87,8 +87,13 @@ def _tools(values: list[dict[str, Any]] | None, referenced: Mapping[str, str]) -
     for name, place in referenced.items():
         if name not in names:
             raise InvalidRequestError(f"{place} {name[:64]!r} is the name of none of the tools.", param=place)
-    shown = [tool for tool in tools if not tool.defer_loading or tool.name in referenced]
-    return None if values is None else [_tool_field(tool) for tool in shown]
+    if values is None:
+        return None
+    return [
+        _tool_field(tool, f"tools[{index}]")
+        for index, tool in enumerate(tools)
+        if not tool.defer_loading or tool.name in referenced
+    ]
 
 
 def _tool(value: dict[str, Any], place: str) -> ToolDefinition:
@@ -117,14 +122,14 @@ def _tool(value: dict[str, Any], place: str) -> ToolDefinition:
     return tool
 
 
-def _tool_field(tool: ToolDefinition) -> ToolField:
+def _tool_field(tool: ToolDefinition, place: str) -> ToolField:
     """The tool as chat knows it; examples, for which chat has no field, follow the description."""
     description = tool.description
     if tool.input_examples:
         examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
         description = f"{description or ''}\n\nExamples of input:\n{examples}".strip()
     function = FunctionField(name=tool.name, description=description, parameters=tool.input_schema, strict=tool.strict)
-    return ToolField(type="function", function=function)
+    return PlacedToolField(type="function", function=function, place=place)
 
 
 def _tool_choice(choice: ChoiceField) -> str | ToolChoiceField:

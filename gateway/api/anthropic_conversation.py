@@ -27,8 +27,8 @@ from gateway.api.anthropic_content import (
     text_parts,
 )
 from gateway.api.anthropic_params import check_choice
-from gateway.api.messages import MAX_CALLS
-from shared.errors import InvalidRequestError
+from gateway.api.messages import MAX_CALLS, MAX_MESSAGES
+from shared.errors import ContextLengthError, InvalidRequestError
 
 ROLES = ("user", "assistant", "system")
 ERROR_MARK = "Error: "
@@ -72,7 +72,7 @@ def conversation(
     *,
     keep_thinking: int | None = None,
 ) -> Conversation:
-    """The conversation. Raises InvalidRequestError naming the place.
+    """The conversation. Raises InvalidRequestError naming the place, ContextLengthError for too many messages.
 
     Args:
         keep_thinking: reasoning is left out of all but so many last rounds of the assistant, where a round is all
@@ -80,6 +80,10 @@ def conversation(
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise ContextLengthError(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
+        )
     result: list[dict[str, Any]] = []
     if system is not None and (parts := _system(system)):
         result.append({"role": "system", "content": parts})
@@ -148,7 +152,7 @@ def _clear_thinking(turns: Sequence[_Turn], keep: int) -> None:
         number += turn.asks()
         rounds.append(number)
     said = sorted({number for turn, number in zip(turns, rounds, strict=True) if turn.role == "assistant"})
-    kept = said[-keep:]
+    kept = set(said[-keep:])
     for turn, number in zip(turns, rounds, strict=True):
         if number not in kept:
             turn.blocks = [placed for placed in turn.blocks if not isinstance(placed[1], ThinkingBlock)]

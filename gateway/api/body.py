@@ -26,7 +26,8 @@ MAX_STRUCTURE = 100_000
 much memory its result takes, whatever the body's limit: 16 MB of brackets take seconds and 600 MB."""
 MAX_STRINGS = 200_000
 
-_PARSE_IN_THREAD_ABOVE = 262_144
+LARGE = 262_144
+"""Bytes of a body above which what looks at all its values belongs in a thread."""
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
 _MEDIA_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)", re.IGNORECASE)
 
@@ -38,7 +39,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     """
     _check_media_type(request)
     body = await _read(request)
-    if len(body) > _PARSE_IN_THREAD_ABOVE:
+    if len(body) > LARGE:
         return await asyncio.to_thread(parse_object, body)
     return parse_object(body)
 

@@ -38,6 +38,12 @@ class ToolField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     custom: dict[str, Any] | None = None
 
 
+class PlacedToolField(ToolField, kw_only=True):
+    """A tool that has another place in the request than among the tools that the model is shown."""
+
+    place: str
+
+
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of a named tool_choice, or of an allowed tool."""
 
@@ -82,10 +88,11 @@ def tool_request(
         raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed.", param="tools")
     by_name: dict[str, Tool] = {}
     for index, field in enumerate(tools):
-        tool = _tool(field, f"tools[{index}]")
+        place = field.place if isinstance(field, PlacedToolField) else f"tools[{index}]"
+        tool = _tool(field, place)
         if tool.name in by_name:
-            place = f"tools[{index}].function.name"
-            raise InvalidRequestError(f"{place} {tool.name!r} is there twice.", param=place)
+            param = f"{place}.function.name"
+            raise InvalidRequestError(f"{param} {tool.name!r} is there twice.", param=param)
         by_name[tool.name] = tool
     choice, called = _choice(tool_choice, by_name)
     return ToolRequest(

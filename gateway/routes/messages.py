@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -11,22 +14,26 @@ from gateway.api.anthropic_chat import chat_of_conversation, chat_of_messages
 from gateway.api.anthropic_errors import error_bodies
 from gateway.api.anthropic_params import VERSION_HEADER, ConversationFields, MessagesFields, parse_body
 from gateway.api.anthropic_shapes import Ending, MessageEvents, whole_message
-from gateway.api.body import read_json
+from gateway.api.body import LARGE, read_json
 from gateway.api.chat_prompt import chat_prompt
 from gateway.api.messages import check_messages
+from gateway.api.params import ChatFields
 from gateway.api.sse import stream_events
 from gateway.api.tool_params import ToolChoiceField, tool_request
+from gateway.flow.requests import ModelEntryLike
 from gateway.responses import json_response
 from gateway.routes.common import envelope_of, find_model, submit_all
 from gateway.routes.prepared_chat import prompt_fields, size_chat, with_grammar
 from gateway.routes.tokenize import MAX_TOKENS, check_count, check_size
+
+Fields = TypeVar("Fields", bound=ConversationFields)
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """Answers a conversation, whole or streamed. Where the context has room for less than max_tokens, it ends there;
     with none the prompt is computed, and then in the prefix cache."""
     fields = parse_body(await read_json(request), MessagesFields, request.headers.getall(VERSION_HEADER, []))
-    chat = chat_of_messages(fields, find_model(request, fields.model))
+    chat = await _chat(request, chat_of_messages, fields, find_model(request, fields.model))
     sized = await size_chat(request, chat)
     ids, room = sized.prompt
     common = sized.common
@@ -50,10 +57,22 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     """How many tokens the prompt of a conversation has, also of one that is longer than the model's context."""
     fields = parse_body(await read_json(request), ConversationFields, request.headers.getall(VERSION_HEADER, []))
     entry = find_model(request, fields.model)
-    chat = chat_of_conversation(fields, entry)
+    chat = await _chat(request, chat_of_conversation, fields, entry)
     check_size([chat.messages, chat.tools])
     tools = tool_request(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     messages = check_messages(chat.messages)
     prompt = await chat_prompt(messages, tools, prompt_fields(chat), entry, max_tokens=MAX_TOKENS)
     check_count(prompt.ids)
     return json_response({"input_tokens": len(prompt.ids)})
+
+
+async def _chat(
+    request: web.Request,
+    chat_of: Callable[[Fields, ModelEntryLike], ChatFields],
+    fields: Fields,
+    entry: ModelEntryLike,
+) -> ChatFields:
+    """What `chat_of` makes of the fields: it looks at each block and tool, of which there may be tens of thousands."""
+    if len(await request.read()) > LARGE:
+        return await asyncio.to_thread(chat_of, fields, entry)
+    return chat_of(fields, entry)

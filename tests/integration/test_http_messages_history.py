@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from gateway.api.anthropic_chat import chat_of_conversation
 from gateway.api.anthropic_params import ConversationFields, parse_body
+from gateway.api.body import LARGE
+from gateway.api.messages import MAX_MESSAGES
 from gateway.flow.events import TextDelta
+from gateway.routes import messages as routes_messages
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels
 from tests.fakes.http_gateway import run_gateway
 from tests.integration.test_http_messages import BASE, CALLED, FORMATS, TOOL, ask, events_of, message_of, text, user
@@ -163,6 +167,10 @@ async def test_tools_that_are_loaded_when_they_are_found(gateway):
     said = await shown(gateway, messages=found, **choice)
     assert said[-1]["content"] == "The tool paint is available now."
     assert "xyzzy" in gateway.generator.requests[-1].grammar
+    # The place of a fault is that in the client's list.
+    for wrong in ({"input_schema": {"type": "no"}}, {"name": "no name", "input_schema": {}}, {"name": TOOL["name"]}):
+        status, body = await ask(gateway, tools=[deferred, TOOL, {**TOOL, "name": "last", **wrong}])
+        assert status == 400 and body["error"]["message"].startswith("tools[2]."), body
 
 
 def test_examples_follow_the_description():
@@ -200,3 +208,27 @@ async def test_hidden_thinking_comes_back_to_the_model():
         ):
             messages = [user(text("a")), assistant({**hidden, "signature": signature}, said), user(text("b"))]
             assert (await shown(gateway, messages=messages))[1]["thought"] == thought
+
+
+async def test_too_many_messages_are_too_long(gateway):
+    status, body = await ask(gateway, messages=[user(text("a")), assistant(text("b"))] * (MAX_MESSAGES // 2 + 1))
+    assert status == 400 and f"messages has {MAX_MESSAGES + 2} entries" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["", "/count_tokens"])
+async def test_large_bodies_are_looked_at_in_a_thread(gateway, monkeypatch, route):
+    name = "chat_of_conversation" if route else "chat_of_messages"
+    original, threads = getattr(routes_messages, name), []
+
+    def spied(fields, entry):
+        threads.append(threading.get_ident())
+        return original(fields, entry)
+
+    monkeypatch.setattr(routes_messages, name, spied)
+    for size in (1, LARGE):
+        left_out = {"type": "redacted_thinking", "data": "x" * size}
+        body = {**BASE, "messages": [user(text("a")), assistant(left_out, text("b")), user(text("c"))]}
+        if route:
+            del body["max_tokens"]
+        assert (await gateway.post("/v1/messages" + route, body))[0] == 200
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
