@@ -9,6 +9,7 @@ from kernels.gpu.ops import TritonOps
 from kernels.gpu.sampling import TritonSamplingOps
 from kernels.step_inputs.triton import TritonStepOps
 from shared.settings import WorkerSettings
+from tests.fakes.engine_harness import make_submit
 from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, TinyServer, submits, tiny_spec
 from worker.executor.profile import profile_plans
 
@@ -67,6 +68,24 @@ def test_rarer_wishes_give_the_tokens_of_the_reference_ops(device: torch.device,
     """Filters, repetitions and lists, which on a GPU are plain torch around the kernels."""
     requests = submits(6, max_tokens=4, wishes=RARER_WISHES)
     compare(monkeypatch, device, tiny_spec(), requests, num_pages=60, max_num_seqs=6, max_num_batched_tokens=32)
+
+
+def test_vectors_are_those_of_the_reference_ops(device: torch.device, monkeypatch) -> None:
+    """Hidden states are summed up in chunks, beside a stream."""
+    sizes = {"spec": tiny_spec(), "num_pages": 60, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    text = make_submit("t", [5, 6, 7], sampling={"temperature": 0.0, "ignore_eos": True, "max_tokens": 3})
+    prompt = [3 + (7 * index) % 90 for index in range(20)]
+    embedded = [make_submit(pooling, prompt, pooling=pooling) for pooling in ("last", "mean")]
+    with monkeypatch.context() as patch:
+        calm = TinyServer(patch, late=False, **sizes)
+        expected = tokens_of(calm, [text, *embedded])
+    server = on_triton(monkeypatch, device, **sizes)
+    assert tokens_of(server, [text, *embedded]) == expected
+    for pooling in ("last", "mean"):
+        found, wanted = (
+            torch.tensor(list(memoryview(one.outputs[pooling, 0][-1].embedding).cast("f"))) for one in (server, calm)
+        )
+        assert (found - wanted).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(
