@@ -72,6 +72,7 @@ class CallOutputItem(_Answer, tag_field="type", tag="function_call_output"):
     status: ItemStatus
     call_id: str
     output: str | list[InputTextPart]
+    name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReasoningItem(_Answer, tag_field="type", tag="reasoning"):

@@ -26,7 +26,7 @@ _FIELDS = {
 _NULL_ONLY = ("phase", "caller", "namespace", "async")
 """Fields of OpenAI's own models, which its library sends back with null."""
 _PARTS = {
-    "input_text": ("text",),
+    "input_text": ("text", "prompt_cache_breakpoint"),
     "output_text": ("text", "annotations", "logprobs", "parsed"),
     "refusal": ("refusal",),
     "summary_text": ("text",),
@@ -83,7 +83,8 @@ def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, 
     output = item.get("output")
     if not isinstance(output, str):
         output = _parts(output, ("input_text",), f"{place}.output")
-    return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed"}
+    named = {} if item.get("name") is None else {"name": _text(item, "name", place)}
+    return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed", **named}
 
 
 def _kind(item: Mapping[str, Any]) -> str:
@@ -138,9 +139,22 @@ def _part(part: object, kinds: tuple[str, ...], place: str) -> dict[str, Any]:
     if part.get("annotations"):
         shown = f"{place}.annotations"
         raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+    if part.get("prompt_cache_breakpoint") is not None:
+        # Every prefix is cached, to its last page.
+        _check_breakpoint(part["prompt_cache_breakpoint"], f"{place}.prompt_cache_breakpoint")
     name = _PARTS[kind][0]
     text = {"type": kind, name: _text(part, name, place, empty=True)}
     return {**text, "annotations": []} if kind == "output_text" else text
+
+
+def _check_breakpoint(value: object, place: str) -> None:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+    _check_fields(value, ("mode", "ttl"), place)
+    for name, known in (("mode", ("explicit",)), ("ttl", (None, "30m", "12h"))):
+        if value.get(name) not in known:
+            allowed = " or ".join(one for one in known if one)
+            raise InvalidRequestError(f"{place}.{name} must be {allowed}.", param=f"{place}.{name}")
 
 
 def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:

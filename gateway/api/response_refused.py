@@ -33,7 +33,7 @@ REFUSED = {
     "moderation": Refusal("there is no moderation"),
     "personality": Refusal("there are none; send instructions"),
     "prompt": Refusal("there are no stored prompts"),
-    "prompt_cache_options": Refusal("prefixes are always cached"),
+    "prompt_cache_options": Refusal("prefixes are always cached", ({"mode": "implicit"},)),
     "reasoning.context": Refusal("the chat template decides which earlier reasoning the model is shown", ("auto",)),
     "reasoning.generate_summary": Refusal("reasoning is shown itself, and not summarized", ("auto",)),
     "reasoning.mode": Refusal("there is one mode", ("standard",)),

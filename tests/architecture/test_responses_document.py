@@ -18,11 +18,13 @@ from openai.types.responses import (
 from openai.types.responses.input_token_count_params import InputTokenCountParams
 from openai.types.responses.response_create_params import StreamOptions
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
-from openai.types.responses.response_reasoning_item_param import ResponseReasoningItemParam
+from openai.types.responses.response_input_text_param import ResponseInputTextParam
+from openai.types.responses.response_output_refusal_param import ResponseOutputRefusalParam
+from openai.types.responses.response_output_text_param import ResponseOutputTextParam
 from openai.types.shared_params.reasoning import Reasoning
 
 from gateway.api.response_fields import INCLUDABLE, InputTokensFields, ReasoningField, ResponseFields, TextField
-from gateway.api.response_items import _FIELDS
+from gateway.api.response_items import _FIELDS, _PARTS
 from gateway.api.response_refused import REFUSED
 from gateway.api.tool_params import FunctionField
 from tests.architecture.source import ROOT
@@ -70,15 +72,18 @@ def test_what_can_be_included_is_openais_and_in_the_document():
     assert all(f"`{name}`" in text for name in INCLUDABLE)
 
 
-def test_items_have_the_fields_that_openais_package_sends():
-    """Of the types of items that are taken; the others are refused by their type."""
+def test_items_and_their_parts_have_the_fields_that_openais_package_sends():
+    """Of the types that are taken; others are refused by their type. What is taken beside them, its models write."""
+    common = {"type", "id", "status"}
     for item in typing.get_args(ResponseInputItemParam):
         hints = typing.get_type_hints(item)
         for kind in typing.get_args(hints.get("type")):
-            if kind in ("function_call", "function_call_output"):
-                assert set(hints) - {"type", "id", "status"} <= {*_FIELDS[kind]}, kind
-    reasoning = set(typing.get_type_hints(ResponseReasoningItemParam))
-    assert reasoning - {"type", "id", "status"} == {*_FIELDS["reasoning"]}
+            if kind in _FIELDS:
+                assert set(hints) - common <= {*_FIELDS[kind]}, kind
+    for part in (ResponseInputTextParam, ResponseOutputTextParam, ResponseOutputRefusalParam):
+        hints = typing.get_type_hints(part)
+        (kind,) = typing.get_args(hints["type"])
+        assert set(hints) - {"type"} <= {*_PARTS[kind]}, kind
 
 
 def main() -> None:

@@ -63,6 +63,68 @@ async def test_an_agent_without_a_store_sends_its_reasoning_back(gateway, stream
     assert said(gateway)[1]["reasoning_content"] == "Hm, ünïcode\n"
 
 
+async def test_what_changes_nothing_is_checked(gateway):
+    def text(**fields: Any) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "input_text", "text": "x", **fields}]}
+
+    marked = text(prompt_cache_breakpoint={"mode": "explicit", "ttl": "12h"})
+    status, body = await create(gateway, input=[marked], prompt_cache_options={"mode": "implicit"})
+    assert status == 200, body
+    for wrong, where in (
+        (7, ""),
+        ({"mode": "implicit"}, ".mode"),
+        ({}, ".mode"),
+        ({"mode": "explicit", "ttl": "1h"}, ".ttl"),
+        ({"mode": "explicit", "x": 1}, ".x"),
+    ):
+        status, body = await create(gateway, input=[text(prompt_cache_breakpoint=wrong)])
+        place = f"input[0].content[0].prompt_cache_breakpoint{where}"
+        assert (status, body["error"]["param"]) == (400, place), body
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1", "name": "f"}
+    made = (await create(gateway, input=[text(), call, output]))[1]["id"]
+    listed = (await ask(gateway, "GET", f"/v1/responses/{made}/input_items?limit=1"))[1]["data"]
+    assert listed[0]["name"] == "f"
+    assert (await create(gateway, input=[text(), call, {**output, "name": 7}]))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options"),
+        ({"background_options": {"completion_window": "2h"}}, "background_options"),
+        ({"access_programs": {}}, "access_programs"),
+        ({"image": {"context_compression": "auto"}}, "image"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{"type": "function", "name": "f", "defer_loading": 0}]}, "tools[0].defer_loading"),
+        ({"tools": [{}, {"type": "function", "async": True}]}, "tools[1].async"),
+        ({"tools": [{"type": "function", "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
+        ({"tools": [{"type": "function", "name": "f", "output_schema": {}}]}, "tools[0].output_schema"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_done_is_refused_with_its_reason(gateway, fields, param):
+    status, body = await create(gateway, **fields)
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, "unsupported_parameter")
+    assert body["error"]["message"].startswith(param) and ": " in body["error"]["message"]
+
+
+async def test_what_is_done_anyway_can_be_asked_for(calling):
+    asked: dict[str, Any] = {
+        "reasoning": {"context": "auto", "mode": "standard", "summary": "auto", "generate_summary": None},
+        "text": {"verbosity": "medium", "format": {"type": "text"}},
+        "tools": [tool("f", STRICT, defer_loading=False, allowed_callers=["direct"], output_schema=None)],
+        "moderation": None,
+        "conversation": None,
+    }
+    status, body = await create(calling, **asked)
+    assert status == 200, body
+    assert body["text"] == {"format": {"type": "text"}} and body["tools"][0]["defer_loading"] is False
+
+
 async def test_reasoning_is_packed_only_where_that_is_asked_for(gateway):
     gateway.generator.script = lambda _: THINKING
     assert "encrypted_content" not in (await create(gateway))[1]["output"][0]
