@@ -287,3 +287,64 @@ def test_a_prompt_is_read_by_the_draft_model_where_the_output_pays_it_back():
     # A token read takes 0.05 ms; each token of output is about 1 ms cheaper with drafts.
     assert controller.catch_up_pays(1000, 200.0)
     assert not controller.catch_up_pays(10_000, 200.0)
+
+
+def _drafting(cost: Callable[[int], float], draft_ms: float) -> Controller:
+    controller = _trained(cost)
+    for _ in range(5):
+        controller.observe_drafting(4, 3, 0, draft_ms * 4)
+        controller.take_wait(4)
+    return controller
+
+
+def test_a_draft_model_alone_is_tried_though_nothing_was_ever_verified():
+    controller = Controller(MAX_DRAFTS)
+    for _ in range(20):
+        controller.observe(1, 5.0)
+    assert controller.num_to_draft(1, 1, [0.6] * 7) > 0
+
+
+def test_who_only_waits_bears_a_twentieth_and_who_is_behind_nothing():
+    def drafts(draft_ms: float, num_rows: int, *single_rows) -> bool:
+        controller = _drafting(gpu, draft_ms)
+        arguments = 4, num_rows, [0.8] * 7, *single_rows
+        controller.num_to_draft(*arguments)  # may be a trial, and the next is none
+        return controller.num_to_draft(*arguments) > 0
+
+    for draft_ms, bearable in ((0.1, True), (0.5, False)):
+        assert drafts(draft_ms, 5)
+        assert drafts(draft_ms, 5, (), 0.0) == bearable
+        # Of those who are behind, whoever put them there, none waits for drafts that it has not.
+        assert not drafts(draft_ms, 5, (), -0.1)
+    assert drafts(0.5, 4, [0.7] * 7)
+    assert not drafts(0.5, 4, [0.02] * 7)
+
+
+def test_a_row_that_is_behind_lets_others_have_what_costs_it_nothing():
+    foreseen = _proposal(*[0.95] * 7)
+    behind = [0.0, -3.0]
+    assert sum(_trained(cpu).choose([foreseen, None], 2, 100, behind)) == 0
+    assert _trained(lambda rows: 5.0).choose([foreseen, None], 2, 100, behind)[0] == 7
+    # Its own drafts help it out.
+    assert sum(_trained(cpu).choose([foreseen], 1, 100, [-3.0])) >= 3
+
+
+def test_reading_is_told_from_proposing_and_kept_within_a_time():
+    controller = _trained(gpu)
+    assert controller.num_to_read(512, 100.0) == 64
+    # Four proposals of 1 ms for each of four rows, and 0.5 ms for each token read.
+    for _ in range(8):
+        controller.observe_drafting(4, 3, 0, 4.0)
+        controller.observe_drafting(4, 3, 100, 54.0)
+        controller.observe_drafting(0, 0, 100, 50.0)
+    assert controller.num_to_read(512, 100.0) == pytest.approx(200, rel=0.1)
+    assert controller.num_to_read(150, 100.0) == 150
+    assert controller.num_to_read(512, 0.001) == 8
+    assert controller.take_wait(1) == pytest.approx(8 * 108.0 / gpu(1), rel=0.05)
+    assert controller.take_wait(1) == 0.0
+
+
+def test_a_slow_moment_of_the_draft_model_puts_nobody_far_behind():
+    controller = _drafting(gpu, 1.0)
+    controller.observe_drafting(4, 3, 0, 4000.0)
+    assert controller.take_wait(4) <= 2.1 * 4.0 / gpu(4)
