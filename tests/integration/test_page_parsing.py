@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 NODE = shutil.which("node")
-PAGE = Path(__file__).parents[4] / "gateway" / "page"
-PARSER = Path(__file__).with_name("parse.mjs")
+PAGE = Path(__file__).parents[2] / "gateway" / "page"
+PARSER = Path(__file__).parents[1] / "fakes" / "parse_markdown.mjs"
 pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed (Debian: apt-get install nodejs)")
 
 EXAMPLES = {
