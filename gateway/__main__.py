@@ -51,7 +51,7 @@ async def _serve(settings: GatewaySettings, writer: log.LogWriter) -> None:
 
 def limit_arenas() -> None:
     """Lets threads share what glibc's malloc has freed; before they start. Each has its own arena otherwise, up to
-    eight for a core: prompts go through a dozen threads, and a gateway with long ones was a fifth larger.
+    eight for a core: prompts go through a dozen threads, and a gateway with long ones was a seventh larger.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _NUM_ARENAS)

@@ -33,6 +33,8 @@ from shared.errors import InvalidRequestError, NotFoundError
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Answers a conversation, whole, streamed, or in the background."""
     fields = parse_response_fields(await read_json(request))
+    if fields.background and not request.app[RESPONSES].keeps:
+        raise InvalidRequestError("background is not possible here: no responses are kept.", param="background")
     items = await items_of(request, fields.input)
     history = await history_of(request, fields.previous_response_id)
     prepared = await prepare(request, fields, fields.model, history, items)

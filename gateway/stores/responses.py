@@ -105,6 +105,11 @@ class ResponseStore:
         self._sharers: dict[int, int] = {}
         self.num_bytes = 0
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._max_bytes > 0
+
     def __len__(self) -> int:
         return len(self._responses)
 

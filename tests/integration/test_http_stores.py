@@ -209,11 +209,12 @@ async def test_readers_that_do_not_read_hold_little():
         sockets = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(4)]
         for one in sockets:
             one.sendall(f"GET /v1/streams/{identifier} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        for _ in range(200):
-            if running.drain.num_in_flight == len(sockets) and all(one.writing_paused for one in connections()):
-                break
-            await asyncio.sleep(0.1)
-        waiting = [one.transport.get_write_buffer_size() for one in connections()]
+        while running.drain.num_in_flight < len(sockets):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.02)
+        served = connections()
+        while not all(one.writing_paused for one in served):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        waiting = [one.transport.get_write_buffer_size() for one in served]
         for one in sockets:
             one.close()
         assert max(waiting) < 400_000
@@ -318,3 +319,11 @@ async def test_a_conversation_of_too_many_turns_is_refused_as_too_long_or_cut_wh
         status, body = await create(gateway, previous_response_id=made, truncation="auto")
         assert status == 200
         assert len(models.entry.pipeline.messages[-1]) == 4096
+
+
+async def test_without_a_store_nothing_runs_in_the_background():
+    async with run_gateway(responses=ResponseStore(max_bytes=0, time_to_live=60.0)) as gateway:
+        status, body = await create(gateway, background=True)
+        assert (status, body["error"]["param"]) == (400, "background")
+        status, body = await create(gateway)
+        assert status == 200 and (await ask(gateway, "GET", f"/v1/responses/{body['id']}"))[0] == 404
