@@ -27,8 +27,8 @@ from gateway.api.anthropic_content import (
     text_parts,
 )
 from gateway.api.anthropic_params import check_choice
-from gateway.api.messages import MAX_CALLS, MAX_MESSAGES
-from shared.errors import ContextLengthError, InvalidRequestError
+from gateway.api.messages import MAX_CALLS, check_count
+from shared.errors import InvalidRequestError
 
 ROLES = ("user", "assistant", "system")
 ERROR_MARK = "Error: "
@@ -78,12 +78,7 @@ def conversation(
         keep_thinking: reasoning is left out of all but so many last rounds of the assistant, where a round is all
             that it does between two things that the user says.
     """
-    if not messages:
-        raise InvalidRequestError("messages must not be empty.", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise ContextLengthError(
-            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
-        )
+    check_count(messages)
     result: list[dict[str, Any]] = []
     if system is not None and (parts := _system(system)):
         result.append({"role": "system", "content": parts})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
@@ -76,13 +77,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     shows what it knows of: the optional `name`, the id of an answered call (which is checked here) and former
     reasoning are left out by many. Raises InvalidRequestError naming the place.
     """
-    if not messages:
-        raise InvalidRequestError("messages must not be empty.", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        # As too long by its tokens: clients that shorten conversations, and `truncation`, know what to do.
-        raise ContextLengthError(
-            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
-        )
+    check_count(messages)
     _check_structure(messages)
     checked = []
     call_ids: set[str] = set()
@@ -96,6 +91,17 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not kept:
         raise InvalidRequestError("messages has nothing but empty system messages.", param="messages")
     return kept
+
+
+def check_count(messages: Sequence[object]) -> None:
+    """Raises InvalidRequestError where there are none, ContextLengthError where there are too many."""
+    if not messages:
+        raise InvalidRequestError("messages must not be empty.", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        # As too long by its tokens: clients that shorten conversations, and `truncation`, know what to do.
+        raise ContextLengthError(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
+        )
 
 
 def _check_structure(messages: list[dict[str, Any]]) -> None:
