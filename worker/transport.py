@@ -111,6 +111,8 @@ class Transport:
 
     def wait(self, seconds: float) -> None:
         """Returns when a message is there, when woken, or after the time."""
+        # A poller of the socket looks for messages before it sleeps. Its descriptor alone would not do: that tells of a
+        # message once, and sending may have taken notice of it.
         for source, _ in self._poller.poll(int(seconds * 1000)):
             if source == self._wake_read:
                 with contextlib.suppress(BlockingIOError):

@@ -236,6 +236,26 @@ def test_a_message_wakes_an_idle_loop(worker: Worker, monkeypatch: pytest.Monkey
     assert not thread.is_alive()
 
 
+def test_no_message_is_slept_through_at_the_edge_of_idleness(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two requests comes about when the first is done and the loop waits, which it would for an hour."""
+    clients = [worker.client(name) for name in (b"first", b"second")]
+    monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 3600.0)
+    worker.transport.patient = True
+    thread = threading.Thread(target=worker.engine.run, daemon=True)
+    thread.start()
+    for number in range(300):
+        for client in clients:
+            client.submit(f"r{number}", max_tokens=1)
+            threading.Event().wait(number % 20 * 20e-6)
+        for client in clients:
+            while client.ended(f"r{number}") is None:
+                assert client.socket.poll(10_000), f"request {number} is slept through"
+                client.read()
+    worker.engine.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def test_the_watchdog_is_told_now_and_then(start, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     monkeypatch.setenv("WATCHDOG_USEC", "8000000")
