@@ -11,7 +11,6 @@ from typing import Any
 
 from numba import literally, types
 
-from kernels.attention.micro import vdrop
 from kernels.attention.micro_pairs import (
     MOST_FEW,
     add_pairs,
@@ -21,8 +20,8 @@ from kernels.attention.micro_pairs import (
     store_half,
     store_rounded,
 )
-from kernels.attention.rows import ROWS, key_block, rotated, tile_rows
-from kernels.attention.weights import HIDDEN, highest_score, rows_above, vexp2, weigh_rows
+from kernels.attention.rows import HIDDEN, ROWS, hide, key_block, rotated, tile_rows
+from kernels.attention.weights import highest_score, rows_above, vexp2, weigh_rows
 from kernels.cpu.inner import inner
 from kernels.cpu.simd import (
     load_f32,
@@ -30,7 +29,6 @@ from kernels.cpu.simd import (
     store_f32,
     vadd,
     vdiv,
-    vkeep,
     vload,
     vmul,
     vsplat,
@@ -90,16 +88,6 @@ def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
     for i in range(first, end, 16):
         x = vdiv(two, vadd(vexp2(vload(line + i * 4, 0)), one))
         vstore(line + i * 4, vmul(vsplat(limit), vsub(one, x)), 0)
-
-
-@inner
-def _hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
-    """Of the scores first <= k < end of a row all but low <= k < seen; first and end are multiples of 16."""
-    hidden = types.float32(HIDDEN)
-    for i in range(first, min(low, end), 16):
-        vstore(line + i * 4, vdrop(vload(line + i * 4, 0), low - i, hidden), 0)
-    for i in range(max(first, seen // 16 * 16), end, 16):
-        vstore(line + i * 4, vkeep(vload(line + i * 4, 0), seen - i, hidden), 0)
 
 
 @inner
@@ -209,7 +197,7 @@ def attend_to_pairs(
             if min(least, num_keys) < end or most - window > first:
                 for k in range(r, until):
                     seen = load_i32(positions + (start + k // group) * 4) + 1 - begin
-                    _hide(lines + (k - r) * line_bytes, seen - window, min(seen, num_keys), first, end)
+                    hide(lines + (k - r) * line_bytes, seen - window, min(seen, num_keys), first, end)
             if few:
                 above = rows_above(1, num_heads, num_kv_heads, dim, page, lines, first, end, shifts + r * 4)
             else:

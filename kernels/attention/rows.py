@@ -36,6 +36,8 @@ ROWS = 6
 """Queries whose products are accumulated in registers together."""
 KEY_BLOCK = 128
 """Keys that a tile scores at a time, where pages are no larger."""
+HIDDEN = -3.0e38
+"""The score of a key that a row does not see, and what a row's scores are relative to while it has seen none."""
 
 
 def key_block(page_size: int) -> int:
@@ -107,7 +109,7 @@ def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, tota
             vstore(sums + (r * dim + i) * 4, vsplat(0.0), 0)
             if r >= rows:
                 vstore(query + (r * dim + i) * 4, vsplat(0.0), 0)
-        store_f32(highest + r * 4, types.float32(-3.0e38))
+        store_f32(highest + r * 4, types.float32(HIDDEN))
         store_f32(totals + r * 4, 0.0)
 
 
@@ -121,6 +123,19 @@ def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
 
 
 @inner
+def hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
+    """Of the scores first <= k < end of a row all but low <= k < seen, and the rest of the last 16.
+
+    first is a multiple of 16; seen is not above end.
+    """
+    hidden = types.float32(HIDDEN)
+    for i in range(first, min(low, end), 16):
+        vstore(line + i * 4, vdrop(vload(line + i * 4, 0), low - i, hidden), 0)
+    for i in range(max(first, seen // 16 * 16), end, 16):
+        vstore(line + i * 4, vkeep(vload(line + i * 4, 0), seen - i, hidden), 0)
+
+
+@inner
 def weigh(
     line: Any, low: Any, seen: Any, first: Any, num_keys: Any, highest: Any, total: Any, sums: Any, dim: Any
 ) -> None:
@@ -129,14 +144,10 @@ def weigh(
     first is a multiple of 16. Updates the highest score and the sum of weights, and scales down what was summed before.
     """
     literally(dim)
-    floor = types.float32(-3.0e38)
-    for i in range(first, min(low, num_keys), 16):
-        vstore(line + i * 4, vdrop(vload(line + i * 4, 0), low - i, floor), 0)
-    top = vsplat(floor)
+    hide(line, low, seen, first, num_keys)
+    top = vsplat(types.float32(HIDDEN))
     for i in range(first, num_keys, 16):
-        x = vkeep(vload(line + i * 4, 0), seen - i, floor)
-        vstore(line + i * 4, x, 0)
-        top = vmax(top, x)
+        top = vmax(top, vload(line + i * 4, 0))
     before = load_f32(highest)
     now = max(before, vhighest(top))
     store_f32(highest, now)
@@ -147,7 +158,7 @@ def weigh(
         x = vexp(vsub(vload(line + i * 4, 0), shift))
         vstore(line + i * 4, x, 0)
         added = vadd(added, x)
-    if before > floor:
+    if before > types.float32(HIDDEN):
         decay = vexp(vsub(vsplat(before), shift))
         for i in range(0, dim, 16):
             vstore(sums + i * 4, vmul(vload(sums + i * 4, 0), decay), 0)

@@ -15,12 +15,11 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from kernels.attention.micro_pairs import INTS, Shape, function
+from kernels.attention.rows import HIDDEN
 from kernels.cpu import bf16
 from kernels.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, call, const, fma, fold, load, pointer, splat
 from kernels.cpu.simd import vector as vector_type
 
-HIDDEN = -3.0e38
-"""The score of a key that a row does not see, and the shift of a row that has seen none."""
 SLACK = 8.0
 """How far scores may be above the shift."""
 # 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, fitted for the least largest relative error: 3e-6, and 1e-4 for weights,
