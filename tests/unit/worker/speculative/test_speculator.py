@@ -45,6 +45,7 @@ class TimedHarness(Harness):
         } | options
         config = SpeculationConfig(look_up=look_up, draft_len=2000, max_drafts=MAX_DRAFTS)
         super().__init__(speculation=config, **options)
+        assert self.scheduler._speculator is not None
         self.speculator: Speculator = self.scheduler._speculator
         self._cost = cost
         self._draft_ms = draft_ms
