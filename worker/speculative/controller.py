@@ -64,6 +64,9 @@ _FIRST_READING, _LEAST_READING = 64, 8
 _LEAST_SHARE = 0.25
 """Part of a step that either proposing or reading takes at least, where only the other is known."""
 
+_LEAST_KNOWN_SHARE = 0.01
+"""Where both are known: what is believed to take next to nothing would get no more of any step with both."""
+
 _SLOW_MOMENT = 2.0
 """Times as long as expected that a step of the draft model is believed to have kept others waiting."""
 
@@ -236,6 +239,8 @@ class Controller:
             share = max(1.0 - reading_ms / milliseconds, _LEAST_SHARE)
         else:
             share = min((proposing_ms or 0.0) / milliseconds, 1.0 - _LEAST_SHARE)
+        if num_rows and num_read and share:
+            share = min(max(share, _LEAST_KNOWN_SHARE), 1.0 - _LEAST_KNOWN_SHARE)
         each_ms = milliseconds / self._costs.level
         if num_rows and share:
             self._drafting.observe(num_rows, share * each_ms / (num_tokens_each + _DRAFT_OVERHEAD))

@@ -344,6 +344,28 @@ def test_reading_is_told_from_proposing_and_kept_within_a_time():
     assert controller.take_wait(1) == 0.0
 
 
+@pytest.mark.parametrize("lucky", [1e-4, 1e-300])
+def test_what_seemed_to_take_nothing_is_not_believed_for_good(lucky):
+    def first(num_read):
+        """One proposal, and so many tokens read first."""
+        controller = _trained(gpu)
+        controller.observe_drafting(1, 1, 0, 10.0 if num_read else lucky)
+        controller.observe_drafting(0, 0, 100, lucky if num_read else 10.0)
+        return controller
+
+    # Each shows in steps that have both, though none shows how it is shared.
+    reading, proposing = first(100), first(0)
+    for _ in range(60):
+        reading.observe_drafting(1, 1, 100, 20.0)
+        proposing.observe_drafting(1, 1, 100, 20.0)
+    assert reading.num_to_read(512, 0.1) < 100
+    proposing.observe_drafting(0, 0, 100, 10.0)
+    proposing.take_wait(1)
+    proposing.observe_drafting(1, 1, 0, 1000.0)
+    # What was expected of it bounds what is believed of a slow moment.
+    assert proposing.take_wait(1) > 0.2 / gpu(1)
+
+
 def test_a_slow_moment_of_the_draft_model_puts_nobody_far_behind():
     controller = _drafting(gpu, 1.0)
     controller.observe_drafting(4, 3, 0, 4000.0)
