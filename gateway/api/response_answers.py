@@ -200,6 +200,10 @@ class CreatedEvent(_ResponseEvent, tag="response.created"):
     """The first."""
 
 
+class QueuedEvent(_ResponseEvent, tag="response.queued"):
+    """The second of one in the background: it waits for the model."""
+
+
 class InProgressEvent(_ResponseEvent, tag="response.in_progress"):
     """The model has begun."""
 
@@ -299,6 +303,7 @@ class ErrorEvent(_Event, tag="error"):
 
 ResponseEvent = (
     CreatedEvent
+    | QueuedEvent
     | InProgressEvent
     | CompletedEvent
     | IncompleteEvent

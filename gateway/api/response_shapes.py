@@ -82,7 +82,7 @@ class ResponseEvents:
         may_call: white space at the end of what was said is held back, since around calls it belongs to no message.
         packs_reasoning: reasoning is also given as a value to be sent back, see gateway.api.kept_reasoning.
         gateway_index: of this process, in the ids of items.
-        on_change: is given the response when it begins and when it has ended, before its event is sent.
+        on_change: is given the response when it is queued, begins and has ended, before its event is sent.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class ResponseEvents:
         self._on_change = on_change
         self._output: list[dict[str, Any]] = head["output"]
         self._number = 0
+        self._begun = False
         # The item that is being written, with what it has so far.
         self._item: dict[str, Any] | None = None
         self._pieces: list[str] = []
@@ -112,6 +113,12 @@ class ResponseEvents:
         self._space = ""
         self._unshown: list[TokenLogprobs] = []
         self._cut_off = False
+
+    def queue(self) -> bytes:
+        """The first events of a response that runs in the background: it waits for the model."""
+        self._on_change(self.response)
+        events: list[Event] = [(kind, {"response": self.response}) for kind in ("created", "queued")]
+        return b"".join([self._framed(event) for event in events])
 
     def encode(self, _index: int, _prompt_index: int, delta: TextDelta) -> bytes:
         """What one event of the generation tells, framed."""
@@ -123,18 +130,22 @@ class ResponseEvents:
 
     def failed(self, error: PeltonError) -> bytes:
         """The response as it is, with the error."""
-        events = [*self._begin(), *self._close("incomplete"), *self._end_response("failed", error=_error(error))]
-        return b"".join([self._framed(event) for event in events])
+        return self._break_off("failed", error=_error(error))
 
     @property
     def running(self) -> bool:
         """Whether it has begun and not ended."""
-        return self._number > 0 and self.response["status"] == "in_progress"
+        return self._begun and self.response["status"] == "in_progress"
 
     def cancel(self) -> bytes:
         """The response ends as it is. OpenAI has no event of its own for that: `response.incomplete` is one that
         readers take for the last, and the response in it says that it was cancelled."""
-        events = [*self._begin(), *self._close("incomplete"), *self._end_response("cancelled", kind="incomplete")]
+        return self._break_off("cancelled", kind="incomplete")
+
+    def _break_off(self, status: str, *, kind: str | None = None, **changes: Any) -> bytes:
+        # One that waits has been told of, and ends without having begun.
+        events = [] if self._number else [*self._begin()]
+        events += [*self._close("incomplete"), *self._end_response(status, kind=kind, **changes)]
         return b"".join([self._framed(event) for event in events])
 
     def _framed(self, event: Event) -> bytes:
@@ -144,11 +155,14 @@ class ResponseEvents:
         return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), body)
 
     def _begin(self) -> Iterator[Event]:
-        if self._number == 0:
+        if self._begun:
+            return
+        self._begun = True
+        if not self._number:
             yield "created", {"response": dict(self.response)}
-            self.response["status"] = "in_progress"
-            self._on_change(self.response)
-            yield "in_progress", {"response": dict(self.response)}
+        self.response["status"] = "in_progress"
+        self._on_change(self.response)
+        yield "in_progress", {"response": dict(self.response)}
 
     def _take(self, delta: TextDelta) -> Iterator[Event]:
         yield from self._begin()

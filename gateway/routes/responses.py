@@ -60,9 +60,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         on_change=keeper.keep,
     )
     if fields.background:
-        return await _run_in_background(
-            request, envelope.identifier, events, encoder, keeper, stream=bool(fields.stream)
-        )
+        return await _run_in_background(request, envelope.identifier, events, encoder, stream=bool(fields.stream))
     async with events:
         if fields.stream:
             return await _stream(request, events, encoder)
@@ -134,7 +132,7 @@ async def _stream(request: web.Request, events: FanIn, encoder: ResponseEvents) 
 
 
 async def _run_in_background(
-    request: web.Request, identifier: str, events: FanIn, encoder: ResponseEvents, keeper: _Keeper, *, stream: bool
+    request: web.Request, identifier: str, events: FanIn, encoder: ResponseEvents, *, stream: bool
 ) -> web.StreamResponse:
     """Runs a response apart from its connection; its events can be read until the grace period after its end. Where it
     is not admitted, nothing is kept: refusals, which cost nothing, must not push out what others keep.
@@ -142,22 +140,23 @@ async def _run_in_background(
     streams, owner = request.app[STREAMS], request[IDENTITY].key_hash
     queued = dict(encoder.response)
     record = streams.open(identifier, owner)
-    admitted = False
 
     async def run() -> None:
         with streams.claim(identifier, record):
             await fill(
-                record, events, encoder, request.app[DRAIN], lambda _, data: separate(data), on_cancel=encoder.cancel
+                record,
+                events,
+                encoder,
+                request.app[DRAIN],
+                lambda _, data: separate(data),
+                on_admission=encoder.queue,
+                on_cancel=encoder.cancel,
             )
-            if admitted and record.error is not None:
-                encoder.failed(record.error)
 
     streams.run(identifier, run())
     await asyncio.sleep(0)  # its first step is admission
     if record.error is not None:
         raise record.error
-    admitted = True
-    keeper.keep(encoder.response)
     if stream:
         return await stream_log(request, identifier, record, 0, stream_failure)
     return json_response(queued)

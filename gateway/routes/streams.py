@@ -107,12 +107,14 @@ async def fill(
     drain: Drain,
     framed: Callable[[StreamLog, bytes], Iterator[bytes]],
     *,
+    on_admission: Callable[[], bytes] = bytes,
     on_cancel: Callable[[], bytes] = bytes,
 ) -> None:
     """Runs a generation into a log. It counts as a request in flight, with or without a connection.
 
     Args:
         framed: makes separate events of what the encoder gives.
+        on_admission: what the encoder gives first, as soon as the generation has its place.
         on_cancel: what the encoder gives last where it is ended on demand.
     """
     error: PeltonError | None = None
@@ -120,6 +122,7 @@ async def fill(
         with drain.admit():
             try:
                 async with events:
+                    _append(record, framed(record, on_admission()))
                     async for index, prompt_index, delta in events:
                         if is_large(delta):
                             data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)

@@ -126,7 +126,7 @@ async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gate
     assert last["response"]["incomplete_details"] is None and last["response"]["usage"]["output_tokens"] == said
     numbers = [event["sequence_number"] for event in events]
     assert numbers == list(range(numbers[0], numbers[0] + len(events)))
-    before = ["output_text.done", "content_part.done", "output_item.done"] if said else ["created", "in_progress"]
+    before = ["output_text.done", "content_part.done", "output_item.done"] if said else ["created", "queued"]
     assert [event["type"].removeprefix("response.") for event in events[:-1]] == before
     status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
     assert (status, body) == ((200, answer) if path else (404, body))
@@ -136,6 +136,36 @@ async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gate
     else:
         assert (await gateway.get(f"/v1/responses/{made}?stream=true"))[0] == 404
         assert made not in gateway.app[RESPONSES]
+
+
+async def test_a_background_stream_says_at_once_that_it_waits(gateway):
+    go_on = asyncio.Event()
+    gateway.generator.script = lambda _: [go_on, TextDelta(0, "Hello", [1], finish_reason="stop")]
+    async with gateway.session.post(gateway.url + "/v1/responses", json={**BODY, "background": True}) as response:
+        waiting = [await next_event(response) for _ in range(2)]
+        assert [event["type"] for event in waiting] == ["response.created", "response.queued"]
+        made = waiting[0]["response"]["id"]
+        status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
+        assert status == 200 and waiting[0]["response"] == waiting[1]["response"] == body
+        assert body["status"] == "queued"
+        async with gateway.session.get(f"{gateway.url}/v1/responses/{made}?stream=true&starting_after=0") as again:
+            assert await next_event(again) == waiting[1]
+            go_on.set()
+            events = [*waiting, begun := await next_event(response)]
+            assert (begun["type"], begun["response"]["status"]) == ("response.in_progress", "in_progress")
+            while events[-1]["type"] != "response.completed":
+                events.append(await next_event(response))
+            assert [await next_event(again) for _ in events[2:]] == events[2:]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+async def test_a_background_stream_that_fails_before_its_first_token_ends_with_that(gateway):
+    gateway.generator.script = lambda _: [0.01, WorkerLostError("The worker died.")]
+    async with gateway.session.post(gateway.url + "/v1/responses", json={**BODY, "background": True}) as response:
+        events = [await next_event(response) for _ in range(3)]
+        assert await response.read() == b""
+    assert [event["type"].removeprefix("response.") for event in events] == ["created", "queued", "failed"]
+    assert events[-1]["response"]["error"]["message"] == "The worker died."
 
 
 async def test_deleting_leaves_nothing_in_the_stores(gateway):
