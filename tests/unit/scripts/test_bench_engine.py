@@ -200,7 +200,7 @@ def test_a_load_whose_requests_fail_gives_no_figures(bench):
             engine_host.wait_for(loop, 1, seconds=0.1)
 
 
-def test_an_idle_engine_is_not_stepped_before_its_last_output_is_here(bench):
+def test_an_idle_engine_is_not_stepped_before_its_last_output_is_here(bench, monkeypatch):
     """It would sleep a second in that step, which would count as the request's."""
 
     class Late:
@@ -216,7 +216,7 @@ def test_an_idle_engine_is_not_stepped_before_its_last_output_is_here(bench):
     settings, free = bench._settings(2), FreeModel(6000, 2)
     built = timed_executor(settings, bench._files.spec, free, free, bench._sampling_ops(), OpClock())
     with engine_loop(settings, bench._files, built) as loop:
-        loop._socket = Late(loop._socket)
+        monkeypatch.setattr(loop, "_socket", Late(loop._socket))
         loop.submit([1, 2], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3))
         engine_host.wait_for(loop, 1)
         while loop.num_queued:
