@@ -33,8 +33,9 @@ export class Growing {
     this.text += text;
     const found = blocks(this.text);
     const whole = this.text.split("\n");
-    // A block is over once another begins; and one has begun where its first line is whole: a "-" may become "---".
-    const last = found.findLastIndex(({ line }) => line < whole.length - 1);
+    // A block is over once another begins; and one has begun where its first line is whole, of a table the second too:
+    // a "-" may become "---", and a "|-" anything.
+    const last = found.findLastIndex(({ line, tag }) => line + (tag === "table" ? 1 : 0) < whole.length - 1);
     if (last <= 0) return [[], found];
     this.text = whole.slice(found[last].line).join("\n");
     return [found.slice(0, last), found.slice(last)];

@@ -135,6 +135,12 @@ def test_a_text_that_grows_is_shown_as_the_whole():
             assert re.match(r"https?://[^/@]+(/|$)", address), pieces
 
 
+def test_a_table_has_begun_once_its_second_line_is_whole():
+    for pieces in (["t\na|b\n-|-", "x\nc"], ["# t\na|\n|-", ":\n|c"], ["b\na|\n|", "-\n|c"]):
+        [answer] = parse(pieces)
+        assert answer["grown"] == answer["whole"]
+
+
 def test_little_is_parsed_again():
     for text in ("a\n\n" * 60, "# a\n" * 60, "- a\n\nb\n\n" * 30, "```\na\n```\n" * 30):
         [answer] = parse(list(text))
