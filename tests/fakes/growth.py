@@ -51,7 +51,10 @@ def held() -> Counter[str]:
     """
     gc.collect()
     objects = gc.get_objects()
-    counts = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in objects)
+    # Not Counter(iterable): it asks whether that is a Mapping, which each of the hundred kinds of those remembers.
+    counts: Counter[str] = Counter()
+    for one in objects:
+        counts[f"{type(one).__module__}.{type(one).__qualname__}"] += 1
     counts["elements"] = sum(len(one) for one in objects if type(one) in _CONTAINERS)
     return counts
 
