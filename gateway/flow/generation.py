@@ -173,8 +173,10 @@ class Generator:
         request_id = f"{request.request_id[:_MAX_ID_PREFIX]}.{self._gateway_id}.{next(self._numbers)}"
         message = _submit_message(request, request_id, entry.facts.model_names[0], self.request_timeout)
         error = UnavailableError("No worker of the model answers at the moment.")
+        # A mean is read from its first token, whatever is cached, and its pages are not kept.
+        cacheable = [] if request.pooling == "mean" else request.prompt_token_ids
         while workers:
-            worker = self._router.choose(workers, request.prompt_token_ids, request.salt, request.affinity)
+            worker = self._router.choose(workers, cacheable, request.salt, request.affinity)
             try:
                 worker.submit(message, stream)
             except UnavailableError as refusal:

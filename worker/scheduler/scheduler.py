@@ -310,7 +310,9 @@ class Scheduler:
             self._finish(request, self._not_finite("numbers"), distrust=True)
             return
         end = item.start + item.count
-        self.kv.commit(request.pages, request.token_ids, end)
+        if not embedding.needs_all:
+            # Pages of a mean, many and seldom read again, would push out those that streams begin with.
+            self.kv.commit(request.pages, request.token_ids, end)
         if end == len(request.token_ids):
             self._finish(request, FINISH_EMBEDDED, embedding=embedding.vector())
 

@@ -14,7 +14,7 @@ from gateway.flow.events import GenerationRequest
 from shared.errors import ContextLengthError, InternalError, RateLimitError, WorkerLostError
 from shared.messages import Finish, FinishReason, Submit, WorkerStats
 from tests.fakes.fake_worker import FakeWorker
-from tests.fakes.gateway_core import Core, make_request, running_core, until
+from tests.fakes.gateway_core import Core, collect, make_request, running_core, until
 from tests.fakes.vectors import vector_of
 
 
@@ -166,6 +166,32 @@ async def test_what_a_lost_worker_had_goes_to_another_once(tmp_path) -> None:
             other.faults.stalled = False
             assert await batch == [vector_of(ids, "mean") for ids in prompts]
             assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 1
+
+
+async def test_a_mean_goes_where_least_waits_whatever_is_cached_there(tmp_path) -> None:
+    prompt = [5 + index for index in range(400)]
+    with FakeWorker(tmp_path) as one, FakeWorker(tmp_path, 1) as two:
+        workers = (one, two)
+        async with running_core(tmp_path) as core:
+            await until(core.registry.models)
+            await until(lambda: len(core.registry.models()[0].ready_workers()) == 2)
+
+            async def places(ids: list[int], **fields: Any) -> list[int]:
+                """The workers that took a request meanwhile."""
+                before = [len(worker.submits()) for worker in workers]
+                await collect(core.generator.submit(make_request(ids, max_tokens=1, **fields)))
+                return [len(worker.submits()) - count for worker, count in zip(workers, before, strict=True)]
+
+            cached = await places(prompt, pooling="last")
+            busy = workers[cached.index(1)]
+            busy.faults.stalled = True
+            waiting = asyncio.create_task(places(prompt[:300], pooling="last"))
+            await until(lambda: busy.num_running == 1)
+            assert await places(prompt, pooling="mean") == [1 - count for count in cached]
+            busy.faults.stalled = False
+            await waiting
+            # And it leaves nothing there that would draw others.
+            assert await places(prompt, pooling="last") == cached
 
 
 async def test_without_another_worker_the_batch_is_lost(tmp_path) -> None:

@@ -90,6 +90,23 @@ def test_cached_pages_serve_the_last_token_but_not_the_mean():
     assert harness.outputs["t", 0][0].num_cached_tokens == 16
 
 
+def test_means_push_nothing_out_of_the_prefix_cache(depth):
+    harness = Harness(depth=depth, num_pages=16)
+    text = make_submit("t", PROMPT[:33], sampling={"max_tokens": 1})
+    harness.add(text)
+    harness.drain()
+    for number in range(9):
+        # Different from the first token on, each of four of the seven pages that hold nothing.
+        mean = make_submit(f"m{number}", [60 + number, *PROMPT[:15]], pooling="mean")
+        harness.add(mean)
+        harness.drain()
+        expect_embedding(harness, mean)
+    harness.add(make_submit("again", text.token_ids, sampling={"max_tokens": 1}))
+    harness.drain()
+    assert harness.outputs["again", 0][0].num_cached_tokens == 32
+    assert harness.scheduler.counters.prefix_cache_evictions_total == 0
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_preempted_one_is_read_again_from_the_start(pooling, caching, depth):
     harness = Harness(
