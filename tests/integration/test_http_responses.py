@@ -9,10 +9,9 @@ import orjson
 import pytest
 
 from gateway.flow.events import GenerationRequest, TextDelta
-from gateway.stores.responses import ResponseStore
 from shared.errors import WorkerLostError
 from shared.sampling_params import SamplingParams
-from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeModels, facts, spell
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, Gateway, run_gateway
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -78,6 +77,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x", "role": "user"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "x" * 257}]}, "input[0].id"),
         ({"input": [{"id": ""}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": "x", "id": "x" * 257}]}, "input[0].id"),
         ({"input": [MESSAGE, {**CALL, "arguments": 1}]}, "input[1].arguments"),
