@@ -66,11 +66,14 @@ def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, 
             raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
     if item.get("status") not in _STATUSES:
         raise InvalidRequestError(f"{place}.status is not a status of an item.", param=f"{place}.status")
-    if kind == REFERENCE:
-        return {"id": _text(item, "id", place), "type": kind}
-    identifier = _text(item, "id", place) if item.get("id") is not None else new_item_id(kind, gateway_index)
+    if kind == REFERENCE or item.get("id") is not None:
+        identifier = _text(item, "id", place)
+    else:
+        identifier = new_item_id(kind, gateway_index)
     if len(identifier) > _MAX_ID:
         raise InvalidRequestError(f"{place}.id has more than {_MAX_ID} characters.", param=f"{place}.id")
+    if kind == REFERENCE:
+        return {"id": identifier, "type": kind}
     if kind == "message":
         return _message(item, place, identifier)
     if kind == "reasoning":

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
-from gateway.stores.responses import ResponseStore
+from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import NotFoundError
 
 _LOAD_IN_THREAD_ABOVE = 262_144
+_LOOK_UPS = 256
 
 
 async def load_items(parts: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -22,18 +24,22 @@ async def load_items(parts: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 async def find_items(store: ResponseStore, wanted: Iterable[str], owner: bytes) -> dict[str, dict[str, Any]]:
-    """Those of the items that this store has for this key, by their ids."""
-    wanted = list(wanted)
-    found: dict[str, dict[str, Any]] = {}
-    for identifier in wanted:
-        if identifier not in found:
+    """Those of the items that this store has for this key, by their ids; each as the newest response with it has it."""
+    holders: dict[int, tuple[StoredResponse, set[str]]] = {}
+    for index, identifier in enumerate(wanted):
+        if index % _LOOK_UPS == _LOOK_UPS - 1:
             await asyncio.sleep(0)  # thousands of them take a while: others have their turn
-            try:
-                stored = store.with_item(identifier, owner)
-            except NotFoundError:
-                continue
-            found |= {item["id"]: item for item in await load_items([*stored.input[-1:], stored.output])}
-    return {identifier: found[identifier] for identifier in wanted if identifier in found}
+        with suppress(NotFoundError):
+            stored = store.with_item(identifier, owner)
+            holders.setdefault(id(stored), (stored, set()))[1].add(identifier)
+    found: dict[str, dict[str, Any]] = {}
+    for stored, identifiers in holders.values():
+        await asyncio.sleep(0)
+        # Of the others, which may be many, nothing is held.
+        for item in await load_items([*stored.input[-1:], stored.output]):
+            if item["id"] in identifiers:
+                found[item["id"]] = item
+    return found
 
 
 def _load(parts: Sequence[bytes]) -> list[dict[str, Any]]:
