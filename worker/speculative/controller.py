@@ -107,8 +107,8 @@ class Controller:
         self._costs.observe(num_rows, milliseconds)
         self._since_trial += 1
         # Not before a count's cost is sure: the very first steps may be far slower than any later.
-        if self._credit is not None or self._costs.is_sure(num_rows):
-            self._earn(min(milliseconds, self._costs.read(num_rows, 0)[0]))
+        if 0.0 < milliseconds < math.inf and (self._credit is not None or self._costs.is_sure(num_rows)):
+            self._earn(milliseconds)
 
     def choose(
         self, proposals: Sequence[Proposal | None], num_rows: int, room: int, credit: Sequence[float] = ()
