@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from gateway.flow.events import TextDelta
-from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
+from tests.fakes.fake_generator import MODEL, FakeGenerator, Step, spell
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import USER_KEY, run_gateway
 
@@ -55,7 +55,7 @@ async def test_fetch_reads_the_stream_of_a_post(page):
 
 
 async def test_fetch_that_is_aborted_ends_the_generation(page):
-    steps = [TextDelta(0, "Endless", [1]), asyncio.Event()]
+    steps: list[Step] = [TextDelta(0, "Endless", [1]), asyncio.Event()]
     async with (
         serving(somebodys_page) as origin,
         run_gateway(FakeGenerator(lambda _: steps), cors_origins=[origin]) as gateway,
@@ -77,7 +77,7 @@ async def test_event_source_goes_on_where_its_connection_broke_and_stops_at_the_
     asked: list[str | None] = []
     gate = asyncio.Event()
     deltas = [TextDelta(0, character, [1]) for character in "abcdef"]
-    steps = [*deltas[:3], gate, *deltas[3:], TextDelta(0, "", [2], finish_reason="stop")]
+    steps: list[Step] = [*deltas[:3], gate, *deltas[3:], TextDelta(0, "", [2], finish_reason="stop")]
 
     async def cutting(request):
         """In between: asks to come back soon, and cuts the first connection behind the third event."""

@@ -7,7 +7,7 @@ import json
 import random
 
 from gateway.flow.events import TextDelta
-from tests.fakes.fake_generator import FakeGenerator, spell
+from tests.fakes.fake_generator import FakeGenerator, Step, spell
 from tests.fakes.http_gateway import run_gateway
 from tests.fakes.page import answered, no_surprises, opened, say, shot
 
@@ -88,7 +88,7 @@ async def test_code_is_copied(page):
 async def test_it_streams_block_by_block_and_each_is_heard_once(page):
     gates = [asyncio.Event() for _ in range(4)]
     pieces = ["First *bl", "ock*.\n\nSecond", " block.\n\n```js\na", "\nb", "\n```\n"]
-    steps = [TextDelta(0, pieces[0], [1])]
+    steps: list[Step] = [TextDelta(0, pieces[0], [1])]
     for gate, piece in zip(gates, pieces[1:], strict=True):
         steps += [gate, TextDelta(0, piece, [1])]
     steps[-1] = TextDelta(0, pieces[-1], [1], finish_reason="stop")

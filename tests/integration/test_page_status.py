@@ -84,7 +84,7 @@ class Load:
 
 def totals(text):
     """The sum of each metric over its labels, and over all but `abort` for failures."""
-    found = {}
+    found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("pelton:")
