@@ -28,6 +28,7 @@ from shared.errors import InvalidRequestError, NotFoundError, PeltonError, Unava
 
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
+_SILENT = "The gateway process that has it does not answer."
 _OWNER = "x-pelton-owner"
 _SCOPE = "x-pelton-scope"
 _PASSED_ON = ("Last-Event-ID",)
@@ -39,12 +40,14 @@ class Relay:
 
     Args:
         directory: where their sockets are; see gateway.peers.peer_socket.
+        patience: seconds that one may say nothing, other than in a stream.
     """
 
-    def __init__(self, directory: Path, index: int, num_processes: int) -> None:
+    def __init__(self, directory: Path, index: int, num_processes: int, *, patience: float = _ANSWER_SECONDS) -> None:
         self._directory = directory
         self._index = index
         self._num_processes = num_processes
+        self._patience = patience
 
     def holder(self, identifier: str) -> int | None:
         """Which other process has it; None: this one, or nobody."""
@@ -56,7 +59,9 @@ class Relay:
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         headers[_SCOPE] = request[IDENTITY].scope.value
         path, owner = request.rel_url.raw_path_qs, request[IDENTITY].key_hash
-        async with self._ask(holder, request.method, path, owner, headers) as answer:
+        # A stream may be silent for long.
+        streams = "stream" in request.query or request.path.startswith("/v1/streams/")
+        async with self._ask(holder, request.method, path, owner, headers, streams=streams) as answer:
             response = web.StreamResponse(status=answer.status)
             for name in _PASSED_BACK:
                 if name in answer.headers:
@@ -85,7 +90,7 @@ class Relay:
         headers = {_SCOPE: identity.scope.value}
         try:
             async with (
-                asyncio.timeout(_ANSWER_SECONDS),
+                asyncio.timeout(self._patience),
                 self._ask(index, request.method, request.rel_url.raw_path, identity.key_hash, headers) as answer,
             ):
                 return answer.status == 200
@@ -93,27 +98,39 @@ class Relay:
             return None
 
     async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
-        """What a response that continues this one begins with. Raises NotFoundError."""
+        """What a response that continues this one begins with. Raises NotFoundError and UnavailableError."""
         async with self._ask(holder, "GET", f"/conversation/{identifier}", owner, {}) as answer:
             if answer.status == 400:
                 raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
             if answer.status != 200:
                 raise NotFoundError("There is no response with that id.")
-            return (await answer.read(),)
+            return (await _whole(answer),)
 
     async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
-        """The stored items with these ids, by id; those that are not there are left out."""
+        """The stored items with these ids, by id; those that are not there are left out. Raises UnavailableError."""
         async with self._ask(holder, "POST", "/items", owner, {}, orjson.dumps(identifiers)) as answer:
-            found: dict[str, dict[str, Any]] = orjson.loads(await answer.read()) if answer.status == 200 else {}
+            if answer.status != 200:
+                raise UnavailableError(_SILENT)
+            found: dict[str, dict[str, Any]] = orjson.loads(await _whole(answer))
             return found
 
     @asynccontextmanager
     async def _ask(
-        self, holder: int, method: str, path: str, owner: bytes, headers: dict[str, str], body: bytes | None = None
+        self,
+        holder: int,
+        method: str,
+        path: str,
+        owner: bytes,
+        headers: dict[str, str],
+        body: bytes | None = None,
+        *,
+        streams: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Raises UnavailableError where it does not answer in time: a process may hang without dying."""
         connector = aiohttp.UnixConnector(str(peer_socket(self._directory, holder)))
-        # A stream may be silent for long.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=None if streams else self._patience
+        )
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             try:
                 answer = await session.request(
@@ -125,10 +142,17 @@ class Relay:
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("a gateway does not answer", gateway=holder, error=type(error).__name__)
-                message = "The gateway process that has it does not answer."
-                raise UnavailableError(message) from None
+                raise UnavailableError(_SILENT) from None
             async with answer:
                 yield answer
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """The body. Raises UnavailableError where it is cut off: its process died meanwhile, or hangs."""
+    try:
+        return await answer.read()
+    except aiohttp.ClientError:
+        raise UnavailableError(_SILENT) from None
 
 
 RELAY = web.AppKey[Relay | None]("RELAY")
@@ -150,7 +174,8 @@ def relayed(handler: Handler) -> Handler:
 
 def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Application) -> web.Application:
     """What siblings are answered by: the routes as they are here, over the stores of the public application."""
-    app = web.Application(middlewares=[_from_sibling])
+    # Siblings have bounded what their clients sent.
+    app = web.Application(middlewares=[_from_sibling], client_max_size=0)
     for key in (DRAIN, LIMITS, RESPONSES, STREAMS):
         typed: web.AppKey[Any] = key
         app[typed] = public[typed]
