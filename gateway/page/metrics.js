@@ -55,3 +55,10 @@ export function quantile(histogram, share) {
   }
   return lower;
 }
+
+// Three digits, in the unit that needs no power of ten for them.
+export function duration(seconds) {
+  if (seconds === null) return "–";
+  if (seconds < 0.9995) return `${(1000 * seconds).toPrecision(3)} ms`;
+  return seconds < 99.95 ? `${seconds.toPrecision(3)} s` : `${seconds.toFixed(0)} s`;
+}

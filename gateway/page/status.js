@@ -2,7 +2,7 @@
 
 import { request } from "./api.js";
 import { find, make } from "./dom.js";
-import { buckets, parse, quantile, total } from "./metrics.js";
+import { buckets, duration, parse, quantile, total } from "./metrics.js";
 
 const INTERVAL = 1000;
 const KEPT = 120;
@@ -139,7 +139,7 @@ export class Status {
     find("latency-span").textContent = before ? `in the last ${LATENCY_SPAN} s` : "since the server was started";
     const rows = LATENCIES.map(([name, title]) => {
       const histogram = buckets(samples, before?.samples, name);
-      const times = [0.5, 0.95, 0.99].map((share) => cell(milliseconds(quantile(histogram, share))));
+      const times = [0.5, 0.95, 0.99].map((share) => cell(duration(quantile(histogram, share))));
       return make("tr", {}, cell(title), ...times, cell(histogram.at(-1)?.[1] ?? 0));
     });
     find("latencies").replaceChildren(...rows);
@@ -148,9 +148,4 @@ export class Status {
 
 function cell(text) {
   return make("td", { textContent: String(text) });
-}
-
-function milliseconds(seconds) {
-  if (seconds === null) return "–";
-  return seconds < 10 ? `${(1000 * seconds).toPrecision(3)} ms` : `${seconds.toFixed(1)} s`;
 }

@@ -145,6 +145,22 @@ async def test_every_control_has_a_name_and_a_place_in_the_order(page):
         } <= reached
 
 
+async def test_durations_of_the_status_view(page):
+    times = {
+        0: "0.00 ms",
+        0.0123: "12.3 ms",
+        0.9991: "999 ms",
+        0.9999: "1.00 s",
+        8.75: "8.75 s",
+        99.96: "100 s",
+        1200: "1200 s",
+    }
+    async with run_gateway() as gateway:
+        await opened(page, gateway)
+        shown = f"import('/page/metrics.js').then(({{ duration }}) => {[*times, None]}.map(duration))"
+        assert await page.run(shown.replace("None", "null")) == [*times.values(), "–"]
+
+
 async def test_files_and_their_headers():
     async with run_gateway(keys=True) as gateway:
         status, body, headers = await gateway.get("/")
