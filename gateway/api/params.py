@@ -164,6 +164,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`")
+_VALUE = re.compile(r"^Invalid value (?P<value>.*)$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -206,6 +207,10 @@ def invalid_field(text: str, where: str = "") -> InvalidRequestError:
         if found := pattern.match(what):
             name = _joined(path, found["name"])
             return InvalidRequestError(f"{words}: {name}.", param=name, code=code)
+    if found := _VALUE.match(what):
+        return InvalidRequestError(
+            f"Invalid value for {path}: {found['value'][:64]}.", param=path, code="invalid_value"
+        )
     what = what.replace("`", "").replace(" | null", "").replace("Expected", "expected")
     return InvalidRequestError(f"Invalid type for {path}: {what}.", param=path, code="invalid_type")
 

@@ -127,3 +127,11 @@ def test_messages_that_openais_library_has_parsed_are_taken_back() -> None:
     assert taken["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     with pytest.raises(InvalidRequestError):
         check_messages([{"role": "user", "content": "?", "parsed": 1}])
+
+
+def test_a_kind_that_does_not_exist_is_named():
+    for kind, shown in (("xml", "'xml'"), ("x" * 1000, "'" + "x" * 63)):
+        with pytest.raises(InvalidRequestError) as raised:
+            parse_fields({"model": "m", "messages": [], "response_format": {"type": kind}}, ChatFields)
+        assert raised.value.message == f"Invalid value for response_format.type: {shown}."
+        assert raised.value.param == "response_format.type" and raised.value.code == "invalid_value"
