@@ -94,6 +94,21 @@ def test_a_streamed_response_is_retrieved_while_it_runs_and_after_its_client_lef
     assert left.status == "cancelled" and left.output_text and left.usage.output_tokens > 0
 
 
+def test_a_background_stream_is_gone_on_with_where_it_broke(client):
+    """From wherever that was, also while the response waits."""
+    kinds = ["created", "queued", "in_progress"]
+    for seen in range(1, 5):
+        events: list[Any] = []
+        with client.responses.create(model=MODEL, input="hello", stream=True, background=True) as stream:
+            while len(events) < seen:
+                events.append(next(iter(stream)))
+        made, cursor = events[0].response.id, events[-1].sequence_number
+        events += client.responses.retrieve(made, stream=True, starting_after=cursor)
+        assert [event.type.removeprefix("response.") for event in events[:3]] == kinds
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].type == "response.completed" and events[-1].response.output_text == HELLO
+
+
 @pytest.mark.parametrize("deletes", [False, True])
 @pytest.mark.parametrize("helper", [False, True])
 def test_whoever_reads_a_response_that_is_ended_is_told(client, deletes, helper):
