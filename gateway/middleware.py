@@ -17,11 +17,12 @@ from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
 from gateway.route import Handler, Route
-from shared.errors import InternalError, InvalidRequestError, PeltonError, PermissionDeniedError
+from shared.errors import InternalError, InvalidRequestError, NotFoundError, PeltonError, PermissionDeniedError
 from shared.log import bind_request_id
 
 OPENAI_VERSION = "2020-10-01"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MAX_SHOWN_PATH = 200
 _PROBES = ("/health", "/ready", "/metrics")
 _EXPOSED_HEADERS = "x-request-id, request-id, openai-processing-ms, retry-after, retry-after-ms"
 
@@ -73,8 +74,11 @@ class Middleware:
             self._check_headers(request)
             if (preflight := self._preflight(request)) is not None:
                 return preflight
-            if request.match_info.http_exception is not None:
-                raise request.match_info.http_exception
+            if (unmatched := request.match_info.http_exception) is not None:
+                if unmatched.status == 404:
+                    # Named, since what is wrong is often the base URL of a client.
+                    raise NotFoundError(f"There is no route {request.method} {request.path[:_MAX_SHOWN_PATH]}.")
+                raise unmatched
             route = self._authorize(request)
             if route.query is not None:
                 parse_query(request.query, route.query)

@@ -13,7 +13,6 @@ from shared.errors import AuthenticationError, PeltonError, RateLimitError, Requ
 
 _STATUS_MESSAGES = {
     400: ("The HTTP request is malformed.", "bad_request"),
-    404: ("There is no such route.", "not_found"),
     405: ("This route does not take that method.", "method_not_allowed"),
     408: ("The request did not arrive in time.", "request_timeout"),
     413: ("The request body is too large.", "request_too_large"),

@@ -148,6 +148,13 @@ async def test_unknown_routes_and_methods():
     async with run_gateway() as gateway:
         status, raw, headers = await gateway.get("/nope")
         assert status == 404 and json.loads(raw)["error"]["code"] == "not_found" and headers["x-request-id"]
+        for path, shown in (
+            ("/chat/completions", "/chat/completions"),
+            ("/v1/%22%0A%C3%A4?x=y", '/v1/"\nä'),
+            ("/v1/messages/" + "a" * 5000, "/v1/messages/" + "a" * 187),
+        ):
+            _, raw, _ = await gateway.get(path)
+            assert json.loads(raw)["error"]["message"] == f"There is no route GET {shown}."
         for method, path, allowed in (
             ("DELETE", "/v1/models", "GET,HEAD"),
             ("GET", "/v1/chat/completions", "POST"),
