@@ -164,7 +164,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`")
-_VALUE = re.compile(r"^Invalid value (?P<value>.*)$", re.DOTALL)
+_VALUE = re.compile(r"^Invalid (?:enum )?value (?P<value>.*)$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
 
 

@@ -55,7 +55,7 @@ def test_values_have_their_types():
         ("limit=%D9%A1", "limit", "invalid_type"),
         ("limit=" + "9" * 5000, "limit", "invalid_type"),
         ("behind=-6", "behind", "invalid_type"),
-        ("order=up", "order", "invalid_type"),
+        ("order=up", "order", "invalid_value"),
         ("stream=1", "stream", "invalid_type"),
         ("stream=True", "stream", "invalid_type"),
         ("stream", "stream", "invalid_type"),
