@@ -52,20 +52,15 @@ class Middleware:
         metrics.http_requests_in_flight.inc()
         try:
             response = await self._answer(request, handler)
+        except (asyncio.CancelledError, ConnectionError):
+            # What it was answered, if anything, is not known to have arrived.
+            _write_line("connection_lost", request)
+            raise
         finally:
             metrics.http_requests_in_flight.dec()
         # Routes are our own patterns and statuses are few, so the labels are bounded.
-        route = _route_name(request)
-        metrics.http_requests.labels(route, str(response.status)).inc()
-        # Probes come every few seconds; their lines would bury the others.
-        write = log.debug if route in _PROBES else log.info
-        write(
-            "request",
-            method=request.method,
-            route=route,
-            status=response.status,
-            seconds=round(time.perf_counter() - request[STARTED], 4),
-        )
+        metrics.http_requests.labels(_route_name(request), str(response.status)).inc()
+        _write_line("request", request, status=response.status)
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -168,6 +163,14 @@ class Middleware:
 def _begin(request: web.Request) -> None:
     request[STARTED] = time.perf_counter()
     request[REQUEST_ID] = request_id_of(request)
+
+
+def _write_line(event: str, request: web.Request, **fields: int) -> None:
+    route = _route_name(request)
+    # Probes come every few seconds; their lines would bury the others.
+    write = log.debug if route in _PROBES else log.info
+    seconds = round(time.perf_counter() - request[STARTED], 4)
+    write(event, method=request.method, route=route, **fields, seconds=seconds)
 
 
 def request_id_of(request: web.BaseRequest) -> str:

@@ -7,6 +7,7 @@ import json
 
 import openai
 import pytest
+import structlog
 
 from gateway import server
 from gateway.flow.events import TextDelta
@@ -55,6 +56,19 @@ async def test_a_client_that_leaves_cancels_its_generations(path, body, steps, l
             writer.transport.abort()
         await eventually(lambda: not gateway.generator.live and not gateway.drain.num_in_flight)
         assert all(generation.cancelled for generation in gateway.generator.generations)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_has_a_line_in_the_log(stream):
+    with structlog.testing.capture_logs() as lines:
+        async with run_gateway(FakeGenerator(lambda _: [TextDelta(0, "Hel", [1]), 60.0])) as gateway:
+            _, writer = await send(gateway, "/v1/chat/completions", {**BODY, "stream": stream})
+            await eventually(lambda: gateway.generator.live)
+            writer.close()
+            await eventually(lambda: not gateway.drain.num_in_flight)
+    (line,) = (line for line in lines if line.get("route") == "/v1/chat/completions")
+    assert (line["event"], line["method"]) == ("connection_lost", "POST") and line["seconds"] >= 0
+    assert line["log_level"] == "info"
 
 
 async def test_disconnect_storm():
