@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.errors import NotFoundError, PeltonError, UnavailableError
+from shared.errors import NotFoundError, PeltonError
 
 _EVENT_OVERHEAD = 128
 """Bytes that an event takes beside its own, about."""
@@ -92,11 +92,11 @@ class StreamLog:
         self._wake()
 
     def after(self, number: int) -> Sequence[bytes]:
-        """The events behind that of this number, as many as are sent at a time. Raises UnavailableError where the next
-        is not kept any more.
+        """The events behind that of this number, as many as are sent at a time. Raises NotFoundError where the next
+        is not kept any more: trying again, as clients do after a 503, would not bring it back.
         """
         if number + 1 < self.first:
-            raise UnavailableError("The stream has gone on too far: what follows is not kept.", code="stream_expired")
+            raise NotFoundError("The stream has gone on too far: what follows is not kept.", code="stream_expired")
         found: list[bytes] = []
         size = 0
         # By index: it takes a deque no time at its ends, and most read at the newer one.

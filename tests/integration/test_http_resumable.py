@@ -158,7 +158,7 @@ async def test_who_is_too_far_behind_is_told_so():
             whole = parsed(await response.read())
         assert text_of(whole) == "x" * 100, "one that keeps up gets all"
         status, body = await resume(gateway, whole[0][1]["id"], 1)
-        assert status == 503 and orjson.loads(body)["error"]["code"] == "stream_expired"
+        assert status == 404 and orjson.loads(body)["error"]["code"] == "stream_expired"
 
 
 async def test_a_shutdown_ends_it_with_an_error():

@@ -226,7 +226,7 @@ async def test_readers_that_do_not_read_hold_little():
 
 def connections() -> list[Any]:
     """Those of the server that have a request."""
-    every = [one for one in gc.get_objects() if isinstance(one, HttpProtocol)]
+    every = [one for one in gc.get_objects() if type(one) is HttpProtocol]
     return [one for one in every if one.transport is not None and one._request_in_progress]
 
 
