@@ -68,16 +68,19 @@ async def checked_grammar(
     if tools is not None:
         part = output_grammar(None, tools)
         if part:
-            await _check_tools(checker, part, tools, vocabulary)
-    await checker.check(source, content.param if content is not None else None, vocabulary)
+            await _check_with_tools(checker, part, "tools", tools, vocabulary)
+    await _check_with_tools(checker, source, content.param if content is not None else None, tools, vocabulary)
     return source
 
 
-async def _check_tools(checker: GrammarChecker, source: str, tools: ToolGrammar, vocabulary: Vocabulary | None) -> None:
+async def _check_with_tools(
+    checker: GrammarChecker, source: str, param: str | None, tools: ToolGrammar | None, vocabulary: Vocabulary | None
+) -> None:
+    """Tries a grammar that calls are part of. Where it cannot be used, finds the tool that is at fault, if one is."""
     try:
-        await checker.check(source, "tools", vocabulary)
+        await checker.check(source, param, vocabulary)
     except InvalidRequestError:
-        for part in tools.parts:
+        for part in () if tools is None else tools.parts:
             await checker.check(grammar_source(part), part.param, vocabulary)
         raise
 

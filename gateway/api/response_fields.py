@@ -19,6 +19,7 @@ from gateway.api.structured_fields import (
     ResponseFormat,
     TextFormat,
 )
+from gateway.api.tool_params import check_num_tools
 from shared.errors import InvalidRequestError, PeltonError
 from shared.sampling_params import MAX_LOGPROBS
 
@@ -123,7 +124,7 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def parse_response_fields(body: dict[str, Any]) -> ResponseFields:
     """Checks what chat does not. Raises InvalidRequestError naming the field at fault."""
     fields = parse_fields(without_refused(body), ResponseFields)
-    _check_truncation(fields)
+    _check_input(fields)
     for index, name in enumerate(fields.include or ()):
         if name not in INCLUDABLE:
             place = f"include[{index}]"
@@ -144,7 +145,7 @@ def parse_response_fields(body: dict[str, Any]) -> ResponseFields:
 def parse_input_tokens_fields(body: dict[str, Any]) -> InputTokensFields:
     """The fields of /v1/responses/input_tokens. Raises InvalidRequestError naming the one at fault."""
     fields = parse_fields(without_refused(body), InputTokensFields)
-    _check_truncation(fields)
+    _check_input(fields)
     return fields
 
 
@@ -163,7 +164,8 @@ def _check_stream_options(fields: ResponseFields) -> None:
             raise InvalidRequestError(message, param=place, code="unsupported_parameter")
 
 
-def _check_truncation(fields: InputFields) -> None:
+def _check_input(fields: InputFields) -> None:
+    check_num_tools(len(fields.tools or ()))
     if fields.truncation not in (None, "disabled", "auto"):
         raise InvalidRequestError("truncation must be auto or disabled.", param="truncation")
 

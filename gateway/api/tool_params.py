@@ -73,6 +73,12 @@ class ToolChoiceField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     custom: dict[str, Any] | None = None
 
 
+def check_num_tools(count: int) -> None:
+    """Raises InvalidRequestError. To be called before anything is done with each of them."""
+    if count > MAX_TOOLS:
+        raise InvalidRequestError(f"tools has {count} entries; at most {MAX_TOOLS} are allowed.", param="tools")
+
+
 def tool_request(
     tools: list[ToolField] | None, tool_choice: str | ToolChoiceField | None, parallel_tool_calls: bool | None
 ) -> ToolRequest | None:
@@ -84,8 +90,7 @@ def tool_request(
     if not tools:
         _check_without_tools(tool_choice, parallel_tool_calls)
         return None
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed.", param="tools")
+    check_num_tools(len(tools))
     by_name: dict[str, Tool] = {}
     for index, field in enumerate(tools):
         place = field.place if isinstance(field, PlacedToolField) else f"tools[{index}]"

@@ -68,6 +68,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search"}] * 513}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -52,12 +52,14 @@ async def test_an_error_names_the_part_at_fault():
     checker = GrammarChecker(num_processes=1)
     bad = Fragment("x_bad", ("x_bad: /[/",), param="response_format.x")
     bad_tools = ToolGrammar(required=True, calls=Fragment("t_none"))
+    beside = ToolGrammar(required=False, calls=bad, parts=(Fragment("x_bad", bad.rules, param="tools[1].x"),))
     own = Fragment("g", ("g: %lark {\nstart: 'x'\n}",), param="structured_outputs.grammar", source="start: 'x'")
     vocabulary = Vocabulary(400, SPECIAL)
     assert await checked_grammar(checker, CONTENT, tools(False), REASONING, vocabulary)
     for content, of_tools, param in (
         (bad, tools(False), "response_format.x"),
         (CONTENT, bad_tools, "tools"),
+        (CONTENT, beside, "tools[1].x"),
         (own, None, "structured_outputs.grammar"),
     ):
         with pytest.raises(InvalidRequestError) as error:
