@@ -16,8 +16,10 @@ async function loadModels() {
     notice(data.length ? "" : "No model is served yet.");
     if (!data.length) setTimeout(loadModels, 2000);
   } catch (error) {
-    notice(error.message);
-    if (error.status === 401) find("key").focus();
+    const unknown = error.status === 401;
+    // The server's words are for who writes a client.
+    notice(unknown ? "The API key is missing or not known. Type it above, then press Use." : error.message);
+    if (unknown) find("key").focus();
   }
 }
 

@@ -105,7 +105,9 @@ async def test_reasoning_and_tools(page):
 async def test_the_key_is_asked_for_and_kept_for_the_tab_alone(page):
     async with run_gateway(keys=True) as gateway:
         await opened(page, gateway)
-        assert "API key" in await page.until("document.getElementById('notice').textContent")
+        assert await page.until("document.getElementById('notice').textContent") == (
+            "The API key is missing or not known. Type it above, then press Use."
+        )
         assert await page.run("document.activeElement.id") == "key"
         await page.type(USER_KEY)
         await page.press("Enter")
