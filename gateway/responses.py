@@ -19,6 +19,7 @@ _STATUS_MESSAGES = {
     417: ("Only the expectation 100-continue can be met.", "expectation_failed"),
     431: ("The request line or a header is too large.", "headers_too_large"),
 }
+_MAX_SHOWN_METHOD = 32
 _UNSAFE = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
@@ -58,8 +59,8 @@ class ErrorBodies(Protocol):
         """Status and body."""
         ...
 
-    def of_status(self, status: int) -> dict[str, Any]:
-        """The body for a failure that HTTP itself defines."""
+    def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
+        """The body for a failure that HTTP itself defines, with another message than its own where there is one."""
         ...
 
 
@@ -67,8 +68,8 @@ class _OpenAIErrors:
     def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
         return error.status, error_object(error)
 
-    def of_status(self, status: int) -> dict[str, Any]:
-        return status_error_object(status)
+    def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
+        return status_error_object(status, message)
 
 
 OPENAI_ERRORS: ErrorBodies = _OpenAIErrors()
@@ -90,13 +91,13 @@ def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> w
     return response
 
 
-def status_error_object(status: int) -> dict[str, Any]:
-    """The error object for a failure that HTTP itself defines (no route, wrong method, malformed request)."""
-    message, code = _STATUS_MESSAGES.get(
+def status_error_object(status: int, message: str | None = None) -> dict[str, Any]:
+    """The error object for a failure that HTTP itself defines (wrong method, malformed request)."""
+    usual, code = _STATUS_MESSAGES.get(
         status, ("The request failed.", "server_error" if status >= 500 else "bad_request")
     )
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message or usual, "type": kind, "param": None, "code": code}}
 
 
 def status_error_response(status: int) -> web.Response:
@@ -106,7 +107,11 @@ def status_error_response(status: int) -> web.Response:
 
 def http_exception_response(error: web.HTTPException, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
     """The same for an exception of aiohttp's; keeps the Allow header of a 405."""
-    response = json_response(bodies.of_status(error.status), error.status)
+    message = None
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = " and ".join(sorted(error.allowed_methods))
+        message = f"This route takes {allowed}, not {error.method[:_MAX_SHOWN_METHOD]}."
+    response = json_response(bodies.of_status(error.status, message), error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -71,8 +71,8 @@ class AnthropicErrors:
             body["error"]["details"] = {"error_code": NO_THREADS}
         return status, body
 
-    def of_status(self, status: int) -> dict[str, Any]:
-        return self._body(status, status_error_object(status)["error"]["message"])
+    def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
+        return self._body(status, status_error_object(status, message)["error"]["message"])
 
     def _body(self, status: int, message: str) -> dict[str, Any]:
         kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

@@ -163,7 +163,10 @@ async def test_unknown_routes_and_methods():
         ):
             async with gateway.session.request(method, gateway.url + path) as response:
                 assert response.status == 405 and response.headers["Allow"] == allowed
-                assert (await response.json())["error"]["code"] == "method_not_allowed"
+                error = (await response.json())["error"]
+                shown = " and ".join(allowed.split(","))
+                assert error["message"] == f"This route takes {shown}, not {method}."
+                assert error["code"] == "method_not_allowed"
 
 
 async def test_unknown_expectation():
