@@ -47,6 +47,7 @@ def greeting(settings: ServeSettings, model: str) -> str:
     key = ' -H "Authorization: Bearer $PELTON_API_KEY"' if settings.api_key or settings.api_key_file else ""
     return (
         f"\nPelton serves {model} at {base_url(settings)}\n"
+        f"A page for chat and status is at {base_url(settings).removesuffix('v1')}\n"
         f"Try it:\n\n  {shlex.join(command)}{key} \\\n    -d {shlex.quote(body)}\n"
     )
 

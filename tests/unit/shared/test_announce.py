@@ -76,7 +76,7 @@ def test_another_server_on_the_port_is_not_taken_for_ours(port, capsys):
 def test_curl_line_is_a_shell_command_without_keys():
     settings = ServeSettings(port=8000, api_key=("sk-secret",), host="::")
     text = announce.greeting(settings, "it's")
-    assert "sk-secret" not in text
+    assert "sk-secret" not in text and "page for chat and status is at http://[::1]:8000/\n" in text
     command = shlex.split(text.split("Try it:")[1].replace("\\\n", " "))
     assert command[:3] == ["curl", "-N", "http://[::1]:8000/v1/chat/completions"]
     assert "Authorization: Bearer $PELTON_API_KEY" in command
