@@ -28,6 +28,7 @@ GATEWAY = """
         def log_message(self, *_):
             pass
     server = http.server.ThreadingHTTPServer((settings.host, settings.port), Handler)
+    server.handle_error = lambda *_: None  # a serve that ends hangs up in the middle of an answer
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
     supervisor_pipe.watch(lambda: os._exit(0))
     notify.ready("listens")
