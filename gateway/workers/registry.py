@@ -171,7 +171,11 @@ class Registry:
         for entry in self._entries:
             if name in entry.names:
                 return entry
-        if name in self._known_names or not self._known_names:
+        if not self._known_names:
+            raise UnavailableError(
+                "No worker has joined yet; one that was just started may still load.", retry_after=2.0
+            )
+        if name in self._known_names:
             raise UnavailableError("No worker of the model is there at the moment.", retry_after=2.0)
         raise ModelNotFoundError(f"The model {name[:200]!r} does not exist.", param="model")
 
