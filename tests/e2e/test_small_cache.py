@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -45,6 +46,27 @@ async def test_preempted_requests_have_the_text_that_they_have_alone(small: Serv
     assert list(together) == alone
     # Counters come with the worker's report of each second, which may be later than the last text.
     await asyncio.to_thread(wait_until, lambda: small.metric("num_preemptions_total") > 0, 10, "a preemption")
+    wait_until(small.idle, 5, "idle")
+
+
+async def test_embeddings_that_are_preempted_have_the_vectors_that_they_have_alone(small: Server) -> None:
+    """And so have the streams beside them their texts, where prefixes of both are found again."""
+    prompts = [str(_request(index)["prompt"]) + " a dog" * 20 * (index % 3) for index in range(8)]
+    options: dict[str, Any] = {"model": MODEL, "encoding_format": "float"}
+    async with small.async_client() as client:
+
+        async def vectors(inputs: list[str], pooling: str) -> np.ndarray:
+            answer = await client.embeddings.create(input=inputs, extra_body={"pooling": pooling}, **options)
+            return np.array([one.embedding for one in answer.data])
+
+        texts = [await _text(client, index) for index in range(3)]
+        alone = {name: np.concatenate([await vectors([one], name) for one in prompts]) for name in ("last", "mean")}
+        before = small.metric("num_preemptions_total")
+        batches = asyncio.gather(*(vectors(prompts, name) for name in alone for _ in range(2)))
+        assert await asyncio.gather(*(_text(client, index) for index in range(3))) == texts
+        for expected, found in zip([one for one in alone.values() for _ in range(2)], await batches, strict=True):
+            np.testing.assert_allclose(found, expected, atol=2e-4)
+    await asyncio.to_thread(wait_until, lambda: small.metric("num_preemptions_total") > before, 10, "a preemption")
     wait_until(small.idle, 5, "idle")
 
 
