@@ -98,11 +98,12 @@ export class Status {
 
   #chart(rates) {
     const svg = "http://www.w3.org/2000/svg";
-    const most = Math.max(1, ...rates);
+    const most = Math.max(0, ...rates);
     find("chart-top").textContent = `in the last two minutes, at most ${most.toFixed(0)}`;
+    const top = Math.max(1, most);
     const points = rates.map((rate, index) => {
       const x = 600 - ((rates.length - 1 - index) * 600) / (KEPT - 1);
-      return `${x.toFixed(1)} ${(115 - (110 * rate) / most).toFixed(1)}`;
+      return `${x.toFixed(1)} ${(115 - (110 * rate) / top).toFixed(1)}`;
     });
     const base = document.createElementNS(svg, "line");
     for (const [name, value] of Object.entries({ x1: 0, x2: 600, y1: 115, y2: 115 })) base.setAttribute(name, value);

@@ -163,6 +163,14 @@ async def test_durations_of_the_status_view(page):
         assert await page.run(shown.replace("None", "null")) == [*times.values(), "–"]
 
 
+async def test_the_chart_of_an_idle_server_is_at_zero(page):
+    async with run_gateway() as gateway:
+        await opened(page, gateway)
+        await page.run("document.getElementById('show-status').click()")
+        shown = await page.until("document.getElementById('chart-top').textContent")
+        assert shown == "in the last two minutes, at most 0"
+
+
 async def test_files_and_their_headers():
     async with run_gateway(keys=True) as gateway:
         status, body, headers = await gateway.get("/")
