@@ -241,7 +241,7 @@ def _check_number(name: str, value: float, low: float, high: float, *, open_low:
     if (isinstance(value, float) and not math.isfinite(value)) or not (above and value <= high):
         bracket = "(" if open_low else "["
         of = f".{field}" if field else ""
-        raise InvalidRequestError(f"{name}{of} must be in {bracket}{low}, {high}], got {value}", param=name)
+        raise InvalidRequestError(f"{name}{of} must be in {bracket}{low}, {high}], got {value}.", param=name)
 
 
 def _check_ids(name: str, ids: tuple[int, ...], most: int, vocab_size: int) -> None:

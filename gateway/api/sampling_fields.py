@@ -54,13 +54,15 @@ NO_WORDS = WordIds()
 def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     """Arguments for SamplingParams of what needs no model. Raises InvalidRequestError for what cannot go together.
 
-    Ranges are checked by SamplingParams.validate.
+    Ranges are checked by SamplingParams.validate, where they are the same here.
     """
     _check_mirostat(fields)
     values = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
     if fields.top_k is not None:
         check_range("top_k", fields.top_k, -1, MAX_INT32)
         values["top_k"] = max(fields.top_k, 0)
+    if fields.top_p is not None and not 0.0 <= fields.top_p <= 1.0:
+        raise InvalidRequestError(f"top_p must be in [0, 1], got {fields.top_p:g}.", param="top_p")
     if fields.top_p == 0.0:
         # OpenAI's smallest nucleus, which here, as with vLLM, must hold something: the likeliest token.
         del values["top_p"]

@@ -275,3 +275,10 @@ def test_bookkeeping_out_of_its_bounds(make, fields, param):
     with pytest.raises(InvalidRequestError) as refused:
         make(**fields)
     assert refused.value.param.startswith(param)
+
+
+@pytest.mark.parametrize("top_p", [-0.5, 1.5, float("inf"), float("nan")])
+def test_the_range_of_top_p_that_is_named_has_the_0_that_is_taken(top_p):
+    assert sampling(chat, top_p=0).top_k == 1
+    with pytest.raises(InvalidRequestError, match=r"top_p must be in \[0, 1\], got"):
+        sampling(chat, top_p=top_p)
