@@ -109,8 +109,10 @@ class ChatTemplate:
         size = 0
         try:
             for piece in self._template.generate(variables):
+                self._environment.check(len(piece))
                 size += len(piece)
-                self._environment.check(size)
+                if size > MAX_OUTPUT:
+                    raise _too_long()
                 pieces.append(piece)
         except _RefusedError as error:
             raise InvalidRequestError(str(error.message)[:_MAX_MESSAGE], param="messages") from error
@@ -153,7 +155,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Counts something that is `size` long. Raises TemplateLimitError past the deadline or a limit."""
         self._clock.total = total = getattr(self._clock, "total", 0) + size
         if size > MAX_OUTPUT or total > MAX_TOTAL:
-            raise TemplateLimitError(f"it makes more than {MAX_OUTPUT} characters")
+            raise _too_long()
         if time.monotonic() > getattr(self._clock, "deadline", float("inf")):
             raise TemplateLimitError(f"it takes longer than {self._max_seconds:g} s")
 
@@ -327,6 +329,10 @@ def _to_json(
     if isinstance(indent, int) and indent > 16:
         raise TemplateLimitError(f"it indents JSON by {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _too_long() -> TemplateLimitError:
+    return TemplateLimitError(f"it makes more than {MAX_OUTPUT} characters")
 
 
 def _unusable(error: BaseException) -> InvalidRequestError:

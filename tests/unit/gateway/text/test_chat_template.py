@@ -131,6 +131,21 @@ def test_bombs_are_refused(source: str) -> None:
         render(source)
 
 
+def test_a_conversation_may_have_many_messages() -> None:
+    """What was made so far is not counted anew with each of them."""
+    turn = "{{ '<|' + m.role + '|>' }}{{ m.content }}{{ eos_token }}\n"
+    messages = [{"role": "user", "content": "some words " * 10}] * 4096
+    text = render("{% for m in messages %}" + turn + "{% endfor %}", messages)
+    assert text == ("<|user|>" + "some words " * 10 + "</s>\n") * 4096
+
+
+def test_a_conversation_may_not_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_OUTPUT", 100)
+    assert len(render("{% for i in range(100) %}a{% endfor %}")) == 100
+    with pytest.raises(InvalidRequestError, match="more than 100 characters"):
+        render("{% for i in range(101) %}a{% endfor %}")
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 'a", "{% endif %}", "{{ " + "(" * 5000, "{% generation %}"])
 def test_sources_that_are_no_templates_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
