@@ -62,7 +62,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     tools = tool_request(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     messages = check_messages(chat.messages)
     prompt = await chat_prompt(messages, tools, prompt_fields(chat), entry, max_tokens=MAX_TOKENS)
-    check_count(prompt.ids)
+    check_count(prompt.ids, "messages")
     return json_response({"input_tokens": len(prompt.ids)})
 
 

@@ -40,7 +40,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     entry = find_model(request, fields.model)
     check_size([fields.prompt, fields.messages, fields.tools, fields.documents])
     ids = await _encode(fields, entry)
-    check_count(ids)
+    check_count(ids, "prompt" if fields.messages is None else "messages")
     token_strings = None
     if fields.return_token_strs:
         token_strings = await asyncio.to_thread(_token_strings, ids, entry)
@@ -63,10 +63,10 @@ def check_size(texts: object) -> None:
         raise PayloadTooLargeError(f"The text has {size} characters; at most {MAX_CHARACTERS} are tokenized here.")
 
 
-def check_count(ids: Sequence[int]) -> None:
-    """Raises ContextLengthError where a text has more tokens than are counted."""
+def check_count(ids: Sequence[int], param: str) -> None:
+    """Raises ContextLengthError, naming the field, where a text has more tokens than are counted."""
     if len(ids) > MAX_TOKENS:
-        raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param="prompt")
+        raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param=param)
 
 
 async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
