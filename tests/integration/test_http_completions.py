@@ -216,6 +216,6 @@ async def test_tokenize_counts_within_bounds(monkeypatch):
                 assert status == expected, answer
                 if status == 400:
                     assert [answer["error"]["param"]] == list(body)
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "a" * 120}]}
-        status, answer, _ = await gateway.post("/v1/messages/count_tokens", body)
+        conversation = {"model": MODEL, "messages": [{"role": "user", "content": "a" * 120}]}
+        status, answer, _ = await gateway.post("/v1/messages/count_tokens", conversation)
         assert status == 400 and answer["error"]["message"].startswith("messages: The text has")
