@@ -300,10 +300,10 @@ def _error(error: PeltonError) -> dict[str, Any]:
     return {"code": code, "message": error.message, "param": error.param, "type": error.code or error.type}
 
 
-def stream_failure(error: PeltonError) -> bytes:
-    """The event of a stream that cannot go on, though its response may."""
+def stream_failure(error: PeltonError, number: int) -> bytes:
+    """The event of a stream that cannot go on behind so many events, though its response may."""
     fields = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
-    return b"event: error\ndata: %b\n\n" % dump_json({**fields, "sequence_number": 0})
+    return b"event: error\ndata: %b\n\n" % dump_json({**fields, "sequence_number": number})
 
 
 def stored_items(items: Iterable[dict[str, Any]]) -> bytes:

@@ -15,6 +15,7 @@ from gateway.keys import DRAIN, IDENTITY, STREAMS, log
 from gateway.stores.streams import StreamLog
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError
 
+_LAST_WORDS_SECONDS = 1.0
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -32,7 +33,7 @@ async def stream(
     streams = request.app[STREAMS]
     record = streams.open(identifier, request[IDENTITY].key_hash)
     streams.run(identifier, fill(record, events, encoder, request.app[DRAIN], numbered))
-    return await stream_log(request, identifier, record, 0, failure)
+    return await stream_log(request, identifier, record, 0, _failed)
 
 
 async def resume_stream(request: web.Request) -> web.StreamResponse:
@@ -41,7 +42,11 @@ async def resume_stream(request: web.Request) -> web.StreamResponse:
     if identifier.startswith("resp_"):
         raise NotFoundError("The events of a response are at /v1/responses/{id}?stream=true.")
     record = request.app[STREAMS].find(identifier, request[IDENTITY].key_hash)
-    return await stream_log(request, identifier, record, _last_seen(request, record), failure)
+    return await stream_log(request, identifier, record, _last_seen(request, record), _failed)
+
+
+def _failed(error: PeltonError, _: int) -> bytes:
+    return failure(error)
 
 
 def _last_seen(request: web.Request, record: StreamLog) -> int:
@@ -55,12 +60,12 @@ def _last_seen(request: web.Request, record: StreamLog) -> int:
 
 
 async def stream_log(
-    request: web.Request, identifier: str, record: StreamLog, seen: int, failed: Callable[[PeltonError], bytes]
+    request: web.Request, identifier: str, record: StreamLog, seen: int, failed: Callable[[PeltonError, int], bytes]
 ) -> web.StreamResponse:
     """Sends the events behind number `seen`, until the last; 204 where that was seen.
 
     Args:
-        failed: the event that ends the stream where it cannot go on.
+        failed: the event that ends the stream where it cannot go on, behind so many.
     """
     if record.ended and record.error is None and seen >= record.last:
         return web.Response(status=204)
@@ -68,36 +73,57 @@ async def stream_log(
         return web.Response(headers=HEADERS)
     async with SseResponse(request) as sse:
         with request.app[STREAMS].claim(identifier, record):
+            reader = _Reader(sse, record, seen)
             try:
-                await _send(sse, record, seen)
+                await reader.follow()
             except asyncio.CancelledError:
                 error = request.app[DRAIN].take_over_cancellation()
                 if error is None:
                     raise
-                await _fail(sse, failed, error)
+                await reader.last_words(failed, error)
             except PeltonError as error:
-                await _fail(sse, failed, error)
+                await reader.fail(failed, error)
     await sse.response.write_eof()
     return sse.response
 
 
-async def _send(sse: SseResponse, record: StreamLog, seen: int) -> None:
-    while True:
-        if events := record.after(seen):
-            seen += len(events)
-            await sse.send(b"".join(events))
-        elif record.error is not None:
-            raise record.error
-        elif record.ended:
-            return
-        else:
-            await record.news()
+class _Reader:
+    """Sends the events of a log behind number `seen`."""
 
+    def __init__(self, sse: SseResponse, record: StreamLog, seen: int) -> None:
+        self._sse = sse
+        self._record = record
+        self._seen = seen
 
-async def _fail(sse: SseResponse, failed: Callable[[PeltonError], bytes], error: PeltonError) -> None:
-    if not sse.begun:
-        raise error
-    await sse.send(failed(error))
+    async def follow(self) -> None:
+        """Until the last. Raises PeltonError where they do not go on."""
+        record = self._record
+        while True:
+            if events := record.after(self._seen):
+                self._seen += len(events)  # first: what is written is written, also where the wait for it is ended
+                await self._sse.send(b"".join(events))
+            elif record.error is not None:
+                raise record.error
+            elif record.ended:
+                return
+            else:
+                await record.news()
+
+    async def last_words(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
+        """All streams are ended, so what fills the log is too: its own last event says more than `error`."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await self.follow()
+        except TimeoutError:
+            await self.fail(failed, error)
+        except PeltonError as own:
+            await self.fail(failed, own)
+
+    async def fail(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
+        """Ends the stream, as a plain response where nothing has been sent."""
+        if not self._sse.begun:
+            raise error
+        await self._sse.send(failed(error, self._seen))
 
 
 async def fill(

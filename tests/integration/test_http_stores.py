@@ -305,9 +305,15 @@ async def test_a_process_ends_in_time_with_responses_in_the_background(tmp_path)
 async def test_a_shutdown_ends_what_runs_in_the_background():
     async with run_gateway() as gateway:
         made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
-        await asyncio.sleep(0.02)
-        gateway.drain.begin()
-        assert not await gateway.drain.wait(0.01)
+        url = f"{gateway.url}/v1/responses/{made}?stream=true"
+        async with gateway.session.get(url) as reader:
+            read = await reader.content.readuntil(b"output_text.delta")
+            gateway.drain.begin()
+            assert not await gateway.drain.wait(0.01)
+            read += await reader.content.read()
+        events = [orjson.loads(event.partition(b"data: ")[2]) for event in read.split(b"\n\n") if event]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.failed", "readers are told what is kept"
         assert await gateway.generations_left() == 0 and gateway.drain.num_in_flight == 0
         stored = orjson.loads(gateway.app[RESPONSES].get(made, b"").body)
         assert stored["status"] == "failed" and "shutting down" in stored["error"]["message"]

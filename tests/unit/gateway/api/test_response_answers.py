@@ -57,7 +57,8 @@ def test_events_are_as_declared_and_as_openai_types_them(deltas, end):
 
 
 def test_a_stream_that_cannot_go_on_says_so_as_declared():
-    (event,) = parsed(stream_failure(WorkerLostError("Gone.")))
+    (event,) = parsed(stream_failure(WorkerLostError("Gone."), 7))
+    assert event["sequence_number"] == 7
     msgspec.convert(event, ResponseEvent, strict=True)
     THEIR_EVENTS[event["type"]].model_validate(event)
 
