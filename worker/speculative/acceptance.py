@@ -59,7 +59,7 @@ class Acceptance:
         self._by_place = [[_TYPICAL] * MAX_PLACES for _ in Source]
         self._place_trials = [[_FIRST_TRIALS] * MAX_PLACES for _ in Source]
 
-    def observe(self, source: Source, place: int, grade: int, accepted: bool) -> None:
+    def observe(self, source: int, place: int, grade: int, accepted: bool) -> None:
         """A proposed token whose predecessors in the proposal were all accepted was accepted, or not."""
         _learn(self.by_grade[source], self._trials[source], grade, accepted)
         _learn(self._by_place[source], self._place_trials[source], min(place, MAX_PLACES - 1), accepted)
@@ -85,7 +85,7 @@ class RequestAcceptance:
         self._all_accepted = [0.0] * len(Source)
         self._all_tried = [0.0] * len(Source)
 
-    def observe(self, source: Source, place: int, grade: int, accepted: bool) -> None:
+    def observe(self, source: int, place: int, grade: int, accepted: bool) -> None:
         """As Acceptance.observe, which is told too."""
         self._worker.observe(source, place, grade, accepted)
         tried = self._tried[source][grade] = self._tried[source][grade] * _REQUEST_DECAY + 1.0

@@ -126,8 +126,7 @@ class Speculation:
                 self._index.append(token_id)
             if self._cursor is not None:
                 self._cursor.append(token_id)
-        for source in Source:
-            followed = self._followed[source]
+        for source, followed in enumerate(self._followed):
             if followed is not None:
                 place = followed.place
                 came = followed.token_ids[place] == token_id
