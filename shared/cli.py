@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from shared.arguments import suggestion
 from shared.errors import ConfigurationError
 
 USAGE = """\
@@ -18,6 +19,9 @@ usage: pelton COMMAND [ARGUMENTS]
   version         prints the version
 
 pelton COMMAND --help lists a command's settings."""
+
+
+COMMANDS = ("serve", "gateway", "worker", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0
-    print(f"pelton: unknown command {command!r}\n\n{USAGE}" if command else USAGE, file=sys.stderr)
+    hint = suggestion(command, COMMANDS)
+    print(f"{USAGE}\n\npelton: unknown command {command!r}{hint}" if command else USAGE, file=sys.stderr)
     return 1
 
 

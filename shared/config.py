@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
 import tomllib
 import typing
@@ -17,6 +16,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
 
+from shared.arguments import Parser, suggestion
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, ServeSettings, WorkerSettings
 
@@ -124,9 +124,14 @@ def settings_to_environment(
     return child
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
+
+    def error_of_flag(self, flag: str) -> str:
+        if flag in {info.flag for info in describe(ServeSettings).values()}:
+            return f"{flag} is no setting of {self.prog}"
+        return super().error_of_flag(flag)
 
 
 def _parse_flags(known: Mapping[str, SettingInfo], argv: Sequence[str], prog: str) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def _read_file(known: Mapping[str, SettingInfo], path: str) -> dict[str, Any]:
     values = {}
     for key, raw in table.items():
         if key not in every:
-            raise ConfigurationError(f"{path}: unknown key {key}{_suggestion(key, every)}")
+            raise ConfigurationError(f"{path}: unknown key {key}{suggestion(key, every)}")
         name = every[key]
         if name in known:
             values[name] = _convert(known[name], raw, f"{path}: {key}", strict=True)
@@ -193,7 +198,7 @@ def _read_environment(known: Mapping[str, SettingInfo], env: Mapping[str, str]) 
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
             continue
         if variable not in every:
-            raise ConfigurationError(f"unknown environment variable {variable}{_suggestion(variable, every)}")
+            raise ConfigurationError(f"unknown environment variable {variable}{suggestion(variable, every)}")
         info = known.get(every[variable])
         if info is None:
             continue
@@ -206,11 +211,6 @@ def _split(text: str) -> list[str]:
     """Several values in one variable: by line breaks where there is one, else by commas."""
     parts = text.splitlines() if "\n" in text else text.split(",")
     return [part.strip() for part in parts if part.strip()]
-
-
-def _suggestion(word: str, known: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _convert(info: SettingInfo, raw: Any, source: str, *, strict: bool) -> Any:

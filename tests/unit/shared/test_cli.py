@@ -23,7 +23,9 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("pelton 0.")
 
 
-@pytest.mark.parametrize(("argv", "message"), [([], "usage"), (["sevre"], "unknown command 'sevre'")])
+@pytest.mark.parametrize(
+    ("argv", "message"), [([], "usage"), (["sevre"], "unknown command 'sevre'; did you mean serve?\n")]
+)
 def test_unknown_commands_show_the_usage(argv, message, capsys):
     assert cli.main(argv) == 1
     assert message in capsys.readouterr().err

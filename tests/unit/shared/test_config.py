@@ -76,7 +76,9 @@ def test_one_file_and_environment_serve_both_sides(tmp_path):
         (["--write-timeout", "inf"], {}, "--write-timeout: expected a finite number"),
         (["--gpu-memory-utilization", "1.1"], {}, "--gpu-memory-utilization"),
         (["--block-size", "0"], {}, "--block-size"),
-        (["--prot", "1"], {}, "--prot"),
+        (["--prot", "1"], {}, "--prot; did you mean --port? (see pelton --help)"),
+        (["--max-num-seq=4"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+        (["--no-prefix-caching"], {}, "--no-prefix-caching; did you mean --no-enable-prefix-caching?"),
         (["--por", "1"], {}, "--por"),
         (["--port"], {}, "--port"),
         (["a", "b"], {}, "unrecognized arguments: b"),
@@ -113,6 +115,11 @@ def test_errors_in_the_file_name_the_file(tmp_path, text, message):
     assert message in str(caught.value)
     assert "pelton.toml" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_a_flag_of_the_other_side_is_named_as_such():
+    with pytest.raises(ConfigurationError, match="--port is no setting of pelton "):
+        load(WorkerSettings, ["--port", "1"])
 
 
 def test_other_programs_variables_are_left_alone():
