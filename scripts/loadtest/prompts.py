@@ -94,32 +94,54 @@ async def single_token_words(count: CountTokens, candidates: Sequence[str] = CAN
 
 
 class Tokenizer:
-    """The server's /tokenize."""
+    """The server's /tokenize: of `prompt` or `messages`, as vLLM and Pelton have it, or of `content`, as llama.cpp."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session = session
-        self._url = url.removesuffix("/v1") + "/tokenize"
+        self._url = url.removesuffix("/v1")
         self._model = model
 
     async def count(self, text: str) -> int:
         """Tokens of a text, with what the tokenizer adds by itself."""
-        return await self._post({"model": self._model, "prompt": text})
+        answer = await self._post("/tokenize", {"model": self._model, "prompt": text})
+        return _count_of(answer) if "count" in answer else await self._count_content(text)
 
     async def count_chat(self, text: str) -> int:
         """Tokens of a user message with the chat template around it."""
-        return await self._post({"model": self._model, "messages": [{"role": "user", "content": text}]})
+        messages = [{"role": "user", "content": text}]
+        answer = await self._post("/tokenize", {"model": self._model, "messages": messages})
+        if "count" in answer:
+            return _count_of(answer)
+        prompt = (await self._post("/apply-template", {"messages": messages})).get("prompt")
+        if not isinstance(prompt, str):
+            raise TokenizeError("/tokenize takes no messages, and /apply-template answered without `prompt`")
+        return await self._count_content(prompt)
 
-    async def _post(self, body: dict[str, object]) -> int:
+    async def _count_content(self, text: str) -> int:
+        # llama.cpp's server gives no tokens for the fields that it does not know, and no error.
+        tokens = (await self._post("/tokenize", {"content": text, "add_special": True})).get("tokens")
+        if not isinstance(tokens, list) or not tokens:
+            raise TokenizeError("/tokenize answered with neither `count` nor `tokens`")
+        return len(tokens)
+
+    async def _post(self, path: str, body: dict[str, object]) -> dict[str, object]:
         try:
-            async with self._session.post(self._url, json=body) as response:
+            async with self._session.post(self._url + path, json=body) as response:
                 if response.status != 200:
-                    raise TokenizeError(f"/tokenize answered {response.status}")
+                    raise TokenizeError(f"{path} answered {response.status}")
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise TokenizeError(f"/tokenize failed: {error}") from None
-        if isinstance(answer, dict) and isinstance(answer.get("count"), int):
-            return int(answer["count"])
-        raise TokenizeError("/tokenize answered without `count`")
+            raise TokenizeError(f"{path} failed: {error}") from None
+        if not isinstance(answer, dict):
+            raise TokenizeError(f"{path} answered with no object")
+        return answer
+
+
+def _count_of(answer: dict[str, object]) -> int:
+    count = answer["count"]
+    if not isinstance(count, int):
+        raise TokenizeError("/tokenize answered with a `count` that is no number")
+    return count
 
 
 async def calibrate(tokenizer: Tokenizer, endpoint: Endpoint) -> tuple[list[str], int]:

@@ -43,6 +43,7 @@ class FakeOpenAIServer:
     faults: what goes wrong with the n-th generation request.
     ttft, tpot: seconds before the first and between later frames.
     tokenize: False answers /tokenize with 404, as servers without it do.
+    llama_cpp: /tokenize knows `content` only and gives no `count`; /apply-template gives a chat's text.
     on_request: called with the number of each generation request.
     """
 
@@ -50,6 +51,7 @@ class FakeOpenAIServer:
     ttft: float = 0.0
     tpot: float = 0.0
     tokenize: bool = True
+    llama_cpp: bool = False
     on_request: Callable[[int], None] = lambda number: None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
@@ -62,6 +64,7 @@ class FakeOpenAIServer:
         app.add_routes([
             web.get("/v1/models", self._models),
             web.post("/tokenize", self._tokenize),
+            web.post("/apply-template", self._apply_template),
             web.post("/v1/chat/completions", self._generate),
             web.post("/v1/completions", self._generate),
         ])  # fmt: skip
@@ -85,11 +88,21 @@ class FakeOpenAIServer:
         if not self.tokenize:
             raise web.HTTPNotFound
         body = await request.json()
+        if self.llama_cpp:
+            count = tokens_of(body["content"]) - (not body.get("add_special")) if "content" in body else 0
+            return web.json_response({"tokens": list(range(count))})
         if "messages" in body:
             count = TEMPLATE_TOKENS + sum(tokens_of(message["content"]) - 1 for message in body["messages"])
         else:
             count = tokens_of(body["prompt"])
         return web.json_response({"count": count, "tokens": list(range(count)), "max_model_len": 8192})
+
+    async def _apply_template(self, request: web.Request) -> web.Response:
+        if not self.llama_cpp:
+            raise web.HTTPNotFound
+        messages = (await request.json())["messages"]
+        texts = " ".join(message["content"] for message in messages)
+        return web.json_response({"prompt": " ".join(["<|x|>"] * (TEMPLATE_TOKENS - 1)) + f" {texts}"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         number = len(self.bodies)

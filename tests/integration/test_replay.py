@@ -101,11 +101,12 @@ async def test_duration_sends_no_more_and_lets_the_rest_end():
     assert len(server.bodies) == len(result.records)
 
 
-async def test_prompts_have_the_lengths_of_the_trace_and_share_blocks(tmp_path):
+@pytest.mark.parametrize("llama_cpp", [False, True])
+async def test_prompts_have_the_lengths_of_the_trace_and_share_blocks(tmp_path, llama_cpp):
     trace = tmp_path / "mooncake.jsonl"
     lines = [{"timestamp": 0, "input_length": 700 + i, "output_length": 3, "hash_ids": [1, 2 + i]} for i in range(4)]
     trace.write_text("\n".join(json.dumps(line) for line in lines))
-    server = FakeOpenAIServer()
+    server = FakeOpenAIServer(llama_cpp=llama_cpp)
     async with server.running() as url:
         code, out, err = await replay(
             str(trace), "--url", url, "--ignore-eos", "--temperature", "0", "--goodput", "ttft:10000",
