@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = [*python_module(command), *rest]
         os.execv(line[0], line)
     if command == "serve":
+        # Until the supervisor listens there is nothing to end in order, and the imports take long enough to be met by a
+        # Ctrl-C, which is no error with a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         from shared import supervisor
 
         try:
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"pelton serve: {error}", file=sys.stderr)
             return 1
     if command in ("version", "--version"):
+        import importlib.metadata
+
         print(f"pelton {importlib.metadata.version('pelton')}")
         return 0
     if command in ("-h", "--help", "help"):

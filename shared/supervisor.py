@@ -4,8 +4,8 @@ It imports neither aiohttp nor torch. Each child is in a session of its own, so 
 supervisor, which passes it on in order: the gateway first, so that it drains while the workers still compute, then the
 workers. A child that dies is started again with exponential back-off. One that cannot start at all (exit code 1
 before it was ever ready), or that cannot use what the others are (shared.exit_codes), ends everything, because a second
-try would end the same way. When the supervisor itself dies, however, the children read end-of-file on their pipe and
-exit (shared.supervisor_pipe).
+try would end the same way; the reason that it gave is the last line of all. When the supervisor itself dies, however,
+the children read end-of-file on their pipe and exit (shared.supervisor_pipe).
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Child:
 
     Attributes:
         was_ready: whether any life of the child has said READY=1.
+        reason: why its last life ended, in its own words; empty where it gave none.
         restart_at: when to start it again (monotonic), or None while it runs or shall stay down.
     """
 
@@ -82,6 +83,7 @@ class Child:
         self.started_at = 0.0
         self.num_failures = 0
         self.was_ready = False
+        self.reason = ""
         self.restart_at: float | None = None
         self.notify_path = notify_path
         self.notify_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -95,6 +97,9 @@ class Child:
             while True:
                 lines = self.notify_socket.recv(4096).decode("utf-8", "replace").splitlines()
                 self.was_ready = self.was_ready or "READY=1" in lines
+                reasons = [line for line in lines if line.startswith(supervisor_pipe.REASON_PREFIX)]
+                if reasons:
+                    self.reason = reasons[-1].removeprefix(supervisor_pipe.REASON_PREFIX)
 
     def signal(self, number: int) -> None:
         """Signals the child alone (SIGKILL: with every process of its session's group)."""
@@ -114,6 +119,9 @@ class Child:
 class Supervisor:
     """Starts, watches, restarts and stops children; `run` returns the exit code.
 
+    Attributes:
+        reason: what the child said that could not start, where that has ended everything.
+
     Args:
         directory: private directory for the notification sockets.
     """
@@ -128,6 +136,7 @@ class Supervisor:
         self._stopping: list[Child] | None = None
         self._stop_deadline = 0.0
         self._exit_code = 0
+        self.reason = ""
 
     def run(self) -> int:
         """Runs until a stop signal, or until a child cannot start. From the main thread only."""
@@ -163,7 +172,7 @@ class Supervisor:
             supervisor_pipe.ENVIRONMENT_VARIABLE: str(self._pipe_read),
             "NOTIFY_SOCKET": str(child.notify_path),
         }
-        child.restart_at = None
+        child.restart_at, child.reason = None, ""
         child.started_at = time.monotonic()
         child.process = subprocess.Popen(
             child.spec.argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._pipe_read,)
@@ -213,13 +222,21 @@ class Supervisor:
             if self._stopping is not None:
                 logger.info("ended", child=child.spec.name, exit_code=code)
             elif code == EXIT_REFUSED or (code == EXIT_CONFIGURATION and not child.was_ready):
-                logger.error("could not start; its message is above", child=child.spec.name, exit_code=code)
+                logger.error("could not start", child=child.spec.name, exit_code=code)
+                self.reason = child.reason
                 self._begin_stop(EXIT_CONFIGURATION)
             else:
                 child.num_failures = 1 if lifetime >= self._backoff.healthy else child.num_failures + 1
                 delay = self._backoff.delay(child.num_failures)
                 child.restart_at = time.monotonic() + delay
-                logger.error("died", child=child.spec.name, exit_code=code, lifetime=lifetime, restart_in=delay)
+                logger.error(
+                    "died",
+                    child=child.spec.name,
+                    exit_code=code,
+                    reason=child.reason,
+                    lifetime=round(lifetime, 2),
+                    restart_in=delay,
+                )
 
     def were_ready(self, kind: str) -> bool:
         """Whether every child named `kind`-NUMBER has said in some life that it is ready. Other threads may ask."""
@@ -268,7 +285,12 @@ class Supervisor:
 
 
 def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """The command `pelton serve`. Returns its exit code; raises ConfigurationError before anything is started."""
+    """The command `pelton serve`. Returns its exit code.
+
+    Raises:
+        ConfigurationError: before anything is started; or for the reason that a child gave which could not start, when
+            everything has ended.
+    """
     settings = config.load_settings(ServeSettings, argv, env, prog="pelton serve")
     writer = log.configure(settings.log_level, settings.log_format, process="supervisor")
     # A free port is chosen here, once, so that a gateway that is started again listens where clients know it.
@@ -286,10 +308,13 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
             daemon=True,
         ).start()
         try:
-            return supervisor.run()
+            exit_code = supervisor.run()
         finally:
             done.set()
             writer.flush()
+    if supervisor.reason:
+        raise ConfigurationError(supervisor.reason)
+    return exit_code
 
 
 def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSpec]:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         log.configure(settings.log_level, settings.log_format, process=f"worker-{settings.worker_index}")
         return _serve(settings)
     except (ConfigurationError, ExecutorError) as error:
-        print(f"pelton worker: {error}", file=sys.stderr)
+        supervisor_pipe.give_reason("pelton worker", str(error))
     return 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -52,3 +53,16 @@ def test_serve_refuses_bad_settings_with_one_line(arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_ctrl_c_while_serve_is_imported_shows_no_traceback(monkeypatch):
+    from shared import supervisor
+
+    seen = []
+    monkeypatch.setattr(supervisor, "serve", lambda *_: seen.append(signal.getsignal(signal.SIGINT)) or 0)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert cli.main(["serve"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIG_DFL]

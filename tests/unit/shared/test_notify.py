@@ -99,3 +99,21 @@ def test_without_a_supervisor_there_is_nothing_to_watch(monkeypatch, value):
     if value is not None:
         monkeypatch.setenv(supervisor_pipe.ENVIRONMENT_VARIABLE, value)
     assert supervisor_pipe.watch(lambda: None) is None
+
+
+def test_a_supervisor_is_given_the_reason_of_an_end_and_nothing_is_printed(receiver, monkeypatch, capsys):
+    monkeypatch.setenv("PELTON_SUPERVISOR_FD", "7")
+    supervisor_pipe.give_reason("pelton worker", "no such model\nREADY=1")
+    assert receiver.recv(1000) == b"X_PELTON_REASON=no such model READY=1"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("lost", ["PELTON_SUPERVISOR_FD", "NOTIFY_SOCKET"])
+def test_without_a_supervisor_that_listens_the_reason_is_printed(receiver, monkeypatch, capsys, lost):
+    monkeypatch.setenv("PELTON_SUPERVISOR_FD", "7")
+    monkeypatch.delenv(lost)
+    supervisor_pipe.give_reason("pelton worker", "no such model")
+    assert capsys.readouterr().err == "pelton worker: no such model\n"
+    receiver.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        receiver.recv(1000)

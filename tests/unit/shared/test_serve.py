@@ -41,7 +41,8 @@ WORKER = """
     from shared.settings import WorkerSettings
     settings = load_settings(WorkerSettings, sys.argv[1:], os.environ, prog="worker")
     if settings.model == "missing":
-        sys.exit("pelton worker: model missing does not exist")
+        supervisor_pipe.give_reason("pelton worker", "model missing does not exist")
+        sys.exit(1)
     supervisor_pipe.watch(lambda: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     notify.ready("loaded")
@@ -102,7 +103,7 @@ def test_model_that_cannot_be_loaded_ends_serve_with_its_message(serve):
     process = serve("missing")
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert err.count("pelton worker: model missing does not exist") == 1
+    assert err.endswith("\npelton serve: model missing does not exist\n") and err.count("missing does not") == 1
     assert "Traceback" not in err
 
 
