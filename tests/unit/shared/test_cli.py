@@ -59,7 +59,12 @@ def test_a_ctrl_c_while_serve_is_imported_shows_no_traceback(monkeypatch):
     from shared import supervisor
 
     seen = []
-    monkeypatch.setattr(supervisor, "serve", lambda *_: seen.append(signal.getsignal(signal.SIGINT)) or 0)
+
+    def serve(*_):
+        seen.append(signal.getsignal(signal.SIGINT))
+        return 0
+
+    monkeypatch.setattr(supervisor, "serve", serve)
     before = signal.getsignal(signal.SIGINT)
     try:
         assert cli.main(["serve"]) == 0
