@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from shared.messages import Finish, FinishReason
-from tests.fakes.hermes import Answer, Failure, call_text
+from shared.messages import Finish, FinishReason, Submit
+from tests.fakes.hermes import Answer, Failure, call_text, conversation
 
 KEY = "sk-client-0123456789-and-more"
 HELLO = 'Hello \U0001f44b "you",\n\u2028 na\u00efve caf\u00e9!'
@@ -47,3 +47,8 @@ ANSWERS: dict[str, Answer] = {
     "endless": [72] * 100_000,
     "break": Failure("Well", Finish(FinishReason.ERROR, message="The engine ran out of luck.")),
 }
+
+
+def pace(submit: Submit) -> int:
+    """For FakeWorker: until the endless answer fills the context, minutes pass."""
+    return 50 if ("user", "endless") in conversation(submit.token_ids) else 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.answers import ANSWERS, KEY
+from tests.clients.answers import ANSWERS, KEY, pace
 from tests.fakes.prepared_server import PreparedServer
 
 NODE_FOLDER = Path(__file__).parent / "node"
@@ -23,7 +23,7 @@ MIN_NODE = 20
 @pytest.fixture(scope="package")
 def server() -> Iterator[PreparedServer]:
     """Answers as tests.clients.answers says; wants KEY."""
-    with PreparedServer(ANSWERS, flags=("--api-key", KEY)) as running:
+    with PreparedServer(ANSWERS, flags=("--api-key", KEY), pace=pace) as running:
         yield running
 
 
@@ -45,7 +45,7 @@ def node() -> Callable[..., None]:
             cwd=NODE_FOLDER,
             capture_output=True,
             text=True,
-            timeout=55,
+            timeout=200,
             check=False,
             env={**os.environ, **environment},
         )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.clients.answers import ANSWERS, HELLO, KEY, PERSON, WEATHER
+from tests.clients.answers import ANSWERS, HELLO, KEY, PERSON, WEATHER, pace
 from tests.clients.conftest import NODE_FOLDER
 from tests.fakes.prepared_server import MODEL, PreparedServer
 
@@ -22,7 +22,7 @@ def test_client(node, server, name):
 
 
 def test_retries(node):
-    with PreparedServer(ANSWERS, flags=("--max-waiting-requests", "1"), max_num_seqs=1, delay=0.003) as busy:
+    with PreparedServer(ANSWERS, flags=("--max-waiting-requests", "1"), max_num_seqs=1, pace=pace) as busy:
         node("retries.test.mjs", SERVER=busy.url, **EXPECTED)
 
 

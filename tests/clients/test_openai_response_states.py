@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from gateway.text.strict_schema import is_strict
 from tests.clients.answers import HELLO, KEY
 from tests.clients.test_openai_responses import TOOLS
 from tests.clients.test_openai_tools import PARAMETERS
+from tests.e2e.server import wait_until
 from tests.fakes.prepared_server import MODEL
 
 STRICT = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
@@ -88,9 +88,8 @@ def test_a_streamed_response_is_retrieved_while_it_runs_and_after_its_client_lef
         with pytest.raises(openai.BadRequestError):
             client.responses.cancel(made)
         next(event for event in stream if event.type == "response.output_text.delta")
-    deadline = time.monotonic() + 10
-    while (left := client.responses.retrieve(made)).status == "in_progress" and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: client.responses.retrieve(made).status != "in_progress", 30, "the response is ended")
+    left = client.responses.retrieve(made)
     assert left.status == "cancelled" and left.output_text and left.usage.output_tokens > 0
 
 

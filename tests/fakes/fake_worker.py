@@ -78,6 +78,8 @@ class _Running:
     drafts: list[DraftCounts]
     position: int = 0
     counts: DraftCounts | None = None
+    pace: int = 1
+    num_ticks: int = 0
 
 
 def echo(submit: Submit) -> list[int]:
@@ -101,6 +103,7 @@ class FakeWorker:
             accepted ones and a token more. The counts so far go with it and with the end.
         embedding: called for each prompt whose embedding is asked for; a Finish ends it instead.
         delay: seconds between tokens of a request.
+        pace: called for each prompt: so many times the delay lie between its tokens.
         received: every message, in order.
     """
 
@@ -112,6 +115,7 @@ class FakeWorker:
     drafts: Callable[[Submit], Sequence[DraftCounts]] = lambda _: ()
     embedding: Callable[[Submit], bytes | Finish] = embedded
     delay: float = 0.0
+    pace: Callable[[Submit], int] = lambda _: 1
     bundle: Bundle = field(default_factory=make_bundle)
     model_names: Sequence[str] = ("fake",)
     max_model_len: int = 4096
@@ -227,7 +231,8 @@ class FakeWorker:
         elif isinstance(message, Submit):
             script = [] if message.pooling is not None else self.script(message)
             for choice in range(message.choice, message.choice + message.num_choices):
-                self._running.append(_Running(message, identity, choice, script, [*self.drafts(message)]))
+                drafts = [*self.drafts(message)]
+                self._running.append(_Running(message, identity, choice, script, drafts, pace=self.pace(message)))
         elif not self.faults.ignore_cancel:
             self._cancel(identity, message)
 
@@ -243,6 +248,9 @@ class FakeWorker:
     def _step(self) -> None:
         by_gateway: dict[bytes, list[Output]] = {}
         for one in list(self._running):
+            one.num_ticks += 1
+            if one.num_ticks % one.pace:
+                continue
             output = self._embedding(one) if one.submit.pooling is not None else self._next_output(one)
             by_gateway.setdefault(one.identity, []).append(output)
             if output.finish is not None:
