@@ -34,8 +34,8 @@ def runtime_dir(configured: str = "") -> Path:
         configured: the setting `runtime_dir`; empty takes $XDG_RUNTIME_DIR/pelton, else /tmp/pelton-UID.
 
     Raises:
-        ConfigurationError: it cannot be made, is no directory, belongs to another user, is open to others, or its
-            path is too long for a socket's name.
+        ConfigurationError: it cannot be made, is no directory, belongs to another user, is open to others or closed
+            to its owner, or its path is too long for a socket's name.
     """
     path = Path(configured) if configured else _default_runtime_dir()
     path = path.absolute()
@@ -55,9 +55,10 @@ def runtime_dir(configured: str = "") -> Path:
         raise ConfigurationError(f"runtime_dir {path} is not a directory")
     if status.st_uid != os.getuid():
         raise ConfigurationError(f"runtime_dir {path} belongs to user {status.st_uid}, not to {os.getuid()}")
-    if stat.S_IMODE(status.st_mode) & 0o077:
+    if status.st_mode & 0o777 != 0o700:
         raise ConfigurationError(
-            f"runtime_dir {path} has mode {stat.S_IMODE(status.st_mode):04o}; it must be 0700, closed to other users"
+            f"runtime_dir {path} has mode {stat.S_IMODE(status.st_mode):04o}; "
+            "it must be 0700, open to its owner and closed to other users"
         )
     return path
 

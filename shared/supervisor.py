@@ -358,7 +358,11 @@ def _free_port(host: str) -> int:
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """Keeps a second supervisor out of the directory, whose workers would remove the first one's sockets."""
-    with open(directory / "serve.lock", "w") as file:
+    try:
+        file = open(directory / "serve.lock", "w")  # noqa: SIM115 - the next line closes it
+    except OSError as error:
+        raise ConfigurationError(f"runtime_dir {directory} cannot be written to: {error.strerror}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -60,8 +60,8 @@ def test_default_is_the_users_own(tmp_path, monkeypatch):
     assert str(sockets._default_runtime_dir()) == f"/tmp/pelton-{os.getuid()}"
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
-def test_directory_open_to_others_is_refused(tmp_path, mode):
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777, 0o500])
+def test_directory_that_is_not_its_owners_alone_is_refused(tmp_path, mode):
     path = tmp_path / "open"
     path.mkdir()
     path.chmod(mode)

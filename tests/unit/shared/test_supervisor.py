@@ -247,6 +247,12 @@ def test_children_get_their_settings_back_and_no_keys_on_the_command_line():
     assert gateway.stop_order < first.stop_order
 
 
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "serve.lock").mkdir()
+    with pytest.raises(ConfigurationError, match="cannot be written to: Is a directory"), supervisor._lock(tmp_path):
+        pytest.fail("there is no lock")
+
+
 def test_second_supervisor_in_the_same_directory_is_refused(tmp_path):
     with supervisor._lock(tmp_path), pytest.raises(ConfigurationError, match="another pelton serve"):
         with supervisor._lock(tmp_path):

@@ -41,8 +41,12 @@ def open_model(path_or_id: str, cache_dir: Path) -> ModelFiles:
         if path.suffix != ".gguf":
             raise ConfigurationError(f"{path.name} is neither a folder nor a .gguf file")
         return open_gguf(path, cache_dir)
-    gguf = sorted(path.glob("*.gguf"))
-    if has_weights(path) or not gguf:
+    try:
+        gguf = sorted(path / name for name in os.listdir(path) if name.endswith(".gguf"))
+        holds_weights = has_weights(path)
+    except OSError as error:
+        raise ConfigurationError(f"the folder {path.name} cannot be read: {error.strerror}") from None
+    if holds_weights or not gguf:
         return open_folder(path, cache_dir, name or path.name)
     if len(gguf) > 1:
         raise ConfigurationError(f"{path.name} holds {len(gguf)} .gguf files: name the one to load")
@@ -64,7 +68,10 @@ def _find(path_or_id: str) -> tuple[Path, str]:
         snapshot = _hub_snapshot(path_or_id)
         if snapshot is not None:
             return snapshot, path_or_id
-        raise ConfigurationError(f"the model {path_or_id} is neither a folder here nor in the local hub cache")
+        raise ConfigurationError(
+            f"the model {path_or_id} is neither a folder here nor in the local hub cache; "
+            f"nothing is downloaded, but `hf download {path_or_id}` brings it there"
+        )
     raise ConfigurationError(f"there is no model file or folder {path_or_id}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -408,3 +409,13 @@ def test_hub_ids_are_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
         open_model("some-org/tiny", tmp_path / "cache")
     (cached / "refs" / "main").write_text(revision)
     assert open_model("some-org/tiny", tmp_path / "cache").default_name == "some-org/tiny"
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> list[str]:  # who runs the tests may read everything
+        raise PermissionError(13, "Permission denied", str(path))
+
+    folder = _folder(tmp_path)
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(ConfigurationError, match=f"^the folder {folder.name} cannot be read: Permission denied$"):
+        _open(folder)
