@@ -21,7 +21,7 @@ from gateway.api.response_fields import (
 from gateway.api.response_shapes import ResponseEvents, response_head, stored_items, stream_failure
 from gateway.api.sse import stream_events
 from gateway.keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
-from gateway.responses import dump_json, json_response
+from gateway.responses import json_response, kept_json
 from gateway.routes.common import detail_of, envelope_of, find_model, submit_all
 from gateway.routes.response_input import history_of, items_of, prepare, size
 from gateway.routes.streams import fill, separate, stream_log
@@ -112,7 +112,7 @@ class _Keeper:
         ]
         stored = StoredResponse(
             self._owner,
-            dump_json(response),
+            kept_json(response),
             self._put_in,
             stored_items(items),
             background=self._background,

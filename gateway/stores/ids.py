@@ -6,12 +6,18 @@ import re
 import secrets
 
 _RANDOM_BYTES = 15
+_MAX_SHOWN = 80
 _FORM = re.compile(r"[a-z]+[_-]([0-9a-f]{2})[0-9a-f]{30}")
 
 
 def new_id(prefix: str, gateway_index: int) -> str:
     """`prefix`, with its dash or underscore, then the gateway's index in two hexadecimal digits and 120 random bits."""
     return f"{prefix}{gateway_index:02x}{secrets.token_hex(_RANDOM_BYTES)}"
+
+
+def shown_id(identifier: str) -> str:
+    """An id that a client sent, as a message names it: in quotation marks, shortened where it is long."""
+    return repr(identifier if len(identifier) <= _MAX_SHOWN else f"{identifier[:_MAX_SHOWN]}...")
 
 
 def gateway_of(identifier: str) -> int | None:

@@ -1,12 +1,19 @@
-"""Responses that clients may ask for again, in memory: least recently used go first, and none is kept for ever."""
+"""Responses that clients may ask for again, in memory, for a while after their last use.
+
+Where room is needed, the key that has most of it loses its least recently used ones: who stores little loses nothing to
+one who stores much.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
+import msgspec
+
+from gateway.stores.holdings import Holdings
+from gateway.stores.ids import shown_id
 from shared.errors import InvalidRequestError, NotFoundError
 
 MAX_RESPONSES = 100_000
@@ -18,9 +25,11 @@ _ITEM_OVERHEAD = 256
 """Bytes that the id of an item takes, about."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """One response. Texts of a conversation are shared by those that continue it.
+class StoredResponse(msgspec.Struct, frozen=True, gc=False):
+    """One response. Texts of a conversation are shared by those that continue it. None of them may have more room than
+    its length says, so that what is counted is what is taken: see gateway.responses.kept_json.
+
+    It holds nothing but texts, so that the garbage collector need not look at it: there may be a hundred thousand.
 
     Attributes:
         owner: hash of the key that made it.
@@ -61,17 +70,48 @@ def _part_size(part: bytes) -> int:
     return len(part) + _PART_OVERHEAD
 
 
-def _trimmed(response: StoredResponse) -> StoredResponse:
-    """The same in as many bytes as it says: what orjson makes keeps the buffer that it was written to, of up to sixteen
-    times its length. What it continues is shared with a stored one, and trimmed.
+class _Share:
+    """What one key has.
+
+    Attributes:
+        responses: least recently used first.
+        items: which of the responses has an item, by its id: the newest.
+        sharers: how many of the responses have a part of a conversation, by its id: those that continue one another
+            have the same.
     """
-    *continued, own = response.input
-    return replace(
-        response,
-        body=bytes(memoryview(response.body)),
-        output=bytes(memoryview(response.output)),
-        input=(*continued, bytes(memoryview(own))),
-    )
+
+    __slots__ = ("items", "responses", "sharers")
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.items: dict[str, str] = {}
+        self.sharers: dict[int, int] = {}
+
+    def add(self, identifier: str, response: StoredResponse) -> int:
+        """How many bytes that takes."""
+        self.responses[identifier] = response
+        self.items.update(dict.fromkeys(response.item_ids, identifier))
+        size = response.own_size
+        for part in response.conversation:
+            sharers = self.sharers.get(id(part), 0)
+            self.sharers[id(part)] = sharers + 1
+            if not sharers:
+                size += _part_size(part)
+        return size
+
+    def remove(self, identifier: str) -> int:
+        """How many bytes that frees."""
+        response = self.responses.pop(identifier)
+        for item in response.item_ids:
+            if self.items.get(item) == identifier:
+                del self.items[item]
+        size = response.own_size
+        for part in response.conversation:
+            self.sharers[id(part)] -= 1
+            if not self.sharers[id(part)]:
+                del self.sharers[id(part)]
+                size += _part_size(part)
+        return size
 
 
 class ResponseStore:
@@ -95,26 +135,29 @@ class ResponseStore:
         self._max_responses = max_responses
         self._time_to_live = time_to_live
         self._clock = clock
-        # Least recently used first, each with the time of its last use.
-        self._responses: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()
-        # Which response has an item: by owner and id, since clients may choose ids.
-        self._items: dict[tuple[bytes, str], str] = {}
+        self._shares: dict[bytes, _Share] = {}
+        self._bytes = Holdings()
+        self._counts = Holdings()
+        # Whose each response is, and the time of its last use; least recently used first.
+        self._used: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
         # Those that were deleted while they ran, until they end.
         self._deleted: set[str] = set()
-        # How many responses have a part of a conversation, by its id: those that continue one another have the same.
-        self._sharers: dict[int, int] = {}
-        self.num_bytes = 0
 
     @property
     def keeps(self) -> bool:
         """Whether anything is kept at all."""
         return self._max_bytes > 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all responses; what several of one key share is counted once."""
+        return self._bytes.total
+
     def __len__(self) -> int:
-        return len(self._responses)
+        return len(self._used)
 
     def __contains__(self, identifier: str) -> bool:
-        return identifier in self._responses
+        return identifier in self._used
 
     def put(self, identifier: str, response: StoredResponse) -> None:
         """Keeps a response, in the place of an earlier state of it; not one that is larger than all room, nor one that
@@ -127,23 +170,26 @@ class ResponseStore:
         self._remove(identifier)
         if response.size > self._max_bytes:
             return
-        response = _trimmed(response)
-        self._responses[identifier] = response, self._clock()
-        self._count(response)
-        self._items.update(dict.fromkeys(((response.owner, item) for item in response.item_ids), identifier))
-        while self.num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
-            self._remove(next(iter(self._responses)))
+        owner = response.owner
+        self._bytes.add(owner, self._shares.setdefault(owner, _Share()).add(identifier, response))
+        self._counts.add(owner, 1)
+        self._used[identifier] = owner, self._clock()
+        while self._bytes.total > self._max_bytes:
+            self._remove_oldest(self._bytes.largest())
+        while self._counts.total > self._max_responses:
+            self._remove_oldest(self._counts.largest())
         self.expire()
 
     def get(self, identifier: str, owner: bytes) -> StoredResponse:
         """Raises NotFoundError, also for a response of another key."""
         self.expire()
-        found = self._responses.get(identifier)
-        if found is None or found[0].owner != owner:
-            raise NotFoundError("There is no response with that id.")
-        self._responses[identifier] = found[0], self._clock()
-        self._responses.move_to_end(identifier)
-        return found[0]
+        share = self._shares.get(owner)
+        if share is None or identifier not in share.responses:
+            raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
+        self._used[identifier] = owner, self._clock()
+        self._used.move_to_end(identifier)
+        share.responses.move_to_end(identifier)
+        return share.responses[identifier]
 
     def continued(self, identifier: str, owner: bytes) -> tuple[bytes, ...]:
         """What a response that continues this one begins with. Raises NotFoundError, InvalidRequestError if it runs."""
@@ -153,8 +199,11 @@ class ResponseStore:
         return stored.conversation
 
     def with_item(self, item_id: str, owner: bytes) -> StoredResponse:
-        """The newest response that has this among its own items. Raises NotFoundError as `get` does."""
-        return self.get(self._items.get((owner, item_id), ""), owner)
+        """The newest response that has this among its own items. Raises NotFoundError."""
+        share = self._shares.get(owner)
+        if share is None or item_id not in share.items:
+            raise NotFoundError(f"There is no stored item with the id {shown_id(item_id)}.")
+        return self.get(share.items[item_id], owner)
 
     def delete(self, identifier: str, owner: bytes) -> None:
         """Raises NotFoundError as `get` does."""
@@ -165,32 +214,21 @@ class ResponseStore:
     def expire(self) -> None:
         """Forgets those whose time is over."""
         oldest = self._clock() - self._time_to_live
-        while self._responses:
-            identifier = next(iter(self._responses))
-            if self._responses[identifier][1] > oldest:
+        while self._used:
+            identifier = next(iter(self._used))
+            if self._used[identifier][1] > oldest:
                 return
             self._remove(identifier)
 
+    def _remove_oldest(self, owner: bytes) -> None:
+        self._remove(next(iter(self._shares[owner].responses)))
+
     def _remove(self, identifier: str) -> None:
-        if (found := self._responses.pop(identifier, None)) is not None:
-            response, _ = found
-            self._discount(response)
-            for item in response.item_ids:
-                if self._items.get((response.owner, item)) == identifier:
-                    del self._items[response.owner, item]
-
-    def _count(self, response: StoredResponse) -> None:
-        self.num_bytes += response.own_size
-        for part in response.conversation:
-            sharers = self._sharers.get(id(part), 0)
-            self._sharers[id(part)] = sharers + 1
-            if not sharers:
-                self.num_bytes += _part_size(part)
-
-    def _discount(self, response: StoredResponse) -> None:
-        self.num_bytes -= response.own_size
-        for part in response.conversation:
-            self._sharers[id(part)] -= 1
-            if not self._sharers[id(part)]:
-                del self._sharers[id(part)]
-                self.num_bytes -= _part_size(part)
+        if (found := self._used.pop(identifier, None)) is None:
+            return
+        owner, _ = found
+        share = self._shares[owner]
+        self._bytes.add(owner, -share.remove(identifier))
+        self._counts.add(owner, -1)
+        if not share.responses:
+            del self._shares[owner]

@@ -2,6 +2,9 @@
 
 A stream runs in a task of its own and writes to its log; every connection only reads. Whoever reads claims the stream;
 one that nobody has claimed for the grace period is cancelled, if it still runs, and forgotten.
+
+Where room is needed, the key that has most of it loses its oldest events: who streams little loses nothing to one who
+streams much.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 
+from gateway.stores.holdings import Holdings
+from gateway.stores.ids import shown_id
 from shared.errors import NotFoundError, PeltonError
 
 _EVENT_OVERHEAD = 128
@@ -149,11 +154,31 @@ def _untouched(error: PeltonError) -> PeltonError:
     return twin
 
 
+class _Share:
+    """The events of one key's streams, in the order in which they came.
+
+    Attributes:
+        order: each by its number; those that are gone already are passed over.
+        num_events: that are kept.
+    """
+
+    __slots__ = ("num_events", "order")
+
+    def __init__(self) -> None:
+        self.order: deque[tuple[StreamLog, int]] = deque()
+        self.num_events = 0
+
+    def forget_passed(self) -> None:
+        """Drops what is passed over, where that is most."""
+        if len(self.order) > 2 * self.num_events + _SLACK:
+            self.order = deque((log, number) for log, number in self.order if log.has(number))
+
+
 class StreamStore:
     """The streams of one gateway process.
 
     Args:
-        max_bytes: of all events; the oldest go first. One stream may have a sixteenth of it.
+        max_bytes: of all events. One stream may have a sixteenth of it.
         grace: seconds that a stream is kept without a reader.
     """
 
@@ -162,10 +187,13 @@ class StreamStore:
         self._grace = grace
         self._logs: dict[str, StreamLog] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Events in the order in which they came; those that are gone already are passed over.
-        self._order: deque[tuple[StreamLog, int]] = deque()
-        self._num_events = 0
-        self.num_bytes = 0
+        self._shares: dict[bytes, _Share] = {}
+        self._bytes = Holdings()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all events."""
+        return self._bytes.total
 
     def __len__(self) -> int:
         return len(self._logs)
@@ -184,7 +212,7 @@ class StreamStore:
         """Raises NotFoundError, also for a stream of another key."""
         log = self._logs.get(identifier)
         if log is None or log.owner != owner:
-            raise NotFoundError("There is no stream with that id.")
+            raise NotFoundError(f"There is no stream with the id {shown_id(identifier)}.")
         return log
 
     @contextmanager
@@ -231,23 +259,20 @@ class StreamStore:
             self._clear(log)
 
     def _clear(self, log: StreamLog) -> None:
-        self.num_bytes -= log.num_bytes
-        log.num_bytes = 0
-        self._num_events -= log.clear()
-        self._forget_passed()
+        self._free(log, log.num_bytes, log.clear())
 
     def on_append(self, log: StreamLog, size: int) -> None:
         """Counts an event, and makes room for it. For StreamLog."""
         log.num_bytes += size
-        self.num_bytes += size
-        self._num_events += 1
-        self._order.append((log, log.last))
-        share = max(self._max_bytes // _STREAM_SHARE, size)
-        while log.num_bytes > share + (_LOG_OVERHEAD if log.first == 1 else 0):
+        self._bytes.add(log.owner, size)
+        share = self._shares.setdefault(log.owner, _Share())
+        share.num_events += 1
+        share.order.append((log, log.last))
+        most = max(self._max_bytes // _STREAM_SHARE, size)
+        while log.num_bytes > most + (_LOG_OVERHEAD if log.first == 1 else 0):
             self._drop_oldest(log, log.first)
-        while self.num_bytes > self._max_bytes and self._order:
-            self._drop_oldest(*self._order.popleft())
-        self._forget_passed()
+        while self.num_bytes > self._max_bytes:
+            self._drop_oldest(*self._shares[self._bytes.largest()].order.popleft())
 
     async def close(self) -> None:
         """Ends all that runs."""
@@ -265,12 +290,18 @@ class StreamStore:
 
     def _drop_oldest(self, log: StreamLog, number: int) -> None:
         if size := log.drop_oldest(number):
-            log.num_bytes -= size
-            self.num_bytes -= size
-            self._num_events -= 1
+            self._free(log, size, 1)
             if log.ended and not log.num_claims and log.last < log.first:
                 self.drop(log.identifier)  # nothing is left that a client could come back for
 
-    def _forget_passed(self) -> None:
-        if len(self._order) > 2 * self._num_events + _SLACK:
-            self._order = deque((log, number) for log, number in self._order if log.has(number))
+    def _free(self, log: StreamLog, size: int, num_events: int) -> None:
+        if not num_events:
+            return
+        log.num_bytes -= size
+        self._bytes.add(log.owner, -size)
+        share = self._shares[log.owner]
+        share.num_events -= num_events
+        if share.num_events:
+            share.forget_passed()
+        else:
+            del self._shares[log.owner]

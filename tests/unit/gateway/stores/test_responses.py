@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import tracemalloc
+from collections.abc import Iterable
 
 import pytest
 
-from gateway.responses import dump_json
+from gateway.responses import kept_json
 from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import InvalidRequestError, NotFoundError
 
@@ -14,7 +17,7 @@ OWNER = b"owner"
 
 
 def stored(size: int = 10, *, owner: bytes = OWNER, **fields) -> StoredResponse:
-    return StoredResponse(owner, bytes(size), (b"[1]",), b"[2]", **fields)
+    return StoredResponse(owner, bytes(size), (b"[%d]" % 1,), b"[%d]" % 2, **fields)
 
 
 class Clock:
@@ -54,6 +57,62 @@ def test_the_least_recently_used_go_first():
     assert "f" not in store and len(store) == 4, "what is larger than all room is not kept, and pushes nothing out"
     store.put("e", stored(100_000))
     assert "e" not in store and store.num_bytes == 3 * stored(1000).size, "nor its earlier state"
+
+
+def names_of(store: ResponseStore, owner: bytes, names: Iterable[str]) -> list[str]:
+    """Those that the key still has."""
+    kept = []
+    for name in names:
+        with contextlib.suppress(NotFoundError):
+            store.get(name, owner)
+            kept.append(name)
+    return kept
+
+
+def test_a_key_that_stores_much_pushes_out_nothing_of_one_that_stores_little():
+    store = ResponseStore(max_bytes=20 * stored(1000).size, time_to_live=1.0)
+    few = [f"few {number}" for number in range(5)]
+    for name in few:
+        store.put(name, stored(1000, owner=b"little"))
+    for number in range(1000):
+        store.put(f"many {number}", stored(1000, owner=b"much"))
+    assert names_of(store, b"little", few) == few, "though they are the oldest"
+    many = [f"many {number}" for number in range(1000)]
+    assert names_of(store, b"much", many) == many[-15:], "the oldest of its own"
+    more = [f"more {number}" for number in range(15)]
+    for name in more:
+        store.put(name, stored(1000, owner=b"little"))
+    assert len(names_of(store, b"little", [*few, *more])) == len(names_of(store, b"much", many)) == 10
+
+
+def test_by_number_too_a_key_gives_way_that_has_more():
+    store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0, max_responses=10)
+    store.put("large", stored(100_000, owner=b"little"))
+    for number in range(100):
+        store.put(str(number), stored(owner=b"much"))
+    assert len(store) == 10 and "large" in store and "91" in store and "90" not in store
+
+
+def test_items_give_way_with_their_response():
+    store = ResponseStore(max_bytes=5 * stored(1000, item_ids=("x",)).size, time_to_live=1.0)
+    store.put("a", stored(1000, owner=b"little", item_ids=("x",)))
+    for number in range(50):
+        store.put(str(number), stored(1000, owner=b"much", item_ids=("x", str(number))))
+    assert store.with_item("x", b"little") is store.get("a", b"little")
+    assert store.with_item("x", b"much") is store.with_item("49", b"much") is store.get("49", b"much")
+    with pytest.raises(NotFoundError):
+        store.with_item("0", b"much")
+
+
+def test_the_garbage_collector_does_not_look_at_what_is_stored():
+    store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0)
+    for number in range(100):
+        store.put(
+            str(number), StoredResponse(OWNER, b"body", (bytes(10), bytes(10)), bytes(10), item_ids=(str(number),))
+        )
+    assert not any(gc.is_tracked(store.get(str(number), OWNER)) for number in range(100))
+    gc.collect()
+    assert sum(1 for found in gc.get_objects() if isinstance(found, tuple) and found[:1] == (OWNER,)) == 0
 
 
 def test_the_number_is_bounded_too():
@@ -118,7 +177,7 @@ def test_a_long_conversation_takes_the_room_of_its_last_response():
         store.delete(str(turn), OWNER)
     assert store.num_bytes == last.size, "it has all that the others had"
     store.delete(str(turns - 1), OWNER)
-    assert store.num_bytes == 0 and not store._sharers and not store._items
+    assert store.num_bytes == 0 and not store._shares
 
 
 @pytest.mark.parametrize("length", [10, 300, 1000, 5000, 20_000])
@@ -131,7 +190,7 @@ def test_what_is_counted_is_what_is_taken(length):
         name = f"resp_{index:030}"
         put_in = store.continued(f"resp_{index - 1:030}", OWNER) if index % 50 else ()
         store.put(
-            name, StoredResponse(OWNER, dump_json({"output": items}), (*put_in, dump_json(items)), dump_json(items))
+            name, StoredResponse(OWNER, kept_json({"output": items}), (*put_in, kept_json(items)), kept_json(items))
         )
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
@@ -161,7 +220,7 @@ def test_the_index_of_items_has_a_bound():
     for number in range(1000):
         store.put(str(number), stored(item_ids=tuple(f"{number}-{index}" for index in range(10))))
         assert store.num_bytes <= 100_000
-        assert len(store._items) == 10 * len(store) < 400
+        assert len(store._shares[OWNER].items) == 10 * len(store) < 400
 
 
 def test_what_was_deleted_while_it_ran_does_not_come_back():
@@ -173,7 +232,7 @@ def test_what_was_deleted_while_it_ran_does_not_come_back():
         store.put(identifier, stored(done=False))
         store.put(identifier, stored(item_ids=("x",)))
         assert identifier not in store
-    assert not store._deleted and not store._items and store.num_bytes == 0
+    assert not store._deleted and not store._shares and store.num_bytes == 0
     store.put("a", stored())
     store.delete("a", OWNER)
     assert not store._deleted

@@ -78,6 +78,25 @@ async def test_all_streams_have_a_bound_and_the_oldest_events_go_first():
         logs[0].after(0)
 
 
+async def test_a_key_that_streams_much_pushes_out_nothing_of_one_that_streams_little():
+    store = StreamStore(max_bytes=100_000, grace=1.0)
+    little = store.open("little", OWNER)
+    for number in range(5):
+        little.append(b"%d" % number)
+    much = [store.open(f"much {number}", OTHER) for number in range(30)]
+    for _ in range(100):
+        for log in much:
+            log.append(bytes(372))
+            assert store.num_bytes <= 100_000
+    assert len(little.after(0)) == 5, "though its events are the oldest"
+    assert {len(log.after(99)) for log in much} == {1}
+    many = [store.open(f"many {number}", OWNER) for number in range(30)]
+    for _ in range(100):
+        for log in many:
+            log.append(bytes(372))
+    assert 45_000 < sum(log.num_bytes for log in much) <= 50_500, "both have half when both want it"
+
+
 async def test_what_nobody_reads_is_cancelled_and_forgotten():
     store = StreamStore(max_bytes=1 << 20, grace=0.02)
     log, ended = store.open("s", OWNER), asyncio.Event()
@@ -117,8 +136,8 @@ async def test_many_abandoned_streams_leave_nothing():
         log = store.open(str(index), OWNER)
         log.append(b"data: {}\n\n")
         store.drop(str(index))
-        assert len(store._order) < 3000
-    assert (len(store), store.num_bytes, store._num_events) == (0, 0, 0)
+        assert sum(len(share.order) for share in store._shares.values()) < 3000
+    assert (len(store), store.num_bytes, len(store._shares)) == (0, 0, 0)
 
 
 class Request:
@@ -180,7 +199,7 @@ async def test_who_reads_a_deleted_stream_hears_of_it_and_nothing_is_counted_any
         log.append(b"late")
         log.end()
         assert isinstance(log.error, NotFoundError), "the first end counts"
-    assert (store.num_bytes, store._num_events, len(store)) == (0, 0, 0)
+    assert (store.num_bytes, len(store._shares), len(store)) == (0, 0, 0)
 
 
 async def test_a_stream_whose_work_was_cancelled_before_it_began_has_ended():
@@ -274,7 +293,7 @@ async def test_a_retired_stream_is_read_to_its_end_and_then_forgotten():
             store.find("s", OWNER)
         assert list(log.after(0)) == [b"first", b"last"] and log.ended and log.error is None
         assert store.num_bytes == log.num_bytes > 0
-    assert store.num_bytes == 0 and not log.after(log.last) and store._num_events == 0
+    assert store.num_bytes == 0 and not log.after(log.last) and not store._shares
     store.open("t", OWNER).append(b"x")
     await store.retire("t")
     await store.retire("no such")

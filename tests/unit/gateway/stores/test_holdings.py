@@ -1,0 +1,34 @@
+"""Who has most of a store."""
+
+from __future__ import annotations
+
+import random
+
+from gateway.stores.holdings import Holdings
+from tests.fakes.growth import expect_linear
+
+
+def test_the_largest_is_who_has_most_now():
+    random.seed(5)
+    holdings, amounts = Holdings(), dict.fromkeys((b"%d" % number for number in range(20)), 0)
+    for _ in range(5000):
+        owner = random.choice(list(amounts))
+        change = random.randint(-amounts[owner], 100) if random.random() < 0.8 else -amounts[owner]
+        amounts[owner] += change
+        holdings.add(owner, change)
+        assert holdings.total == sum(amounts.values()) and len(holdings) == sum(map(bool, amounts.values()))
+        if holdings.total and random.random() < 0.5:
+            assert amounts[holdings.largest()] == max(amounts.values())
+    assert len(holdings._heap) < 200
+
+
+def test_it_is_found_as_fast_among_many():
+    def turns(num_owners: int) -> None:
+        holdings = Holdings()
+        for number in range(num_owners):
+            holdings.add(b"%d" % number, 1 + number)
+        for number in range(num_owners):
+            holdings.add(b"%d" % number, 3)
+            holdings.add(holdings.largest(), -1)
+
+    expect_linear(turns, 2_000, 16_000)
