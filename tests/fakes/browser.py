@@ -19,8 +19,10 @@ import aiohttp
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-first-run", "--disable-extensions",
-    "--remote-debugging-port=0", "--window-size=1280,800",
+    "--remote-debugging-port=0", "--window-size=1280,800", "--lang=en-US",
 )  # fmt: skip
+_PATIENCE = 50.0
+"""Seconds."""
 
 
 class Page:
@@ -55,7 +57,7 @@ class Page:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params}
         await self._socket.send_json({**message, "sessionId": self._session} if self._session else message)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(_PATIENCE):
             return await answer
 
     async def _read(self) -> None:
@@ -92,7 +94,7 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 20.0) -> Any:
+    async def until(self, expression: str, seconds: float = _PATIENCE) -> Any:
         """Its value once that is true."""
         end = asyncio.get_running_loop().time() + seconds
         while not (value := await self.run(expression)):
@@ -170,7 +172,7 @@ async def new_page(address: str) -> AsyncIterator[Page]:
 
 
 def _address(process: subprocess.Popen[bytes], file: Path) -> str:
-    for _ in range(1000):
+    for _ in range(round(_PATIENCE / 0.02)):
         lines = file.read_text().splitlines() if file.exists() else []
         if len(lines) == 2:
             return f"ws://127.0.0.1:{lines[0]}{lines[1]}"

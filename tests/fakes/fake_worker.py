@@ -6,12 +6,12 @@ It answers each prompt with a scripted list of token ids, one per tick, and can 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -85,6 +85,17 @@ class _Running:
 def echo(submit: Submit) -> list[int]:
     """The default script: the prompt again, then the end-of-text id 2."""
     return [*submit.token_ids, 2]
+
+
+_ENDLESS = [40] * 400_000
+MANY_TOKENS = len(_ENDLESS)
+LONG_CONTEXT: dict[str, Any] = {"max_model_len": 1 << 20, "num_pages": 1 << 17}
+"""Fields of a FakeWorker that lets a request have so many."""
+
+
+def endless(_: Submit) -> list[int]:
+    """A script that lasts longer than any test, where a request has MANY_TOKENS and there is some delay."""
+    return _ENDLESS
 
 
 def embedded(submit: Submit) -> bytes:
@@ -336,12 +347,10 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--epoch", default="00000001")
     parser.add_argument("--delay", type=float, default=0.0)
-    parser.add_argument("--script", type=lambda text: [int(part) for part in text.split(",")], default=None)
+    parser.add_argument("--endless", action="store_true")
     args = parser.parse_args()
-    worker = FakeWorker(args.dir, args.index, args.epoch, delay=args.delay)
-    if args.script is not None:
-        worker = dataclasses.replace(worker, script=lambda _: args.script)
-    with worker:
+    script = endless if args.endless else echo
+    with FakeWorker(args.dir, args.index, args.epoch, script, delay=args.delay):
         threading.Event().wait()
 
 

@@ -23,6 +23,9 @@ from shared.metrics import GatewayMetrics
 from shared.sampling_params import SamplingParams
 
 FAST = Liveness(ping_interval=0.05, not_ready_after=1.5, lost_after=3.0)
+"""For workers that shall be lost because they are silent."""
+_PATIENT = Liveness(ping_interval=0.05, not_ready_after=30.0, lost_after=50.0)
+"""For all others: a busy machine is silent for seconds, too."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
         directory=directory,
         gateway_id=gateway_id,
         threads=threads,
-        liveness=options.get("liveness", FAST),
+        liveness=options.get("liveness", _PATIENT),
         scan_interval=0.02,
     )
     admission = Admission(
@@ -61,8 +64,8 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
         admission,
         Router(),
         gateway_id=gateway_id,
-        request_timeout=options.get("request_timeout", 20.0),
-        write_timeout=options.get("write_timeout", 10.0),
+        request_timeout=options.get("request_timeout", 50.0),
+        write_timeout=options.get("write_timeout", 50.0),
         metrics=metrics,
     )
     await registry.start()
@@ -73,7 +76,7 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
         threads.close()
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 40.0) -> None:
     """Waits for something to become true; fails the test if it does not."""
     end = time.monotonic() + seconds
     while not condition():

@@ -59,7 +59,12 @@ def held() -> Counter[str]:
     return counts
 
 
+def kept(before: Counter[str], after: Counter[str], *, most: int) -> dict[str, int]:
+    """Of which types, and whether of elements, there are more than `most` that were not there before."""
+    return {name: count for name, count in (after - before).items() if count > most}
+
+
 def expect_nothing_kept(before: Counter[str], after: Counter[str], *, most: int) -> None:
-    """Fails where of some type, or of elements, there are more than `most` that were not there before."""
-    grown = {name: count for name, count in (after - before).items() if count > most}
+    """Fails where there are such."""
+    grown = kept(before, after, most=most)
     assert not grown, f"kept: {grown}"

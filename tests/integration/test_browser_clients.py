@@ -147,4 +147,4 @@ async def test_a_page_of_no_named_origin_gets_nothing(page):
         [stream] = set(re.findall(r"chatcmpl-\w+", (await gateway.stream_raw("/v1/chat/completions", body)).decode()))
         found = await page.run(f"follow('{gateway.url}/v1/streams/{stream}')")
         assert found["text"] == "" and found["ids"] == []
-        assert any("Access-Control-Allow-Origin" in problem for problem in page.problems)
+        await until(lambda: any("Access-Control-Allow-Origin" in problem for problem in page.problems))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,25 +11,23 @@ import pytest
 
 from gateway.stores.ids import gateway_of
 from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.processes import shared_port
 from tests.integration.test_http_process import Process, ready
 from tests.integration.test_http_resumable import parsed
 
 KEYS = ("sk-one-0123456789", "sk-two-0123456789")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Pair:
     """A client of both, each on a port of its own, as no client can choose on a shared one."""
 
-    def __init__(self, session: aiohttp.ClientSession, urls: list[str], processes: list[Process]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, urls: list[str], processes: list[Process], worker: FakeWorker
+    ) -> None:
         self.session = session
         self.processes = processes
         self.urls = urls
+        self.worker = worker
 
     async def ask(self, which: int, method: str, path: str, key: int = 0, **options: Any) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {KEYS[key]}", **options.pop("headers", {})}
@@ -47,12 +44,13 @@ class Pair:
 async def pair(tmp_path) -> AsyncIterator[Pair]:
     directory = tmp_path / "r"
     directory.mkdir(mode=0o700)
-    with FakeWorker(directory, delay=0.005):
+    with FakeWorker(directory, delay=0.005) as worker:
         async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
             urls: list[str] = []
             processes: list[Process] = []
             for index in (0, 1):
-                flags = ["--gateway-processes", "2", "--gateway-index", str(index), "--port", str(free_port())]
+                port = stack.enter_context(shared_port())
+                flags = ["--gateway-processes", "2", "--gateway-index", str(index), "--port", str(port)]
                 flags += [flag for key in KEYS for flag in ("--api-key", key)]
                 process = Process(directory, *flags, log=f"gateway-{index}.log")
                 stack.callback(process.kill)
@@ -60,7 +58,7 @@ async def pair(tmp_path) -> AsyncIterator[Pair]:
                 urls.append(await process.url())
             for url in urls:
                 await ready(session, url)
-            yield Pair(session, urls, processes)
+            yield Pair(session, urls, processes, worker)
 
 
 async def test_what_one_keeps_is_had_from_both(pair):
@@ -84,6 +82,7 @@ async def test_what_one_keeps_is_had_from_both(pair):
     assert (await pair.ask(0, "DELETE", path))[1]["deleted"]
     assert (await pair.create(0, input=items))[0] == 404
     assert {(await pair.ask(which, "GET", path))[0] for which in (0, 1)} == {404}
+    pair.worker.faults.stalled = True
     status, made = await pair.create(0, background=True)
     status, body = await pair.ask(1, "POST", f"/v1/responses/{made['id']}/cancel")
     assert (status, body["status"]) == (200, "cancelled")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.server import wait_until
 from tests.fakes.prepared_server import PreparedServer
+from tests.fakes.processes import alive
 
 
 def children(pid: int) -> set[int]:
@@ -23,10 +24,6 @@ def children(pid: int) -> set[int]:
         except OSError:
             continue
     return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

@@ -155,9 +155,14 @@ async def test_keepalive_comments_before_and_between_events():
 
 
 async def test_error_after_a_keepalive_is_an_event():
-    steps = [0.2, InternalError("It broke.")]
+    gate = asyncio.Event()
+    steps = [gate, InternalError("It broke.")]
     async with run_gateway(FakeGenerator(lambda _: list(steps)), keepalive_interval=0.05) as gateway:
-        events = await gateway.stream_chat()
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+            gate.set()
+            events = parse_events(await response.content.read())
         assert events[0]["error"]["message"] == "It broke." and events[1] == "[DONE]"
 
 

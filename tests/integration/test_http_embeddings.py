@@ -269,9 +269,13 @@ async def test_vectors_are_in_the_order_of_the_inputs_whatever_ends_first():
 
 
 async def test_one_that_fails_ends_the_others():
+    all_run = asyncio.Event()
+
     def script(request: GenerationRequest) -> Iterable[Step]:
         if request.prompt_token_ids == [3]:
-            return [0.01, WorkerLostError("The worker died.")]
+            return [all_run, WorkerLostError("The worker died.")]
+        if request.prompt_token_ids == [3 + 7]:
+            all_run.set()
         return [60.0] if request.prompt_token_ids[0] > 3 else embed(request)
 
     async with run_gateway(answering(script)) as gateway:

@@ -387,12 +387,13 @@ async def test_tokens_are_counted_as_they_are_used(gateway):
 
 
 async def test_silence_is_filled_with_pings_and_leaving_cancels():
-    more = asyncio.Event()
-    script: list[Step] = [0.1, TextDelta(0, "a", [1]), more]
+    begin = asyncio.Event()
+    script: list[Step] = [begin, TextDelta(0, "a", [1]), asyncio.Event()]
     async with run_gateway(FakeGenerator(lambda _: script), keepalive_interval=0.03) as gateway:
         async with gateway.session.post(gateway.url + "/v1/messages", json={**BASE, "stream": True}) as response:
-            seen = b""
-            async with asyncio.timeout(10):
+            seen = await response.content.readuntil(b"\n\n")
+            begin.set()
+            async with asyncio.timeout(40):
                 while seen.count(b"event: ping") < 3:
                     seen += await response.content.readany()
             # Before the message has begun, nothing but a comment says that the stream lives.

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
@@ -21,11 +20,13 @@ import pytest
 
 from shared.exit_codes import EXIT_REFUSED
 from shared.messages import Bundle
-from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, endless
+from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import parse_events
-from tests.fakes.processes import listening_url
+from tests.fakes.processes import listening_url, shared_port
 
 MESSAGES = [{"role": "user", "content": "abc"}]
+PATIENCE_SECONDS = 50.0
 
 
 class Process:
@@ -48,24 +49,19 @@ class Process:
 
     async def url(self) -> str:
         """Where it listens, once it does."""
-        for _ in range(400):
-            if url := listening_url(self.log.read_text()):
-                return url
-            assert self.popen.poll() is None, self.log.read_text()
-            await asyncio.sleep(0.025)
-        raise AssertionError("does not listen")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (url := listening_url(self.log.read_text())) is None:
+                assert self.popen.poll() is None, self.log.read_text()
+                await asyncio.sleep(0.025)
+        return url
 
     async def says(self, words: str) -> None:
         """Returns once they are in its log."""
-        for _ in range(400):
-            if words in self.log.read_text():
-                return
-            await asyncio.sleep(0.025)
-        raise AssertionError(f"does not say {words!r}")
+        await until(lambda: words in self.log.read_text())
 
-    async def end(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
+    async def end(self, number: int = signal.SIGTERM) -> int:
         self.popen.send_signal(number)
-        return await asyncio.to_thread(self.popen.wait, timeout)
+        return await asyncio.to_thread(self.popen.wait, PATIENCE_SECONDS)
 
     def kill(self) -> None:
         self.popen.kill()
@@ -89,13 +85,12 @@ async def running(directory, *args, **env):
 
 
 async def ready(session, url, status=200):
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        async with session.get(url + "/ready") as response:
-            if response.status == status:
-                return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"/ready did not become {status}")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            async with session.get(url + "/ready") as response:
+                if response.status == status:
+                    return
+            await asyncio.sleep(0.05)
 
 
 async def test_start_serve_and_lose_the_worker(directory):
@@ -160,18 +155,22 @@ def unchunked(data):
         body, data = body + data[:count], data[count + 2 :]
 
 
-async def test_sigterm_drains_and_exits_with_0(directory):
-    # An endless answer: the drain's time runs out and the stream is told.
-    with FakeWorker(directory, delay=0.01, script=lambda _: [100] * 100_000):
-        async with running(directory, "--drain-timeout", "1") as (process, url), aiohttp.ClientSession() as session:
+@pytest.mark.parametrize(("timeout", "hurried"), [("0.2", False), ("170", True)])
+async def test_sigterm_drains_and_exits_with_0(directory, timeout, hurried):
+    # An endless answer: the drain's time runs out, or a second signal ends it, and the stream is told.
+    flags = ("--drain-timeout", timeout)
+    with FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT):
+        async with running(directory, *flags) as (process, url), aiohttp.ClientSession() as session:
             await ready(session, url)
-            body = {"model": "fake", "prompt": "a", "max_tokens": 4000, "stream": True}
+            body = {"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS, "stream": True}
             async with session.post(url + "/v1/completions", json=body) as response:
                 first = await response.content.readuntil(b"\n\n")
                 ending = asyncio.create_task(process.end())
-                await ready(session, url, 503)
-                async with session.post(url + "/v1/completions", json=body) as refused:
-                    assert refused.status == 503 and refused.headers["Connection"] == "close"
+                if hurried:
+                    await ready(session, url, 503)
+                    async with session.post(url + "/v1/completions", json=body) as refused:
+                        assert refused.status == 503 and refused.headers["Connection"] == "close"
+                    process.popen.terminate()
                 *chunks, error, done = parse_events(first + await response.content.read())
             assert done == "[DONE]" and "shutting down" in error["error"]["message"] and chunks
             assert await ending == 0
@@ -180,21 +179,16 @@ async def test_sigterm_drains_and_exits_with_0(directory):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_noticed_on_the_production_loop(directory, stream):
     # 75: uvloop, and down to the Cancel that the worker gets.
-    with FakeWorker(directory, delay=0.01, script=lambda _: [100] * 100_000) as worker:
+    with FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT) as worker:
         async with running(directory) as (process, url), aiohttp.ClientSession() as session:
             await ready(session, url)
-            raw = json.dumps({"model": "fake", "prompt": "a", "max_tokens": 4000, "stream": stream}).encode()
+            raw = json.dumps({"model": "fake", "prompt": "a", "max_tokens": MANY_TOKENS, "stream": stream}).encode()
             _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-            for leaving in (False, True):
-                for _ in range(200):
-                    if worker.num_running == (0 if leaving else 1):
-                        break
-                    await asyncio.sleep(0.02)
-                else:
-                    raise AssertionError("the worker saw no cancel" if leaving else "the worker saw no request")
-                writer.close()
+            await until(lambda: worker.num_running == 1)
+            writer.close()
+            await until(lambda: worker.num_running == 0)
             assert len(worker.cancels()) == 1
             assert await process.end() == 0
 
@@ -214,7 +208,7 @@ async def test_the_end_of_the_supervisor_ends_the_gateway(directory):
         with pytest.raises(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.popen.wait, 0.5)
         os.close(writing)
-        assert await asyncio.to_thread(process.popen.wait, 20) == 0
+        assert await asyncio.to_thread(process.popen.wait, PATIENCE_SECONDS) == 0
     finally:
         process.kill()
 
@@ -234,7 +228,7 @@ async def test_a_model_that_is_refused_ends_what_serve_began(directory, worker, 
     os.close(reading)
     try:
         with FakeWorker(directory, **worker):
-            assert await asyncio.to_thread(process.popen.wait, 20) == EXIT_REFUSED
+            assert await asyncio.to_thread(process.popen.wait, PATIENCE_SECONDS) == EXIT_REFUSED
         output = process.log.read_text()
         assert f"pelton gateway: the model cannot be served: {words}" in output and "Traceback" not in output
     finally:
@@ -265,14 +259,14 @@ async def test_a_refused_worker_ends_no_gateway_that_has_another(directory):
                     await process.says("bundle_not_usable")
                 await ready(session, url)
             os.close(writing)
-            assert await asyncio.to_thread(process.popen.wait, 20) == 0
+            assert await asyncio.to_thread(process.popen.wait, PATIENCE_SECONDS) == 0
 
 
 async def test_ready_and_watchdog_notifications(directory, tmp_path):
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(path))
-        receiver.settimeout(20)
+        receiver.settimeout(PATIENCE_SECONDS)
         async with running(directory, NOTIFY_SOCKET=str(path), WATCHDOG_USEC="200000") as (process, _):
             seen: set[str] = set()
             while not {"READY=1", "WATCHDOG=1"} <= seen:
@@ -304,7 +298,7 @@ def test_configuration_that_cannot_be_used(directory, args, words):
             [sys.executable, "-m", "gateway", *port, "--runtime-dir", str(directory), *args],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
     assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
@@ -330,13 +324,11 @@ async def test_keys_by_file_and_environment(directory, tmp_path):
 
 
 async def test_two_gateways_of_one_index_do_not_share_a_port(directory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = ("--gateway-processes", "2", "--port", str(port))
-    async with running(directory, *flags):
-        command = [sys.executable, "-m", "gateway", "--runtime-dir", str(directory), *flags]
-        run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=30, check=False)
-        done = await asyncio.to_thread(run, command)
+    with shared_port() as port:
+        flags = ("--gateway-processes", "2", "--port", str(port))
+        async with running(directory, *flags):
+            command = [sys.executable, "-m", "gateway", "--runtime-dir", str(directory), *flags]
+            options = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": False}
+            done = await asyncio.to_thread(functools.partial(subprocess.run, command, **options))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "a gateway of --gateway-index 0 runs already" in done.stderr

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import run_gateway
 
 JSON_HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
@@ -83,7 +84,7 @@ async def test_headers_too_large():
         for _ in range(1025):
             writer.write(b"a" * 8)
             await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(40):
             assert_error(await reader.read(), 400, 431)
         writer.close()
 
@@ -92,15 +93,16 @@ async def test_headers_that_never_end():
     # CVE-2025-48956
     async with run_gateway(header_timeout=0.2) as gateway:
         assert_error(await gateway.raw(b"GET /health HTTP/1.1\r\nHo"), 408)
-        # A request that is being served is not touched by the timer of its headers.
+    # A request that is being served is not touched by the timer of its headers.
+    async with run_gateway(header_timeout=1.0) as gateway:
         raw = POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(BODY)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(raw[:20])
         await asyncio.sleep(0.05)
         writer.write(raw[20:])
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.2)
         writer.write(BODY)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(40):
             assert parse(await reader.read())[0] == 200
         writer.close()
 
@@ -129,9 +131,7 @@ async def test_many_tiny_chunks():
     async with run_gateway() as gateway:
         body = b'{"model":"fake-model","prompt":"x"' + b" " * 100_000 + b"}"
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
-        answer = await gateway.raw(
-            POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks, timeout=30
-        )
+        answer = await gateway.raw(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
         assert parse(answer)[0] == 200
 
 
@@ -140,7 +140,7 @@ async def test_pipelined_requests_are_all_answered():
     async with run_gateway() as gateway:
         request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
         last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        answer = await gateway.raw(request * 999 + last, timeout=30)
+        answer = await gateway.raw(request * 999 + last)
         assert answer.count(b"HTTP/1.1 200") == 1000
 
 
@@ -223,10 +223,11 @@ async def test_a_dropped_connection_mid_body_is_no_error_of_the_server():
             await writer.drain()
             writer.transport.abort()
         assert (await gateway.complete())[0] == 200
-        assert gateway.drain.num_in_flight == 0
+        await until(lambda: gateway.drain.num_in_flight == 0)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_same_with_the_parser_in_python():
     # CVE-2025-53643: aiohttp falls back to it where its compiled parser is missing.
     done = subprocess.run(
@@ -234,7 +235,7 @@ def test_the_same_with_the_parser_in_python():
         env={**os.environ, "AIOHTTP_NO_EXTENSIONS": "1"},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]

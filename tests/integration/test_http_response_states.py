@@ -42,7 +42,7 @@ async def read_until(response: aiohttp.ClientResponse, kind: str) -> Any:
 
 async def ended(gateway: Gateway, identifier: str) -> Any:
     """The response once it does not run any more."""
-    for _ in range(200):
+    for _ in range(4000):
         status, body = await ask(gateway, "GET", f"/v1/responses/{identifier}")
         if status != 200 or body["status"] not in ("queued", "in_progress"):
             break
@@ -115,7 +115,7 @@ async def test_readers_of_one_that_is_ended_on_demand_are_sent_a_last_event(gate
     await read_until(await reading, "response.output_text.delta" if said else "response.queued")
     status, answer = await ask(gateway, method, f"/v1/responses/{made}{path}")
     assert status == 200
-    async with asyncio.timeout(5), await reading as response:
+    async with asyncio.timeout(40), await reading as response:
         raw = await response.read()
     events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
     last = events[-1]

@@ -152,7 +152,7 @@ async def background(gateway: Gateway, *steps: Any) -> str:
 
 async def test_a_background_response_is_seen_while_it_runs_and_can_be_ended(gateway):
     made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
-    for _ in range(100):
+    for _ in range(4000):
         status, body = await ask(gateway, "GET", f"/v1/responses/{made}")
         if body["status"] == "in_progress":
             break
@@ -173,7 +173,7 @@ async def test_a_background_response_is_seen_while_it_runs_and_can_be_ended(gate
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_background_response_that_fails_says_so(gateway, begun):
     made = await background(gateway, *[TextDelta(0, "Hel", [1])] * begun, 0.01, WorkerLostError("The worker died."))
-    for _ in range(100):
+    for _ in range(4000):
         body = (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]
         if body["status"] == "failed":
             break

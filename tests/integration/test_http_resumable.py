@@ -14,6 +14,7 @@ from gateway.stores.streams import StreamStore
 from shared.errors import UnavailableError, WorkerLostError
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
+from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
 
 TEXT = "Hello, \u2028 you \U0001f600!"
@@ -85,8 +86,9 @@ async def test_a_stream_goes_on_while_nobody_reads_and_while_one_reads():
     steps = [*script[:1], gate, *script[1:]]
     async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
         identifier, seen = await first_events(gateway, 2)
+        await until(lambda: gateway.drain.num_in_flight == 1)
         reading = asyncio.create_task(resume(gateway, identifier, 2))
-        await asyncio.sleep(0.05)
+        await until(lambda: gateway.drain.num_in_flight == 2)
         assert not reading.done() and gateway.generator.live
         gate.set()
         assert text_of(seen + parsed((await reading)[1])) == "ab"
@@ -148,11 +150,11 @@ async def test_an_unclaimed_stream_is_cancelled_after_its_grace():
         assert await gateway.generations_left() == 0
         assert gateway.generator.generations[0].cancelled
         assert (await resume(gateway, identifier))[0] == 404 and len(streams) == 0
-        assert gateway.drain.num_in_flight == 0
+        await until(lambda: gateway.drain.num_in_flight == 0)
 
 
 async def test_who_is_too_far_behind_is_told_so():
-    streams = StreamStore(max_bytes=16 * 2000, grace=5.0)
+    streams = StreamStore(max_bytes=16 * 2000, grace=50.0)
     async with run_gateway(FakeGenerator(spell("x" * 100)), streams=streams) as gateway:
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json={**CHAT, **RESUMABLE}) as response:
             whole = parsed(await response.read())
@@ -165,12 +167,13 @@ async def test_a_shutdown_ends_it_with_an_error():
     steps = [*[*spell("ab")(REQUEST)][:1], asyncio.Event()]
     async with run_gateway(FakeGenerator(lambda _: list(steps))) as gateway:
         identifier, _ = await first_events(gateway, 1)
-        reading = asyncio.create_task(resume(gateway, identifier, 1))
-        await asyncio.sleep(0.05)
-        gateway.drain.begin()
-        assert not await gateway.drain.wait(0.01)
-        status, body = await reading
-        assert status == 200 and b"shutting down" in body and body.endswith(b"data: [DONE]\n\n")
+        url = f"{gateway.url}/v1/streams/{identifier}"
+        async with gateway.session.get(url, headers={"Last-Event-ID": "1"}) as response:
+            await response.content.readuntil(b"\n\n")
+            gateway.drain.begin()
+            assert not await gateway.drain.wait(0.01)
+            body = await response.content.read()
+            assert response.status == 200 and b"shutting down" in body and body.endswith(b"data: [DONE]\n\n")
         assert await gateway.generations_left() == 0
 
 

@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 
 from gateway.flow.salt import Salts
-from shared.messages import Submit
-from tests.fakes.fake_worker import FakeWorker, Misbehaviour
+from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
 from tests.fakes.gateway_core import until
 from tests.integration.test_http_process import Process, ready
 
@@ -53,10 +52,6 @@ def directory(tmp_path: Path) -> Path:
     path = tmp_path / "r"
     path.mkdir(mode=0o700)
     return path
-
-
-def endless(_: Submit) -> list[int]:
-    return [100] * 100_000
 
 
 async def test_worker_endpoints_are_used_instead_of_the_directory(directory: Path, tmp_path: Path) -> None:
@@ -120,7 +115,7 @@ async def test_limits_of_admission(directory: Path, args: tuple[str, ...], first
 
 async def test_timeouts(directory: Path) -> None:
     with FakeWorker(directory, script=endless, delay=0.01, faults=Misbehaviour(skip_sequence=10**9)):
-        args = ("--request-timeout", "0.5", "--body-timeout", "0.3", "--keepalive-interval", "0.1")
+        args = ("--request-timeout", "1.5", "--body-timeout", "1", "--keepalive-interval", "0.1")
         async with gateway(directory, *args) as client:
             status, answer = await client.complete()
             assert (status, answer["error"]["code"]) == (503, "request_timeout")
@@ -135,14 +130,15 @@ async def test_timeouts(directory: Path) -> None:
 
 
 async def test_a_client_that_does_not_read_is_cut_off(directory: Path) -> None:
-    with FakeWorker(directory, script=endless) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT) as worker:
         async with gateway(directory, "--write-timeout", "0.5") as client:
             _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]), limit=1024)
-            raw = json.dumps({**BODY, "max_tokens": 4000, "n": 64, "stream": True, "ignore_eos": True}).encode()
+            raw = json.dumps({**BODY, "max_tokens": MANY_TOKENS, "n": 64, "stream": True, "ignore_eos": True}).encode()
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-            await until(lambda: worker.submits() and not worker.num_running)
+            await until(lambda: worker.num_running)
+            await until(lambda: not worker.num_running)
             writer.close()
             async with client.session.get(client.url + "/metrics") as response:
                 assert 'pelton:request_success_total{finished_reason="length",model_name="fake"} 0.0' in (

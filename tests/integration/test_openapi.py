@@ -101,7 +101,7 @@ def in_a_thread() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert started.wait(20)
+        assert started.wait(50)
         yield urls[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
@@ -173,7 +173,7 @@ def test_one_field_more_is_answered_as_declared(url, schema, method, path):
 def test_undeclared_fields_are_refused(url, method, path, name, value):
     hypothesis.assume(name not in properties(path, method) and name not in UNSUPPORTED)
     body = {**small_body(path, method), name: value}
-    response = requests.request(method, url + path, json=body, headers=HEADERS, timeout=20)
+    response = requests.request(method, url + path, json=body, headers=HEADERS, timeout=50)
     assert response.status_code == 400 and "error" in response.json()
 
 
@@ -198,7 +198,7 @@ def test_wrong_queries_are_answered_as_declared(url, schema, method, path):
 @pytest.mark.parametrize("background", [False, True])
 def test_answers_about_a_stored_response_are_as_declared(url, schema, background):
     body = {"model": MODEL, "input": "hi", "background": background}
-    made = requests.post(f"{url}/v1/responses", json=body, headers=HEADERS, timeout=20).json()
+    made = requests.post(f"{url}/v1/responses", json=body, headers=HEADERS, timeout=50).json()
 
     def ask(method, path, status, **query):
         case = schema["/v1/responses/{id}" + path][method].Case(path_parameters={"id": made["id"]}, query=query)

@@ -47,6 +47,18 @@ async def test_a_chat_with_parameters_and_probabilities(page):
         no_surprises(page, gateway)
 
 
+async def test_the_temperature_is_0_7_until_the_field_says_something_else(page):
+    async with run_gateway(FakeGenerator(spell("Hi"))) as gateway:
+        await opened(page, gateway)
+        await say(page, "Hello")
+        await answered(page)
+        await page.run("document.getElementById('temperature').value = ''")
+        await say(page, "Again")
+        await answered(page, 2)
+        # Without one it is the API's own.
+        assert [request.sampling.temperature for request in gateway.generator.requests] == [0.7, 1.0]
+
+
 async def test_stop_and_errors(page):
     def script(request):
         if b"break" in bytes(request.prompt_token_ids):

@@ -74,7 +74,7 @@ def parse(*texts: list[str], brief: bool = False) -> list[dict[str, Any]]:
     lines = "".join(json.dumps(pieces) + "\n" for pieces in texts)
     done = subprocess.run(
         [NODE, "--stack-size=500", PARSER, (PAGE / "markdown.js").as_uri(), "brief" if brief else "whole"],
-        input=lines, capture_output=True, text=True, timeout=50, check=False,
+        input=lines, capture_output=True, text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # Not splitlines: JSON leaves U+2028 as it is.

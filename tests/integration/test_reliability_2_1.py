@@ -204,7 +204,7 @@ def test_a_worker_that_goes_is_never_success(path, stream, has_begun):
         connection = http.client.HTTPConnection(urllib.parse.urlsplit(server.url).netloc, timeout=50)
         body = {"model": MODEL, **_asking(path, "endless"), "max_tokens": 4000, "stream": stream}
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        wait_until(lambda: server.worker.num_running == 1, 20, "the worker has the request")
+        wait_until(lambda: server.worker.num_running == 1, 50, "the worker has the request")
         begun = connection.getresponse() if stream and has_begun else None
         first = b"" if begun is None else begun.readline()
         server.worker.stop()
@@ -222,7 +222,7 @@ def test_a_worker_that_goes_is_never_success(path, stream, has_begun):
 def test_streams_have_only_data_and_comments():
     """reliability 2.1 #24"""
     answers: dict[str, Answer] = {"slow": ids_of_bytes(b"ab"), "slow and broken": Failure("a", BROKEN)}
-    with PreparedServer(answers, flags=("--keepalive-interval", "0.1"), delay=0.3) as server:
+    with PreparedServer(answers, flags=("--keepalive-interval", "0.1"), delay=0.6) as server:
         for path in (CHAT, COMPLETIONS):
             for question in answers:
                 status, raw = server.post(path, **_asking(path, question), stream=True)

@@ -20,7 +20,7 @@ def requests(count: int, max_tokens: int = 6) -> list[LoadRequest]:
 
 
 async def run_load(server: FakeOpenAIServer, count: int, **options):
-    timeout = options.pop("timeout", 20.0)
+    timeout = options.pop("timeout", 50.0)
     async with server.running() as url:
         target = Target(url, "chat", MODEL, timeout=timeout, words=["the", "of", "and"], api_key="sk-test")
         return await Load(target, requests(count), num_processes=2, **options).run()
@@ -67,7 +67,7 @@ async def test_every_request_gives_one_record_with_tokens_from_usage():
     ],
 )
 async def test_faults_are_told_apart_and_touch_one_request(fault, kind):
-    result = await run_load(FakeOpenAIServer(faults={0: fault}), 4, timeout=1.0)
+    result = await run_load(FakeOpenAIServer(faults={0: fault}), 4, timeout=3.0 if fault == "stall" else 50.0)
     assert sorted(str(record.error) for record in result.records) == sorted([kind, "None", "None", "None"])
     (failed,) = [record for record in result.records if record.error]
     assert failed.message
@@ -81,13 +81,13 @@ async def test_a_stream_without_usage_counts_frames():
 
 
 async def test_nothing_listens():
-    target = Target("http://127.0.0.1:9/v1", "chat", MODEL, timeout=2.0, words=["the"])
+    target = Target("http://127.0.0.1:9/v1", "chat", MODEL, timeout=20.0, words=["the"])
     result = await Load(target, requests(3), num_processes=1).run()
     assert [record.error for record in result.records] == ["connect"] * 3
 
 
 async def test_the_concurrency_limit_holds_over_all_processes():
-    server = FakeOpenAIServer(ttft=0.02)
+    server = FakeOpenAIServer(ttft=0.2)
     result = await run_load(server, 24, max_concurrency=3)
     assert len(result.records) == 24
     assert server.peak_open == 3
@@ -95,7 +95,7 @@ async def test_the_concurrency_limit_holds_over_all_processes():
 
 async def test_duration_sends_no_more_and_lets_the_rest_end():
     server = FakeOpenAIServer(ttft=0.2)
-    result = await run_load(server, 40, max_concurrency=2, duration=0.5)
+    result = await run_load(server, 40, max_concurrency=2, duration=1.0)
     assert 2 <= len(result.records) < 20
     assert {record.error for record in result.records} == {None}
     assert len(server.bodies) == len(result.records)
@@ -109,7 +109,7 @@ async def test_prompts_have_the_lengths_of_the_trace_and_share_blocks(tmp_path, 
     server = FakeOpenAIServer(llama_cpp=llama_cpp)
     async with server.running() as url:
         code, out, err = await replay(
-            str(trace), "--url", url, "--ignore-eos", "--temperature", "0", "--goodput", "ttft:10000",
+            str(trace), "--url", url, "--ignore-eos", "--temperature", "0", "--goodput", "ttft:100000",
             "--output", str(tmp_path / "out"),
         )  # fmt: skip
     assert code == 0, err

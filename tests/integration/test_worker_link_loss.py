@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.workers.client import Liveness
 from shared.errors import ModelNotFoundError, UnavailableError, WorkerLostError
-from shared.messages import PROTOCOL_VERSION, Bundle, Output, Steps, Submit, WorkerStats
-from tests.fakes.fake_worker import FakeWorker, Misbehaviour
-from tests.fakes.gateway_core import Core, collect, make_request, running_core, until
+from shared.messages import PROTOCOL_VERSION, Bundle, Output, Steps, WorkerStats
+from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
+from tests.fakes.gateway_core import FAST, Core, collect, make_request, running_core, until
 from tests.fakes.tokenizers import byte_level_json, make_bundle
 
 HELLO = [39, 68, 75, 75, 78]
@@ -43,22 +44,17 @@ def worker_process(directory: Path, *arguments: str) -> Iterator[subprocess.Pope
 
 
 async def joined(core: Core, workers: int = 1) -> None:
-    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers, 20)
-
-
-def endless(submit: Submit) -> list[int]:
-    return [40] * 4000
+    await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers)
 
 
 async def test_kill_fails_its_streams_at_once_and_the_other_worker_goes_on(directory: Path) -> None:
-    script = ",".join(["40"] * 300)
     with (
-        worker_process(directory, "--index", "0", "--delay", "0.01", "--script", script) as process,
+        worker_process(directory, "--index", "0", "--delay", "0.01", "--endless") as process,
         FakeWorker(directory, index=1, delay=0.005, script=lambda _: [41] * 100) as other,
     ):
         async with running_core(directory) as core:
             await joined(core, 2)
-            generations = [core.generator.submit(make_request(HELLO, max_tokens=1000)) for _ in range(8)]
+            generations = [core.generator.submit(make_request(HELLO, max_tokens=4000)) for _ in range(8)]
             firsts = [await anext(generation) for generation in generations]
             on_victim = [40 in first.token_ids for first in firsts]
             assert 0 < sum(on_victim) < 8
@@ -113,11 +109,12 @@ async def test_lost_before_output_without_another_worker(directory: Path) -> Non
 
 
 async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: Path) -> None:
-    script = ",".join(["40"] * 1000)
-    with worker_process(directory, "--delay", "0.01", "--script", script) as process:
-        async with running_core(directory) as core:
+    # Between both there is time enough to see the first.
+    liveness = Liveness(ping_interval=0.05, not_ready_after=1.0, lost_after=5.0)
+    with worker_process(directory, "--delay", "0.01", "--endless") as process:
+        async with running_core(directory, liveness=liveness) as core:
             await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+            async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as generation:
                 await anext(generation)
                 process.send_signal(signal.SIGSTOP)
                 await until(lambda: core.registry.ready() == (False, "no worker answers"))
@@ -135,22 +132,24 @@ async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: 
 
 
 async def test_short_silence_only_delays(directory: Path) -> None:
-    with FakeWorker(directory, script=lambda _: [40] * 100, delay=0.002) as worker:
-        async with running_core(directory) as core:
+    liveness = Liveness(ping_interval=0.05, not_ready_after=1.0, lost_after=50.0)
+    with FakeWorker(directory, script=lambda _: [40] * 4000, delay=0.01) as worker:
+        async with running_core(directory, liveness=liveness) as core:
             await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=100)) as generation:
+            async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as generation:
                 first = await anext(generation)
                 worker.faults.silent = True
                 await until(lambda: not core.registry.ready()[0])
+                worker.delay = 0.0
                 worker.faults.silent = False
                 deltas = [first] + [delta async for delta in generation]
-            assert sum(len(delta.token_ids) for delta in deltas) == 100
+            assert sum(len(delta.token_ids) for delta in deltas) == 4000
             await until(lambda: core.registry.ready()[0])
 
 
 async def test_an_engine_that_hangs_is_lost_though_its_socket_lives(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=3600) as worker:
-        async with running_core(directory) as core:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=3600) as worker:
+        async with running_core(directory, liveness=FAST) as core:
             await joined(core)
             async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
                 await anext(generation)
@@ -160,10 +159,10 @@ async def test_an_engine_that_hangs_is_lost_though_its_socket_lives(directory: P
 
 
 async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.01) as first:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.01) as first:
         async with running_core(directory) as core:
             await joined(core)
-            generation = core.generator.submit(make_request(HELLO, max_tokens=1000))
+            generation = core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS))
             await anext(generation)
             old_id = first.submits()[0].request_id
             await asyncio.to_thread(first.stop)
@@ -253,12 +252,12 @@ async def test_stats_and_limits_of_workers_are_seen(directory: Path) -> None:
 
 
 async def test_closing_fails_what_runs_and_leaves_no_descriptor(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.01):
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.01):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             async with running_core(directory) as core:
                 await joined(core)
-                generation = core.generator.submit(make_request(HELLO, max_tokens=100))
+                generation = core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS))
                 await anext(generation)
             with pytest.raises(WorkerLostError):
                 await collect(generation)

@@ -19,9 +19,9 @@ from shared.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from shared.messages import MAX_CHOICES, Output, Steps, Submit
+from shared.messages import MAX_CHOICES, Output, Steps
 from shared.sampling_params import SamplingParams
-from tests.fakes.fake_worker import FakeWorker, Misbehaviour
+from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless
 from tests.fakes.gateway_core import Core, collect, make_request, running_core, text_of, until
 
 HELLO = [39, 68, 75, 75, 78]
@@ -36,10 +36,6 @@ def directory() -> Iterator[Path]:
 
 async def joined(core: Core, workers: int = 1) -> None:
     await until(lambda: core.registry.models() and len(core.registry.models()[0].ready_workers()) == workers)
-
-
-def endless(submit: Submit) -> list[int]:
-    return [40] * 4000
 
 
 async def test_one_request_from_text_to_text(directory: Path) -> None:
@@ -69,9 +65,11 @@ async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) 
             await collect(core.generator.submit(make_request(HELLO, max_tokens=10, n=2)))
             script[4] = 2
             await collect(core.generator.submit(make_request(HELLO, max_tokens=10)))
-            # Slow enough that the answer cannot be complete before the client leaves.
-            worker.delay = 0.5
-            async with core.generator.submit(make_request(HELLO)) as left:
+            # The answer cannot be complete before the client leaves.
+            script[4] = 40
+            script *= 1000
+            worker.delay = 0.01
+            async with core.generator.submit(make_request(HELLO, max_tokens=4000)) as left:
                 await anext(left)
             worker.delay = 0.001
             with pytest.raises(ContextLengthError):
@@ -95,7 +93,7 @@ async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) 
 
 
 async def test_choices_end_once_each_and_length_is_told(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.001):
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.001):
         async with running_core(directory) as core:
             await joined(core)
             deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=9, n=3)))
@@ -107,12 +105,12 @@ async def test_choices_end_once_each_and_length_is_told(directory: Path) -> None
 
 
 async def test_stop_string_cancels_the_worker(directory: Path) -> None:
-    with FakeWorker(directory, script=lambda _: [66, 67, *[65] * 3000], delay=0.002) as worker:
+    with FakeWorker(directory, script=lambda _: [66, 67, *[65] * MANY_TOKENS], delay=0.002, **LONG_CONTEXT) as worker:
         async with running_core(directory) as core:
             await joined(core)
             entry = core.registry.model("fake")
             before, first, second = (entry.pipeline.decode([token_id]) for token_id in (66, 67, 65))
-            request = make_request(HELLO, max_tokens=3000, stop=(first + second,), n=2)
+            request = make_request(HELLO, max_tokens=MANY_TOKENS, stop=(first + second,), n=2)
             deltas = await collect(core.generator.submit(request))
             for choice in range(2):
                 assert text_of(deltas, choice) == before
@@ -122,10 +120,10 @@ async def test_stop_string_cancels_the_worker(directory: Path) -> None:
 
 
 async def test_leaving_cancels_what_is_left(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.002) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.002) as worker:
         async with running_core(directory) as core:
             await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=4000, n=2)) as generation:
+            async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS, n=2)) as generation:
                 await anext(generation)
                 assert core.admission.num_requests == 1
             assert core.admission.num_requests == core.admission.num_sequences == 0
@@ -134,7 +132,7 @@ async def test_leaving_cancels_what_is_left(directory: Path) -> None:
 
             # The same when the route is cancelled while it waits.
             async def consume() -> None:
-                await collect(core.generator.submit(make_request(HELLO, max_tokens=4000)))
+                await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
 
             task = asyncio.create_task(consume())
             await until(lambda: worker.num_running == 1)
@@ -146,11 +144,11 @@ async def test_leaving_cancels_what_is_left(directory: Path) -> None:
 
 
 async def test_sequence_gap_fails_streams_and_the_link_goes_on(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.005) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.005) as worker:
         async with running_core(directory) as core:
             await joined(core)
             with pytest.raises(WorkerLostError):
-                async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+                async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
                     await anext(generation)
                     worker.faults.skip_sequence = 1
                     async for _ in generation:
@@ -183,11 +181,11 @@ async def test_repeated_steps_are_dropped(directory: Path) -> None:
 
 
 async def test_wrong_epoch_loses_the_worker_which_then_joins_anew(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.005) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.005) as worker:
         async with running_core(directory) as core:
             await joined(core)
             with pytest.raises(WorkerLostError):
-                async with core.generator.submit(make_request(HELLO, max_tokens=1000)) as generation:
+                async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as generation:
                     await anext(generation)
                     worker.faults.wrong_epoch = True
                     async for _ in generation:
@@ -231,7 +229,7 @@ async def test_logprobs_arrive_one_a_token(directory: Path) -> None:
 
 
 async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.002) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.002) as worker:
         async with running_core(directory) as core:
             await joined(core)
             bad: list[list[bytes]] = [
@@ -255,7 +253,7 @@ async def test_malformed_frames_are_counted_and_hurt_nobody(directory: Path) -> 
 
 
 async def test_a_message_of_a_hundred_thousand_frames_lets_streams_go_on(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.002) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.002) as worker:
         async with running_core(directory, liveness=Liveness()) as core:
             await joined(core)
             async with core.generator.submit(make_request(HELLO, max_tokens=50)) as generation:
@@ -276,7 +274,7 @@ async def test_outputs_for_unknown_ids_are_counted_and_cancelled(directory: Path
 
 
 async def test_output_of_a_choice_not_asked_for_fails_the_request(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=5.0) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=3600) as worker:
         async with running_core(directory) as core:
             await joined(core)
             async with core.generator.submit(make_request(HELLO, max_tokens=40)) as generation:
@@ -288,10 +286,10 @@ async def test_output_of_a_choice_not_asked_for_fails_the_request(directory: Pat
 
 
 async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.0005) as worker:
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.0005) as worker:
         async with running_core(directory, write_timeout=0.2) as core:
             await joined(core)
-            async with core.generator.submit(make_request(HELLO, max_tokens=3900)) as slow:
+            async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as slow:
                 await anext(slow)
                 # It does not read; the worker's own queue tells when it was cut.
                 await until(lambda: worker.num_running == 0)
@@ -337,10 +335,10 @@ async def test_requests_that_cannot_be_served_are_refused_with_numbers(directory
 
 
 async def test_limits_give_429(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, delay=0.01, max_num_seqs=2):
+    with FakeWorker(directory, script=endless, **LONG_CONTEXT, delay=0.01, max_num_seqs=2):
         async with running_core(directory, max_waiting_requests=1) as core:
             await joined(core)
-            running = [core.generator.submit(make_request(HELLO, max_tokens=4000)) for _ in range(3)]
+            running = [core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) for _ in range(3)]
             with pytest.raises(RateLimitError) as caught:
                 core.generator.submit(make_request(HELLO))
             assert 1.0 <= caught.value.retry_after <= 60.0
@@ -353,11 +351,13 @@ async def test_limits_give_429(directory: Path) -> None:
 
 
 async def test_a_request_without_a_first_token_times_out(directory: Path) -> None:
-    with FakeWorker(directory, script=endless, faults=Misbehaviour(skip_sequence=10**9), delay=0.01) as worker:
+    with FakeWorker(
+        directory, script=endless, **LONG_CONTEXT, faults=Misbehaviour(skip_sequence=10**9), delay=0.01
+    ) as worker:
         async with running_core(directory, request_timeout=0.3) as core:
             await joined(core)
             with pytest.raises(UnavailableError) as caught:
-                await collect(core.generator.submit(make_request(HELLO, max_tokens=2000)))
+                await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
             assert caught.value.code == "request_timeout"
             await until(lambda: worker.num_running == 0)
 

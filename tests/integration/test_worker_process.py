@@ -37,12 +37,14 @@ from shared.messages import (
     WorkerMessage,
 )
 from shared.sampling_params import SamplingParams
+from tests.fakes.processes import alive
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from tests.fakes.tokenizers import characters_json
 
 pytestmark = pytest.mark.timeout(180)
 
 PATIENCE_SECONDS = 60.0
+LONG_CONTEXT = 131_072
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "numba"
 
 
@@ -161,7 +163,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose context is so long that a request runs for as long as a test wants."""
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 131_072}))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": LONG_CONTEXT}))
     return folder
 
 
@@ -212,12 +214,12 @@ class Marker:
         return (os.mkdir, (str(self.path),))
 
 
-def test_serves_and_ends(start, connect, run: Path, tmp_path: Path) -> None:
-    process = start()
+def test_serves_and_ends(start, connect, run: Path, tmp_path: Path, long_model: Path) -> None:
+    process = start(model=long_model)
     gateway = connect(process.endpoint())
     facts = gateway.hello().facts
     assert facts.model_names == ["tiny"]
-    assert (facts.vocab_size, facts.max_model_len, facts.device) == (CONFIG["vocab_size"], 256, "cpu")
+    assert (facts.vocab_size, facts.max_model_len, facts.device) == (CONFIG["vocab_size"], LONG_CONTEXT, "cpu")
     gateway.send(BundleRequest(facts.bundle_hash))
     bundle = gateway.receive()
     assert bundle.bundle_hash == facts.bundle_hash and b'"t7"' in bundle.tokenizer_json
@@ -229,7 +231,7 @@ def test_serves_and_ends(start, connect, run: Path, tmp_path: Path) -> None:
     gateway.submit("a")
     assert gateway.finish("a").reason is FinishReason.LENGTH
     assert len(gateway.text("a")) == 6
-    gateway.submit("b", 240)
+    gateway.submit("b", 100_000)
     gateway.first_token("b")
     gateway.send(Cancel("b"))
     assert gateway.finish("b").reason is FinishReason.ABORT
@@ -406,7 +408,7 @@ def test_a_split_worker_whose_rank_is_killed_ends_its_requests_and_itself(
     finish = gateway.finish("long")
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "worker_lost")
     assert process.end(None) == 1
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert not alive(ranks)
     assert list(run.iterdir()) == []
     assert "Traceback" not in process.output()
 
@@ -420,7 +422,7 @@ def test_a_split_worker_ends_with_exit_code_0_and_leaves_no_rank(start, connect,
     ranks = children(process.popen.pid)
     assert ranks
     assert process.end() == 0
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert not alive(ranks)
     assert list(run.iterdir()) == []
 
 
