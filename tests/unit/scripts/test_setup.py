@@ -1,0 +1,109 @@
+"""scripts/setup with a Python that only pretends: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT
+
+# Makes a .venv of itself; FAKE_PIP says what becomes of an installation.
+PYTHON = """\
+#!/bin/bash
+case "$*" in
+    *venv.main*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"pip install"*)
+        echo "$*" >>pip.log
+        case "$FAKE_PIP" in
+            fails) echo "no matching distribution" >&2; exit 1 ;;
+            hangs) touch hangs; exec sleep 30 ;;
+        esac ;;
+esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    checkout = tmp_path / "checkout"
+    (checkout / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup", checkout / "scripts")
+    for name in ("constraints.txt", "pyproject.toml"):
+        (checkout / name).touch()
+    python = tmp_path / "python3.11"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(pip: str, **environment: str) -> subprocess.Popen[str]:
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAKE_PIP": pip, **environment}
+        process = subprocess.Popen(
+            ["scripts/setup"], cwd=checkout, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def test_what_pip_cannot_do_is_said_with_a_way_out(setup, tmp_path):
+    process = setup("fails")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    lines = said.splitlines()
+    assert lines[0] == f"setup: making .venv with {tmp_path}/python3.11"
+    assert lines[1].startswith("setup: 1 of 4: ") and lines[2] == "no matching distribution"
+    assert "PIP_INDEX_URL" in lines[-1]
+    assert not (tmp_path / "checkout/.venv/pelton-setup-stamp").exists()
+
+
+def test_stages_are_numbered_and_a_model_that_is_not_there_is_named(setup, tmp_path):
+    process = setup("works")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and "does not carry SmolLM2-135M-Instruct.Q4_1.gguf" in said.splitlines()[-1]
+    assert [line[7:13] for line in said.splitlines() if " of 4: " in line] == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    # No terminal: pip is quiet.
+    assert all("install -qq " in line for line in (tmp_path / "checkout/pip.log").read_text().splitlines())
+
+
+def test_a_ctrl_c_ends_it_with_130_and_the_next_one_goes_on(setup, tmp_path):
+    process = setup("hangs")
+    wait_for(tmp_path / "checkout/hangs")
+    second = setup("fails")
+    assert second.stderr is not None
+    assert second.stderr.readline() == "setup: another set-up runs here; waiting for its end\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.endswith("setup: interrupted; scripts/setup goes on where it stopped\n")
+    _, said = second.communicate(timeout=60)
+    assert "making .venv" not in said and "1 of 4" in said
+
+
+def test_the_python_that_is_named_is_taken_or_refused(setup, tmp_path):
+    other = tmp_path / "other"
+    shutil.copy(tmp_path / "python3.11", other)
+    _, said = setup("fails", PYTHON=str(other)).communicate(timeout=60)
+    assert f"making .venv with {other}\n" in said
+    shutil.rmtree(tmp_path / "checkout/.venv")
+    process = setup("fails", PYTHON="/bin/false")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == "setup: error: PYTHON=/bin/false is no Python 3.11, 3.12 or 3.13 with venv\n"
