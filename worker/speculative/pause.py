@@ -6,7 +6,7 @@ _WEIGHT = 0.05
 _BELIEVED = 0.5
 """Part of the expected gain that counts: estimates err towards hope, since the best of many is taken."""
 
-_LONGEST = 16
+LONGEST = 16
 """Steps, and so what it takes at most until a change of the machine or of the texts is noticed."""
 
 _OTHER_LOAD = 0.25
@@ -14,9 +14,14 @@ _OTHER_LOAD = 0.25
 
 
 class Pause:
-    """Weighs what drafts save against what looking for them takes, over all requests of a worker."""
+    """Weighs what drafts save against what looking for them takes, over all requests of a worker.
 
-    def __init__(self) -> None:
+    Args:
+        longest: steps that are left out at a time at most.
+    """
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self._longest = longest
         self._step_ms = 0.0
         self._balance_ms = 0.0
         self._length = 1
@@ -60,4 +65,4 @@ class Pause:
         if self._balance_ms >= 0.0:
             return
         self._left = self._length
-        self._length = min(2 * self._length, _LONGEST)
+        self._length = min(2 * self._length, self._longest)

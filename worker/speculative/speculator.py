@@ -29,6 +29,10 @@ MAX_CATCH_UP = 512
 _LAG = 0.5
 """Tokens that a request with drafts to come may be behind: what one round of drafts costs it another brings."""
 
+_LONGEST_WITHOUT_DRAFTING = 64
+"""Steps until it is asked again whether a draft model pays. Nothing new is known of its proposals while it makes none,
+and to ask means to look up each text first."""
+
 _EXPECTED_OUTPUT = 256
 """Tokens that a request is taken to generate still, where its limit is further away."""
 
@@ -69,7 +73,7 @@ class Speculator:
         self._acceptance = Acceptance()
         self._controller = Controller(config.max_drafts)
         # From looking for something to verify, and from asking whether the draft model pays.
-        self._pause, self._drafting_pause = Pause(), Pause()
+        self._pause, self._drafting_pause = Pause(), Pause(_LONGEST_WITHOUT_DRAFTING)
         self._pauses = (self._pause, self._drafting_pause) if config.draft_len else (self._pause,)
         self._drafted_last = False
         # Whether what the draft model proposed may still be verified.
@@ -195,7 +199,7 @@ class Speculator:
         between.
         """
         self._found = {}
-        if not self._config.draft_len or self._drafted_last:
+        if not self._config.draft_len or not num_requests or self._drafted_last:
             self._drafted_last = False
             return False
         return not self._drafting_pause.holds(num_requests)

@@ -26,6 +26,10 @@ def test_what_saves_nothing_is_seldom_looked_for():
     assert looked_at(Pause(), 0.03, 500) < 45
 
 
+def test_it_is_as_long_as_it_may_be_where_nothing_is_saved():
+    assert looked_at(Pause(64), 0.0, 1000) < looked_at(Pause(4), 0.0, 1000) / 4
+
+
 def test_a_text_that_turns_foreseeable_is_found_soon():
     pause = Pause()
     looked_at(pause, 0.0, 500)

@@ -61,6 +61,26 @@ def test_drafted_tokens_are_forgotten_when_a_token_arrives():
     assert speculation.propose(4) is None
 
 
+def test_it_does_not_matter_how_many_tokens_it_learns_from_at_a_time():
+    rng = random.Random(3)
+    text = [rng.randrange(6) for _ in range(400)]
+    often = _speculation(text[:50], prediction=text[200:260], acceptance=Acceptance())
+    seldom = _speculation(text[:50], prediction=text[200:260], acceptance=Acceptance())
+    for begin in range(50, 380, 11):
+        proposals = [one.propose(9) for one in (often, seldom)]
+        assert proposals[0] == proposals[1]
+        for one in (often, seldom):
+            one.settle(proposals[0], 3, 3.5)
+        for token in text[begin : begin + 11]:
+            often.append(token)
+            often.draft_chances(1)
+            seldom.append(token)
+        assert often.credit == pytest.approx(seldom.credit)
+        assert often.is_often_wrong == seldom.is_often_wrong
+    assert often.credit < 0.0
+    assert often.is_promising == seldom.is_promising
+
+
 def test_nothing_is_proposed_without_room():
     speculation = _speculation([1, 2, 1, 2])
     assert speculation.propose(0) is None
