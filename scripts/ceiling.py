@@ -8,7 +8,6 @@ coarser than 8 bits. Projections that read the same input are one matrix. Prints
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -17,6 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from shared.arguments import Parser
 
 _INT4_GROUP = 32
 Product = Callable[[Tensor], object]
@@ -212,7 +213,7 @@ def fastest_seconds(run: Callable[[], object], seconds: float, passes: int = 3) 
 
 def main() -> None:
     """Measures the default model's shapes."""
-    parser = argparse.ArgumentParser(prog="ceiling", description=__doc__)
+    parser = Parser(prog="ceiling", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 128, 512])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     options = parser.parse_args()

@@ -31,6 +31,7 @@ from scripts._bench import engine_host, engine_memory, engine_prefix, engine_spe
 from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor
 from scripts.ceiling import LinearShapes, Matrices
 from shared import log
+from shared.arguments import Parser
 from shared.settings import WorkerSettings
 from worker.executor.forward_batch import ForwardBatch
 from worker.executor.resolve import cache_directory
@@ -217,9 +218,7 @@ class Bench:
 
 def parser() -> argparse.ArgumentParser:
     """The options of scripts/bench_engine."""
-    p = argparse.ArgumentParser(
-        prog="scripts/bench_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = Parser(prog="scripts/bench_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="", help="path of the model; empty: the default model")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part in _LOADED])
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")

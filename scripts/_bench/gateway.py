@@ -7,7 +7,6 @@ figures as JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import resource
@@ -36,6 +35,7 @@ from scripts._bench.gateway_stores import Kept, measure_stores
 from scripts._bench.process_memory import resident_bytes
 from scripts.loadtest.report import table
 from scripts.loadtest.server_process import free_port
+from shared.arguments import Parser
 
 _TEXT = "the quick brown fox jumps over the lazy dog "
 _SETTLE_SECONDS = 1.0
@@ -254,7 +254,7 @@ def report(figures: Figures) -> str:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="scripts/bench_gateway", description=__doc__)
+    parser = Parser(prog="scripts/bench_gateway", description=__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of streaming for each figure (default 8)")
     parser.add_argument("--idle", type=int, default=5000, help="idle streams (default 5000)")
     parser.add_argument(

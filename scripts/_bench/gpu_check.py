@@ -25,6 +25,7 @@ from typing import Any
 
 from scripts._bench import gpu_check_report, gpu_check_tests
 from scripts._bench.gpu_check_child import Child, Row, report
+from shared.arguments import Parser
 
 PARTS = ("speed", "host", "kernels", "equality", "tests")
 ON_REQUEST = ("tiles",)
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser = Parser(prog="gpu_check", description=__doc__)
     choices = PARTS + ON_REQUEST
     parser.add_argument("--part", action="append", choices=choices, help="only this part (repeatable)")
     parser.add_argument("--kernel", action="append", default=[], help="only this folder of kernels/ (repeatable)")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 
 from kernels.gpu.compilations import TARGETS, Compilation, Target
 from scripts._bench import compiled
+from shared.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
@@ -209,7 +210,7 @@ def report(tasks: list[Task], only_problems: bool) -> int:
 
 def main(arguments: list[str]) -> int:
     """See --help."""
-    parser = argparse.ArgumentParser(prog="scripts/kernels_report", description=__doc__)
+    parser = Parser(prog="scripts/kernels_report", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the first configuration of each kernel and target")
     parser.add_argument("--kernel", help="only this kernel, or those of this folder of kernels/")
     parser.add_argument("--target", choices=get_args(Target), action="append", help="only this target")

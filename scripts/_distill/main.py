@@ -43,6 +43,7 @@ from scripts._distill.texts import (
 )
 from scripts._distill.training import Schedule, Training
 from shared import log
+from shared.arguments import Parser
 from shared.errors import ConfigurationError, InvalidRequestError
 from shared.settings import WorkerSettings
 from worker.executor.resolve import cache_directory, prepare_process, resolve_dtype
@@ -196,9 +197,7 @@ class Distillation:
 
 def parser() -> argparse.ArgumentParser:
     """The options of scripts/distill_draft."""
-    p = argparse.ArgumentParser(
-        prog="scripts/distill_draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = Parser(prog="scripts/distill_draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", required=True, help="folder for the draft")
     p.add_argument("--model", default="", help="path of the target; empty: the default model")
     p.add_argument("--prompts", type=Path, help="a prompt a line, or .jsonl with `prompt` or `messages`; none: our own")

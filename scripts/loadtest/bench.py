@@ -33,6 +33,7 @@ from scripts.loadtest.records import LoadRequest, Record, Target
 from scripts.loadtest.report import number, table
 from scripts.loadtest.server_process import Server, ServerError, serve
 from scripts.loadtest.statistics import Summary, summarize, ttft
+from shared.arguments import Parser
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PREFILL_ROWS = 512
@@ -290,7 +291,7 @@ def report_memory(pid: int) -> tuple[list[Line], dict[str, Any]]:
 
 def parser() -> argparse.ArgumentParser:
     """The options of scripts/bench_serving."""
-    p = argparse.ArgumentParser(prog="bench_serving", description=__doc__)
+    p = Parser(prog="bench_serving", description=__doc__)
     p.add_argument("--url", help="a running server's base URL (…/v1); default: start one")
     p.add_argument("--api-key")
     p.add_argument("--tests", nargs="+", choices=TESTS, default=list(TESTS))

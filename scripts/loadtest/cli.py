@@ -21,6 +21,7 @@ from scripts.loadtest.coordinator import ClientError, Load, LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Target
 from scripts.loadtest.statistics import GoodputError, parse_goodput, summarize
 from scripts.loadtest.traces import TraceError, read_trace
+from shared.arguments import Parser
 
 
 class ReplayError(Exception):
@@ -43,7 +44,7 @@ def _count(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options of scripts/replay."""
-    p = argparse.ArgumentParser(prog="replay", description="Replays a trace against an OpenAI-compatible server.")
+    p = Parser(prog="replay", description="Replays a trace against an OpenAI-compatible server.")
     p.add_argument("trace", type=Path, help="Pelton's or Mooncake's JSONL, or the Azure LLM inference CSV")
     p.add_argument("--url", default="http://127.0.0.1:8000/v1", help="base URL (default: %(default)s)")
     p.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
