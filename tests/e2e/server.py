@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -18,14 +19,18 @@ import openai
 
 from tests.fakes.processes import end, plain_environment
 
-READY_TIMEOUT = 120.0
+READY_TIMEOUT = 180.0
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago, and that the kernel gives to nobody who does not ask for it: until a server
+    listens, a connection of some client might begin at a port of that range."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(first_given // 2, first_given)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(condition: Any, timeout: float, what: str) -> Any:
@@ -89,10 +94,10 @@ class Server:
 
     def client(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
         """The official client, without retries so that failures show."""
-        return openai.OpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=240, **options)
 
     def async_client(self, api_key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=240)
 
     def status(self, path: str) -> int:
         """Status of a GET, 0 where nothing listens."""
@@ -103,7 +108,7 @@ class Server:
 
     def request(self, method: str, path: str, body: Any = None, api_key: str | None = None) -> tuple[int, Any]:
         """Status and body (decoded where it is JSON)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -130,9 +135,28 @@ class Server:
         return sum(values)
 
     def idle(self) -> bool:
-        """Nothing runs, waits or holds pages."""
+        """Nothing runs, waits or holds pages, by the workers' last reports."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return all(self.metric(name) == 0 for name in names)
+
+    def await_report(self) -> None:
+        """Returns when the worker, which is the only one, has reported what was before this call.
+
+        Reports come each second: what a worker counts is not in the metrics when its answer is there, and they may
+        show a time when nothing had begun yet. So it is given one more step to count.
+        """
+        num_steps = self.metric("engine_steps_total")
+        status, models = self.request("GET", "/v1/models", api_key="none")
+        assert status == 200, models
+        body = {"model": models["data"][0]["id"], "prompt": "a", "max_tokens": 1}
+        status, answer = self.request("POST", "/v1/completions", body, api_key="none")
+        assert status == 200, answer
+        wait_until(lambda: self.metric("engine_steps_total") > num_steps, 60, "a report")
+
+    def await_idle(self) -> None:
+        """Fails the test unless the worker, which is the only one, soon has nothing left of what was asked so far."""
+        self.await_report()
+        wait_until(self.idle, 60, "idle")
 
     def worker_pids(self) -> list[int]:
         """Process ids of this server's workers."""

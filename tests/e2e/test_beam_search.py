@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.server import Server, wait_until
+from tests.e2e.server import Server
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tokenizers import byte_level_json
 
@@ -94,4 +94,4 @@ def test_log_probabilities_and_usage(server: Server, reference: Any) -> None:
         assert shown == pytest.approx(wanted[: len(shown)], abs=1e-4) and len(shown) >= num_prompt + len(ids) - 2
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
     assert answer["usage"]["prompt_tokens"] == num_prompt
-    wait_until(server.idle, 60, "all beams are gone")
+    server.await_idle()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, wait_until
+from tests.e2e.server import Server
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -90,7 +90,7 @@ def test_beams_score_at_least_what_greedy_does(server: Server) -> None:
         max_tokens=8,
     )  # fmt: skip
     assert len(chat["choices"]) == 2
-    wait_until(server.idle, 60, "all beams are gone")
+    server.await_idle()
 
 
 def test_words_that_must_not_be(server: Server) -> None:

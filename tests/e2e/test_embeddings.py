@@ -83,10 +83,17 @@ async def test_chat_goes_on_beside_a_large_batch(server: Server) -> None:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         options = {"model": MODEL, "messages": question, "temperature": 0, "max_tokens": 20}
         alone = (await client.chat.completions.create(**options)).choices[0].message.content
-        inputs = [f"Sentence number {index} of a long list." for index in range(80)]
-        batch = asyncio.create_task(client.embeddings.create(model=MODEL, input=inputs, extra_body={"pooling": "mean"}))
-        answers = []
-        while not batch.done():
-            answers.append((await client.chat.completions.create(**options)).choices[0].message.content)
-        assert len((await batch).data) == 80
-        assert answers[0] == alone and len(answers) > 1
+        answers: list[str | None] = []
+        # How much a chat's time is of a batch's depends on the machine: were the batch in the way, it would be all.
+        for num_inputs in (80, 320, 1280):
+            inputs = [f"Sentence number {index} of a long list." for index in range(num_inputs)]
+            asked = client.embeddings.create(model=MODEL, input=inputs, extra_body={"pooling": "mean"})
+            batch = asyncio.create_task(asked)
+            answers = []
+            while not batch.done():
+                answers.append((await client.chat.completions.create(**options)).choices[0].message.content)
+            assert len((await batch).data) == num_inputs
+            if len(answers) > 2:
+                break
+        # Of the last one the batch may have ended before it.
+        assert len(answers) > 2 and set(answers) == {alone}

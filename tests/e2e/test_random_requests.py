@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.e2e.server import Server, wait_until
+from tests.e2e.server import Server
 from tests.fakes.http_gateway import parse_events
 
 pytestmark = pytest.mark.timeout(300)
@@ -163,5 +163,5 @@ async def test_random_requests(server: Server) -> None:
 
         answered = await asyncio.gather(*(ask(path, body) for path, body in requests))
     assert sum(answered) > NUM_REQUESTS / 2
-    wait_until(server.idle, 10, "gauges at zero")
+    await asyncio.to_thread(server.await_idle)
     assert "Traceback" not in server.log() and '"level":"error"' not in server.log()

@@ -8,7 +8,7 @@ import random
 import openai
 import pytest
 
-from tests.e2e.server import Server, wait_until
+from tests.e2e.server import Server
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -170,6 +170,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(server: Server, body: dic
 
 
 def test_after_all_that_nothing_is_held(server: Server) -> None:
-    wait_until(server.idle, 5, "gauges at zero")
+    server.await_idle()
     assert "Traceback" not in server.log()
     assert "sk-one" not in server.log() and "horse battery" not in server.log()

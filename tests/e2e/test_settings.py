@@ -33,6 +33,7 @@ def test_names_sizes_and_a_shared_cache() -> None:
         assert status == 200
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("first", 512), ("second", 512)]
         assert server.metric("kv_cache_num_pages") == 70
+        server.await_report()
         steps = server.metric("engine_steps_total")
         cold = _complete(server, "first")
         num_prompt_tokens = cold["usage"]["prompt_tokens"]
@@ -54,7 +55,7 @@ def test_names_sizes_and_a_shared_cache() -> None:
 
 
 def _wait_for_steps(server: Server, count: float) -> None:
-    wait_until(lambda: server.metric("engine_steps_total") >= count, 10, "the worker's report")
+    wait_until(lambda: server.metric("engine_steps_total") >= count, 60, "the worker's report")
 
 
 def test_without_prefix_caching_nothing_is_found_again() -> None:

@@ -13,6 +13,9 @@ import pytest
 from tests.e2e.server import Server
 from tests.fakes.json_schemas import SCHEMAS
 
+# The first test of a session starts the server.
+pytestmark = pytest.mark.timeout(300)
+
 MODEL = "SmolLM2-135M-Instruct"
 DIGIT = {"type": "regex", "pattern": "[0-9]"}
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -38,7 +41,6 @@ def check(choice: Any, schema: Any) -> None:
         jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(choice.message.content))
 
 
-@pytest.mark.timeout(300)
 def test_fifty_schemas(server):
     def one(name: str) -> tuple[str, Any]:
         question, schema = SCHEMAS[name]
@@ -54,7 +56,6 @@ def test_fifty_schemas(server):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_random_answers_of_several_choices_are_valid_too(server):
     names = list(SCHEMAS)[::5]
 

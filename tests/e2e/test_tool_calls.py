@@ -13,6 +13,9 @@ import pytest
 from tests.e2e.server import Server
 from tests.fakes.tool_sets import TOOL_SETS
 
+# The first test of a session starts the server.
+pytestmark = pytest.mark.timeout(300)
+
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 WEATHER = TOOL_SETS[0][1][0]
@@ -21,7 +24,7 @@ WEATHER = TOOL_SETS[0][1][0]
 def ask(server: Server, question: str, tools: list[dict[str, Any]], **fields: Any) -> Any:
     body = {"model": MODEL, "temperature": 0.0, "max_tokens": 400, "tools": tools, **fields}
     messages = body.pop("messages", [{"role": "user", "content": question}])
-    with server.client().with_options(timeout=240) as client:
+    with server.client() as client:
         answer = client.chat.completions.create(messages=messages, **body)
         return list(answer) if body.get("stream") else answer.choices[0]
 
@@ -57,7 +60,6 @@ def collected(chunks: list[Any]) -> tuple[str, list[tuple[str, str]], str | None
     return content, [(name, arguments) for name, arguments in calls], finish
 
 
-@pytest.mark.timeout(300)
 def test_fifty_sets_of_tools(server):
     def one(index: int) -> Any:
         question, tools = TOOL_SETS[index]
@@ -73,7 +75,6 @@ def test_fifty_sets_of_tools(server):
     assert len({choice.message.tool_calls[0].function.name for choice in choices}) > 20
 
 
-@pytest.mark.timeout(300)
 def test_named_tools(server):
     def one(index: int) -> Any:
         question, tools = TOOL_SETS[index]
@@ -91,7 +92,6 @@ def test_named_tools(server):
         assert choice.finish_reason == "stop"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("index", [3, 8, 21])
 def test_a_stream_is_the_same_message(server, index):
     question, tools = TOOL_SETS[index]
@@ -102,7 +102,6 @@ def test_a_stream_is_the_same_message(server, index):
     assert (content, finish) == ("", whole.finish_reason)
 
 
-@pytest.mark.timeout(300)
 def test_parallel_calls_validate_and_end(server):
     tools = [WEATHER, TOOL_SETS[3][1][0]]
     num_whole = 0
@@ -122,7 +121,6 @@ def test_parallel_calls_validate_and_end(server):
     assert num_whole
 
 
-@pytest.mark.timeout(300)
 def test_a_truncated_call_is_length(server):
     """vllm#53269: not `tool_calls` for JSON that is cut, streamed or not."""
     fields: dict[str, Any] = {"tool_choice": "required", "max_tokens": 16}
@@ -133,7 +131,6 @@ def test_a_truncated_call_is_length(server):
     assert content == (whole.message.content or "")
 
 
-@pytest.mark.timeout(300)
 def test_auto_answers_in_words_or_with_calls_that_validate(server):
     strict = json.loads(json.dumps(WEATHER))
     strict["function"]["strict"] = True
@@ -145,7 +142,6 @@ def test_auto_answers_in_words_or_with_calls_that_validate(server):
             assert choice.message.content and choice.finish_reason in ("stop", "length")
 
 
-@pytest.mark.timeout(300)
 def test_a_tool_loop_goes_on_with_results(server):
     """The template knows neither calls nor the role tool."""
     call = ask(server, "What is the weather in Oslo?", [WEATHER], tool_choice="required").message.tool_calls[0]
@@ -158,7 +154,6 @@ def test_a_tool_loop_goes_on_with_results(server):
     assert choice.message.content and not choice.message.tool_calls
 
 
-@pytest.mark.timeout(300)
 def test_structured_content_beside_tools(server):
     """The message is an answer that follows response_format, or a call that validates."""
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
@@ -178,7 +173,6 @@ def test_structured_content_beside_tools(server):
     assert num_whole
 
 
-@pytest.mark.timeout(300)
 def test_a_schema_that_cannot_be_followed_is_named(server):
     """CVE-2025-48944, and what no grammar can follow: refused where it would have to be."""
     bad = json.loads(json.dumps(WEATHER))
