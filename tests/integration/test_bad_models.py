@@ -10,8 +10,6 @@ import pytest
 
 from worker.model.loading import default_model_path
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def _serve(model: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return _run([*flags, "-m", "shared.cli", "serve", str(model), "--cache-dir", str(tmp_path / "cache")], tmp_path)
@@ -19,7 +17,7 @@ def _serve(model: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProc
 
 def _run(arguments: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments, "--port", "0", "--runtime-dir", str(tmp_path / "run")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("flags", [(), ("-O",)])
