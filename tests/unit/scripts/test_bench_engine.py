@@ -161,7 +161,7 @@ def test_the_models_time_is_taken_out_of_the_hosts(bench):
 
     class Slow:
         def hidden_states(self, batch, kv):
-            time.sleep(0.05)
+            time.sleep(0.2)
             return torch.zeros(len(batch.logits_indices), 1)
 
         def logits(self, hidden):
@@ -173,7 +173,7 @@ def test_the_models_time_is_taken_out_of_the_hosts(bench):
     clock, settings = OpClock(), bench._settings(2)
     built = timed_executor(settings, bench._files.spec, Slow(), Slow(), bench._sampling_ops(), clock)
     with engine_loop(settings, bench._files, built) as loop:
-        assert engine_host.step_ms(loop, clock, 2, 3, 6000) < 50
+        assert engine_host.step_ms(loop, clock, 2, 3, 6000) < 200
 
 
 def test_the_prefix_cache_is_measured_with_and_without(bench, capsys):

@@ -55,10 +55,10 @@ def test_processor_time_of_a_process_is_what_it_used() -> None:
     with running("-c", busy) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        begin, start = cpu_seconds(process.pid), time.monotonic()
+        start, begin = time.monotonic(), cpu_seconds(process.pid)
         while cpu_seconds(process.pid) - begin < 0.05:
-            assert time.monotonic() - start < 30
-        assert cpu_seconds(process.pid) - begin <= time.monotonic() - start + 0.01
+            assert time.monotonic() - start < 50
+        assert cpu_seconds(process.pid) - begin <= time.monotonic() - start + 0.02, "each is told in hundredths"
 
 
 async def test_responses_and_streams_are_kept_and_left_as_said(monkeypatch) -> None:

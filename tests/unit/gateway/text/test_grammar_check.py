@@ -20,10 +20,26 @@ from shared.messages import MAX_GRAMMAR
 
 
 @pytest.fixture
-async def checker() -> AsyncIterator[GrammarChecker]:
+async def checker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecker]:
+    # Whatever else runs there: what is tried here is the grammar's own fault.
+    monkeypatch.setattr(module, "MAX_SECONDS_OF_BUSY_MACHINE", 45.0)
     running = GrammarChecker()
     yield running
     await running.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that are given to a process, in order."""
+    sources: list[str] = []
+    ask = module._Process.ask
+
+    async def counted(process, job, timeout):
+        sources.append(job.source)
+        return await ask(process, job, timeout)
+
+    monkeypatch.setattr(module._Process, "ask", counted)
+    return sources
 
 
 async def refusal(checker: GrammarChecker, source: str, vocabulary: Vocabulary | None = None, **options) -> str:
@@ -78,27 +94,22 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 async def test_bombs_are_refused_and_the_next_grammar_is_not(checker, name):
     source, words = BOMBS[name]
-    began = time.monotonic()
-    assert words in await refusal(checker, source)
-    assert time.monotonic() - began < 10, "2 s, on a machine of its own"
+    async with asyncio.timeout(50):  # 2 s, on a machine of its own
+        assert words in await refusal(checker, source)
     await checker.check('start: "a"')
 
 
-async def test_what_takes_too_long_is_refused_while_others_go_on(checker):
+async def test_what_takes_too_long_is_refused_while_others_go_on(checker, asked):
     """A large multipleOf takes llguidance for ever, past all its limits."""
-    slow = asyncio.create_task(refusal(checker, of_json({"type": "integer", "multipleOf": 123456789})))
-    worst = 0.0
+    endless = of_json({"type": "integer", "multipleOf": 123456789})
+    slow = asyncio.create_task(refusal(checker, endless))
     for number in range(100):
-        began = time.monotonic()
         await checker.check(f'start: "{number}"')
-        worst = max(worst, time.monotonic() - began)
-        if slow.done():
-            break
+        assert number > 5 or not slow.done(), "those that wait for no other are done long before"
     assert "too complex" in await slow
-    assert worst < 1.0
-    began = time.monotonic()
-    assert "too complex" in await refusal(checker, of_json({"type": "integer", "multipleOf": 123456789}))
-    assert time.monotonic() - began < 0.5, "it is remembered"
+    before = len(asked)
+    assert "too complex" in await refusal(checker, endless)
+    assert len(asked) == before, "it is remembered"
 
 
 @pytest.mark.parametrize(
@@ -161,26 +172,18 @@ async def test_special_tokens_are_those_of_the_model(checker):
     assert "1000" in await refusal(checker, "start: <[1000]>", vocabulary)
 
 
-async def test_a_grammar_seen_before_costs_little(checker):
+async def test_a_grammar_seen_before_costs_little(checker, asked):
     source = of_json({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(50)}})
     await checker.check(source)
     fastest = 1.0
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()
         await checker.check(source)
-        fastest = min(fastest, time.perf_counter() - began)
-    assert fastest < 0.001
+        fastest = min(fastest, time.thread_time() - began)
+    assert fastest < 0.001 and asked == [source]
 
 
-async def test_one_check_serves_all_who_wait_and_outlives_who_left(checker, monkeypatch):
-    asked = []
-    ask = module._Process.ask
-
-    async def counted(process, job, timeout):
-        asked.append(job.source)
-        return await ask(process, job, timeout)
-
-    monkeypatch.setattr(module._Process, "ask", counted)
+async def test_one_check_serves_all_who_wait_and_outlives_who_left(checker, asked):
     waiting = [asyncio.create_task(checker.check('start: "same"')) for _ in range(20)]
     await asyncio.sleep(0)
     waiting[0].cancel()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.processes import alive
 from worker.executor import compile_process
 from worker.executor.compile_process import CompileProcess
 
@@ -67,14 +68,6 @@ def started(folder, compile_all):
     return process
 
 
-def exists(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-
-
 def test_what_it_has_compiled_is_found_in_the_cache(tmp_path):
     succeeded, folder = python(_COMPILE, tmp_path)
     assert succeeded == "True"
@@ -98,15 +91,15 @@ def test_a_failure_is_told_and_nothing_is_taken_for_compiled(tmp_path, compile_a
     process = started(tmp_path, compile_all)
     pid = process._pid
     assert not process.wait()
-    assert not exists(pid)
+    assert not alive([pid])
     assert list(tmp_path.iterdir()) == []
     process.close()
 
 
 def test_a_head_for_a_process_that_has_failed_is_no_error(tmp_path):
     process = started(tmp_path, lambda kinds: 1 / 0)
-    for _ in range(500):
-        if not exists(process._pid):
+    for _ in range(5000):
+        if not alive([process._pid]):
             break
         time.sleep(0.01)
     process.compile_head({(8, False)})
@@ -118,7 +111,7 @@ def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
     process = started(tmp_path, lambda kinds: time.sleep(60))
     pid = process._pid
     assert not process.wait()
-    assert not exists(pid)
+    assert not alive([pid])
 
 
 def test_closing_ends_it_and_leaves_no_zombie(tmp_path):
@@ -134,15 +127,15 @@ def test_it_dies_with_the_worker():
         [sys.executable, "-P", "-c", _ORPHAN], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
     ) as worker:
         pid = int(worker.stdout.readline())
-        assert exists(pid)
+        assert alive([pid])
         time.sleep(0.3)
         worker.kill()
         worker.wait()
-        for _ in range(500):
-            if not exists(pid):
+        for _ in range(5000):
+            if not alive([pid]):
                 break
             time.sleep(0.01)
-        assert not exists(pid)
+        assert not alive([pid])
 
 
 def test_one_processor_has_no_time_for_it(tmp_path, monkeypatch):

@@ -340,7 +340,7 @@ def test_masks_of_drafts_are_judged_one_by_one(seconds_each, is_too_slow, monkey
 def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
     """Some schemas never end. Their threads are lost, so after a few of them new grammars are refused for a while."""
     release = threading.Event()
-    grammars = make(compile_seconds=0.2)
+    grammars = make(compile_seconds=1.0)
     compile_for_real = LLMatcher
 
     def compile_slowly(vocabulary, source, **options):
@@ -373,12 +373,12 @@ def test_a_grammar_seen_before_is_there_at_once_and_its_texts_are_apart():
     a = tokenizer(byte_level_json()).token_to_id("a")
     for _ in range(3):
         assert first.consume(a)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for _ in range(100):
         pending = grammars.prepare("start: /[ab]{3}/")
         assert pending.poll()
         second = pending.open()
-    assert (time.perf_counter() - begin) / 100 < 0.001
+    assert (time.thread_time() - begin) / 100 < 0.001
     assert first.is_complete
     assert not second.is_complete
     assert a in ids_of(grammars, second)
