@@ -26,6 +26,7 @@ from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
 from gateway.flow.salt import Salts, kept_secret
+from gateway.garbage import settle
 from gateway.keys import Limits
 from gateway.middleware import is_loopback_host
 from gateway.peers import Peers
@@ -125,6 +126,7 @@ class Service:
             threads=threads,
             metrics=self._metrics,
             on_refused=None if supervisor_pipe.supervisor_fd() is None else self._give_up,
+            on_loaded=settle,
         )
         peers = self._peers = self._find_peers(directory)
         services = Services(

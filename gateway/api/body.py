@@ -26,8 +26,8 @@ MAX_STRUCTURE = 100_000
 much memory its result takes, whatever the body's limit: 16 MB of brackets take seconds and 600 MB."""
 MAX_STRINGS = 200_000
 
-LARGE = 262_144
-"""Bytes of a body above which what looks at all its values belongs in a thread."""
+LARGE = 65_536
+"""Bytes of a body above which what looks at all its values belongs in a thread: that takes milliseconds."""
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
 _MEDIA_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)", re.IGNORECASE)
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.messages import check_template_kwargs
+from gateway.api.messages import check_messages, check_template_kwargs
 from gateway.api.reasoning_params import effort_variables, ends_inside_reasoning
+from gateway.aside import aside, count_objects
 from gateway.flow.requests import ModelEntryLike
 from gateway.text.tools.format import ToolRequest
 from gateway.text.tools.prompting import conversation
@@ -39,28 +40,32 @@ class ChatPrompt:
 
 
 async def chat_prompt(
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     tools: ToolRequest | None,
     fields: PromptFields,
     entry: ModelEntryLike,
     *,
     max_tokens: int,
 ) -> ChatPrompt:
-    """Renders and tokenizes a conversation.
+    """Checks, renders and tokenizes a conversation.
 
     Args:
-        messages: checked by check_messages.
+        messages: as the client sent them; see check_messages.
         max_tokens: of the prompt.
 
-    Raises InvalidRequestError naming the field that the model's template has no use for, and with the template's own
-    message where it refuses.
+    Raises InvalidRequestError naming the message at fault, or the field that the model's template has no use for, and
+    with the template's own message where it refuses.
     """
+
+    def work() -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]:
+        checked = check_messages(messages)
+        return *conversation(checked, tools, entry.formats.tools, entry.formats.template), _continued(checked, fields)
+
+    said, shown_tools, continued = await aside(count_objects(messages), work)
     variables = check_template_kwargs(fields.chat_template_kwargs, entry.pipeline.template_variables)
     variables = {**variables, **effort_variables(fields.reasoning_effort, variables, entry)}
-    continued = _continued(messages, fields)
     if fields.documents:
         _check_documents(fields.documents, entry)
-    said, shown_tools = conversation(messages, tools, entry.formats.tools, entry.formats.template)
     ids = await entry.pipeline.encode_chat(
         said,
         shown_tools,

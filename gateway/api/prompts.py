@@ -46,7 +46,7 @@ def split_prompts(prompt: str | list[Any], name: str = "prompt", most: int = MAX
 
 def _is_token_list(value: list[Any]) -> bool:
     # `type`, not isinstance: True is an int to Python.
-    return all(type(entry) is int for entry in value)
+    return set(map(type, value)) <= {int}
 
 
 def _not_empty(prompt: Prompt, place: str) -> Prompt:

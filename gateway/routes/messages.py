@@ -16,7 +16,6 @@ from gateway.api.anthropic_params import VERSION_HEADER, ConversationFields, Mes
 from gateway.api.anthropic_shapes import Ending, MessageEvents, whole_message
 from gateway.api.body import LARGE, read_json
 from gateway.api.chat_prompt import chat_prompt
-from gateway.api.messages import check_messages
 from gateway.api.params import ChatFields
 from gateway.api.sse import stream_events
 from gateway.api.tool_params import ToolChoiceField, tool_request
@@ -60,8 +59,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     chat = await _chat(request, chat_of_conversation, fields, entry)
     check_size([chat.messages, chat.tools])
     tools = tool_request(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    messages = check_messages(chat.messages)
-    prompt = await chat_prompt(messages, tools, prompt_fields(chat), entry, max_tokens=MAX_TOKENS)
+    prompt = await chat_prompt(chat.messages, tools, prompt_fields(chat), entry, max_tokens=MAX_TOKENS)
     check_count(prompt.ids, "messages")
     return json_response({"input_tokens": len(prompt.ids)})
 

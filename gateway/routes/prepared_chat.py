@@ -13,7 +13,6 @@ from aiohttp import web
 
 from gateway.api.chat_prompt import ChatPrompt, PromptFields, chat_prompt
 from gateway.api.generation_params import Common, common_of_chat
-from gateway.api.messages import check_messages
 from gateway.api.output_grammar import ToolGrammar
 from gateway.api.params import ChatFields
 from gateway.api.prompts import longest_text
@@ -53,10 +52,9 @@ async def size_chat(request: web.Request, fields: ChatFields) -> SizedChat:
     """Checks the fields and makes the prompt. Raises InvalidRequestError, ContextLengthError, ModelNotFoundError."""
     common = common_of_chat(fields, request[IDENTITY], request.app[SALTS])
     tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-    messages = check_messages(fields.messages)
     entry = find_model(request, fields.model)
     longest = longest_text(fields, entry.facts)
-    chat = await chat_prompt(messages, tools, prompt_fields(fields), entry, max_tokens=longest)
+    chat = await chat_prompt(fields.messages, tools, prompt_fields(fields), entry, max_tokens=longest)
     return SizedChat(common, entry, tools, chat, fit_prompt(chat.ids, common, None, entry, "messages"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -13,10 +14,11 @@ from gateway.api.params import ChatFields
 from gateway.api.response_fields import InputFields, chat_fields, renamed
 from gateway.api.response_items import REFERENCE, Conversation, input_items
 from gateway.api.response_tools import with_strict, without_strict
+from gateway.aside import aside, count_objects
 from gateway.keys import GATEWAY_INDEX, IDENTITY, RESPONSES
 from gateway.relay import RELAY
 from gateway.routes.prepared_chat import PreparedChat, SizedChat, size_chat, with_grammar
-from gateway.stores.items import find_items, load_items
+from gateway.stores.items import count_stored, find_items, load_items
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
 
 Items = Sequence[Mapping[str, Any]]
@@ -28,7 +30,8 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
     Raises InvalidRequestError, also for an item that is referred to twice, and NotFoundError for a reference to what
     this key has not stored.
     """
-    items = input_items(value, request.app[GATEWAY_INDEX])
+    num_objects = count_objects(value) if isinstance(value, list) else 1
+    items = await aside(num_objects, partial(input_items, value, request.app[GATEWAY_INDEX]))
     wanted = {item["id"] for item in items if item["type"] == REFERENCE}
     if not wanted:
         return items
@@ -107,9 +110,14 @@ async def size(
     request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
 ) -> tuple[ChatFields, SizedChat]:
     """The chat request, and its prompt. With `truncation` auto the oldest turns are left out until it fits."""
-    conversation = Conversation(fields.instructions)
-    conversation.add(await load_items(history), "previous_response_id")
-    conversation.add(items, "input[]" if isinstance(fields.input, list) else "input")
+
+    def work() -> Conversation:
+        made = Conversation(fields.instructions)
+        made.add(load_items(history), "previous_response_id")
+        made.add(items, "input[]" if isinstance(fields.input, list) else "input")
+        return made
+
+    conversation = await aside(count_stored(history) + count_objects(items), work)
     chat = chat_fields(fields, model, conversation.messages)
     try:
         return chat, await size_chat(request, chat)

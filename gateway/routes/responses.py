@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,12 +21,13 @@ from gateway.api.response_fields import (
 )
 from gateway.api.response_shapes import ResponseEvents, response_head, stored_items, stream_failure
 from gateway.api.sse import stream_events
+from gateway.aside import aside, count_objects
 from gateway.keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
 from gateway.responses import json_response, kept_json
 from gateway.routes.common import detail_of, envelope_of, find_model, submit_all
 from gateway.routes.response_input import history_of, items_of, prepare, size
 from gateway.routes.streams import fill, separate, stream_log
-from gateway.stores.items import load_items
+from gateway.stores.items import count_stored, load_items
 from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import InvalidRequestError, NotFoundError
 
@@ -45,7 +47,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         request.app[RESPONSES] if fields.store is not False else None,
         envelope.identifier,
         request[IDENTITY].key_hash,
-        (*history, stored_items(items)),
+        (*history, await aside(count_objects(items), partial(stored_items, items))),
         tuple(item["id"] for item in items),
         background=bool(fields.background),
         told=bool(fields.background or fields.stream),
@@ -210,7 +212,7 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
     """What was put into a response, with what it continues, a page at a time."""
     query = parse_query(request.query, ItemsQuery)
     stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
-    items = await load_items(stored.input)
+    items = await aside(count_stored(stored.input), partial(load_items, stored.input))
     if query.order == "desc":
         items.reverse()
     if query.after is not msgspec.UNSET:

@@ -11,7 +11,6 @@ from aiohttp import web
 from gateway.api.body import read_json
 from gateway.api.chat_prompt import PromptFields, chat_prompt
 from gateway.api.logprobs import token_string
-from gateway.api.messages import check_messages
 from gateway.api.params import DetokenizeFields, TokenizeFields, parse_fields
 from gateway.api.prompts import check_token_ids
 from gateway.api.tool_params import tool_request
@@ -91,8 +90,8 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
         continue_final_message=fields.continue_final_message,
         documents=fields.documents,
     )
-    messages, tools = check_messages(fields.messages), tool_request(fields.tools, None, None)
-    return (await chat_prompt(messages, tools, prompt_fields, entry, max_tokens=MAX_TOKENS)).ids
+    tools = tool_request(fields.tools, None, None)
+    return (await chat_prompt(fields.messages, tools, prompt_fields, entry, max_tokens=MAX_TOKENS)).ids
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import orjson
 
+from gateway.aside import aside
 from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import NotFoundError
 
-_LOAD_IN_THREAD_ABOVE = 262_144
+_BYTES_OF_OBJECT = 256
+"""Bytes of JSON that take as long as an object of a conversation, about."""
 _LOOK_UPS = 256
 
 
-async def load_items(parts: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The items of JSON arrays; in a thread where they are many."""
-    if sum(map(len, parts)) > _LOAD_IN_THREAD_ABOVE:
-        return await asyncio.to_thread(_load, parts)
-    return _load(parts)
+def load_items(parts: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The items of JSON arrays."""
+    return [item for part in parts for item in orjson.loads(part)]
+
+
+def count_stored(parts: Sequence[bytes]) -> int:
+    """How many objects they are, about, by their length; for gateway.aside."""
+    return sum(map(len, parts)) // _BYTES_OF_OBJECT
 
 
 async def find_items(store: ResponseStore, wanted: Iterable[str], owner: bytes) -> dict[str, dict[str, Any]]:
@@ -36,11 +42,8 @@ async def find_items(store: ResponseStore, wanted: Iterable[str], owner: bytes) 
     for stored, identifiers in holders.values():
         await asyncio.sleep(0)
         # Of the others, which may be many, nothing is held.
-        for item in await load_items([*stored.input[-1:], stored.output]):
+        parts = [*stored.input[-1:], stored.output]
+        for item in await aside(count_stored(parts), partial(load_items, parts)):
             if item["id"] in identifiers:
                 found[item["id"]] = item
     return found
-
-
-def _load(parts: Sequence[bytes]) -> list[dict[str, Any]]:
-    return [item for part in parts for item in orjson.loads(part)]

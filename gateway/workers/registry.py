@@ -103,6 +103,7 @@ class Registry:
         endpoints: of workers to connect to instead.
         gateway_id: this gateway's identity on the sockets, the same for its whole life and unique.
         on_refused: called with the reason when a worker cannot be used, unless one has joined before.
+        on_loaded: called when a model's tokenizer and template have been parsed, before its workers join.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Registry:
         liveness: Liveness | None = None,
         scan_interval: float = SCAN_INTERVAL,
         on_refused: Callable[[str], None] | None = None,
+        on_loaded: Callable[[], None] | None = None,
     ) -> None:
         self._directory = None if directory is None or endpoints else WorkerDirectory(directory)
         self._endpoints = tuple(endpoints)
@@ -125,6 +127,7 @@ class Registry:
         self._liveness = liveness or Liveness()
         self._scan_interval = scan_interval
         self._on_refused = on_refused
+        self._on_loaded = on_loaded
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, WorkerLink] = {}
         self._entries: list[ModelEntry] = []
@@ -345,6 +348,8 @@ class Registry:
             return
         self._pipelines[bundle.bundle_hash] = pipeline
         self._drop_idle_pipelines()
+        if self._on_loaded is not None:
+            self._on_loaded()
         for link in list(self._links.values()):
             if link.facts is not None and not self._joined(link):
                 self._try_to_join(link)

@@ -172,7 +172,7 @@ async def test_deleting_leaves_nothing_in_the_stores(gateway):
     assert await gateway.generations_left() == 0
     responses, streams = gateway.app[RESPONSES], gateway.app[STREAMS]
     assert len(responses) == len(streams) == responses.num_bytes == streams.num_bytes == 0
-    assert not responses._deleted and not responses._items
+    assert not responses._deleted and not responses._shares
 
 
 async def test_a_call_that_was_cut_off_is_not_gone_on_from(gateway):

@@ -1,0 +1,75 @@
+"""Conversations of many messages: what looks at each of them does so in a thread, not on the event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.api import chat_prompt
+from gateway.routes import response_input, responses
+from tests.fakes.http_gateway import Gateway, run_gateway
+from tests.integration.test_http_responses import ask, create
+
+LOOKED_AT = (
+    (chat_prompt, "check_messages"),
+    (chat_prompt, "conversation"),
+    (response_input, "input_items"),
+    (response_input, "load_items"),
+    (responses, "load_items"),
+    (responses, "stored_items"),
+)
+
+
+@pytest.fixture
+def on_loop(monkeypatch):
+    """For each function: whether its calls were on the thread of the event loop."""
+    calls: dict[str, list[bool]] = defaultdict(list)
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name].append(threading.current_thread() is threading.main_thread())
+            return function(*args)
+
+        return call
+
+    for module, name in LOOKED_AT:
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    return calls
+
+
+def messages(num_turns: int) -> list[dict[str, str]]:
+    said = [{"role": role, "content": "Well."} for _ in range(num_turns) for role in ("user", "assistant")]
+    return [*said, {"role": "user", "content": "And?"}]
+
+
+async def all_routes(gateway: Gateway, num_turns: int) -> None:
+    said = messages(num_turns)
+    status, first = await create(gateway, input=said)
+    assert status == 200, first
+    assert (await create(gateway, previous_response_id=first["id"]))[0] == 200
+    status, items = await ask(gateway, "GET", f"/v1/responses/{first['id']}/input_items?limit=100")
+    assert status == 200 and items["data"][0]["content"][0]["text"] == "And?"
+    assert (await gateway.post("/v1/responses/input_tokens", {"model": "fake-model", "input": said}))[0] == 200
+    assert (await gateway.chat(messages=said))[0] == 200
+    assert (await gateway.post("/tokenize", {"messages": said}))[0] == 200
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Well."}] * (2 * num_turns)}]
+    assert (await gateway.chat(messages=parts))[0] == 200
+
+
+async def test_long_conversations_are_looked_at_in_threads(on_loop):
+    async with run_gateway() as gateway:
+        await all_routes(gateway, 100)
+        assert [len(said) for said in gateway.models.entry.pipeline.messages] == [201, 203, 201, 201, 201, 1]
+    assert set(on_loop) == {name for _, name in LOOKED_AT}
+    # One item is soon looked at: a string that is `input`, and what came out of the two responses.
+    assert {name: sum(calls) for name, calls in on_loop.items() if any(calls)} == {"input_items": 1, "stored_items": 3}
+
+
+async def test_short_ones_are_not(on_loop):
+    async with run_gateway() as gateway:
+        await all_routes(gateway, 2)
+    assert all(all(calls) for calls in on_loop.values())
