@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.api.cache_breakpoint import BREAKPOINT, check_breakpoint
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from shared.errors import ContextLengthError, InvalidRequestError
 
@@ -258,7 +259,8 @@ def _part_text(part: object, place: str, assistant: bool) -> str:
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidRequestError(f"{place}.{kind} must be a string.", param=f"{place}.{kind}")
-    _object(part, place, ("type", str(kind)))
+    _object(part, place, ("type", str(kind), *((BREAKPOINT,) if kind == "text" else ())))
+    check_breakpoint(part, place)
     return text
 
 

@@ -67,6 +67,7 @@ UNSUPPORTED: dict[str, str] = {
     "post_sampling_probs": "log-probabilities are the model's own",
     "prediction": "it goes with chat",
     "prompt": "it goes with completions",
+    "prompt_cache_options": "prefixes are always cached",
     "prompt_embeds": "prompts are text or token ids",
     "reasoning": "send reasoning_effort",
     "reasoning_effort": "it goes with chat",
@@ -114,6 +115,7 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "cache_prompt": (True,),
     "detokenize": (True,),
+    "prompt_cache_options": ({"mode": "implicit"},),
     "verbosity": ("medium",),
 }
 """Values of unsupported fields that ask for nothing, and are therefore taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.api.cache_breakpoint import BREAKPOINT, check_breakpoint
 from gateway.api.kept_reasoning import unpacked_reasoning
 from gateway.stores.ids import new_id
 from shared.errors import InvalidRequestError
@@ -26,7 +27,7 @@ _FIELDS = {
 _NULL_ONLY = ("phase", "caller", "namespace", "async")
 """Fields of OpenAI's own models, which its library sends back with null."""
 _PARTS = {
-    "input_text": ("text", "prompt_cache_breakpoint"),
+    "input_text": ("text", BREAKPOINT),
     "output_text": ("text", "annotations", "logprobs", "parsed"),
     "refusal": ("refusal",),
     "summary_text": ("text",),
@@ -86,6 +87,8 @@ def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, 
     output = item.get("output")
     if not isinstance(output, str):
         output = _parts(output, ("input_text",), f"{place}.output")
+        if not output:
+            raise InvalidRequestError(f"{place}.output must not be empty.", param=f"{place}.output")
     named = {} if item.get("name") is None else {"name": _text(item, "name", place)}
     return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed", **named}
 
@@ -99,14 +102,14 @@ def _kind(item: Mapping[str, Any]) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:
-    content = _parts(item.get("content") or [], ("reasoning_text",), f"{place}.content")
+    content = _parts(_listed(item, "content"), ("reasoning_text",), f"{place}.content")
     if item.get("encrypted_content") is not None:
         text = unpacked_reasoning(_text(item, "encrypted_content", place), f"{place}.encrypted_content")
         content = [{"type": "reasoning_text", "text": text}]
     return {
         "id": identifier,
         "type": "reasoning",
-        "summary": _parts(item.get("summary") or [], ("summary_text",), f"{place}.summary"),
+        "summary": _parts(_listed(item, "summary"), ("summary_text",), f"{place}.summary"),
         "content": content,
     }
 
@@ -139,25 +142,16 @@ def _part(part: object, kinds: tuple[str, ...], place: str) -> dict[str, Any]:
         what = " or ".join(f'"{name}"' for name in kinds)
         raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
     _check_fields(part, ("type", *_PARTS[kind]), place)
-    if part.get("annotations"):
+    if _listed(part, "annotations") != []:
         shown = f"{place}.annotations"
         raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
-    if part.get("prompt_cache_breakpoint") is not None:
-        # Every prefix is cached, to its last page.
-        _check_breakpoint(part["prompt_cache_breakpoint"], f"{place}.prompt_cache_breakpoint")
+    if not isinstance(_listed(part, "logprobs"), list):
+        shown = f"{place}.logprobs"
+        raise InvalidRequestError(f"{shown} must be a list.", param=shown, code="invalid_type")
+    check_breakpoint(part, place)
     name = _PARTS[kind][0]
     text = {"type": kind, name: _text(part, name, place, empty=True)}
     return {**text, "annotations": []} if kind == "output_text" else text
-
-
-def _check_breakpoint(value: object, place: str) -> None:
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
-    _check_fields(value, ("mode", "ttl"), place)
-    for name, known in (("mode", ("explicit",)), ("ttl", (None, "30m", "12h"))):
-        if value.get(name) not in known:
-            allowed = " or ".join(one for one in known if one)
-            raise InvalidRequestError(f"{place}.{name} must be {allowed}.", param=f"{place}.{name}")
 
 
 def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
@@ -165,6 +159,11 @@ def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) 
         if name not in known:
             shown = f"{place}.{name[:64]}"
             raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+
+
+def _listed(value: Mapping[str, Any], name: str) -> object:
+    """A field that should be a list, which null and no value mean an empty one of."""
+    return [] if value.get(name) is None else value[name]
 
 
 def _text(value: Mapping[str, Any], name: str, place: str, *, empty: bool = False) -> str:

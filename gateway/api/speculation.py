@@ -6,6 +6,7 @@ that would be ignored.
 
 from __future__ import annotations
 
+from gateway.api.cache_breakpoint import BREAKPOINT, check_breakpoint
 from gateway.api.params import ChatFields, SamplingFields
 from gateway.api.prompts import check_token_ids, context_limit
 from gateway.api.speculation_fields import PredictionField
@@ -72,6 +73,7 @@ def _check_shape(prediction: PredictionField) -> None:
         if part.type != "text":
             name = f"prediction.content[{index}].type"
             raise InvalidRequestError(f'{name} must be "text"; other parts are not supported.', param=name)
+        check_breakpoint({BREAKPOINT: part.prompt_cache_breakpoint}, f"prediction.content[{index}]")
 
 
 def _check_effect(fields: SamplingFields, facts: WorkerFacts, name: str, what: str) -> None:

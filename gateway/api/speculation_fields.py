@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -16,6 +18,7 @@ class PredictedPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: str
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class PredictionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -12,6 +12,8 @@ import typing
 
 import msgspec
 import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
 from gateway.api.anthropic_params import NO_EFFECT as TAKEN
 from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFields
@@ -114,6 +116,20 @@ def test_refused_by_messages():
 
 def test_nothing_is_both_taken_everywhere_and_refused():
     assert not set(UNSUPPORTED) & set(ChatFields.__struct_fields__) & set(CompletionFields.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("openai", "ours"),
+    [
+        (chat_create_params.CompletionCreateParamsNonStreaming, ChatFields),
+        (chat_create_params.CompletionCreateParamsStreaming, ChatFields),
+        (completion_create_params.CompletionCreateParamsNonStreaming, CompletionFields),
+        (completion_create_params.CompletionCreateParamsStreaming, CompletionFields),
+        (embedding_create_params.EmbeddingCreateParams, EmbeddingFields),
+    ],
+)
+def test_every_field_of_openais_package_is_taken_or_refused_with_a_reason(openai, ours):
+    assert set(typing.get_type_hints(openai)) - set(ours.__struct_fields__) - set(UNSUPPORTED) == set()
 
 
 def main() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionContentPartTextParam
 
 from gateway.api.generation_params import common_of_chat, common_of_completion
 from gateway.api.messages import check_messages
@@ -110,6 +113,31 @@ def test_arguments_of_a_former_call_are_not_nested_without_end() -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         check_messages(history)
     assert refusal.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_mark_of_cached_text_changes_nothing(role: str) -> None:
+    for mark in (None, {"mode": "explicit"}, {"mode": "explicit", "ttl": "12h"}):
+        part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
+        assert check_messages([{"role": role, "content": [part]}])[0]["content"] == "x"
+    known = set(typing.get_type_hints(ChatCompletionContentPartTextParam))
+    assert known == {"type", "text", "prompt_cache_breakpoint"}
+
+
+@pytest.mark.parametrize(
+    ("mark", "where"),
+    [("x", ""), ({}, ".mode"), ({"mode": "implicit"}, ".mode"), ({"mode": "explicit", "ttl": "1h"}, ".ttl"),
+     ({"mode": "explicit", "x": 1}, ".x")],
+)  # fmt: skip
+def test_a_wrong_mark_of_cached_text_is_refused_where_it_is(mark: object, where: str) -> None:
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_messages([{"role": "user", "content": [part]}])
+    assert refusal.value.param == f"messages[0].content[0].prompt_cache_breakpoint{where}"
+    refused = {"type": "refusal", "refusal": "x", "prompt_cache_breakpoint": None}
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_messages([{"role": "assistant", "content": [refused]}])
+    assert refusal.value.code == "unknown_parameter"
 
 
 def test_messages_that_openais_library_has_parsed_are_taken_back() -> None:

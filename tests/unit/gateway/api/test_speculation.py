@@ -93,6 +93,10 @@ def test_what_the_client_lets_be_drafted(make):
         ({"type": "content", "content": [{"type": "text", "text": 5}]}, "prediction.content[0].text"),
         ({"type": "content", "content": [{"type": "text", "text": "", "x": 1}]}, "prediction.content[0].x"),
         ({"type": "content", "content": [*parts("a"), {"type": "x", "text": "a"}]}, "prediction.content[1].type"),
+        (
+            {"type": "content", "content": [{"type": "text", "text": "", "prompt_cache_breakpoint": {}}]},
+            "prediction.content[0].prompt_cache_breakpoint.mode",
+        ),
     ],
 )  # fmt: skip
 def test_a_malformed_prediction_is_refused_where_it_is_wrong(value, param):
