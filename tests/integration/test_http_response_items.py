@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 from typing import Any
 
 import orjson
@@ -86,6 +87,36 @@ async def test_what_changes_nothing_is_checked(gateway):
     listed = (await ask(gateway, "GET", f"/v1/responses/{made}/input_items?limit=1"))[1]["data"]
     assert listed[0]["name"] == "f"
     assert (await create(gateway, input=[text(), call, {**output, "name": 7}]))[0] == 400
+
+
+@pytest.mark.parametrize("wrong", ["", "x", {}, 0, False, {"a": 1}])
+@pytest.mark.parametrize(
+    ("item", "path"),
+    [
+        ({"type": "reasoning", "summary": []}, ["content"]),
+        ({"type": "reasoning", "content": []}, ["summary"]),
+        ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ["content", 0, "annotations"]),
+        ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ["content", 0, "logprobs"]),
+    ],
+)
+async def test_what_is_no_list_is_not_taken_for_an_empty_one(gateway, item, path, wrong):
+    item = copy.deepcopy(item)
+    holder: Any = item
+    for step in path[:-1]:
+        holder = holder[step]
+    for right in (None, []):
+        holder[path[-1]] = right
+        assert (await create(gateway, input=[item, {"role": "user", "content": "x"}]))[0] == 200
+    holder[path[-1]] = wrong
+    status, body = await create(gateway, input=[item, {"role": "user", "content": "x"}])
+    place = f"input[0].{path[0]}" + (f"[0].{path[2]}" if len(path) > 1 else "")
+    assert (status, body["error"]["param"]) == (400, place), body
+
+
+async def test_an_output_of_no_parts_is_refused_by_its_own_name(gateway):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    status, body = await create(gateway, input=[call, {"type": "function_call_output", "call_id": "c", "output": []}])
+    assert (status, body["error"]["param"]) == (400, "input[1].output"), body
 
 
 @pytest.mark.parametrize(
