@@ -18,7 +18,7 @@ import msgspec
 
 from shared.arguments import Parser, suggestion
 from shared.errors import ConfigurationError
-from shared.settings import CommonSettings, ServeSettings, WorkerSettings
+from shared.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 ENVIRONMENT_PREFIX = "PELTON_"
 SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "cache_secret"})
@@ -26,6 +26,14 @@ SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "cache_secret"})
 
 OTHER_VARIABLES = frozenset({"PELTON_CONFIG", "PELTON_SUPERVISOR_FD", "PELTON_TORCH_INDEX"})
 """Variables with the prefix that are no settings."""
+
+_SIDES = {
+    "both sides": CommonSettings,
+    "the gateway": GatewaySettings,
+    "workers": WorkerSettings,
+    "serve": ServeSettings,
+}
+"""The headings of --help, and the class that has the settings below each."""
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 
@@ -137,6 +145,7 @@ class _Parser(Parser):
 def _parse_flags(known: Mapping[str, SettingInfo], argv: Sequence[str], prog: str) -> dict[str, Any]:
     parser = _Parser(
         prog=prog,
+        usage=f"{prog} [-h] {'[MODEL] ' if 'model' in known else ''}[--config FILE.toml] [FLAGS]",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         epilog="A flag --max-num-seqs is also the variable PELTON_MAX_NUM_SEQS and the file's key max-num-seqs.",
@@ -144,13 +153,15 @@ def _parse_flags(known: Mapping[str, SettingInfo], argv: Sequence[str], prog: st
     parser.add_argument("--config", metavar="FILE.toml", help="file with settings; environment and flags win over it")
     if "model" in known:
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-    for info in known.values():
-        text = _help_text(info)
-        if isinstance(info.default, bool):
-            parser.add_argument(info.flag, dest=info.name, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            action = "append" if info.repeatable else "store"
-            parser.add_argument(info.flag, dest=info.name, action=action, metavar=_metavar(info), help=text)
+    for title, cls in _SIDES.items():
+        group = parser.add_argument_group(title)
+        for name in filter(known.__contains__, cls.__annotations__):  # its own, not what it inherits
+            info, text = known[name], _help_text(known[name])
+            if isinstance(info.default, bool):
+                group.add_argument(info.flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+            else:
+                action = "append" if info.repeatable else "store"
+                group.add_argument(info.flag, dest=name, action=action, metavar=_metavar(info), help=text)
     flags = vars(parser.parse_args(argv))
     positional = flags.pop("model_argument", None)
     if positional is not None:

@@ -195,10 +195,12 @@ class Supervisor:
     def _handle_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            logger.info("signal", signal=signal.Signals(number).name)
+            name = signal.Signals(number).name
             if self._stopping is None:
+                logger.info("signal", signal=name, next_one="ends everything at once")
                 self._begin_stop(0)
             else:
+                logger.info("signal", signal=name)
                 # Asked twice: no more waiting.
                 self._exit_code = self._exit_code or 1
                 self._kill_all()

@@ -148,7 +148,15 @@ def test_help_shows_every_setting_with_its_documentation(capsys):
     with pytest.raises(SystemExit) as ended:
         load(argv=["--help"])
     assert ended.value.code == 0
-    shown = "".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    # Each below the side that takes it.
+    marks = [
+        *("\nboth sides:\n", "  --log-level ", "\nthe gateway:\n", "  --port "),
+        *("\nworkers:\n", "  --max-num-seqs ", "\nserve:\n", "  --data-parallel-size "),
+    ]
+    places = [out.index(mark) for mark in marks]
+    assert places == sorted(places)
+    shown = "".join(out.split())
     for info in describe(ServeSettings).values():
         assert info.flag in shown
         assert "".join(info.doc.split()) in shown
