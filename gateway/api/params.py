@@ -15,7 +15,6 @@ from gateway.api.speculation_fields import PredictionField, SpeculativeField
 from gateway.api.structured_fields import ResponseFormat, StructuredOutputs
 from gateway.api.tool_params import ToolChoiceField, ToolField
 from shared.errors import InvalidRequestError
-from shared.sampling_params import RepetitionDetection
 
 TokenIds = list[int]
 
@@ -27,6 +26,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
     resumable: bool | None = None
+
+
+class RepetitionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`repetition_detection`; null is the default, as everywhere."""
+
+    max_pattern_size: int
+    min_pattern_size: int | None = None
+    min_count: int | None = None
 
 
 class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -93,7 +100,7 @@ class SamplingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
     # What vLLM's users send.
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    repetition_detection: RepetitionDetection | None = None
+    repetition_detection: RepetitionField | None = None
     stop_regex: str | list[str] | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -211,7 +218,7 @@ def invalid_field(text: str, where: str = "") -> InvalidRequestError:
         return InvalidRequestError(
             f"Invalid value for {path}: {found['value'][:64]}.", param=path, code="invalid_value"
         )
-    what = what.replace("`", "").replace(" | null", "").replace("Expected", "expected")
+    what = what.replace("`", "").replace(" | null", "").replace("NoneType", "null").replace("Expected", "expected")
     return InvalidRequestError(f"Invalid type for {path}: {what}.", param=path, code="invalid_type")
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.params import SamplingFields
+import msgspec
+
+from gateway.api.params import RepetitionField, SamplingFields
 from gateway.api.ranges import MAX_INT32, check_range
 from gateway.flow.requests import TextPipelineLike
 from shared.errors import InvalidRequestError
-from shared.sampling_params import MAX_DRY_BREAKERS
+from shared.sampling_params import MAX_DRY_BREAKERS, RepetitionDetection
 
 DEFAULT_DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's."""
@@ -23,7 +25,7 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 _SAME_NAME = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
     "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau",
-    "mirostat_eta", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "repetition_detection",
+    "mirostat_eta", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
 )  # fmt: skip
 """Fields whose name, meaning and default are those of SamplingParams."""
 
@@ -58,6 +60,8 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     """
     _check_mirostat(fields)
     values = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    if fields.repetition_detection is not None:
+        values["repetition_detection"] = _repetition_detection(fields.repetition_detection)
     if fields.top_k is not None:
         check_range("top_k", fields.top_k, -1, MAX_INT32)
         values["top_k"] = max(fields.top_k, 0)
@@ -134,6 +138,11 @@ def _typical_p(fields: SamplingFields) -> float | None:
     if len(given) == 2 and given[0] != given[1]:
         raise InvalidRequestError("typical_p and typ_p are one parameter, and differ.", param="typ_p")
     return given[0] if given else None
+
+
+def _repetition_detection(wanted: RepetitionField) -> RepetitionDetection:
+    given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
+    return RepetitionDetection(**given)
 
 
 def _allowed_token_ids(ids: Sequence[int]) -> tuple[int, ...]:

@@ -132,6 +132,25 @@ def test_every_field_of_openais_package_is_taken_or_refused_with_a_reason(openai
     assert set(typing.get_type_hints(openai)) - set(ours.__struct_fields__) - set(UNSUPPORTED) == set()
 
 
+def structs(kind: object) -> set[type[msgspec.Struct]]:
+    """Those that a field of this type may be."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return {kind}
+    return set().union(*(structs(inner) for inner in typing.get_args(kind)))
+
+
+def test_null_counts_as_absent_in_objects_too():
+    seen: set[type[msgspec.Struct]] = set()
+    left: set[type[msgspec.Struct]] = {kind for kind, _ in TABLES.values()}
+    while left:
+        kind = left.pop()
+        seen.add(kind)
+        for field in msgspec.structs.fields(kind):
+            assert field.required or type(None) in typing.get_args(field.type), f"{kind.__name__}.{field.name}"
+            left |= structs(field.type) - seen
+    assert len(seen) > len(TABLES)
+
+
 def main() -> None:
     text = DOCUMENT.read_text("utf-8")
     head, opening, rest = text.partition("<!-- refused -->\n")

@@ -91,6 +91,8 @@ def test_errors_have_all_that_a_client_needs():
     with pytest.raises(PeltonError) as refused:
         parse_fields({"model": "m", "prompt": "x", "stream_options": {"x": 1}}, CompletionFields)
     assert refused.value.param == "stream_options.x"
+    with pytest.raises(PeltonError, match=r"^Invalid type for response_format\.type: expected str, got null\.$"):
+        parse_fields({"model": "m", "prompt": "x", "response_format": {"type": None}}, CompletionFields)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def test_every_field_arrives(make):
     got = sampling(make, repetition_detection=detection, allowed_token_ids=[3, 4], ignore_eos=True, stop_token_ids=[9])
     assert got.repetition_detection == RepetitionDetection(**detection)
     assert got.allowed_token_ids == (3, 4) and got.ignore_eos and got.stop_token_ids == (9,)
+    got = sampling(make, repetition_detection={"max_pattern_size": 8, "min_pattern_size": None, "min_count": None})
+    assert got.repetition_detection == RepetitionDetection(max_pattern_size=8)
 
 
 @pytest.mark.parametrize("make", [chat, completion])
