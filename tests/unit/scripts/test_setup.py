@@ -18,7 +18,7 @@ from tests.architecture.source import ROOT
 PYTHON = """\
 #!/bin/bash
 case "$*" in
-    *venv.main*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"--clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     *"pip install"*)
         echo "$*" >>pip.log
         case "$FAKE_PIP" in
