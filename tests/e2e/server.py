@@ -23,11 +23,11 @@ READY_TIMEOUT = 180.0
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, and that the kernel gives to nobody who does not ask for it: until a server
-    listens, a connection of some client might begin at a port of that range."""
+    """A port that was free a moment ago, below those that the kernel gives to connections of clients (where it leaves
+    some): such a connection might begin there before a server listens."""
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.randrange(first_given // 2, first_given)
+        port = random.randrange(10_000, max(first_given, 20_000))
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -68,15 +68,16 @@ class Server:
         try:
             wait_until(self.ready_or_dead, READY_TIMEOUT, "ready")
             assert self.process.poll() is None, self.log()
-        except BaseException:
-            print(self.log())
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         assert self.process is not None
         end(self.process, 40)
+        if kind is not None:
+            print(self.log())
         self.directory.cleanup()
 
     def log(self) -> str:
