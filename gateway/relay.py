@@ -22,7 +22,7 @@ from gateway.keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
 from gateway.peers import peer_socket
 from gateway.responses import error_response, json_response
 from gateway.route import Handler
-from gateway.stores.ids import gateway_of
+from gateway.stores.ids import gateway_of, shown_id
 from gateway.stores.items import find_items
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError, UnavailableError
 
@@ -103,7 +103,7 @@ class Relay:
             if answer.status == 400:
                 raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
             if answer.status != 200:
-                raise NotFoundError("There is no response with that id.")
+                raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
             return (await _whole(answer),)
 
     async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
 from gateway.flow.salt import Salts, kept_secret
-from gateway.garbage import settle
+from gateway.garbage import give_back, settle
 from gateway.keys import Limits
 from gateway.middleware import is_loopback_host
 from gateway.peers import Peers
@@ -46,6 +46,7 @@ from shared.sockets import runtime_dir
 
 _BACKLOG = 2048
 _LAG_INTERVAL = 1.0
+_GIVE_BACK_INTERVAL = 10.0
 _STOP_MARGIN = 10.0
 _OWN_DESCRIPTORS = 64
 """File descriptors kept for workers (three each), the log and the event loop."""
@@ -242,7 +243,7 @@ class Service:
 
     async def _housekeeping(self, _app: web.Application) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self._measure_lag()), asyncio.create_task(_feed_watchdog())]
-        tasks.append(asyncio.create_task(self._grammars.start()))
+        tasks += [asyncio.create_task(_give_back_memory()), asyncio.create_task(self._grammars.start())]
         yield
         for task in tasks:
             task.cancel()
@@ -255,6 +256,12 @@ class Service:
             await asyncio.sleep(_LAG_INTERVAL)
             self._metrics.event_loop_lag.set(max(0.0, time.monotonic() - due))
             self._metrics.log_lines_dropped.set(self._log_writer.dropped)
+
+
+async def _give_back_memory() -> None:
+    while True:
+        await asyncio.sleep(_GIVE_BACK_INTERVAL)
+        await asyncio.to_thread(give_back)
 
 
 async def _feed_watchdog() -> None:

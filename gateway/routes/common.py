@@ -20,7 +20,7 @@ from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.events import GenerationRequest
 from gateway.flow.requests import GeneratorLike, ModelEntryLike
 from gateway.keys import DRAIN, GATEWAY_INDEX, GENERATOR, IDENTITY, MODELS, REQUEST_ID, log
-from gateway.stores.ids import new_id
+from gateway.stores.ids import new_id, shown_id
 from shared.errors import InvalidRequestError, ModelNotFoundError
 
 MAX_MODEL_NAME = 256
@@ -42,7 +42,7 @@ def find_model(request: web.Request, name: str | None) -> ModelEntryLike:
             return entries[0]
         raise ModelNotFoundError("The request must name a model.", param="model")
     if not 1 <= len(name) <= MAX_MODEL_NAME or not name.isprintable():
-        raise ModelNotFoundError("There is no model with that name.", param="model")
+        raise ModelNotFoundError(f"There is no model with the name {shown_id(name)}.", param="model")
     return models.model(name)
 
 

@@ -8,6 +8,7 @@ from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY
 from gateway.relay import RELAY
 from gateway.responses import json_response
+from gateway.stores.ids import shown_id
 from shared.errors import NotFoundError
 
 
@@ -22,5 +23,5 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
     if (relay := request.app.get(RELAY)) is not None:
         found = await relay.ask_all(request) or found
     if not found:
-        raise NotFoundError("There is no running request with that id.")
+        raise NotFoundError(f"There is no running request with the id {shown_id(identifier)}.")
     return json_response({"id": identifier, "object": "request", "aborted": True})

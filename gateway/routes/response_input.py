@@ -18,6 +18,7 @@ from gateway.aside import aside, count_objects
 from gateway.keys import GATEWAY_INDEX, IDENTITY, RESPONSES
 from gateway.relay import RELAY
 from gateway.routes.prepared_chat import PreparedChat, SizedChat, size_chat, with_grammar
+from gateway.stores.ids import shown_id
 from gateway.stores.items import count_stored, find_items, load_items
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
 
@@ -43,7 +44,7 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
                 message = f"{place} names an item that was referred to before."
                 raise InvalidRequestError(message, param=place, code="duplicate_item")
             if item["id"] not in found:
-                message = f"There is no stored item with the id that {place} names."
+                message = f"There is no stored item with the id {shown_id(item['id'])}, which {place} names."
                 raise NotFoundError(message, param=place, code="item_not_found")
             wanted.discard(item["id"])
             items[index] = found[item["id"]]
@@ -76,7 +77,7 @@ async def history_of(request: web.Request, previous: str | None) -> tuple[bytes,
         return await relay.conversation(holder, previous, owner)
     except NotFoundError:
         name = "previous_response_id"
-        message = "There is no response with the id that previous_response_id names."
+        message = f"There is no response with the id {shown_id(previous)}, which previous_response_id names."
         raise NotFoundError(message, param=name, code="previous_response_not_found") from None
 
 

@@ -12,6 +12,7 @@ from gateway.api.fan_in import FanIn
 from gateway.api.sse import HEADERS, Encoder, SseResponse, failure, is_large, stream_events, unexpected_error
 from gateway.drain import Drain
 from gateway.keys import DRAIN, IDENTITY, STREAMS, log
+from gateway.stores.ids import shown_id
 from gateway.stores.streams import StreamLog
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError
 
@@ -40,7 +41,8 @@ async def resume_stream(request: web.Request) -> web.StreamResponse:
     """GET /v1/streams/{id}: what follows the event that `Last-Event-ID` names, or all; 204 where nothing will."""
     identifier = request.match_info["id"]
     if identifier.startswith("resp_"):
-        raise NotFoundError("The events of a response are at /v1/responses/{id}?stream=true.")
+        message = f"There is no stream with the id {shown_id(identifier)}: see /v1/responses/{{id}}?stream=true."
+        raise NotFoundError(message)
     record = request.app[STREAMS].find(identifier, request[IDENTITY].key_hash)
     return await stream_log(request, identifier, record, _last_seen(request, record), _failed)
 

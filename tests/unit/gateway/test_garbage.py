@@ -1,13 +1,16 @@
-"""What the garbage collector looks at."""
+"""What the garbage collector looks at, and what malloc keeps."""
 
 from __future__ import annotations
 
 import gc
+import os
+import platform
 import weakref
 
 import pytest
 
-from gateway.garbage import settle
+from gateway.garbage import give_back, settle
+from scripts._bench.process_memory import resident_bytes
 
 
 class Cycle:
@@ -43,3 +46,14 @@ def test_what_was_left_meanwhile_goes_with_the_next_time():
     del old
     settle()
     assert gone() is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others give it back by themselves")
+def test_what_was_freed_is_given_back():
+    texts = [bytes([index % 251]) * 100_000 for index in range(1000)]
+    held = texts[::50]  # what is between them malloc keeps
+    del texts
+    before = resident_bytes(os.getpid())
+    give_back()
+    assert before - resident_bytes(os.getpid()) > 50_000_000
+    assert len(held) == 20
