@@ -15,8 +15,10 @@ hypothesis.settings.register_profile("search", derandomize=False, max_examples=1
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses how property tests draw their examples."""
+    """Chooses how property tests draw their examples, and that no proxy is asked for what listens on this machine."""
     hypothesis.settings.load_profile("search" if config.getoption("--all") else "same")
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join([*filter(None, [os.environ.get(name)]), "127.0.0.1", "localhost"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

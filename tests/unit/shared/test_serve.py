@@ -92,7 +92,7 @@ def test_greets_and_stops_in_order(serve):
     assert "Pelton serves model-in-/run at http://127.0.0.1:" in greeting
     assert "curl -N" in greeting
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "sk-secret" not in greeting + out + err
     for name in ("worker-0", "worker-1", "gateway-0"):
@@ -101,7 +101,7 @@ def test_greets_and_stops_in_order(serve):
 
 def test_model_that_cannot_be_loaded_ends_serve_with_its_message(serve):
     process = serve("missing")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert err.endswith("\npelton serve: model missing does not exist\n") and err.count("missing does not") == 1
     assert "Traceback" not in err
@@ -111,7 +111,7 @@ def test_second_serve_in_the_same_directory_is_refused(serve):
     first = serve(PELTON_API_KEY="sk-1")
     read_greeting(first)
     second = serve()
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=100)
     assert second.returncode == 1
     assert "another pelton serve runs in" in err
     assert first.poll() is None
