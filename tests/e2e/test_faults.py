@@ -43,6 +43,8 @@ async def _stream(client: openai.AsyncOpenAI, index: int, tokens: int, started: 
             count += 1
     except openai.APIError as error:
         return str(error.code)
+    finally:
+        started.set()
     return "ok" if reason == "length" else f"ended with {reason} after {count}"
 
 

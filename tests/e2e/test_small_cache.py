@@ -51,6 +51,8 @@ async def _unfinished(client: openai.AsyncOpenAI, index: int, started: asyncio.E
     # openai.APIConnectionError before the headers, httpx's own after them.
     except (openai.APIConnectionError, httpx.TransportError):
         return True
+    finally:
+        started.set()
     return False
 
 
