@@ -66,8 +66,9 @@ def _serve(settings: WorkerSettings) -> int:
             ending.callback(beside.close)
         with _announced("loading the model"):
             files = open_model(settings.model, cache_directory(settings))
-            # Until worker_ready nothing else is said, for half a minute where the kernels are compiled first.
-            logger.info("loading", model=files.default_name)
+            # Until worker_ready nothing else is said.
+            compiling = {} if beside is None else {"compiling": "kernels, once; may take a minute"}
+            logger.info("loading", model=files.default_name, **compiling)
             draft_files = open_draft(settings, files, cache_directory(settings))
             built = build_executor(settings, files, beside=beside, draft_files=draft_files)
             ending.callback(built.executor.close)
