@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -43,5 +44,7 @@ STREAMS = web.AppKey("STREAMS", StreamStore)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 STARTED = web.RequestKey("STARTED", float)
 IDENTITY = web.RequestKey("IDENTITY", Identity)
+QUERY = web.RequestKey[Any]("QUERY")
+"""Its parameters, once they were parsed: see gateway.api.query."""
 
 log = get_logger("gateway.http")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from gateway.api.anthropic_errors import asks_anthropic, error_bodies
-from gateway.api.query import parse_query
+from gateway.api.query import query_of
 from gateway.auth import Scope
 from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.responses import error_response, http_exception_response
@@ -76,7 +76,7 @@ class Middleware:
                 raise unmatched
             route = self._authorize(request)
             if route.query is not None:
-                parse_query(request.query, route.query)
+                query_of(request, route.query)
             if route.scope is Scope.PUBLIC:
                 return await handler(request)
             with drain.admit():

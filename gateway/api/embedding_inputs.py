@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.api.embedding_fields import EmbeddingFields
-from gateway.api.prompts import Prompt, check_token_ids, context_limit, limit_name, longest_text, split_prompts
+from gateway.api.prompts import Prompt, check_token_ids, context_limit, cut, limit_name, longest_text, split_prompts
 from gateway.flow.requests import ModelEntryLike
 from shared.errors import ContextLengthError, InvalidRequestError
 
@@ -50,24 +50,19 @@ def _most_kept(fields: EmbeddingFields, entry: ModelEntryLike) -> int | None:
 async def _token_ids(
     one: Prompt, fields: EmbeddingFields, entry: ModelEntryLike, param: str, keep: int | None
 ) -> list[int]:
-    special, from_right = fields.add_special_tokens is not False, fields.truncation_side == "right"
+    special, side = fields.add_special_tokens is not False, fields.truncation_side
     if not isinstance(one, str):
         check_token_ids(one, entry.facts, param)
-        return one if keep is None else _cut(one, keep, from_right=from_right)
+        return one if keep is None else cut(one, keep, side)
     most = longest_text(fields, entry.facts)
     ids = await entry.pipeline.encode(one, special, max_tokens=most, param=param)
     if keep is None or len(ids) <= keep:
         return ids
     plain = await entry.pipeline.encode(one, False, max_tokens=most, param=param) if special else ids
-    return _cut_between(ids, plain, keep, from_right=from_right)
+    return _cut_between(ids, plain, keep, side)
 
 
-def _cut(ids: list[int], keep: int, *, from_right: bool) -> list[int]:
-    """`keep` of the ids, or all where there are fewer. With `from_right` the first ones."""
-    return ids[:keep] if from_right else ids[max(len(ids) - keep, 0) :]
-
-
-def _cut_between(ids: list[int], plain: list[int], keep: int, *, from_right: bool) -> list[int]:
+def _cut_between(ids: list[int], plain: list[int], keep: int, side: str | None) -> list[int]:
     """`keep` of the ids, of which those around the text, `plain`, stay: a model that is made for embeddings is read at
     its end token.
     """
@@ -75,5 +70,5 @@ def _cut_between(ids: list[int], plain: list[int], keep: int, *, from_right: boo
     for begin in range(num_special + 1):
         end = begin + len(plain)
         if num_special < keep and ids[begin:end] == plain:
-            return ids[:begin] + _cut(plain, keep - num_special, from_right=from_right) + ids[end:]
-    return _cut(ids, keep, from_right=from_right)
+            return ids[:begin] + cut(plain, keep - num_special, side) + ids[end:]
+    return cut(ids, keep, side)

@@ -102,7 +102,12 @@ def truncated(ids: list[int], wanted: int | None, side: str | None, room_for: in
             param="truncate_prompt_tokens",
         )
     most = max(limit - room_for, 1) if wanted == -1 else wanted
-    return ids[:most] if side == "right" else ids[-most:]
+    return cut(ids, most, side)
+
+
+def cut(ids: list[int], most: int, side: str | None) -> list[int]:
+    """`most` of the ids, or all where there are fewer; what is left out is on this side, None: the left one."""
+    return ids[:most] if side == "right" else ids[max(len(ids) - most, 0) :]
 
 
 def completion_budget(

@@ -1,7 +1,7 @@
 """Query parameters, as strictly typed as bodies: an unknown one, one given twice and one of a wrong type are refused.
 
 A route's parameters are the fields of a struct. gateway.middleware refuses what the struct does not take, before the
-route runs; the route reads them by `parse_query`. Fields are strings, literals of strings, integers or booleans, each
+route runs; the route has them from `query_of`. Fields are strings, literals of strings, integers or booleans, each
 with a description in its `msgspec.Meta`. A query cannot say null: what may be left out and has no default is
 `msgspec.UNSET`.
 """
@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
+from aiohttp import web
 from msgspec import inspect
 from multidict import MultiMapping
 
 from gateway.api.params import invalid_field
+from gateway.keys import QUERY
 from shared.errors import InvalidRequestError
 
 _MAX_SHOWN = 64
@@ -36,6 +38,15 @@ class BetaQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Query = TypeVar("Query", bound=msgspec.Struct)
+
+
+def query_of(request: web.BaseRequest, kind: type[Query]) -> Query:
+    """The parameters of a request, parsed when they are first asked for. Raises InvalidRequestError as parse_query."""
+    known = request.get(QUERY)
+    if isinstance(known, kind):
+        return known
+    request[QUERY] = parsed = parse_query(request.query, kind)
+    return parsed
 
 
 def parse_query(query: MultiMapping[str], kind: type[Query]) -> Query:

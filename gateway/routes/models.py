@@ -9,7 +9,7 @@ from aiohttp import web
 from gateway.api.anthropic_errors import asks_anthropic
 from gateway.api.anthropic_models import ModelsQuery, model_info, model_page
 from gateway.api.anthropic_params import VERSION_HEADER, check_versions
-from gateway.api.query import parse_query
+from gateway.api.query import query_of
 from gateway.flow.requests import ModelEntryLike
 from gateway.keys import MODELS
 from gateway.responses import json_response
@@ -24,7 +24,7 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     entries = request.app[MODELS].models()
     if asks_anthropic(request):
         check_versions(request.headers.getall(VERSION_HEADER))
-        return json_response(model_page(entries, parse_query(request.query, ModelsQuery)))
+        return json_response(model_page(entries, query_of(request, ModelsQuery)))
     for name in _OF_PAGES:
         if name in request.query:
             raise InvalidRequestError(f"{name} goes with the header {VERSION_HEADER}.", param=name)

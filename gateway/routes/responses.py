@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gateway.api.body import read_json
 from gateway.api.fan_in import FanIn
-from gateway.api.query import parse_query
+from gateway.api.query import query_of
 from gateway.api.response_fields import (
     ENCRYPTED_REASONING,
     ItemsQuery,
@@ -167,7 +167,7 @@ async def _run_in_background(
 async def get_response(request: web.Request) -> web.StreamResponse:
     """A stored response; with `stream=true` the events of one that was made in the background."""
     identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
-    query = parse_query(request.query, RetrieveQuery)
+    query = query_of(request, RetrieveQuery)
     stored = request.app[RESPONSES].get(identifier, owner)
     if query.include_obfuscation:
         name = "include_obfuscation"
@@ -210,7 +210,7 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
 
 async def list_input_items(request: web.Request) -> web.StreamResponse:
     """What was put into a response, with what it continues, a page at a time."""
-    query = parse_query(request.query, ItemsQuery)
+    query = query_of(request, ItemsQuery)
     stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
     items = await aside(count_stored(stored.input), partial(load_items, stored.input))
     if query.order == "desc":

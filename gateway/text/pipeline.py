@@ -18,6 +18,11 @@ from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLar
 from shared.messages import Bundle
 
 MAX_TEXT_BYTES = 16_777_216
+_LONG_TEXT_BYTES = 2_097_152
+_LONG_TOKEN_BYTES = 16
+"""A text has at most so many bytes, or so many for each token that it may have. Tokenizing takes 200 times the memory
+of a text, and seconds for each few million bytes, in which other long texts wait: the longest token times their number,
+which is what certainly cannot fit, would bound neither."""
 LARGE_TEXT = 262_144
 """Texts of more characters have a thread of their own, so that they delay only each other."""
 
@@ -179,6 +184,10 @@ class TextPipeline:
                 f"the prompt is too long: it has {size} bytes, which is at least {-(-size // most)} tokens; "
                 f"the maximum context length is {max_tokens} tokens",
                 param=param,
+            )
+        if max_tokens is not None and size > (allowed := max(_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES * max_tokens)):
+            raise ContextLengthError(
+                f"the prompt is too long: it has {size} bytes; at most {allowed} are tokenized", param=param
             )
         if size > MAX_TEXT_BYTES:
             raise PayloadTooLargeError(

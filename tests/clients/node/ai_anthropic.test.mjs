@@ -3,11 +3,11 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 import { createAnthropic } from "@ai-sdk/anthropic";
-import { APICallError, Output, generateObject, generateText, stepCountIs, streamText, tool } from "ai";
+import { APICallError, Output, generateObject, generateText, stepCountIs, streamText } from "ai";
 import { z } from "zod";
+import { testTools, weatherTools } from "./ai_tools.mjs";
 
 const { SERVER, KEY, MODEL, HELLO } = process.env;
-const WEATHER = JSON.parse(process.env.WEATHER);
 const PERSON = JSON.parse(process.env.PERSON);
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
@@ -16,15 +16,6 @@ const model = provider(MODEL);
 const settings = { model, maxRetries: 0, maxOutputTokens: 1000 };
 const cached = { anthropic: { cacheControl: { type: "ephemeral" } } };
 const Person = z.object({ name: z.string(), age: z.number().int(), languages: z.array(z.string()) });
-
-function weatherTools(seen, result) {
-  const inputSchema = z.object({ city: z.string() }).passthrough();
-  const execute = async (input) => {
-    seen.push(input);
-    return typeof result === "function" ? result(input) : result;
-  };
-  return { get_weather: tool({ description: "The weather.", inputSchema, execute, providerOptions: cached }) };
-}
 
 test("text, whole and streamed", async () => {
   const { text, finishReason, usage } = await generateText({ ...settings, prompt: "hello", temperature: 0, topK: 5 });
@@ -41,32 +32,12 @@ test("text, whole and streamed", async () => {
   assert.equal(streamed, HELLO);
 });
 
-test("a tool loop", async () => {
-  const seen = [];
-  const tools = weatherTools(seen, { sky: "clear" });
-  const { text } = await generateText({ ...settings, tools, prompt: "weather?", stopWhen: stepCountIs(3) });
-  assert.deepEqual(seen, [WEATHER]);
-  assert.equal(text, "It is clear there.");
-});
-
-test("a tool loop in streams, with two calls at once", async () => {
-  const seen = [];
-  const tools = weatherTools(seen, ({ city }) => city);
-  const result = streamText({ ...settings, tools, prompt: "two cities?", stopWhen: stepCountIs(3) });
-  const kinds = new Set();
-  for await (const part of result.fullStream) {
-    assert.notEqual(part.type, "error", String(part.error));
-    kinds.add(part.type);
-  }
-  assert.deepEqual(seen, [{ city: "Bern" }, { city: "Rome" }]);
-  assert.match(await result.text, /Bern.* and .*Rome/);
-  for (const kind of ["tool-input-start", "tool-input-delta", "tool-call", "tool-result"]) assert.ok(kinds.has(kind));
-});
+testTools(settings, { providerOptions: cached });
 
 for (const thinking of [{ type: "enabled", budgetTokens: 1024 }, { type: "adaptive" }]) {
   test(`a tool loop of a model that thinks, ${thinking.type}`, async () => {
     const seen = [];
-    const tools = weatherTools(seen, "fine");
+    const tools = weatherTools(seen, "fine", { providerOptions: cached });
     const contextManagement = { edits: [{ type: "clear_thinking_20251015", keep: "all" }] };
     const providerOptions = { anthropic: { thinking, effort: "high", contextManagement } };
     const asked = { ...settings, tools, providerOptions, prompt: "think and call", stopWhen: stepCountIs(3) };
@@ -77,17 +48,6 @@ for (const thinking of [{ type: "enabled", budgetTokens: 1024 }, { type: "adapti
     assert.deepEqual(seen, [{ city: "Bern" }, { city: "Bern" }]);
   });
 }
-
-test("forced calls", async () => {
-  const seen = [];
-  const tools = weatherTools(seen, "fine");
-  for (const toolChoice of ["required", { type: "tool", toolName: "get_weather" }]) {
-    const { toolCalls } = await generateText({ ...settings, tools, toolChoice, prompt: "only a call" });
-    assert.deepEqual(toolCalls[0].input, { city: "Bern" });
-  }
-  const { text } = await generateText({ ...settings, tools, toolChoice: "none", prompt: "hello" });
-  assert.equal(text, HELLO);
-});
 
 test("objects", async () => {
   const providerOptions = { anthropic: { structuredOutputMode: "outputFormat" } };

@@ -4,8 +4,9 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { createOpenAI } from "@ai-sdk/openai";
-import { APICallError, Output, generateText, stepCountIs, streamText, tool } from "ai";
+import { APICallError, Output, generateText, stepCountIs, streamText } from "ai";
 import { z } from "zod";
+import { weatherTools } from "./ai_tools.mjs";
 
 const { SERVER, KEY, MODEL, HELLO } = process.env;
 const WEATHER = JSON.parse(process.env.WEATHER);
@@ -22,11 +23,6 @@ const provider = createOpenAI({
   },
 });
 const model = provider(MODEL);
-
-function weather(result) {
-  const inputSchema = z.object({ city: z.string() }).passthrough();
-  return { get_weather: tool({ description: "The weather.", inputSchema, execute: async () => result }) };
-}
 
 test("generateText and streamText", async () => {
   const { text, finishReason, usage } = await generateText({ model, prompt: "hello", maxRetries: 0 });
@@ -48,7 +44,7 @@ test("objects", async () => {
 
 test("the steps of a stored conversation are referred to", async () => {
   sent.length = 0;
-  const tools = weather({ sky: "grey" });
+  const tools = weatherTools([], { sky: "grey" });
   const { text, steps } = await generateText({ model, prompt: "weather?", tools, stopWhen: stepCountIs(3) });
   assert.equal(text, "It is grey there.");
   assert.deepEqual(steps[0].toolCalls[0].input, WEATHER);
@@ -63,7 +59,7 @@ for (const stream of [false, true]) {
     const options = {
       model,
       prompt: "think and call",
-      tools: weather("sunny"),
+      tools: weatherTools([], "sunny"),
       stopWhen: stepCountIs(3),
       providerOptions: {
         openai: { store: false, include: ["reasoning.encrypted_content"], forceReasoning: true, reasoningSummary: "auto" },

@@ -4,11 +4,11 @@ import assert from "node:assert/strict";
 import { after, test } from "node:test";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, Output, cosineSimilarity, embed, embedMany, generateObject, generateText } from "ai";
-import { stepCountIs, streamObject, streamText, tool } from "ai";
+import { stepCountIs, streamObject, streamText } from "ai";
 import { z } from "zod";
+import { testTools, weatherTools } from "./ai_tools.mjs";
 
 const { SERVER, KEY, MODEL, HELLO } = process.env;
-const WEATHER = JSON.parse(process.env.WEATHER);
 const PERSON = JSON.parse(process.env.PERSON);
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
@@ -21,15 +21,6 @@ const provider = createOpenAICompatible({
 });
 const model = provider(MODEL);
 const Person = z.object({ name: z.string(), age: z.number().int(), languages: z.array(z.string()) });
-
-function weatherTools(seen, result) {
-  const inputSchema = z.object({ city: z.string() }).passthrough();
-  const execute = async (input) => {
-    seen.push(input);
-    return typeof result === "function" ? result(input) : result;
-  };
-  return { get_weather: tool({ description: "The weather.", inputSchema, execute }) };
-}
 
 test("generateText", async () => {
   const { text, finishReason, usage } = await generateText({ model, prompt: "hello", maxRetries: 0 });
@@ -60,31 +51,7 @@ test("settings reach the server", async () => {
   );
 });
 
-test("a tool loop", async () => {
-  const seen = [];
-  const tools = weatherTools(seen, { sky: "clear" });
-  const result = await generateText({ model, tools, prompt: "weather?", stopWhen: stepCountIs(3), maxRetries: 0 });
-  assert.deepEqual(seen, [WEATHER]);
-  assert.equal(result.text, "It is clear there.");
-  assert.deepEqual(
-    result.steps.map((step) => step.finishReason),
-    ["tool-calls", "stop"],
-  );
-});
-
-test("a tool loop in streams, with two calls at once", async () => {
-  const seen = [];
-  const tools = weatherTools(seen, ({ city }) => city);
-  const result = streamText({ model, tools, prompt: "two cities?", stopWhen: stepCountIs(3) });
-  const kinds = new Set();
-  for await (const part of result.fullStream) {
-    assert.notEqual(part.type, "error", String(part.error));
-    kinds.add(part.type);
-  }
-  assert.deepEqual(seen, [{ city: "Bern" }, { city: "Rome" }]);
-  assert.match(await result.text, /Bern.* and .*Rome/);
-  for (const kind of ["tool-input-start", "tool-input-delta", "tool-call", "tool-result"]) assert.ok(kinds.has(kind));
-});
+testTools({ model, maxRetries: 0 });
 
 test("a tool loop of a model that reasons", async () => {
   const seen = [];
@@ -97,17 +64,6 @@ test("a tool loop of a model that reasons", async () => {
   const stream = streamText(asked);
   assert.equal((await stream.text).trim(), "Done.");
   assert.deepEqual(seen, [{ city: "Bern" }, { city: "Bern" }]);
-});
-
-test("forced calls", async () => {
-  const seen = [];
-  const tools = weatherTools(seen, "fine");
-  for (const toolChoice of ["required", { type: "tool", toolName: "get_weather" }]) {
-    const { toolCalls } = await generateText({ model, tools, toolChoice, prompt: "only a call", maxRetries: 0 });
-    assert.deepEqual(toolCalls[0].input, { city: "Bern" });
-  }
-  const { text } = await generateText({ model, tools, toolChoice: "none", prompt: "hello", maxRetries: 0 });
-  assert.equal(text, HELLO);
 });
 
 test("objects", async () => {

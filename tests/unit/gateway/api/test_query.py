@@ -6,9 +6,12 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
+from aiohttp.test_utils import make_mocked_request
+from multidict import MultiMapping
 from yarl import URL
 
-from gateway.api.query import NoQuery, parse_query
+from gateway.api import query
+from gateway.api.query import NoQuery, parse_query, query_of
 from shared.errors import InvalidRequestError
 
 
@@ -72,3 +75,19 @@ def test_a_struct_without_fields_takes_nothing():
     assert parse_query(URL("http://x/?").query, NoQuery) == NoQuery()
     with pytest.raises(InvalidRequestError, match="'a'"):
         parse_query(URL("http://x/?a=1").query, NoQuery)
+
+
+def test_a_request_is_parsed_once(monkeypatch):
+    parsed: list[type[msgspec.Struct]] = []
+
+    def parse(found: MultiMapping[str], kind: type[msgspec.Struct]) -> msgspec.Struct:
+        parsed.append(kind)
+        return parse_query(found, kind)
+
+    monkeypatch.setattr(query, "parse_query", parse)
+    request = make_mocked_request("GET", "/?limit=7")
+    first = query_of(request, Every)
+    assert first.limit == 7 and query_of(request, Every) is first
+    with pytest.raises(InvalidRequestError):
+        query_of(request, NoQuery)
+    assert parsed == [Every, NoQuery]

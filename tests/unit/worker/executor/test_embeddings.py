@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaModel
 
 import tests.fakes.tiny_server
 from shared.messages import FinishReason
 from shared.sampling_params import SamplingParams
 from tests.fakes.engine_harness import make_submit
-from tests.fakes.tiny_server import MAX_MODEL_LEN, VOCAB, TinyServer, tiny_spec, tiny_weights
+from tests.fakes.llama_config import llama_config
+from tests.fakes.tiny_server import MAX_MODEL_LEN, TinyServer, tiny_spec, tiny_weights
 from tests.fakes.weights import MemoryWeights
 from tests.unit.worker.executor.fake_decoder import make_runner
 from worker.executor.local import LocalExecutor
@@ -28,19 +29,7 @@ TOLERANCE = 2e-4
 def reference():
     """tiny_spec's model by transformers: token ids -> [T, hidden], after the last norm."""
     spec = tiny_spec()
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        rms_norm_eps=spec.norm_eps,
-        max_position_embeddings=MAX_MODEL_LEN,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
-    )
-    model = LlamaModel(config).eval()
+    model = LlamaModel(llama_config(spec)).eval()
     tensors = tiny_weights(spec).tensors
     with torch.no_grad():
         ours = MemoryWeights.from_transformers(_Named(model)).tensors

@@ -9,12 +9,13 @@ from typing import Literal
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kernels.cpu import bf16
 from kernels.sampling.dispatch import sampling_ops
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
+from tests.fakes.llama_config import llama_config
 from tests.fakes.weights import make_batch
 from worker.executor.build import make_runner
 from worker.executor.device import CpuDevice
@@ -63,19 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFiles]:
 @pytest.fixture(scope="module")
 def reference(files: ModelFiles) -> LlamaForCausalLM:
     spec = files.spec
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        rms_norm_eps=spec.norm_eps,
-        max_position_embeddings=spec.max_position,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
-    )
+    config = llama_config(spec)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
