@@ -28,3 +28,15 @@ class LogprobTensors:
     ranks: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+
+
+def empty_logprobs(token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+    """For [L] int64 ids, on their device, with nothing in the other fields yet."""
+    rows, device = len(token_ids), token_ids.device
+    return LogprobTensors(
+        token_ids=token_ids,
+        logprobs=torch.empty(rows, device=device),
+        ranks=torch.empty(rows, dtype=torch.int64, device=device),
+        top_ids=torch.empty((rows, num_top), dtype=torch.int64, device=device),
+        top_logprobs=torch.empty((rows, num_top), device=device),
+    )

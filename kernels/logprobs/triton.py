@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.gpu.compilations import Compilation, Target
 from kernels.gpu.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
-from kernels.logprobs.tensors import LOWEST_LOGPROB, MAX_TOP, LogprobTensors
+from kernels.logprobs.tensors import LOWEST_LOGPROB, MAX_TOP, LogprobTensors, empty_logprobs
 
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
@@ -155,11 +155,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     count = min(num_top, vocab)
     tile, padded, width, num_warps = tiles(vocab, count, 64 if torch.version.hip else 32)
     device = logits.device
-    ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    ranks = torch.empty_like(ids)
-    logprobs = torch.empty(num_rows, device=device)
-    top_ids = torch.empty((num_rows, count), dtype=torch.int64, device=device)
-    top_logprobs = torch.empty((num_rows, count), device=device)
+    found = empty_logprobs(torch.empty(num_rows, dtype=torch.int64, device=device), count)
     if num_rows:
         scratch = torch.empty(num_rows * padded * (3 + 2 * width), dtype=torch.int32, device=device)
         tops = scratch[num_rows * padded * 3 :]
@@ -168,8 +164,9 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
         constants = {"TILE": tile, "PADDED": padded, "WIDTH": width}
         options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
         split_kernel[(num_rows, num_splits)](*row, **constants, **options)
-        row_kernel[(num_rows,)](*row, num_splits, ids, logprobs, ranks, top_ids, top_logprobs, **constants, **options)
-    return LogprobTensors(ids, logprobs, ranks, top_ids, top_logprobs)
+        out = found.token_ids, found.logprobs, found.ranks, found.top_ids, found.top_logprobs
+        row_kernel[(num_rows,)](*row, num_splits, *out, **constants, **options)
+    return found
 
 
 _SIGNATURE = {"p_logits": "*fp32", "row_stride": "i32", "vocab": "i32", "p_token_ids": "*i64"} | {

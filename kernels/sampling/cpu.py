@@ -10,15 +10,17 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kernels.cpu.claims import next_row
 from kernels.cpu.inner import inner_numpy
 from kernels.sampling.cpu_borders import (
     CHUNK,
     SHIFT,
-    allowed_row,
     argmax,
     border_of,
     key_value,
     largest_of,
+    mask_row,
+    num_chunks,
     options,
     token_key,
 )
@@ -74,7 +76,7 @@ def _gumbel(word):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, key_high):  # type: ignore[no-untyped-def]
+def _noisy_argmax(row, maxima, best_id, temperature, border, position, choice, key_low, key_high):  # type: ignore[no-untyped-def]
     """argmax of scaled logit + noise over the tokens up to the border; the lowest id where they are equal."""
     words = np.empty(CHUNK, np.uint32)
     bounds = np.empty(CHUNK, np.float32)
@@ -82,11 +84,12 @@ def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, 
     words_of_chunk(best_id - best_id % CHUNK, position, choice, _STREAM, key_low, key_high, words)
     best = _gumbel(words[best_id % CHUNK])
     cut = key_value(border)
-    for first in range(0, len(row), CHUNK):
-        chunk = row[first : first + CHUNK]
-        largest = (largest_of(chunk) - highest) / temperature
+    for c in range(len(maxima)):
+        largest = (maxima[c] - highest) / temperature
         if largest < cut or largest + _MAX_NOISE < best:
             continue
+        first = c * CHUNK
+        chunk = row[first : first + CHUNK]
         words_of_chunk(first, position, choice, _STREAM, key_low, key_high, words)
         for i in range(len(chunk)):
             # -log(-log(u)) <= -log(1 - u); log2 of 1 - u is bounded below by its exponent and linear mantissa.
@@ -109,24 +112,33 @@ def _noisy_argmax(row, best_id, temperature, border, position, choice, key_low, 
 
 @njit(**options)
 def sample_rows(  # type: ignore[no-untyped-def]
-    logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, start, end, ids
+    logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, claims, ids
 ):
-    """Fills ids[start:end]; the arguments are the fields of SamplingInputs; mask_rows is below 0 without a mask."""
+    """Fills ids of the rows that it claims; the arguments before are the fields of SamplingInputs; mask_rows is below 0
+    without a mask."""
     no_border = (np.uint64(0x7F7FFFFF) << SHIFT) | np.uint64(0xFFFFFFFF)
-    for r in range(start, end):
+    maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
+    masked = np.empty(logits.shape[1], np.float32)
+    for _ in range(len(logits)):
+        r = next_row(claims)
+        if r < 0:
+            break
         row = logits[r]
         if mask_rows[r] >= 0:
-            row = allowed_row(row, mask[mask_rows[r]])
-        best_id = argmax(row)
+            mask_row(row, mask[mask_rows[r]], masked)
+            row = masked
+        best_id = argmax(row, maxima)
         ids[r] = best_id
         if best_id < 0 or temperature[r] == np.float32(0.0):
             continue
         border = no_border
         if top_k[r] > 0 or top_p[r] < 1.0:
-            border = border_of(row, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
+            border = border_of(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
         elif log_min_p[r] > np.float32(-np.inf):
             border = token_key(log_min_p[r], np.uint64(0xFFFFFFFF))
-        ids[r] = _noisy_argmax(row, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r])
+        ids[r] = _noisy_argmax(
+            row, maxima, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r]
+        )
 
 
 @inner_numpy

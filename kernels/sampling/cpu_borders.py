@@ -43,6 +43,12 @@ def key_float(key):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
+def word_float(word):  # type: ignore[no-untyped-def]
+    """The float32 that a word of 32 bits holds."""
+    return np.int32(word).view(np.float32)
+
+
+@inner_numpy
 def largest_of(values):  # type: ignore[no-untyped-def]
     """Maximum of values without NaN."""
     _, high = key_range(values.view(np.int32))
@@ -50,18 +56,53 @@ def largest_of(values):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def argmax(row):  # type: ignore[no-untyped-def]
-    """Lowest id of the largest logit; NOT_USABLE where the row has NaN or +inf, NOTHING_LEFT where it is all -inf."""
-    low, high = key_range(row.view(np.int32))
+def num_chunks(size):  # type: ignore[no-untyped-def]
+    return (size + CHUNK - 1) // CHUNK
+
+
+@inner_numpy
+def fill_maxima(row, maxima):  # type: ignore[no-untyped-def]
+    """Fills maxima, [num_chunks] float32, with the largest value of each chunk; returns what key_range does."""
+    bits = row.view(np.int32)
+    low = np.int32(0x7FFFFFFF)
+    high = np.int32(-0x80000000)
+    whole = len(row) // CHUNK
+    for c in range(whole):
+        part = bits[c * CHUNK : (c + 1) * CHUNK]
+        least = np.int32(0x7FFFFFFF)
+        most = np.int32(-0x80000000)
+        # As key_range, which for a number of values that the compiler does not know takes four times as long.
+        for j in range(CHUNK):
+            key = np.int32(part[j] ^ ((part[j] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+            least = min(least, key)
+            most = max(most, key)
+        maxima[c] = key_float(most)
+        low = min(low, least)
+        high = max(high, most)
+    if whole < len(maxima):
+        least, most = key_range(bits[whole * CHUNK :])
+        maxima[whole] = key_float(most)
+        low = min(low, least)
+        high = max(high, most)
+    return low, high
+
+
+@inner_numpy
+def argmax(row, maxima):  # type: ignore[no-untyped-def]
+    """Lowest id of the largest logit; NOT_USABLE where the row has NaN or +inf, NOTHING_LEFT where it is all -inf.
+
+    Fills maxima as fill_maxima does.
+    """
+    low, high = fill_maxima(row, maxima)
     minus_infinity = np.int32(-0x7F800001)
     if low < minus_infinity or high >= np.int32(0x7F800000):
         return NOT_USABLE
     if high == minus_infinity:
         return NOTHING_LEFT
     largest = key_float(high)
-    for first in range(0, len(row), CHUNK):
-        if largest_of(row[first : first + CHUNK]) == largest:
-            for i in range(first, len(row)):
+    for c in range(len(maxima)):
+        if maxima[c] == largest:
+            for i in range(c * CHUNK, len(row)):
                 if row[i] == largest:
                     return i
     return NOT_USABLE
@@ -104,29 +145,45 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
-    """Number and probability mass (largest token's = 1) of the tokens at or above `lowest`, by bucket.
+def last_chunk(row, whole):  # type: ignore[no-untyped-def]
+    """What comes after so many whole chunks, with minus infinity behind it.
 
-    Chunks of tokens that all lie beyond `last_bucket` are left out.
+    Functions that take exponentials are called twice, for the whole chunks and for this: in one call, a chunk that may
+    be either costs as much again as the exponentials.
     """
-    scaled = np.empty(CHUNK, np.float32)
+    padded = np.full(CHUNK, np.float32(-np.inf), np.float32)
+    part = row[whole * CHUNK :]
+    padded[: len(part)] = part
+    return padded
+
+
+@inner_numpy
+def _count_chunks(row, maxima, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
     weights = np.empty(CHUNK, np.float32)
     buckets = np.empty(CHUNK, np.int32)
-    for first in range(0, len(row), CHUNK):
-        size = min(CHUNK, len(row) - first)
-        if last_bucket < NUM_BUCKETS - 1:
-            largest = (largest_of(row[first : first + size]) - highest) / temperature
-            if bucket_of(largest) > last_bucket:
-                continue
-        for i in range(size):
-            s = (row[first + i] - highest) / temperature
-            scaled[i] = s
-            weights[i] = exp(s)
-            buckets[i] = bucket_of(s)
-        for i in range(size):
-            if scaled[i] >= lowest:
+    for c in range(len(maxima)):
+        largest = (maxima[c] - highest) / temperature
+        if largest < lowest or bucket_of(largest) > last_bucket:
+            continue
+        part = row[c * CHUNK : (c + 1) * CHUNK]
+        for i in range(CHUNK):
+            weights[i] = exp((part[i] - highest) / temperature)
+        for i in range(CHUNK):
+            buckets[i] = bucket_of((part[i] - highest) / temperature)
+        for i in range(CHUNK):
+            if (part[i] - highest) / temperature >= lowest and buckets[i] <= last_bucket:
                 counts[buckets[i]] += 1
                 masses[buckets[i]] += weights[i]
+
+
+@inner_numpy
+def count_buckets(row, maxima, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
+    """Number and probability mass (largest token's = 1), by bucket up to the last, of tokens at or above `lowest`."""
+    whole = len(row) // CHUNK
+    _count_chunks(row, maxima[:whole], highest, temperature, lowest, last_bucket, counts, masses)
+    if whole < len(maxima):
+        rest = last_chunk(row, whole)
+        _count_chunks(rest, maxima[whole:], highest, temperature, lowest, last_bucket, counts, masses)
 
 
 @inner_numpy
@@ -147,24 +204,28 @@ def sort_keys(keys):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def sorted_bucket(row, highest, temperature, lowest, bucket, count):  # type: ignore[no-untyped-def]
+def sorted_bucket(row, maxima, highest, temperature, lowest, bucket, count):  # type: ignore[no-untyped-def]
     """Keys of the tokens of one bucket, best first."""
     keys = np.empty(count, np.uint64)
     used = 0
-    for token in range(len(row)):
-        s = (row[token] - highest) / temperature
-        if s >= lowest and bucket_of(s) == bucket:
-            keys[used] = token_key(s, token)
-            used += 1
+    for c in range(len(maxima)):
+        largest = (maxima[c] - highest) / temperature
+        if largest < lowest or bucket_of(largest) > bucket:
+            continue
+        for token in range(c * CHUNK, min((c + 1) * CHUNK, len(row))):
+            s = (row[token] - highest) / temperature
+            if s >= lowest and bucket_of(s) == bucket:
+                keys[used] = token_key(s, token)
+                used += 1
     sort_keys(keys[:used])
     return keys[:used]
 
 
 @inner_numpy
-def bucket_of_top_k(row, highest, temperature, top_k, counts):  # type: ignore[no-untyped-def]
+def bucket_of_top_k(maxima, highest, temperature, top_k, counts):  # type: ignore[no-untyped-def]
     """A bucket beyond which none of the k likeliest tokens lies: that of the k-th largest of the chunks' maxima."""
-    for first in range(0, len(row), CHUNK):
-        counts[bucket_of((largest_of(row[first : first + CHUNK]) - highest) / temperature)] += 1
+    for c in range(len(maxima)):
+        counts[bucket_of((maxima[c] - highest) / temperature)] += 1
     reached = 0
     for bucket in range(NUM_BUCKETS):
         reached += counts[bucket]
@@ -176,22 +237,22 @@ def bucket_of_top_k(row, highest, temperature, top_k, counts):  # type: ignore[n
 
 
 @inner_numpy
-def border_of(row, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
-    """The key of the last token that passes the filters."""
+def border_of(row, maxima, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
+    """The key of the last token that passes the filters; maxima: as of argmax."""
     counts = np.zeros(NUM_BUCKETS, np.int64)
     masses = np.zeros(NUM_BUCKETS, np.float64)
     # -inf is never kept: a token without probability needs no border.
     lowest = max(log_min_p, np.float32(-3.0e38))
     last_bucket = NUM_BUCKETS - 1
     if 0 < top_k <= len(row) // CHUNK:
-        last_bucket = bucket_of_top_k(row, highest, temperature, top_k, counts)
-    count_buckets(row, highest, temperature, lowest, last_bucket, counts, masses)
+        last_bucket = bucket_of_top_k(maxima, highest, temperature, top_k, counts)
+    count_buckets(row, maxima, highest, temperature, lowest, last_bucket, counts, masses)
     last_key = token_key(lowest, np.uint64(0xFFFFFFFF))
     total = 0.0
     kept = 0
     for bucket in range(NUM_BUCKETS):
         if top_k > 0 and kept + counts[bucket] >= top_k:
-            keys = sorted_bucket(row, highest, temperature, lowest, bucket, counts[bucket])
+            keys = sorted_bucket(row, maxima, highest, temperature, lowest, bucket, counts[bucket])
             last_key = keys[top_k - kept - 1]
             for i in range(top_k - kept):
                 total += np.exp(np.float64(key_value(keys[i])))
@@ -204,7 +265,7 @@ def border_of(row, highest, temperature, top_k, top_p, log_min_p):  # type: igno
     reached = 0.0
     for bucket in range(NUM_BUCKETS):
         if counts[bucket] > 0 and reached + masses[bucket] >= target:
-            keys = sorted_bucket(row, highest, temperature, lowest, bucket, counts[bucket])
+            keys = sorted_bucket(row, maxima, highest, temperature, lowest, bucket, counts[bucket])
             for i in range(len(keys)):
                 reached += np.exp(np.float64(key_value(keys[i])))
                 if reached >= target or i == len(keys) - 1:
@@ -214,10 +275,8 @@ def border_of(row, highest, temperature, top_k, top_p, log_min_p):  # type: igno
 
 
 @inner_numpy
-def allowed_row(row, words):  # type: ignore[no-untyped-def]
-    """The row with minus infinity where the grammar's mask has no bit."""
-    result = np.empty(len(row), np.float32)
+def mask_row(row, words, result):  # type: ignore[no-untyped-def]
+    """The row with minus infinity where the mask has no bit; the result may be the row itself."""
     for token in range(len(row)):
         bit = (np.uint32(words[token // 32]) >> np.uint32(token % 32)) & np.uint32(1)
         result[token] = row[token] if bit else np.float32(-np.inf)
-    return result

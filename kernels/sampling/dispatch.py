@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kernels.cpu.row_threads import RowThreads
+from kernels.cpu.row_threads import Claims, RowThreads, claims_of
 from kernels.logprobs import reference as logprobs_reference
-from kernels.logprobs.tensors import LogprobTensors
+from kernels.logprobs.tensors import LogprobTensors, empty_logprobs
 from kernels.sampling import dry, extended, reference
 from kernels.sampling.inputs import (
-    NO_CUT,
     AdjustInputs,
     AllowedInputs,
     BadWordsInputs,
@@ -26,6 +25,7 @@ from kernels.sampling.inputs import (
     PenaltyInputs,
     SamplingInputs,
 )
+from kernels.step_inputs.inputs import SAMPLING_WORDS
 
 
 class SamplingOps(Protocol):
@@ -65,6 +65,12 @@ class SamplingOps(Protocol):
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See reference.sample."""
+        ...
+
+    def next_aims(
+        self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See extended.next_aims."""
         ...
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
@@ -109,6 +115,12 @@ class ReferenceOps:
         """See reference.sample."""
         return reference.sample(logits, inputs)
 
+    def next_aims(
+        self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See extended.next_aims."""
+        return extended.next_aims(logits, inputs, log_mass, token_ids)
+
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """See kernels/logprobs/reference.py."""
         return logprobs_reference.compute_logprobs(logits, token_ids, num_top)
@@ -124,6 +136,7 @@ class CpuOps(ReferenceOps):
 
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
+        self._logprobs: Any = None
         self._lists: Any = None
         self._extended: Any = None
         self._beside = False
@@ -141,14 +154,17 @@ class CpuOps(ReferenceOps):
         self._compile()
 
     def _compile(self) -> None:
+        from kernels.logprobs import cpu as logprobs_cpu
         from kernels.sampling import cpu  # numba is imported only where the CPU samples
 
         logits = torch.zeros((1, 8))
         one = torch.ones(1)
         zero = torch.zeros(1, dtype=torch.int64)
-        _sample_rows(cpu, sampling_arrays(logits, inputs_of_one(one, zero)), 0, 1, np.empty(1, np.int64))
+        _sample_rows(cpu, sampling_arrays(logits, inputs_of_one(one, zero)), np.empty(1, np.int64), claims_of(1))
         counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
+        _logprob_rows(logprobs_cpu, logits, empty_logprobs(zero, 1), claims_of(1))
+        self._logprobs = logprobs_cpu
         self._compiled = cpu
 
     def _ask_for_the_rarer(self) -> bool:
@@ -168,18 +184,25 @@ class CpuOps(ReferenceOps):
         from kernels.sampling import extended_cpu, lists_cpu
 
         logits, zero = torch.zeros((1, 8)), torch.zeros(1, dtype=torch.int64)
-        bits, words = torch.zeros((1, 1), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.int32)
-        one = torch.ones(1)
-        dry = DryInputs(zero, zero, words, zero, zero, one, one, zero, bits, longest=0, longest_match=0)
+        bits, words = torch.zeros((1, 1), dtype=torch.int32), torch.zeros((1, SAMPLING_WORDS), dtype=torch.int32)
+        dry = DryInputs(zero, zero, words, zero, words, bits, longest=0, longest_match=0)
         lists_cpu.dry_rows(logits.numpy(), *_columns(dry))
         lists_cpu.allow_rows(logits.numpy(), *_columns(AllowedInputs(zero, zero, bits)))
         bad_words = BadWordsInputs(zero, zero, torch.zeros((1, 1, 2), dtype=torch.int32), words, zero, width=1)
         lists_cpu.forbid_rows(logits.numpy(), *_columns(bad_words))
         self._lists = lists_cpu
-        _extend_rows(
-            extended_cpu, logits.numpy(), _extend_columns(_one_extended(zero, one)), 0, 1, np.zeros(1, np.float32)
-        )
+        wishes = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
+        columns, masses = _extend_columns(wishes), np.zeros(1, np.float32)
+        _extend_rows(extended_cpu, logits.numpy(), columns, masses, claims_of(1))
+        extended_cpu.next_aims(logits.numpy(), *columns[:2], masses, zero.numpy(), masses)
         self._extended = extended_cpu
+
+    def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
+        """See reference.adjust."""
+        if not self._ask_for_the_rarer():
+            reference.adjust(logits, inputs)
+        else:
+            _adjust_rows(self._lists, logits, inputs)
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
@@ -193,9 +216,17 @@ class CpuOps(ReferenceOps):
         if self._compiled is None:
             return reference.sample(logits, inputs)
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        run = partial(_sample_rows, self._compiled, sampling_arrays(logits, inputs.gathered()), out=ids.numpy())
+        run = partial(_sample_rows, self._compiled, sampling_arrays(logits, inputs.gathered()), ids.numpy())
         self._threads.run(run, logits.shape[0])
         return ids
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+        """See kernels/logprobs/reference.py."""
+        if self._logprobs is None:
+            return super().logprobs(logits, token_ids, num_top)
+        found = empty_logprobs(token_ids.long().clamp(min=0), min(num_top, logits.shape[1]))
+        self._threads.run(partial(_logprob_rows, self._logprobs, logits, found), logits.shape[0])
+        return found
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
         """See dry.py."""
@@ -224,9 +255,20 @@ class CpuOps(ReferenceOps):
             return extended.extend(logits, inputs)
         log_masses = torch.zeros(len(inputs.rows))
         columns = _extend_columns(inputs)
-        run = partial(_extend_rows, self._extended, logits.numpy(), columns, out=log_masses.numpy())
+        run = partial(_extend_rows, self._extended, logits.numpy(), columns, log_masses.numpy())
         self._threads.run(run, len(inputs.rows))
         return log_masses
+
+    def next_aims(
+        self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See extended.next_aims."""
+        if self._extended is None:
+            return super().next_aims(logits, inputs, log_mass, token_ids)
+        aims = torch.empty_like(log_mass)
+        arrays = [tensor.numpy() for tensor in (logits, inputs.rows, inputs.words, log_mass, token_ids, aims)]
+        self._extended.next_aims(*arrays)
+        return aims
 
 
 _NO_MASK = torch.zeros((1, 1), dtype=torch.int32)
@@ -255,8 +297,19 @@ def sampling_arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.nda
     return [tensor.contiguous().numpy() for tensor in tensors]
 
 
-def _sample_rows(cpu: Any, arrays: list[np.ndarray], start: int, end: int, out: np.ndarray) -> None:
-    cpu.sample_rows(*arrays, start, end, out)
+def _sample_rows(cpu: Any, arrays: list[np.ndarray], out: np.ndarray, claims: Claims) -> None:
+    cpu.sample_rows(*arrays, claims, out)
+
+
+def _logprob_rows(logprobs_cpu: Any, logits: torch.Tensor, found: LogprobTensors, claims: Claims) -> None:
+    out = (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
+    arrays = [tensor.numpy() for tensor in (logits, found.token_ids)]
+    logprobs_cpu.logprob_rows(*arrays, claims, *(tensor.numpy() for tensor in out))
+
+
+def _adjust_rows(lists_cpu: Any, logits: torch.Tensor, inputs: AdjustInputs) -> None:
+    tensors = (logits, inputs.ids, inputs.values, inputs.until, inputs.rows, inputs.position)
+    lists_cpu.adjust_rows(*(tensor.numpy() for tensor in tensors))
 
 
 def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
@@ -281,42 +334,17 @@ def _columns(inputs: DryInputs | AllowedInputs | BadWordsInputs) -> list[np.ndar
 
 
 def _extend_columns(inputs: ExtendInputs) -> list[np.ndarray]:
-    values = (getattr(inputs, field.name) for field in fields(inputs) if field.name not in ("mask", "mask_rows"))
     mask, mask_rows = inputs.mask, inputs.mask_rows
-    columns = [value.contiguous() for value in values if isinstance(value, torch.Tensor)]
     if mask is None or mask_rows is None:
         mask, mask_rows = _NO_MASK, torch.full_like(inputs.rows, -1)
-    return [column.numpy() for column in (*columns, mask.contiguous(), mask_rows.long())]
+    tensors = (inputs.rows, inputs.words, inputs.position, mask, mask_rows.long())
+    return [tensor.contiguous().numpy() for tensor in tensors]
 
 
 def _extend_rows(
-    extended_cpu: Any, logits: np.ndarray, columns: list[np.ndarray], start: int, end: int, out: np.ndarray
+    extended_cpu: Any, logits: np.ndarray, columns: list[np.ndarray], out: np.ndarray, claims: Claims
 ) -> None:
-    extended_cpu.extend_rows(logits, *columns, start, end, out)
-
-
-def _one_extended(zero: torch.Tensor, one: torch.Tensor) -> ExtendInputs:
-    """Of a row that wants nothing."""
-    none = torch.zeros(1)
-    return ExtendInputs(
-        rows=zero,
-        features=Feature(0),
-        temperature=one,
-        log_min_p=torch.full((1,), NO_CUT),
-        top_k=zero,
-        top_p=one.double(),
-        typical_p=one,
-        top_n_sigma=none,
-        dynatemp_range=none,
-        dynatemp_exponent=one,
-        mirostat=zero,
-        mu=none,
-        xtc_coin=zero,
-        log_xtc_threshold=none,
-        key=torch.zeros((2, 1), dtype=torch.int64),
-        position=zero,
-        choice=zero,
-    )
+    extended_cpu.extend_rows(logits, *columns, claims, out)
 
 
 def inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:

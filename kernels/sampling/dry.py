@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY, DryInputs
+from kernels.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER
 
 MAX_TOKENS = 1 << 21
 """Tokens that are looked at together: each takes about 200 bytes."""
@@ -20,8 +21,10 @@ def penalize_repetitions(logits: torch.Tensor, inputs: DryInputs) -> None:
 
 
 def _penalize(logits: torch.Tensor, inputs: DryInputs) -> None:
+    floats, integers = inputs.words.view(torch.float32), inputs.words.long()
+    last_n, allowed = integers[:, DRY_LAST_N], integers[:, DRY_ALLOWED_LENGTH]
     back = torch.arange(inputs.longest, device=logits.device)
-    window = torch.where(inputs.last_n < 0, inputs.length, torch.minimum(inputs.last_n, inputs.length)).unsqueeze(1)
+    window = torch.where(last_n < 0, inputs.length, torch.minimum(last_n, inputs.length)).unsqueeze(1)
     there = back < window
     at = (inputs.length.unsqueeze(1) - 1 - back).clamp(min=0)
     # [D, longest], the last token first.
@@ -29,11 +32,11 @@ def _penalize(logits: torch.Tensor, inputs: DryInputs) -> None:
     words = inputs.breakers[inputs.table_rows.unsqueeze(1), tokens.clamp(min=0) // 32]
     breaks = there & ((words >> (tokens.clamp(min=0) % 32).int()) & 1 != 0)
     limit = torch.where(breaks, back, inputs.longest).amin(dim=1)
-    allowed = inputs.allowed_length
     limit = torch.minimum(limit, allowed + MAX_DRY_EXPONENT).unsqueeze(1)
     lengths = torch.minimum(common_prefixes(tokens, inputs.longest_match), limit)[:, 1:]
     over = (lengths - allowed.unsqueeze(1)).double()
-    penalty = inputs.multiplier.unsqueeze(1).double() * inputs.base.unsqueeze(1).double() ** over.clamp(min=0.0)
+    multiplier, base = floats[:, DRY_MULTIPLIER, None].double(), floats[:, DRY_BASE, None].double()
+    penalty = multiplier * base ** over.clamp(min=0.0)
     counts = (over >= 0) & there[:, 1:] & ~breaks[:, :-1]
     penalty = torch.where(counts, penalty.clamp(max=MAX_DRY_PENALTY), 0.0).float()
     # Of a token that has followed several matches the longest counts.

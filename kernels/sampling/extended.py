@@ -9,6 +9,22 @@ import torch
 from kernels.sampling.inputs import NO_CUT, ExtendInputs, Feature
 from kernels.sampling.philox import XTC_STREAM, philox4x32
 from kernels.sampling.reference import bits_of, keep_likeliest
+from kernels.step_inputs.inputs import (
+    CHOICE,
+    DYNATEMP_EXPONENT,
+    DYNATEMP_RANGE,
+    LOG_MIN_P,
+    LOG_XTC_THRESHOLD,
+    MIROSTAT,
+    MIROSTAT_ETA,
+    MIROSTAT_MU,
+    MIROSTAT_TAU,
+    TEMPERATURE,
+    TOP_K,
+    TOP_N_SIGMA,
+    TYPICAL_P,
+    XTC_COIN,
+)
 
 MIROSTAT_SAMPLE = 100
 """So many of the likeliest tokens tell mirostat 1 how steeply the distribution falls."""
@@ -44,20 +60,21 @@ def _extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
     highest = rows.amax(dim=-1, keepdim=True)
     left = rows
     if inputs.features & Feature.SIGMA:
-        left = within_sigmas(rows, inputs.top_n_sigma)
-    temperature = inputs.temperature
+        left = within_sigmas(rows, inputs.float_column(TOP_N_SIGMA))
+    temperature = inputs.float_column(TEMPERATURE)
     if inputs.features & Feature.DYNATEMP:
         temperature = dynamic_temperature(left - highest, inputs)
     scaled = (left - highest) / temperature.unsqueeze(1)
     log_mass = scaled.double().exp().sum(dim=-1).log().float()
     kept = scaled
     if inputs.features & (Feature.TOP | Feature.TYPICAL):
-        kept = torch.where(kept >= inputs.log_min_p.unsqueeze(1), kept, NO_CUT)
+        kept = torch.where(kept >= inputs.float_column(LOG_MIN_P).unsqueeze(1), kept, NO_CUT)
         if inputs.features & Feature.TYPICAL:
-            kept = keep_typical(kept, inputs.typical_p)
-        kept = keep_likeliest(kept, NO_CUT, inputs.top_k, inputs.top_p)
+            kept = keep_typical(kept, inputs.float_column(TYPICAL_P))
+        kept = keep_likeliest(kept, NO_CUT, inputs.integer_column(TOP_K), inputs.top_p)
     if inputs.features & Feature.MIROSTAT:
-        kept = torch.where((inputs.mirostat > 0).unsqueeze(1), keep_unsurprising(scaled, log_mass, inputs), kept)
+        wanted = (inputs.integer_column(MIROSTAT) > 0).unsqueeze(1)
+        kept = torch.where(wanted, keep_unsurprising(scaled, log_mass, inputs), kept)
     if inputs.features & Feature.XTC:
         kept = drop_likeliest(kept, inputs)
     logits[inputs.rows] = torch.where(highest.isfinite(), kept, rows)
@@ -91,11 +108,12 @@ def dynamic_temperature(shifted: torch.Tensor, inputs: ExtendInputs) -> torch.Te
     mean = torch.where(shifted > NO_CUT, weights * shifted.double(), 0.0).sum(dim=-1) / mass
     # log(1) = 0: of one token alone the temperature does not matter.
     share = ((mass.log() - mean) / number.double().log()).nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(0.0, 1.0)
-    reach = inputs.dynatemp_range.double()
-    low = (inputs.temperature.double() - reach).clamp(min=0.0)
-    high = inputs.temperature.double() + reach
-    chosen = (low + (high - low) * share ** inputs.dynatemp_exponent.double()).clamp(min=MIN_TEMPERATURE)
-    return torch.where(inputs.dynatemp_range > 0, chosen.float(), inputs.temperature)
+    temperature, reach = inputs.float_column(TEMPERATURE), inputs.float_column(DYNATEMP_RANGE).double()
+    low = (temperature.double() - reach).clamp(min=0.0)
+    high = temperature.double() + reach
+    exponent = inputs.float_column(DYNATEMP_EXPONENT).double()
+    chosen = (low + (high - low) * share**exponent).clamp(min=MIN_TEMPERATURE)
+    return torch.where(reach > 0, chosen.float(), temperature)
 
 
 def keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
@@ -117,10 +135,10 @@ def keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
 
 def keep_unsurprising(scaled: torch.Tensor, log_mass: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
     """Mirostat 2 drops tokens whose surprise is above mu, mirostat 1 all but the k likeliest; one always stays."""
-    second = inputs.mirostat == 2
-    cut = (log_mass.double() - inputs.mu.double() * math.log(2)).float()
+    second, mu = inputs.integer_column(MIROSTAT) == 2, inputs.float_column(MIROSTAT_MU)
+    cut = (log_mass.double() - mu.double() * math.log(2)).float()
     cut = torch.where(second, cut, NO_CUT).unsqueeze(1)
-    top_k = torch.where(second, 0, top_k_of_mu(scaled, inputs.mu))
+    top_k = torch.where(second, 0, top_k_of_mu(scaled, mu))
     best = scaled.argmax(dim=-1, keepdim=True)
     kept = torch.where(scaled >= cut, scaled, NO_CUT).scatter(1, best, scaled.gather(1, best))
     return keep_likeliest(kept, NO_CUT, top_k, torch.ones_like(inputs.top_p))
@@ -149,7 +167,7 @@ def top_k_of_mu(scaled: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
 def drop_likeliest(kept: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
     """XTC: of the tokens that reach the threshold only the last one in order stays, if the coin says so."""
     log_mass = kept.double().exp().sum(dim=-1).log()
-    cut = (log_mass + inputs.log_xtc_threshold.double()).float().unsqueeze(1)
+    cut = (log_mass + inputs.float_column(LOG_XTC_THRESHOLD).double()).float().unsqueeze(1)
     above = (kept >= cut) & (kept > NO_CUT)
     least = torch.where(above, kept, float("inf")).amin(dim=-1, keepdim=True)
     ids = torch.arange(kept.shape[1], device=kept.device)
@@ -161,13 +179,26 @@ def drop_likeliest(kept: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
 def tossed(inputs: ExtendInputs) -> torch.Tensor:
     """[E] bool: whether the coin of the position falls on XTC's side."""
     zero = torch.zeros_like(inputs.position)
-    counter = torch.stack((zero, inputs.position, inputs.choice, torch.full_like(zero, XTC_STREAM)), dim=-1)
-    return philox4x32(counter, inputs.key.t())[:, 0] >> 8 < inputs.xtc_coin
+    counter = torch.stack(
+        (zero, inputs.position, inputs.integer_column(CHOICE), torch.full_like(zero, XTC_STREAM)), dim=-1
+    )
+    return philox4x32(counter, inputs.key.t())[:, 0] >> 8 < inputs.integer_column(XTC_COIN)
 
 
-def next_mu(
-    mu: torch.Tensor, tau: torch.Tensor, eta: torch.Tensor, log_mass: torch.Tensor, new_logit: torch.Tensor
+def next_aims(
+    logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Mirostat's aim after a token, all [M] float32; new_logit: what `extend` made of its logit."""
-    surprise = (log_mass - new_logit) * (1 / math.log(2))
-    return mu - eta * (surprise - tau)
+    """What mirostat aims at after the tokens of a step; rows without it, or without a token, keep what they have.
+
+    Args:
+        logits: [S, vocab] float32, as `extend` left them; log_mass: [E] float32 of it.
+        token_ids: [S] int64; below 0 there is none.
+
+    Returns:
+        [E] float32, surprises in bits.
+    """
+    chosen = token_ids.index_select(0, inputs.rows)
+    surprise = (log_mass - logits[inputs.rows, chosen.clamp(min=0)]) * (1 / math.log(2))
+    mu = inputs.float_column(MIROSTAT_MU)
+    moved = mu - inputs.float_column(MIROSTAT_ETA) * (surprise - inputs.float_column(MIROSTAT_TAU))
+    return torch.where((chosen >= 0) & (inputs.integer_column(MIROSTAT) > 0), moved, mu)

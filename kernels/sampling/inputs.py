@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kernels.step_inputs.inputs import KEY, TOP_P
+
 NO_CUT = float("-inf")
 NOT_USABLE = -1
 """Sampled where logits are NaN or plus infinity."""
@@ -144,37 +146,35 @@ class ExtendInputs:
     Attributes:
         rows: [E] int64, rows of the logits, each at most once.
         features: of all rows together.
-        temperature: [E] float32, above 0.
-        log_min_p: [E] float32; NO_CUT keeps all.
-        top_k: [E] int64; 0 keeps all.
-        top_p: [E] float64; typical_p: [E] float32; 1 keeps all.
-        top_n_sigma: [E] float32; 0 keeps all.
-        dynatemp_range, dynatemp_exponent: [E] float32; a range of 0 leaves the temperature.
-        mirostat: [E] int64, 0, 1 or 2; mu: [E] float32, the surprise in bits that it aims at now.
-        xtc_coin: [E] int64, 2**24 times the probability; log_xtc_threshold: [E] float32.
-        key: [2, E] int64, position, choice: [E] int64, as of SamplingInputs.
+        words: [E, SAMPLING_WORDS] int32, what each row asks for, as kernels/step_inputs lays it out.
+        position: [E] int64, as of SamplingInputs.
         mask, mask_rows: as of SamplingInputs, mask_rows [E].
     """
 
     rows: torch.Tensor
     features: Feature
-    temperature: torch.Tensor
-    log_min_p: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    typical_p: torch.Tensor
-    top_n_sigma: torch.Tensor
-    dynatemp_range: torch.Tensor
-    dynatemp_exponent: torch.Tensor
-    mirostat: torch.Tensor
-    mu: torch.Tensor
-    xtc_coin: torch.Tensor
-    log_xtc_threshold: torch.Tensor
-    key: torch.Tensor
+    words: torch.Tensor
     position: torch.Tensor
-    choice: torch.Tensor
     mask: torch.Tensor | None = None
     mask_rows: torch.Tensor | None = None
+
+    def float_column(self, word: int) -> torch.Tensor:
+        """[E] float32, one of the words that hold such."""
+        return self.words.view(torch.float32)[:, word]
+
+    def integer_column(self, word: int) -> torch.Tensor:
+        """[E] int64, one of the words that hold an integer."""
+        return self.words[:, word].long()
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """[E] float64; 1 keeps all."""
+        return self.words.view(torch.float64)[:, TOP_P // 2]
+
+    @property
+    def key(self) -> torch.Tensor:
+        """[2, E] int64, as of SamplingInputs."""
+        return (self.words[:, KEY : KEY + 2].long() & 0xFFFFFFFF).t()
 
     def part(self, start: int, end: int) -> ExtendInputs:
         """Of the rows from `start` to before `end` of the E."""
@@ -190,9 +190,8 @@ class DryInputs:
         table_rows: [D] int64, rows of the tables.
         token_ids: [R, stride] int32, what each request has so far.
         length: [D] int64, how many tokens that is.
-        last_n: [D] int64, how many of the last are looked at; below 0: all.
-        multiplier, base: [D] float32.
-        allowed_length: [D] int64.
+        words: [D, SAMPLING_WORDS] int32, what each row asks for; of last_n, how many of the last are looked at, below 0
+            means all.
         breakers: [R, ceil(vocab / 32)] int32, bits of the tokens that no repetition goes across.
         longest: host integer, no less than any min(length, last_n).
         longest_match: host integer, no less than any allowed_length + MAX_DRY_EXPONENT.
@@ -202,10 +201,7 @@ class DryInputs:
     table_rows: torch.Tensor
     token_ids: torch.Tensor
     length: torch.Tensor
-    last_n: torch.Tensor
-    multiplier: torch.Tensor
-    base: torch.Tensor
-    allowed_length: torch.Tensor
+    words: torch.Tensor
     breakers: torch.Tensor
     longest: int
     longest_match: int
@@ -218,7 +214,7 @@ class DryInputs:
 def _sliced(inputs: ExtendInputs | DryInputs, tables: set[str], start: int, end: int) -> dict[str, Any]:
     """What differs between rows, of some of them; `tables` belong to all."""
     values = ((field.name, getattr(inputs, field.name)) for field in fields(inputs) if field.name not in tables)
-    return {name: value[..., start:end] for name, value in values if isinstance(value, torch.Tensor)}
+    return {name: value[start:end] for name, value in values if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True)

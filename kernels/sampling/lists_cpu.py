@@ -1,4 +1,4 @@
-"""DRY, bad words and allowed ids on the CPU, compiled by numba: linear in the tokens that they look at."""
+"""Biases, DRY, bad words and allowed ids on the CPU, compiled by numba: linear in the tokens that they look at."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.inner import inner_numpy
-from kernels.sampling.cpu_borders import allowed_row, options
+from kernels.sampling.cpu_borders import mask_row, options, word_float
 from kernels.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY
+from kernels.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER
 
 _DROPPED = np.float32(-np.inf)
 
@@ -39,17 +40,17 @@ def _matches(tokens, size, limit):  # type: ignore[no-untyped-def]
 
 
 @njit(**options)
-def dry_rows(  # type: ignore[no-untyped-def]
-    logits, rows, table_rows, token_ids, lengths, last_n, multiplier, base, allowed_length, breakers
-):
+def dry_rows(logits, rows, table_rows, token_ids, lengths, words, breakers):  # type: ignore[no-untyped-def]
     """dry.penalize_repetitions; the arguments are the fields of DryInputs."""
-    best = np.zeros(logits.shape[1], np.int32)
+    # Only what belongs to tokens of the text is ever touched.
+    best = np.empty(logits.shape[1], np.int32)
     for d in range(len(rows)):
         row = logits[rows[d]]
         tokens = token_ids[table_rows[d], : lengths[d]]
-        size = len(tokens) if last_n[d] < 0 else min(last_n[d], len(tokens))
+        last_n = words[d, DRY_LAST_N]
+        size = len(tokens) if last_n < 0 else min(last_n, len(tokens))
         bits = breakers[table_rows[d]]
-        allowed = allowed_length[d]
+        allowed = words[d, DRY_ALLOWED_LENGTH]
         limit = 0
         while limit < min(size, allowed + MAX_DRY_EXPONENT) and not _has_bit(bits, tokens[len(tokens) - 1 - limit]):
             limit += 1
@@ -57,15 +58,30 @@ def dry_rows(  # type: ignore[no-untyped-def]
             continue
         matches = _matches(tokens, size, limit)
         for k in range(1, size):
+            best[tokens[len(tokens) - k]] = 0
+        for k in range(1, size):
             token = tokens[len(tokens) - k]
             if matches[k] >= allowed and not _has_bit(bits, token):
                 best[token] = max(best[token], matches[k])
+        multiplier, base = np.float64(word_float(words[d, DRY_MULTIPLIER])), np.float64(word_float(words[d, DRY_BASE]))
         for k in range(1, size):
             token = tokens[len(tokens) - k]
             if best[token] > 0:
-                penalty = np.float64(multiplier[d]) * np.float64(base[d]) ** np.float64(best[token] - allowed)
+                penalty = multiplier * base ** np.float64(best[token] - allowed)
                 row[token] -= np.float32(min(penalty, MAX_DRY_PENALTY))
                 best[token] = 0
+
+
+# By its types, since a table of one row and one entry would count as contiguous, and be compiled for in a step.
+@njit("void(f4[:, ::1], i4[:, :], f4[:, :], i4[:, :], i4[::1], i8[::1])", **options)
+def adjust_rows(logits, ids, values, until, table_rows, position):  # type: ignore[no-untyped-def]
+    """reference.adjust; the arguments are the fields of AdjustInputs, whose tables need not be contiguous."""
+    for r in range(len(logits)):
+        row = logits[r]
+        entry = table_rows[r]
+        for i in range(ids.shape[1]):
+            if position[r] < until[entry, i]:
+                row[ids[entry, i]] += values[entry, i]
 
 
 @njit(**options)
@@ -73,7 +89,7 @@ def allow_rows(logits, rows, table_rows, allowed):  # type: ignore[no-untyped-de
     """reference.allow_only."""
     for a in range(len(rows)):
         row = logits[rows[a]]
-        row[:] = allowed_row(row, allowed[table_rows[a]])
+        mask_row(row, allowed[table_rows[a]], row)
 
 
 @njit(**options)

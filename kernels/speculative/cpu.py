@@ -9,17 +9,19 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kernels.cpu.claims import next_row
 from kernels.cpu.inner import inner_numpy
 from kernels.sampling.cpu import words_of_chunk
 from kernels.sampling.cpu_borders import (
     CHUNK,
     SHIFT,
-    allowed_row,
     argmax,
     border_of,
     exp,
     key_value,
     largest_of,
+    mask_row,
+    num_chunks,
     options,
     token_key,
 )
@@ -33,27 +35,28 @@ _ROUNDED_UP = np.float32(1.0 + 2.0**-20)
 
 
 @inner_numpy
-def _border(row, best_id, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
+def _border(row, maxima, best_id, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
     """The key of the last token that passes the filters."""
     if top_k > 0 or top_p < 1.0:
-        return border_of(row, row[best_id], temperature, top_k, top_p, log_min_p)
+        return border_of(row, maxima, row[best_id], temperature, top_k, top_p, log_min_p)
     if log_min_p > np.float32(-np.inf):
         return token_key(log_min_p, np.uint64(0xFFFFFFFF))
     return _NO_BORDER
 
 
 @inner_numpy
-def _masses(row, best_id, temperature, border, masses):  # type: ignore[no-untyped-def]
+def _masses(row, maxima, best_id, temperature, border, masses):  # type: ignore[no-untyped-def]
     """exp of the scaled logit of each token that passes, 0 of others; the sum of all."""
     highest = row[best_id]
     cut = key_value(border)
     last_bits = np.uint32(border >> SHIFT)
     last_id = np.int64(border & np.uint64(0xFFFFFFFF))
     sums = np.zeros(CHUNK, np.float64)
-    for first in range(0, len(row), CHUNK):
+    for c in range(len(maxima)):
+        first = c * CHUNK
         chunk = row[first : first + CHUNK]
         out = masses[first : first + CHUNK]
-        if (largest_of(chunk) - highest) / temperature < cut:
+        if (maxima[c] - highest) / temperature < cut:
             out[:] = np.float32(0.0)
             continue
         at_border = np.int64(0)
@@ -114,22 +117,29 @@ def _first_to_arrive(shares, likely, position, choice, key_low, key_high):  # ty
 
 @njit(**options)
 def probability_rows(  # type: ignore[no-untyped-def]
-    logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, start, end, out
+    logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, claims, out
 ):
-    """reference.probabilities in float32; the arguments are those of kernels/sampling's sample_rows."""
-    for r in range(start, end):
+    """reference.probabilities in float32 of the rows that it claims; the arguments before are those of
+    kernels/sampling's sample_rows."""
+    maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
+    masked = np.empty(logits.shape[1], np.float32)
+    for _ in range(len(logits)):
+        r = next_row(claims)
+        if r < 0:
+            break
         row = logits[r]
         if mask_rows[r] >= 0:
-            row = allowed_row(row, mask[mask_rows[r]])
-        best_id = argmax(row)
+            mask_row(row, mask[mask_rows[r]], masked)
+            row = masked
+        best_id = argmax(row, maxima)
         if best_id < 0:
             out[r] = np.float32(np.nan)
         elif temperature[r] == np.float32(0.0):
             out[r] = np.float32(0.0)
             out[r, best_id] = np.float32(1.0)
         else:
-            border = _border(row, best_id, temperature[r], top_k[r], top_p[r], log_min_p[r])
-            inverse = np.float32(1.0 / _masses(row, best_id, temperature[r], border, out[r]))
+            border = _border(row, maxima, best_id, temperature[r], top_k[r], top_p[r], log_min_p[r])
+            inverse = np.float32(1.0 / _masses(row, maxima, best_id, temperature[r], border, out[r]))
             for token in range(len(row)):
                 out[r, token] *= inverse
 
@@ -137,21 +147,28 @@ def probability_rows(  # type: ignore[no-untyped-def]
 @njit(**options)
 def reject_rows(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows,
-    drafts, probabilities, probability_rows, start, end, ids,
+    drafts, probabilities, probability_rows, claims, ids,
 ):  # fmt: skip
-    """reference.reject; fills ids[start:end]. probability_rows is below 0 where a draft has no distribution."""
+    """reference.reject; fills ids of the rows that it claims. probability_rows is below 0 where a draft has no
+    distribution."""
     masses = np.empty(logits.shape[1], np.float32)
     words = np.empty(CHUNK, np.uint32)
-    for r in range(start, end):
+    maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
+    masked = np.empty(logits.shape[1], np.float32)
+    for _ in range(len(logits)):
+        r = next_row(claims)
+        if r < 0:
+            break
         row = logits[r]
         if mask_rows[r] >= 0:
-            row = allowed_row(row, mask[mask_rows[r]])
-        best_id = argmax(row)
+            mask_row(row, mask[mask_rows[r]], masked)
+            row = masked
+        best_id = argmax(row, maxima)
         ids[r] = best_id
         if best_id < 0 or temperature[r] == np.float32(0.0):
             continue
-        border = _border(row, best_id, temperature[r], top_k[r], top_p[r], log_min_p[r])
-        total = _masses(row, best_id, temperature[r], border, masses)
+        border = _border(row, maxima, best_id, temperature[r], top_k[r], top_p[r], log_min_p[r])
+        total = _masses(row, maxima, best_id, temperature[r], border, masses)
         draft = drafts[r]
         proposed = 0 <= draft < len(row)
         given = False

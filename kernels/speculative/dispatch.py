@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kernels.cpu.row_threads import RowThreads
+from kernels.cpu.row_threads import Claims, RowThreads, claims_of
 from kernels.sampling.dispatch import inputs_of_one, sampling_arrays
 from kernels.sampling.inputs import SamplingInputs
 from kernels.speculative import reference, verify_cpu
@@ -82,8 +82,8 @@ class CpuOps(ReferenceOps):
 
         logits, one, zero = torch.zeros((1, 8)), torch.ones(1), torch.zeros(1, dtype=torch.int64)
         arrays = sampling_arrays(logits, inputs_of_one(one, zero))
-        cpu.probability_rows(*arrays, 0, 1, np.empty((1, 8), np.float32))
-        cpu.reject_rows(*arrays, *_draft_arrays(DraftInputs(zero)), 0, 1, np.empty(1, np.int64))
+        cpu.probability_rows(*arrays, claims_of(1), np.empty((1, 8), np.float32))
+        cpu.reject_rows(*arrays, *_draft_arrays(DraftInputs(zero)), claims_of(1), np.empty(1, np.int64))
         self._compiled = cpu
 
     def verify(self, token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
@@ -116,8 +116,8 @@ def _draft_arrays(drafts: DraftInputs) -> list[np.ndarray]:
     return [tensor.contiguous().numpy() for tensor in (drafts.token_ids, probabilities, rows)]
 
 
-def _rows(function: Any, arrays: list[np.ndarray], out: np.ndarray, start: int, end: int) -> None:
-    function(*arrays, start, end, out)
+def _rows(function: Any, arrays: list[np.ndarray], out: np.ndarray, claims: Claims) -> None:
+    function(*arrays, claims, out)
 
 
 def speculative_ops(device: torch.device, num_threads: int, vocab_size: int = 0) -> SpeculativeOps:

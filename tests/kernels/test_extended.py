@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,34 @@ from kernels.sampling import extended
 from kernels.sampling.dispatch import CpuOps
 from kernels.sampling.inputs import ExtendInputs, Feature
 from kernels.sampling.philox import XTC_STREAM, philox4x32
+from kernels.step_inputs.inputs import (
+    CHOICE,
+    DYNATEMP_EXPONENT,
+    DYNATEMP_RANGE,
+    KEY,
+    LOG_MIN_P,
+    LOG_XTC_THRESHOLD,
+    MIROSTAT,
+    MIROSTAT_ETA,
+    MIROSTAT_MU,
+    MIROSTAT_TAU,
+    SAMPLING_WORDS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_N_SIGMA,
+    TOP_P,
+    TYPICAL_P,
+    XTC_COIN,
+)
 
+FLOATS = {
+    TEMPERATURE: "temperature",
+    TYPICAL_P: "typical_p",
+    TOP_N_SIGMA: "top_n_sigma",
+    DYNATEMP_RANGE: "dynatemp_range",
+    DYNATEMP_EXPONENT: "dynatemp_exponent",
+    MIROSTAT_MU: "mu",
+}
 PLAIN = {
     "temperature": 1.0,
     "min_p": 0.0,
@@ -72,28 +99,22 @@ def make(wishes, vocab, *, spread=2.0, step=0.0, seed=0):
         logits = (logits / step).round() * step
     rows = [PLAIN | wish for wish in wishes]
 
+    words = torch.zeros(size, SAMPLING_WORDS, dtype=torch.int32)
+    floats = words.view(torch.float32)
+
     def column(name, dtype=torch.float32):
         return torch.tensor([row[name] for row in rows], dtype=dtype)
 
-    inputs = ExtendInputs(
-        rows=torch.arange(size),
-        features=Feature(63),
-        temperature=column("temperature"),
-        log_min_p=column("min_p").log(),
-        top_k=column("top_k", torch.int64),
-        top_p=column("top_p", torch.float64),
-        typical_p=column("typical_p"),
-        top_n_sigma=column("top_n_sigma"),
-        dynatemp_range=column("dynatemp_range"),
-        dynatemp_exponent=column("dynatemp_exponent"),
-        mirostat=column("mirostat", torch.int64),
-        mu=column("mu"),
-        xtc_coin=(column("xtc_probability", torch.float64) * 2**24 - 0.5).ceil().long(),
-        log_xtc_threshold=column("xtc_threshold").log(),
-        key=torch.randint(0, 2**32, (2, size), generator=generator),
-        position=torch.randint(0, 2**17, (size,), generator=generator),
-        choice=torch.randint(0, 128, (size,), generator=generator),
-    )
+    for word, name in FLOATS.items():
+        floats[:, word] = column(name)
+    floats[:, LOG_MIN_P], floats[:, LOG_XTC_THRESHOLD] = column("min_p").log(), column("xtc_threshold").log()
+    words[:, TOP_K], words[:, MIROSTAT] = column("top_k", torch.int32), column("mirostat", torch.int32)
+    words.view(torch.float64)[:, TOP_P // 2] = column("top_p", torch.float64)
+    words[:, XTC_COIN] = (column("xtc_probability", torch.float64) * 2**24 - 0.5).ceil().int()
+    words[:, KEY : KEY + 2] = torch.randint(-(2**31), 2**31, (size, 2), generator=generator).int()
+    words[:, CHOICE] = torch.randint(0, 128, (size,), generator=generator).int()
+    position = torch.randint(0, 2**17, (size,), generator=generator)
+    inputs = ExtendInputs(rows=torch.arange(size), features=Feature(63), words=words, position=position)
     return logits, inputs
 
 
@@ -194,7 +215,9 @@ def estimate_k(left, mu):
 
 
 def coins(inputs):
-    counter = torch.tensor([[0, p, c, XTC_STREAM] for p, c in zip(inputs.position.tolist(), inputs.choice.tolist())])
+    counter = torch.tensor(
+        [[0, p, c, XTC_STREAM] for p, c in zip(inputs.position.tolist(), inputs.integer_column(CHOICE).tolist())]
+    )
     words = philox4x32(counter, inputs.key.t())[:, 0]
     return [((word >> 8) + 0.5) / 2**24 for word in words.tolist()]
 
@@ -223,7 +246,7 @@ def test_large_rows_on_the_cpu_keep_what_the_reference_keeps(vocab, spread, cpu)
     expected = logits.clone()
     masses = extended.extend(expected, inputs)
     found = cpu.extend(logits, inputs)
-    uses = inputs.mirostat > 0
+    uses = inputs.integer_column(MIROSTAT) > 0
     torch.testing.assert_close(found[uses], masses[uses], rtol=1e-6, atol=1e-6)
     for i in range(len(ROWS)):
         differs = (expected[i] > -math.inf) != (logits[i] > -math.inf)
@@ -294,12 +317,7 @@ def test_a_grammar_comes_before_the_filters(name, cpu):
 
 
 def pick(inputs, index):
-    columns = {
-        field.name: getattr(inputs, field.name)[index]
-        for field in fields(inputs)
-        if isinstance(getattr(inputs, field.name), torch.Tensor) and field.name != "key"
-    }
-    return replace(inputs, **columns | {"key": inputs.key[:, index], "rows": torch.arange(len(index))})
+    return replace(inputs, rows=torch.arange(len(index)), words=inputs.words[index], position=inputs.position[index])
 
 
 def test_rows_are_independent_of_neighbours_and_of_place(cpu):
@@ -344,8 +362,10 @@ def test_the_coin_falls_as_often_as_it_should():
     many = replace(many, position=torch.arange(size))
     share = extended.tossed(many).double().mean().item()
     assert abs(share - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / size)
-    assert not extended.tossed(replace(many, xtc_coin=torch.zeros(size, dtype=torch.int64))).any()
-    assert extended.tossed(replace(many, xtc_coin=torch.full((size,), 2**24))).all()
+    many.words[:, XTC_COIN] = 0
+    assert not extended.tossed(many).any()
+    many.words[:, XTC_COIN] = 2**24
+    assert extended.tossed(many).all()
 
 
 def test_what_few_ask_for_is_compiled_when_one_asks():
@@ -389,3 +409,23 @@ def test_random_wishes(cpu):
     same = ((logits > -math.inf) == (expected > -math.inf)).all(dim=1)
     assert same.double().mean() > 0.98  # sums that fall on a border to the last bit may differ
     torch.testing.assert_close(logits[same], expected[same], rtol=1e-5, atol=1e-5)
+
+
+def test_mirostat_aims_on_by_what_was_sampled(cpu):
+    logits, inputs = make(ROWS, 300)
+    floats = inputs.words.view(torch.float32)
+    floats[:, MIROSTAT_TAU], floats[:, MIROSTAT_ETA] = 3.0, 0.3
+    log_mass = extended.extend(logits, inputs)
+    token_ids = logits.argmax(dim=-1)
+    failed = ROWS.index({"mirostat": 1, "mu": 3.0})
+    token_ids[failed] = -1
+    # Rows of the logits in another order than those of the parameters.
+    order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
+    inputs = replace(inputs, rows=order.argsort())
+    aims = extended.next_aims(logits[order], inputs, log_mass, token_ids[order])
+    assert torch.equal(cpu.next_aims(logits[order], inputs, log_mass, token_ids[order]), aims)
+    for i, wish in enumerate(ROWS):
+        expected = wish.get("mu", 0.0)
+        if "mirostat" in wish and i != failed:
+            expected -= 0.3 * (float(log_mass[i] - logits[i, token_ids[i]]) / math.log(2) - 3.0)
+        assert aims[i].item() == pytest.approx(expected, rel=1e-6)

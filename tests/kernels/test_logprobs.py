@@ -8,14 +8,32 @@ from kernels.logprobs import reference
 from kernels.logprobs import triton as kernels
 from kernels.logprobs.cases import SHAPES, make_case
 from kernels.logprobs.tensors import LOWEST_LOGPROB
+from kernels.sampling.dispatch import CpuOps
 from kernels.tolerances import TOLERANCES
 
 RTOL, ATOL = TOLERANCES[torch.float32]
 
 
-def by_kernels(logits, token_ids, num_top, device):
-    result = TritonSamplingOps(device).logprobs(logits.to(device), token_ids.to(device), num_top)
-    return {name: getattr(result, name).cpu() for name in result.__slots__}
+@pytest.fixture(scope="module")
+def cpu():
+    ops = CpuOps(2)
+    ops.compile()
+    return ops
+
+
+@pytest.fixture(params=["triton", "cpu"])
+def by_kernels(request, device, cpu):
+    """The kernels of one device; results are on the CPU."""
+    if request.param == "triton":
+        ops, place = TritonSamplingOps(device), device
+    else:
+        ops, place = cpu, torch.device("cpu")
+
+    def run(logits, token_ids, num_top):
+        result = ops.logprobs(logits.to(place), token_ids.to(place), num_top)
+        return {name: getattr(result, name).cpu() for name in result.__slots__}
+
+    return run
 
 
 def check(result, expected):
@@ -42,9 +60,9 @@ def test_the_reference_is_a_sorted_log_softmax(rows, vocab, num_top, step):
 
 
 @pytest.mark.parametrize("rows, vocab, num_top, step", SHAPES)
-def test_the_kernels_report_what_the_reference_does(rows, vocab, num_top, step, device):
+def test_the_kernels_report_what_the_reference_does(rows, vocab, num_top, step, by_kernels):
     logits, token_ids = make_case(rows, vocab, step)
-    check(by_kernels(logits, token_ids, num_top, device), reference.compute_logprobs(logits, token_ids, num_top))
+    check(by_kernels(logits, token_ids, num_top), reference.compute_logprobs(logits, token_ids, num_top))
 
 
 def test_rows_far_apart_and_ids_of_32_bits(device):
@@ -58,15 +76,15 @@ def test_rows_far_apart_and_ids_of_32_bits(device):
     torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, rtol=RTOL, atol=ATOL)
 
 
-def test_no_rows_and_none_of_the_likeliest(device):
+def test_no_rows_and_none_of_the_likeliest(by_kernels):
     logits, token_ids = make_case(3, 40, 0.0)
-    empty = by_kernels(logits[:0], token_ids[:0], 5, device)
+    empty = by_kernels(logits[:0], token_ids[:0], 5)
     assert empty["logprobs"].shape == (0,) and empty["top_ids"].shape == (0, 5)
-    check(by_kernels(logits, token_ids, 0, device), reference.compute_logprobs(logits, token_ids, 0))
+    check(by_kernels(logits, token_ids, 0), reference.compute_logprobs(logits, token_ids, 0))
 
 
 @pytest.mark.parametrize("name", ["reference", "kernels"])
-def test_unusable_rows_report_the_lowest(name, device):
+def test_unusable_rows_report_the_lowest(name, by_kernels):
     logits, _ = make_case(6, 5000, 0.0)
     logits[0, 17] = float("nan")
     logits[1, 4999] = float("inf")
@@ -75,7 +93,7 @@ def test_unusable_rows_report_the_lowest(name, device):
     logits[4, 4096:] = float("-inf")  # a split without a token
     token_ids = torch.tensor([17, 4999, 3, 0, 4097, 8])
     if name == "kernels":
-        result = by_kernels(logits, token_ids, 4, device)
+        result = by_kernels(logits, token_ids, 4)
     else:
         tensors = reference.compute_logprobs(logits, token_ids, 4)
         result = {name: getattr(tensors, name) for name in tensors.__slots__}
@@ -89,10 +107,10 @@ def test_unusable_rows_report_the_lowest(name, device):
     assert result["ranks"][4] == 4097
 
 
-def test_rows_do_not_depend_on_their_neighbours(device):
+def test_rows_do_not_depend_on_their_neighbours(by_kernels):
     logits, token_ids = make_case(4, 9000, 0.0)
-    together = by_kernels(logits, token_ids, 2, device)
-    alone = by_kernels(logits[2:3], token_ids[2:3], 2, device)
+    together = by_kernels(logits, token_ids, 2)
+    alone = by_kernels(logits[2:3], token_ids[2:3], 2)
     for name, values in alone.items():
         assert torch.equal(values, together[name][2:3])
 
@@ -116,3 +134,11 @@ def test_other_arguments_are_refused(device):
         kernels.compute_logprobs(logits, token_ids, 129)
     with pytest.raises(ValueError, match="2 rows"):
         kernels.compute_logprobs(logits, token_ids[:1], 1)
+
+
+@pytest.mark.parametrize("num_top", [1, 3, 5])
+def test_zeros_of_both_signs_are_equal(num_top, by_kernels):
+    logits = torch.tensor([[-1.0, 0.0, -0.0, 0.0, -2.0, -0.0]])
+    result = by_kernels(logits, torch.tensor([2]), num_top)
+    assert result["top_ids"].tolist() == [[1, 2, 3, 5, 0][:num_top]]
+    assert result["ranks"].item() == 1

@@ -59,6 +59,22 @@ def test_adjustments_interleaved_in_one_table(device):
     assert torch.equal(result.cpu(), expected)
 
 
+@pytest.mark.parametrize("num_tables, width", [(9, 9), (1, 1)])
+def test_the_cpu_adjusts_as_the_reference_does(num_tables, width):
+    ops = CpuOps(2)
+    ops.compile()
+    inputs = adjustments(1, width, 20, torch.int32, num_tables)
+    table = torch.stack((inputs.ids, inputs.values.view(torch.int32), inputs.until), dim=-1)
+    values = table.view(torch.float32)[:, :, 1]
+    position = inputs.until[inputs.rows].amax(dim=1).long() - 1
+    interleaved = replace(inputs, ids=table[:, :, 0], values=values, until=table[:, :, 2], position=position)
+    expected, result = torch.ones(1, 20), torch.ones(1, 20)
+    reference.adjust(expected, interleaved)
+    ops.adjust(result, interleaved)
+    assert torch.equal(result, expected)
+    assert (result != 1.0).any()
+
+
 def test_entries_count_while_the_position_is_below_until(device):
     inputs = AdjustInputs(
         ids=torch.tensor([[2, 2, 4, 0]], device=device),

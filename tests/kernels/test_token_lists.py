@@ -18,6 +18,7 @@ from kernels.sampling.inputs import (
     BadWordsInputs,
     DryInputs,
 )
+from kernels.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER, SAMPLING_WORDS
 
 STRIDE = 700
 
@@ -62,15 +63,16 @@ def dry_inputs(texts, wishes, vocab):
     tokens = table([texts[i] for i in order])
     breakers = torch.stack([bits(wishes[i][4], vocab) for i in order])
     windows = [len(text) if wish[3] < 0 else min(wish[3], len(text)) for text, wish in zip(texts, wishes)]
+    words = torch.zeros(len(texts), SAMPLING_WORDS, dtype=torch.int32)
+    for i, (multiplier, base, allowed_length, last_n, _) in enumerate(wishes):
+        words[i, DRY_ALLOWED_LENGTH], words[i, DRY_LAST_N] = allowed_length, last_n
+        words.view(torch.float32)[i, [DRY_MULTIPLIER, DRY_BASE]] = torch.tensor([float(multiplier), float(base)])
     return DryInputs(
         rows=torch.arange(len(texts)),
         table_rows=torch.tensor(order),
         token_ids=tokens,
         length=torch.tensor([len(text) for text in texts]),
-        last_n=torch.tensor([wish[3] for wish in wishes]),
-        multiplier=torch.tensor([float(wish[0]) for wish in wishes]),
-        base=torch.tensor([float(wish[1]) for wish in wishes]),
-        allowed_length=torch.tensor([wish[2] for wish in wishes]),
+        words=words,
         breakers=breakers,
         longest=max(windows),
         longest_match=max(wish[2] for wish in wishes) + MAX_DRY_EXPONENT,

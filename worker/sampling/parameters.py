@@ -100,16 +100,20 @@ class SamplingParameters:
         """What the sampler must know of the rows of a step; the attributes of SampledRows explain the arguments."""
         row_needs = self.needs[rows]
         needs = Needs(int(np.bitwise_or.reduce(row_needs)) if len(rows) else 0)
+        wanted = [need for need in LISTED if needs & need]
         listed: dict[Needs, Listed] = {}
-        for need in LISTED:
-            if needs & need:
-                which = np.flatnonzero(row_needs & need)
-                listed[need] = Listed(upload(which), rows[which], which)
         num_top = slots = None
-        if needs & Needs.LOGPROBS:
-            num_top = self.num_logprobs[listed[Needs.LOGPROBS].rows]
-        if needs & Needs.PENALTY:
-            slots = upload(self.penalties.slots(listed[Needs.PENALTY].rows))
+        if wanted:
+            which = [np.flatnonzero(row_needs & need) for need in wanted]
+            if needs & Needs.PENALTY:
+                which.append(self.penalties.slots(rows[which[wanted.index(Needs.PENALTY)]]))
+            # One list takes less of the host than seven.
+            indices = upload(np.concatenate(which)).split([len(one) for one in which])
+            listed = {need: Listed(index, rows[one], one) for need, index, one in zip(wanted, indices, which)}
+            if needs & Needs.PENALTY:
+                slots = indices[-1]
+            if needs & Needs.LOGPROBS:
+                num_top = self.num_logprobs[listed[Needs.LOGPROBS].rows]
         return SampledRows(
             rows=rows,
             device_rows=device_rows,
@@ -123,18 +127,18 @@ class SamplingParameters:
 
     def words(self, sampled: SampledRows, listed: Listed) -> torch.Tensor:
         """[n, SAMPLING_WORDS] int32 of the listed rows."""
+        if self._host_words is not None:
+            return torch.from_numpy(self._host_words[listed.rows])
         return self._words.index_select(0, sampled.device_rows.index_select(0, listed.index))
 
-    def penalty_inputs(self, sampled: SampledRows, penalized: torch.Tensor, slots: torch.Tensor) -> PenaltyInputs:
+    def penalty_inputs(self, sampled: SampledRows, penalized: Listed, slots: torch.Tensor) -> PenaltyInputs:
         """Factors and counts of the rows with penalties."""
-        rows = sampled.device_rows.index_select(0, penalized)
-        factors = self._floats[:, REPETITION : REPETITION + 3].index_select(0, rows)
+        factors = self.words(sampled, penalized).view(torch.float32)[:, REPETITION : REPETITION + 3]
         extra = sampled.proposed if sampled.verification is None else sampled.verification.extra
-        return self.penalties.inputs(penalized, slots, factors.t().contiguous(), extra)
+        return self.penalties.inputs(penalized.index, slots, factors.t().contiguous(), extra)
 
-    def extend_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> ExtendInputs:
-        """The rarer filters of the listed rows; words: [E, SAMPLING_WORDS] int32 of these."""
-        floats, integers = words.view(torch.float32), words.long()
+    def extend_inputs(self, sampled: SampledRows, listed: Listed) -> ExtendInputs:
+        """The rarer filters of the listed rows."""
         mask_rows = None
         if sampled.mask is not None:
             mask_rows = listed.index
@@ -143,28 +147,15 @@ class SamplingParameters:
         return ExtendInputs(
             rows=listed.index,
             features=Feature(int(np.bitwise_or.reduce(self._features[listed.rows]))),
-            temperature=floats[:, TEMPERATURE],
-            log_min_p=floats[:, LOG_MIN_P],
-            top_k=integers[:, TOP_K],
-            top_p=words.view(torch.float64)[:, TOP_P // 2],
-            typical_p=floats[:, TYPICAL_P],
-            top_n_sigma=floats[:, TOP_N_SIGMA],
-            dynatemp_range=floats[:, DYNATEMP_RANGE],
-            dynatemp_exponent=floats[:, DYNATEMP_EXPONENT],
-            mirostat=integers[:, MIROSTAT],
-            mu=floats[:, MIROSTAT_MU],
-            xtc_coin=integers[:, XTC_COIN],
-            log_xtc_threshold=floats[:, LOG_XTC_THRESHOLD],
-            key=(integers[:, KEY : KEY + 2] & 0xFFFFFFFF).t(),
-            position=sampled.positions.index_select(0, listed.index),
-            choice=integers[:, CHOICE],
+            words=self.words(sampled, listed),
+            position=sampled.positions_of(listed),
             mask=sampled.mask,
             mask_rows=mask_rows,
         )
 
     def store_mu(self, rows: torch.Tensor, mu: torch.Tensor) -> None:
-        """What mirostat aims at from now on, [E] float32, in rows of the state."""
-        self._floats[:, MIROSTAT_MU].index_copy_(0, rows.long(), mu)
+        """What mirostat aims at from now on, [E] float32, in [E] int64 rows of the state."""
+        self._floats[:, MIROSTAT_MU].index_copy_(0, rows, mu)
 
     def sampling_inputs(self, sampled: SampledRows) -> SamplingInputs:
         """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere.
@@ -177,7 +168,7 @@ class SamplingParameters:
             if random:
                 host_words = self._host_words[sampled.rows]
                 if extended is not None:
-                    _set_plain(torch.from_numpy(host_words), extended.host_index)
+                    _set_host_plain(host_words, extended.host_index)
                 inputs = _gathered(host_words, sampled.positions, random, filtered)
             else:
                 inputs = self._greedy(len(sampled.rows))
@@ -262,13 +253,21 @@ def _words_of(sampling: SamplingParams, choice: int, mu: float | None) -> Words:
     return words
 
 
-def _set_plain(words: torch.Tensor, rows: torch.Tensor | Integers) -> None:
-    """Temperature 1 and no filters for some of [S, SAMPLING_WORDS] int32 words."""
-    index = torch.as_tensor(rows)
-    words.view(torch.float32)[:, TEMPERATURE].index_fill_(0, index, 1.0)
-    words.view(torch.float32)[:, LOG_MIN_P].index_fill_(0, index, NO_CUT)
-    words[:, TOP_K].index_fill_(0, index, 0)
-    words.view(torch.float64)[:, TOP_P // 2].index_fill_(0, index, 1.0)
+def _set_plain(words: torch.Tensor, rows: torch.Tensor) -> None:
+    """Temperature 1 and no filters for some of [S, SAMPLING_WORDS] int32 words; rows: [n] int64."""
+    words.view(torch.float32)[:, TEMPERATURE].index_fill_(0, rows, 1.0)
+    words.view(torch.float32)[:, LOG_MIN_P].index_fill_(0, rows, NO_CUT)
+    words[:, TOP_K].index_fill_(0, rows, 0)
+    words.view(torch.float64)[:, TOP_P // 2].index_fill_(0, rows, 1.0)
+
+
+def _set_host_plain(words: Words, rows: Integers) -> None:
+    """The same on the host."""
+    floats = words.view(np.float32)
+    floats[rows, TEMPERATURE] = 1.0
+    floats[rows, LOG_MIN_P] = NO_CUT
+    words[rows, TOP_K] = 0
+    words.view(np.float64)[rows, TOP_P // 2] = 1.0
 
 
 def _gathered(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:

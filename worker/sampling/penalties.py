@@ -73,6 +73,9 @@ class PenaltyTables:
 
     def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Counts one sampled token in each slot; ids below 0 count as 0, their requests have failed."""
+        if self._device.type == "cpu":
+            np.add.at(self.output_counts.numpy(), (slots.numpy(), token_ids.clamp(min=0).numpy()), 1)
+            return
         ones = torch.ones_like(slots, dtype=torch.int32)
         self.output_counts.index_put_((slots, token_ids.clamp(min=0)), ones, accumulate=True)
 

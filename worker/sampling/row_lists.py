@@ -19,10 +19,6 @@ from kernels.sampling.inputs import (
 from kernels.step_inputs.inputs import (
     ADJUSTMENT_WORDS,
     BAD_WORD_WORDS,
-    DRY_ALLOWED_LENGTH,
-    DRY_BASE,
-    DRY_LAST_N,
-    DRY_MULTIPLIER,
     Field,
     StepBuffers,
 )
@@ -135,33 +131,28 @@ class RowLists:
 
     def allowed_inputs(self, sampled: SampledRows, listed: Listed) -> AllowedInputs:
         """The ids that rows allow."""
-        rows = sampled.device_rows.index_select(0, listed.index).long()
-        return AllowedInputs(listed.index, rows, self._allowed)
+        return AllowedInputs(listed.index, sampled.rows_of(listed), self._allowed)
 
     def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> BadWordsInputs:
         """The words that rows forbid."""
         return BadWordsInputs(
             rows=listed.index,
-            table_rows=sampled.device_rows.index_select(0, listed.index).long(),
+            table_rows=sampled.rows_of(listed),
             words=self._bad_words,
             token_ids=self._token_ids,
-            length=sampled.positions.index_select(0, listed.index),
+            length=sampled.positions_of(listed),
             width=int(self._num_bad_tokens[listed.rows].max()),
         )
 
     def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> DryInputs:
         """Which repetitions rows avoid; words: [D, SAMPLING_WORDS] int32 of these rows."""
         lengths, last_n = sampled.lengths[listed.host_index], self._last_n[listed.rows]
-        floats = words.view(torch.float32)
         return DryInputs(
             rows=listed.index,
-            table_rows=sampled.device_rows.index_select(0, listed.index).long(),
+            table_rows=sampled.rows_of(listed),
             token_ids=self._token_ids,
-            length=sampled.positions.index_select(0, listed.index),
-            last_n=words[:, DRY_LAST_N].long(),
-            multiplier=floats[:, DRY_MULTIPLIER],
-            base=floats[:, DRY_BASE],
-            allowed_length=words[:, DRY_ALLOWED_LENGTH].long(),
+            length=sampled.positions_of(listed),
+            words=words,
             breakers=self._breakers,
             longest=int(np.where(last_n < 0, lengths, np.minimum(last_n, lengths)).max()),
             longest_match=int(self._allowed_length[listed.rows].max()) + MAX_DRY_EXPONENT,

@@ -105,3 +105,13 @@ class SampledRows:
     verification: Verification | None = None
     trial: bool = False
     proposed: torch.Tensor | None = None
+
+    def rows_of(self, listed: Listed) -> torch.Tensor:
+        """[n] int64 on the device, the rows of the state."""
+        if self.device_rows.device.type == "cpu":
+            return torch.from_numpy(listed.rows)
+        return self.device_rows.index_select(0, listed.index).long()
+
+    def positions_of(self, listed: Listed) -> torch.Tensor:
+        """[n] int64 on the device, index of the new token."""
+        return self.positions.index_select(0, listed.index)

@@ -14,11 +14,9 @@ import torch
 
 from kernels.logprobs.tensors import LogprobTensors
 from kernels.sampling.dispatch import SamplingOps
-from kernels.sampling.extended import next_mu
 from kernels.sampling.inputs import Feature
 from kernels.speculative.dispatch import SpeculativeOps
 from kernels.speculative.inputs import DraftInputs
-from kernels.step_inputs.inputs import MIROSTAT, MIROSTAT_ETA, MIROSTAT_MU, MIROSTAT_TAU
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.sampled_rows import Listed, Needs, SampledRows
 
@@ -67,7 +65,7 @@ class Sampler:
         """
         parameters, ops, listed = self._parameters, self._ops, sampled.listed
         reporting, penalized = None if sampled.trial else listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
-        raw = logits.index_select(0, reporting.index) if reporting is not None else None
+        raw = _rows_of(logits, reporting) if reporting is not None else None
         if sampled.needs & Needs.ADJUST:
             ops.adjust(logits, parameters.lists.adjust_inputs(sampled))
         if Needs.ALLOWED in listed:
@@ -75,7 +73,7 @@ class Sampler:
         if Needs.BAD_WORDS in listed:
             ops.forbid_words(logits, parameters.lists.bad_words_inputs(sampled, listed[Needs.BAD_WORDS]))
         if penalized is not None and sampled.slots is not None:
-            ops.penalize(logits, parameters.penalty_inputs(sampled, penalized.index, sampled.slots))
+            ops.penalize(logits, parameters.penalty_inputs(sampled, penalized, sampled.slots))
         if Needs.DRY in listed:
             dry = listed[Needs.DRY]
             ops.penalize_repetitions(logits, parameters.lists.dry_inputs(sampled, dry, parameters.words(sampled, dry)))
@@ -127,22 +125,23 @@ class Sampler:
         self, logits: torch.Tensor, sampled: SampledRows, extended: Listed
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         parameters, ops = self._parameters, self._ops
-        words = parameters.words(sampled, extended)
-        inputs = parameters.extend_inputs(sampled, extended, words)
+        inputs = parameters.extend_inputs(sampled, extended)
         log_mass = ops.extend(logits, inputs)
         token_ids = self._draw(logits, sampled)
-        if not inputs.features & Feature.MIROSTAT:
+        if sampled.trial or not inputs.features & Feature.MIROSTAT:
             return token_ids, None
-        floats, chosen = words.view(torch.float32), token_ids.index_select(0, extended.index)
-        new_logit = logits[extended.index, chosen.clamp(min=0)]
-        before = floats[:, MIROSTAT_MU]
-        mu = next_mu(before, floats[:, MIROSTAT_TAU], floats[:, MIROSTAT_ETA], log_mass, new_logit)
-        if sampled.trial:
-            return token_ids, None
-        mu = torch.where((chosen >= 0) & (words[:, MIROSTAT] > 0), mu, before)
-        parameters.store_mu(sampled.device_rows.index_select(0, extended.index), mu)
+        mu = ops.next_aims(logits, inputs, log_mass, token_ids)
+        parameters.store_mu(sampled.rows_of(extended), mu)
         return token_ids, mu
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """Of [L] given ids under [L, vocab] float32 raw logits, and of the num_top likeliest."""
         return self._ops.logprobs(logits, token_ids, num_top)
+
+
+def _rows_of(logits: torch.Tensor, listed: Listed) -> torch.Tensor:
+    """[n, vocab] of the listed rows of [S, vocab] logits, a copy."""
+    if logits.device.type == "cpu":
+        # torch would copy even a single row in several threads, which takes longer to begin than the copying.
+        return torch.from_numpy(logits.numpy()[listed.host_index])
+    return logits.index_select(0, listed.index)
