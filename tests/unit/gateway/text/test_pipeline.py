@@ -157,6 +157,20 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(pipeline: TextP
     assert len(await pipeline.encode("Stop, sign", max_tokens=100)) < 100
 
 
+async def test_a_text_that_is_to_be_truncated_is_not_tokenized_at_any_length(
+    pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 MB, of which 10 tokens were to be kept, took 48 s and 2.5 GB: its tokens might all have been the longest."""
+    monkeypatch.setattr(pipeline._tokenizer, "max_bytes_per_token", 162)
+    for num_tokens, most in ((131_072, 1 << 21), (1 << 19, 1 << 23)):
+        with pytest.raises(ContextLengthError, match=rf"too long: it has {most + 1} bytes; at most {most} are"):
+            await pipeline.encode("a" * (most + 1), max_tokens=num_tokens, param="prompt")
+    with pytest.raises(ContextLengthError) as caught:
+        await pipeline.encode_chat([{"role": "user", "content": "a b " * 600_000}], max_tokens=131_072)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    assert len(await pipeline.encode("a " * 50_000, max_tokens=131_072)) >= 50_000
+
+
 async def test_without_a_usable_template_only_chat_fails(threads: TextThreads) -> None:
     for source, words in ((None, "no chat template"), ("{% for %}", "chat template")):
         pipeline = TextPipeline(make_bundle(chat_template=source), threads)
