@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from shared.messages import MAX_CHOICES, Submit, TokenLogprobs
+from shared.messages import MAX_CHOICES, DraftCounts, Submit, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from worker.constraint import Constraint
 from worker.embedding import Embedding
@@ -52,7 +52,10 @@ class Request:
         mu: what mirostat aims at after token_ids; None before the first token, and where it is not used.
         constraint: what narrows its tokens, in step with token_ids once it is there; None: nothing.
         repetition: follows its generated tokens; None: nobody looks for repetitions.
-        speculation: what may come next, by guess; None: nothing is drafted for it.
+        speculation: what may come next, by guess; None: nothing is drafted for it. Steps that nothing is drafted for do
+            not touch it.
+        is_drafting: the draft model has been asked about it, and has not answered.
+        draft_counts: what came of its drafts so far; None: none was verified.
         embedding: pools the hidden states of its prompt, with which it ends: nothing is sampled. None: it generates.
     """
 
@@ -61,9 +64,11 @@ class Request:
         "choice",
         "constraint",
         "deadline",
+        "draft_counts",
         "embedding",
         "followers",
         "follows_started",
+        "is_drafting",
         "leader",
         "life",
         "max_num_tokens",
@@ -102,7 +107,6 @@ class Request:
         max_model_len: int,
         pages: SequencePages,
         constraint: Constraint | None = None,
-        speculation: Speculation | None = None,
     ) -> None:
         self.embedding = Embedding(submit.pooling) if submit.pooling is not None else None
         sampling = submit.sampling if self.embedding is None else _SAMPLES_NOTHING
@@ -138,7 +142,9 @@ class Request:
         self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.constraint = constraint
-        self.speculation = speculation
+        self.speculation: Speculation | None = None
+        self.is_drafting = False
+        self.draft_counts: DraftCounts | None = None
         self.repetition: RepetitionWatch | None = None
         if sampling.repetition_detection is not None:
             self.repetition = RepetitionWatch(
@@ -171,7 +177,7 @@ class Request:
     def awaits_values(self) -> bool:
         """Whether its next token can be chosen, or is to be drafted, only once those in flight have arrived."""
         if self.num_pending == 0:
-            return self.speculation is not None and self.speculation.is_drafting
+            return self.is_drafting
         if self.constraint is not None and self.num_pending >= self.constraint.num_free:
             return True
         return self.speculation is not None and self.speculation.is_promising

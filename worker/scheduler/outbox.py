@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.messages import DraftCounts, Finish, Output, TokenLogprobs
+from shared.messages import Finish, Output, TokenLogprobs
 from worker.request import Request
 
 
@@ -29,9 +29,16 @@ class Outbox:
         if request.wants_prompt_logprobs and len(request.prompt_logprobs) >= request.num_prompt_tokens:
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
             request.wants_prompt_logprobs = False
-        drafts = _counts(request)
         output = Output(
-            request.request_id, request.choice, token_ids, finish, logprobs, cached, prompt_logprobs, drafts, embedding
+            request.request_id,
+            request.choice,
+            token_ids,
+            finish,
+            logprobs,
+            cached,
+            prompt_logprobs,
+            request.draft_counts,
+            embedding,
         )
         self._outputs.append((request.owner, output))
 
@@ -50,10 +57,3 @@ class Outbox:
     def drop_owner(self, owner: bytes) -> None:
         """Forgets what was to be told to one gateway."""
         self._outputs = [item for item in self._outputs if item[0] != owner]
-
-
-def _counts(request: Request) -> DraftCounts | None:
-    speculation = request.speculation
-    if speculation is None or not speculation.num_drafted:
-        return None
-    return DraftCounts(speculation.num_accepted, speculation.num_drafted - speculation.num_accepted)

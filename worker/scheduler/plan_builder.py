@@ -109,8 +109,7 @@ class PlanBuilder:
 
     def draft(self, request: Request, row: DraftedRow) -> None:
         """The draft model works on this row; a step has such rows alone."""
-        if request.speculation is not None:
-            request.speculation.is_drafting = True
+        request.is_drafting = True
         self._drafting.append(row)
         self.requests.append(request)
         self._lives.append(request.life)

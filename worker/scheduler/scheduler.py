@@ -124,8 +124,8 @@ class Scheduler:
                 max_model_len=self.config.max_model_len,
                 pages=self.kv.open(submit.salt),
                 constraint=constraint,
-                speculation=self._open_speculation(submit),
             )
+            request.speculation = self._open_speculation(submit, request)
             self._num_arrived += 1
             self._live.setdefault((owner, submit.request_id), {})[choice] = request
             if request.num_tokens >= request.max_num_tokens:
@@ -138,10 +138,10 @@ class Scheduler:
             self._planner.enqueue(request, leader)
             leader = leader or request
 
-    def _open_speculation(self, submit: Submit) -> Speculation | None:
+    def _open_speculation(self, submit: Submit, request: Request) -> Speculation | None:
         if self._speculator is None or submit.pooling is not None:
             return None
-        return self._speculator.open(submit)
+        return self._speculator.open(submit, request.token_ids)
 
     def _open_constraints(self, submit: Submit) -> list[Constraint | None]:
         if submit.pooling is not None:
@@ -284,8 +284,6 @@ class Scheduler:
                 break
             request.token_ids.append(token_id)
             token_ids.append(token_id)
-            if request.speculation is not None:
-                request.speculation.append(token_id)
             finish = finish_after(request)
             taken = len(token_ids)
             if finish is not None or taken > len(drafts) or token_id != drafts[taken - 1]:
@@ -334,6 +332,8 @@ class Scheduler:
         matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, token_ids))
         if self._speculator is not None:
             self._speculator.resolve(request, len(drafts), sum(1 for _ in matches))
+        if request.speculation is not None:
+            request.draft_counts = request.speculation.draft_counts
 
     def _take_drafted(self, flight: Flight, result: StepResult, milliseconds: float | None) -> None:
         """What the draft model read and proposes."""
@@ -345,8 +345,7 @@ class Scheduler:
         drafted = iter(result.drafted)
         for request, life, row in zip(flight.requests, flight.lives, plan.drafting, strict=True):
             proposed = next(drafted) if row.num_drafts else None
-            if request.speculation is not None:
-                request.speculation.is_drafting = False
+            request.is_drafting = False
             if request.life == life:
                 speculator.take_drafted(request, row, proposed)
 

@@ -81,6 +81,7 @@ class Controller:
 
     Attributes:
         last_ratio: what the step that was chosen last is expected to take, beside one without drafts.
+        is_hopeless: what `num_to_draft` said last is to see whether still nothing is to be hoped for: one row will do.
         drafting_gain: by how much faster steps are expected to be with what `num_to_draft` said last, as a share; 0
             where nothing is to be drafted, or nobody knows.
     """
@@ -88,6 +89,7 @@ class Controller:
     def __init__(self, max_drafts: int) -> None:
         self.last_ratio = 1.0
         self.drafting_gain = 0.0
+        self.is_hopeless = False
         self._max_drafts = max_drafts
         self._costs = RowCosts()
         # Relative to RowCosts.level, for the same reason as its shape: what a token for each of so many rows takes, and
@@ -282,6 +284,7 @@ class Controller:
         poorest: Sequence[float] = (),
         others: float = math.inf,
         num_unread: int = 0,
+        least_unread: int = 0,
     ) -> int:
         """How many tokens the draft model shall propose for each row that wants some; 0: it shall not run.
 
@@ -292,8 +295,10 @@ class Controller:
             poorest: the least chances of those among them that are behind what they would be without drafts.
             others: the least credit, as in `choose`, of rows that only wait; infinite: there are none.
             num_unread: tokens that it would read first, beyond some for each row.
+            least_unread: as many where a single one of those rows is enough.
         """
         self.drafting_gain = 0.0
+        self.is_hopeless = False
         most = min(len(chances), self._max_drafts)
         costs = self._costs.read(num_rows, num_wanting * most)
         if num_wanting <= 0 or most == 0 or not costs:
@@ -312,11 +317,12 @@ class Controller:
         loss_ms = costs[0] * _UNSEEN_SLOPE if proposing_ms is None else proposing_ms
         if best:
             loss_ms -= self._proposing_ms(num_wanting, best) or 0.0
-        elif num_unread:
-            loss_ms += self._reading_ms(num_unread) or 0.0
+        else:
+            loss_ms += self._reading_ms(num_unread if hoped else least_unread) or 0.0
         if not self._try_draft(loss_ms, is_hopeful=hoped > 0, is_known=proposing_ms is not None):
             return best
         self.drafting_gain = hoped_speedup - 1.0
+        self.is_hopeless = not hoped
         return hoped or 1
 
     def _weigh(

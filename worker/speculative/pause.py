@@ -17,11 +17,12 @@ class Pause:
     """Weighs what drafts save against what looking for them takes, over all requests of a worker.
 
     Args:
-        longest: steps that are left out at a time at most.
+        longest_each: steps that are left out at a time at most for each request, where that is more than LONGEST: what
+            looking takes grows with them.
     """
 
-    def __init__(self, longest: int = LONGEST) -> None:
-        self._longest = longest
+    def __init__(self, longest_each: int = 0) -> None:
+        self._longest_each = longest_each
         self._step_ms = 0.0
         self._balance_ms = 0.0
         self._length = 1
@@ -33,6 +34,15 @@ class Pause:
         """Whether the next step, if as many requests run, is one to be left out."""
         return self._left > 0
 
+    @property
+    def _longest(self) -> int:
+        return max(LONGEST, self._longest_each * self._num_requests)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether nothing has paid for so long that pauses do not become longer."""
+        return self._length >= self._longest
+
     def holds(self, num_requests: int) -> bool:
         """Whether the next step, of so many requests, shall do without drafts. Called once a step."""
         if not self._left:
@@ -40,8 +50,9 @@ class Pause:
             return False
         if abs(num_requests - self._num_requests) > _OTHER_LOAD * self._num_requests:
             self._num_requests = num_requests
+            # One look at once; where it is for nothing again, not as many as for texts of which nothing is known.
             self._left = 0
-            self._length = 1
+            self._length = max(self._length // 4, 1)
             return False
         self._left -= 1
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.messages import DraftCounts
 from worker.speculative.acceptance import MAX_PLACES, Acceptance, RequestAcceptance, match_grades, probability_grades
 from worker.speculative.ngram import NgramIndex
 from worker.speculative.pause import Pause
@@ -63,13 +64,12 @@ class Speculation:
     same either way. So a request for which nothing is verified because its text cannot be foreseen shows by itself
     when that changes. From each source one proposal is followed to its first difference, then the next one.
 
-    Tokens that arrive are only kept until somebody asks. A step that has streamed the model's weights leaves nothing of
-    this in the processor's caches, so that looking at 16 texts takes nearly as long for one token as for a dozen, and
-    while nothing is drafted nobody asks in each step.
+    The text grows elsewhere, and its new tokens are learned from when somebody asks. A step that has streamed the
+    model's weights leaves nothing of this in the processor's caches, so that looking at 16 texts takes nearly as long
+    for one token as for a dozen, and while nothing is drafted nobody asks in each step.
 
     Args:
-        token_ids: prompt and what was generated so far; only read, up to its present length, and until the first
-            `propose`.
+        token_ids: prompt and what was generated so far. It may grow at its end; only read.
         num_prompt_tokens: how many of them are prompt.
         prediction: what the client expects the output to be; may be empty.
         look_up: whether the end of the text is looked up in the text.
@@ -78,7 +78,6 @@ class Speculation:
 
     Attributes:
         num_drafted, num_accepted: tokens that were verified, and those of them that are in the output.
-        is_drafting: the draft model has been asked, and has not answered; kept by the scheduler.
         is_suspect: with its drafts a step computed nothing usable, so there are no more; set by the scheduler.
         read_ahead: what the draft model has read of its own last proposal; kept by the speculator.
     """
@@ -95,7 +94,6 @@ class Speculation:
     ) -> None:
         self.num_drafted = 0
         self.num_accepted = 0
-        self.is_drafting = False
         self.is_suspect = False
         self.read_ahead: ReadAhead | None = None
         self._credit = 0.0
@@ -104,30 +102,23 @@ class Speculation:
         self._next_look = 0
         self._look_gap = _FIRST_LOOK
         self._token_ids = token_ids
-        self._num_known = len(token_ids)
-        self._num_prompt_tokens = num_prompt_tokens
         self._look_up = look_up
         self._acceptance = RequestAcceptance(acceptance)
         self._cursor = PredictionCursor(prediction) if len(prediction) else None
-        # Made at the first propose.
+        # How much of the text was learned from, and of the output is in the cursor, and in the index once that is made:
+        # at the first propose.
+        self._num_learned = len(token_ids)
+        self._num_read = num_prompt_tokens
         self._index: NgramIndex | None = None
-        self._begun = False
-        # Tokens that nobody has asked about yet, and those before them that only index and cursor have not seen.
-        self._waiting: list[int] = []
-        self._unread: list[int] = []
         self._drafted: tuple[Sequence[int], Sequence[int]] | None = None
         self._followed: list[_Followed | None] = [None] * len(Source)
 
-    def append(self, token_id: int) -> None:
-        """A token of the output arrived."""
-        self._waiting.append(token_id)
-
     def _catch_up(self) -> None:
-        """Learns from the tokens that wait."""
-        if not self._waiting:
+        """Learns from the tokens that have come."""
+        news = self._token_ids[self._num_learned :]
+        if not news:
             return
-        news, self._waiting = self._waiting, []
-        self._unread += news
+        self._num_learned += len(news)
         self._num_output += len(news)
         self._drafted = None
         if self._credit < 0.0:
@@ -221,30 +212,27 @@ class Speculation:
         self._credit = min(max(self._credit + num_tokens, -_MOST_CREDIT), _MOST_CREDIT)
 
     def resolve(self, num_verified: int, num_accepted: int) -> None:
-        """So many drafted tokens were verified, and so many of them are in the output; before or after `append`."""
+        """So many drafted tokens were verified, and so many of them are in the output."""
         self.num_drafted += num_verified
         self.num_accepted += num_accepted
 
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """For the client."""
+        return DraftCounts(self.num_accepted, self.num_drafted - self.num_accepted)
+
     def _read(self) -> None:
         """Brings index and cursor up to the last token."""
-        if not self._begun:
-            self._begin()
-        news, self._unread = self._unread, []
-        for token_id in news:
-            if self._index is not None:
+        news = self._token_ids[self._num_read :]
+        if self._look_up and self._index is None:
+            self._index = NgramIndex(self._token_ids)
+        elif self._index is not None:
+            for token_id in news:
                 self._index.append(token_id)
-            if self._cursor is not None:
-                self._cursor.append(token_id)
-
-    def _begin(self) -> None:
-        known = self._token_ids[: self._num_known]
-        if self._look_up:
-            self._index = NgramIndex(known)
         if self._cursor is not None:
-            for token_id in known[self._num_prompt_tokens :]:
+            for token_id in news:
                 self._cursor.append(token_id)
-        self._begun = True
-        self._token_ids = ()
+        self._num_read += len(news)
 
     def _matching(self, source: Source, token_ids: Sequence[int], matched: int) -> Proposal | None:
         return self._proposal(source, token_ids, match_grades(matched, len(token_ids))) if token_ids else None

@@ -18,7 +18,7 @@ from worker.request import Request
 from worker.scheduler.plan import DraftedRow, DraftedTokens
 from worker.speculative.acceptance import Acceptance
 from worker.speculative.controller import Controller
-from worker.speculative.pause import Pause
+from worker.speculative.pause import LONGEST, Pause
 from worker.speculative.proposal import Proposal
 from worker.speculative.speculation import ReadAhead, Speculation
 from worker.stats import Counters
@@ -29,9 +29,13 @@ MAX_CATCH_UP = 512
 _LAG = 0.5
 """Tokens that a request with drafts to come may be behind: what one round of drafts costs it another brings."""
 
-_LONGEST_WITHOUT_DRAFTING = 64
-"""Steps until it is asked again whether a draft model pays. Nothing new is known of its proposals while it makes none,
-and to ask means to look up each text first."""
+_MANY, _PARTS = 8, 4
+"""Texts of which not all are looked up at a time where that has long been for nothing; and into how many parts they
+are divided."""
+
+_LONGEST_WITHOUT_DRAFTING = 4
+"""Steps for each request until it is asked again whether a draft model pays. Nothing new is known of its proposals
+while it makes none, and to ask means to look up each text first."""
 
 _EXPECTED_OUTPUT = 256
 """Tokens that a request is taken to generate still, where its limit is further away."""
@@ -78,15 +82,22 @@ class Speculator:
         self._drafted_last = False
         # Whether what the draft model proposed may still be verified.
         self._drafts_lie = False
+        # Rows and milliseconds of steps that nothing was learned from yet.
+        self._observed: list[tuple[int, float]] = []
+        self._turn = 0
         # What was found in this step already.
         self._found: dict[Request, Proposal | None] = {}
 
-    def open(self, submit: Submit) -> Speculation | None:
-        """For one choice; None where nothing can be drafted: mirostat's aim depends on every token before."""
+    def open(self, submit: Submit, token_ids: Sequence[int]) -> Speculation | None:
+        """For one choice; None where nothing can be drafted: mirostat's aim depends on every token before.
+
+        Args:
+            token_ids: prompt and output, which grows there.
+        """
         if not submit.speculative or submit.sampling.mirostat or submit.sampling.max_tokens < 2:
             return None
         return Speculation(
-            submit.token_ids,
+            token_ids,
             submit.num_prompt_tokens,
             submit.prediction,
             look_up=self._config.look_up,
@@ -109,8 +120,11 @@ class Speculator:
             self._charge(requests, wait)
             return [None] * len(requests)
         self._drafts_lie = False
+        self._learn_costs()
         begin = time.perf_counter()
-        proposals = [found[request] if request in found else self._propose(request) for request in requests]
+        looked_at = requests if not self._pause.is_long else self._some(requests)
+        found |= {request: self._propose(request) for request in looked_at if request not in found}
+        proposals = [found.get(request) for request in requests]
         chosen: list[Proposal | None] = [None] * len(requests)
         if any(proposals):
             chosen = self._choose(requests, proposals, room, wait)
@@ -121,6 +135,13 @@ class Speculator:
             # Else nobody was looked at: those whose values are in flight cannot be.
             self._pause.learn(speed - 1.0, (time.perf_counter() - begin) * 1000)
         return chosen
+
+    def _some(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """A quarter of many, each time another, to see whether texts have become foreseeable."""
+        if len(requests) < _MANY:
+            return requests
+        self._turn = (self._turn + 1) % _PARTS
+        return requests[self._turn :: _PARTS]
 
     def _choose(
         self, requests: Sequence[Request], proposals: Sequence[Proposal | None], room: int, wait: float
@@ -185,10 +206,18 @@ class Speculator:
             request.speculation.resolve(num_verified, num_accepted)
 
     def observe(self, num_rows: int, milliseconds: float) -> None:
-        """What a step without prompt tokens took, drafts counted as rows."""
-        self._controller.observe(num_rows, milliseconds)
-        for pause in self._pauses:
-            pause.observe(milliseconds)
+        """What a step without prompt tokens took, drafts counted as rows. It is learned from before the next decision:
+        as with texts, many at a time take hardly longer than one."""
+        self._observed.append((num_rows, milliseconds))
+        if len(self._observed) >= LONGEST:
+            self._learn_costs()
+
+    def _learn_costs(self) -> None:
+        observed, self._observed = self._observed, []
+        for num_rows, milliseconds in observed:
+            self._controller.observe(num_rows, milliseconds)
+            for pause in self._pauses:
+                pause.observe(milliseconds)
 
     # ---- the draft model --------------------------------------------------------------------------------------
 
@@ -213,6 +242,7 @@ class Speculator:
         """
         if not requests:
             return []
+        self._learn_costs()
         begin = time.perf_counter()
         wanting = [(self._num_unread(request), request) for request in requests if self._may_draft(request)]
         wanting = [pair for pair in wanting if self._wants_draft(*pair)]
@@ -220,6 +250,8 @@ class Speculator:
         wanting.sort(key=lambda pair: pair[0])
         reading = self._controller.num_to_read(min(room, MAX_CATCH_UP), self._target_ms)
         count = self._num_to_draft(wanting, requests, reading)
+        if count and self._controller.is_hopeless:
+            del wanting[1:]
         rows = []
         for num_unread, request in wanting:
             is_long = num_unread > self._usual_unread
@@ -252,9 +284,10 @@ class Speculator:
         behind = [own for own, (_, one) in zip(chances, near, strict=True) if _credit(one) < -_LAG]
         poorest = [min(column) for column in zip(*behind)]
         others = min((_credit(one) for one in requests if one not in drafting), default=math.inf)
-        num_unread = sum(unread for unread, _ in near if unread > self._usual_unread)
+        long = [unread for unread, _ in near if unread > self._usual_unread]
+        least = min(long) if len(long) == len(near) else 0
         return self._controller.num_to_draft(
-            len(chances), len(requests), means, poorest, others, min(num_unread, reading)
+            len(chances), len(requests), means, poorest, others, min(sum(long), reading), min(least, reading)
         )
 
     def _num_unread(self, request: Request) -> int:
@@ -323,6 +356,7 @@ class Speculator:
     def observe_drafting(self, rows: Sequence[DraftedRow], milliseconds: float) -> None:
         """What a step of the draft model took."""
         self._counters.spec_decode_draft_seconds_total += milliseconds / 1000
+        self._learn_costs()
         proposing = [row.num_drafts for row in rows if row.num_drafts]
         num_read = sum(row.count for row in rows if not row.num_drafts or row.count > self._usual_unread)
         self._controller.observe_drafting(len(proposing), max(proposing, default=0), num_read, milliseconds)

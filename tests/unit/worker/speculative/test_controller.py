@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -302,6 +303,23 @@ def test_a_draft_model_alone_is_tried_though_nothing_was_ever_verified():
     for _ in range(20):
         controller.observe(1, 5.0)
     assert controller.num_to_draft(1, 1, [0.6] * 7) > 0
+
+
+def test_a_trial_without_hope_is_afforded_by_what_a_single_row_reads():
+    def hopeless_trials(least_unread: int) -> int:
+        controller = _drafting(cpu, 1.0)
+        for _ in range(5):
+            controller.observe_drafting(0, 0, 100, 10.0)
+        count = 0
+        for _ in range(3000):
+            controller.observe(16, cpu(16))
+            num = controller.num_to_draft(16, 16, [0.02] * 7, (), math.inf, 1000, least_unread)
+            assert (num == 1) == controller.is_hopeless
+            count += num
+        return count
+
+    assert hopeless_trials(20) > 3
+    assert hopeless_trials(900) == 0
 
 
 def test_who_only_waits_bears_a_twentieth_and_who_is_behind_nothing():

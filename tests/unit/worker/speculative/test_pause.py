@@ -5,12 +5,12 @@ from __future__ import annotations
 from worker.speculative.pause import Pause
 
 
-def looked_at(pause: Pause, gain: float, num_steps: int, looking_ms: float = 0.1) -> int:
+def looked_at(pause: Pause, gain: float, num_steps: int, looking_ms: float = 0.1, num_requests: int = 1) -> int:
     """Steps, of so many of 5 ms, in which drafts were looked for."""
     count = 0
     for _ in range(num_steps):
         pause.observe(5.0)
-        if not pause.holds(1):
+        if not pause.holds(num_requests):
             count += 1
             pause.learn(gain, looking_ms)
     return count
@@ -26,8 +26,18 @@ def test_what_saves_nothing_is_seldom_looked_for():
     assert looked_at(Pause(), 0.03, 500) < 45
 
 
-def test_it_is_as_long_as_it_may_be_where_nothing_is_saved():
-    assert looked_at(Pause(64), 0.0, 1000) < looked_at(Pause(4), 0.0, 1000) / 4
+def test_what_takes_longer_for_many_requests_is_left_out_for_longer():
+    assert looked_at(Pause(4), 0.0, 1000) == looked_at(Pause(), 0.0, 1000, num_requests=16)
+    assert looked_at(Pause(4), 0.0, 1000, num_requests=16) < looked_at(Pause(), 0.0, 1000) / 2
+
+
+def test_pauses_that_can_become_no_longer_are_long():
+    pause = Pause()
+    assert not pause.is_long
+    looked_at(pause, 0.0, 100)
+    assert pause.is_long
+    pause.learn(1.0, 0.1)
+    assert not pause.is_long
 
 
 def test_a_text_that_turns_foreseeable_is_found_soon():

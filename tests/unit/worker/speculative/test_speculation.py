@@ -7,19 +7,23 @@ import random
 
 import pytest
 
+from shared.messages import DraftCounts
 from worker.speculative.acceptance import Acceptance, RequestAcceptance, match_grades, probability_grades
 from worker.speculative.proposal import Proposal, Source
 from worker.speculative.speculation import Speculation
 
 
-def _speculation(token_ids, *, prediction=(), look_up=True, num_prompt_tokens=None, acceptance=None) -> Speculation:
-    return Speculation(
-        token_ids,
-        len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
-        prediction,
-        look_up=look_up,
-        acceptance=acceptance or Acceptance(),
-    )
+class Text(Speculation):
+    """With the text that it is about."""
+
+    def __init__(self, token_ids, *, prediction=(), look_up=True, num_prompt_tokens=None, acceptance=None) -> None:
+        self.tokens = list(token_ids)
+        num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        acceptance = acceptance or Acceptance()
+        super().__init__(self.tokens, num_prompt_tokens, prediction, look_up=look_up, acceptance=acceptance)
+
+    def append(self, *token_ids: int) -> None:
+        self.tokens += token_ids
 
 
 def test_a_proposal_can_be_cut():
@@ -31,13 +35,11 @@ def test_a_proposal_can_be_cut():
 
 def test_the_prediction_comes_before_the_look_up_and_that_before_the_draft():
     prompt = [1, 2, 3, 4, 9, 1, 2]
-    speculation = _speculation(prompt, prediction=[5, 6, 7, 8])
-    speculation.append(5)
-    speculation.append(6)
-    speculation.append(7)
+    speculation = Text(prompt, prediction=[5, 6, 7, 8])
+    speculation.append(5, 6, 7)
     assert speculation.propose(4).source is Source.PREDICTION
-    assert _speculation(prompt).propose(2).token_ids == [3, 4]
-    drafting = _speculation([1, 2, 3])
+    assert Text(prompt).propose(2).token_ids == [3, 4]
+    drafting = Text([1, 2, 3])
     drafting.set_drafted([7, 8, 9], [0.9, 0.5, math.nan])
     proposal = drafting.propose(2)
     assert (proposal.source, list(proposal.token_ids)) == (Source.DRAFT_MODEL, [7, 8])
@@ -46,14 +48,13 @@ def test_the_prediction_comes_before_the_look_up_and_that_before_the_draft():
 
 def test_a_doubtful_place_in_the_prediction_gives_way_to_a_better_look_up():
     line = list(range(100, 140))
-    speculation = _speculation([*line, 7, *line[:20]], prediction=[line[18], line[19], 500, 501])
-    for token in line[20:24]:
-        speculation.append(token)
+    speculation = Text([*line, 7, *line[:20]], prediction=[line[18], line[19], 500, 501])
+    speculation.append(*line[20:24])
     assert speculation.propose(3).source is Source.LOOKUP
 
 
 def test_drafted_tokens_are_forgotten_when_a_token_arrives():
-    speculation = _speculation([1, 2, 3], look_up=False)
+    speculation = Text([1, 2, 3], look_up=False)
     speculation.set_drafted([7, 8], [0.9, 0.9])
     speculation.append(7)
     assert speculation.propose(4) is None
@@ -64,8 +65,8 @@ def test_drafted_tokens_are_forgotten_when_a_token_arrives():
 def test_it_does_not_matter_how_many_tokens_it_learns_from_at_a_time():
     rng = random.Random(3)
     text = [rng.randrange(6) for _ in range(400)]
-    often = _speculation(text[:50], prediction=text[200:260], acceptance=Acceptance())
-    seldom = _speculation(text[:50], prediction=text[200:260], acceptance=Acceptance())
+    often = Text(text[:50], prediction=text[200:260], acceptance=Acceptance())
+    seldom = Text(text[:50], prediction=text[200:260], acceptance=Acceptance())
     for begin in range(50, 380, 11):
         proposals = [one.propose(9) for one in (often, seldom)]
         assert proposals[0] == proposals[1]
@@ -82,45 +83,42 @@ def test_it_does_not_matter_how_many_tokens_it_learns_from_at_a_time():
 
 
 def test_nothing_is_proposed_without_room():
-    speculation = _speculation([1, 2, 1, 2])
+    speculation = Text([1, 2, 1, 2])
     assert speculation.propose(0) is None
     assert len(speculation.propose(3).token_ids) == 3
     assert len(speculation.propose(10**6).token_ids) == 16
 
 
-def test_tokens_before_the_first_proposal_count_whether_or_not_the_list_grew():
-    tokens = [1, 2, 3, 4, 5]
-    speculation = _speculation(tokens)
-    for token in (9, 1, 2):
-        tokens.append(token)
-        speculation.append(token)
+def test_tokens_before_the_first_proposal_count():
+    speculation = Text([1, 2, 3, 4, 5])
+    speculation.append(9, 1, 2)
     assert speculation.propose(3).token_ids == [3, 4, 5]
     # A prompt, and what was generated before the request came here.
-    resumed = _speculation([1, 2, 3, 50, 51], num_prompt_tokens=3, prediction=[50, 51, 52, 53])
+    resumed = Text([1, 2, 3, 50, 51], num_prompt_tokens=3, prediction=[50, 51, 52, 53])
     assert resumed.propose(2).token_ids == [52, 53]
 
 
 def test_counts_are_of_what_was_verified():
-    speculation = _speculation([1, 2, 1, 2])
+    speculation = Text([1, 2, 1, 2])
     speculation.resolve(4, 3)
     speculation.resolve(2, 0)
     assert (speculation.num_drafted, speculation.num_accepted) == (6, 3)
+    assert speculation.draft_counts == DraftCounts(num_accepted=3, num_rejected=3)
 
 
 def test_acceptance_is_learned_without_verification():
     acceptance = Acceptance()
     rng = random.Random(1)
     prompt = [rng.randrange(1000) for _ in range(300)]
-    quoting = _speculation(prompt + prompt[:20], acceptance=acceptance)
-    lying = _speculation(prompt + prompt[:20], acceptance=acceptance)
+    quoting = Text(prompt + prompt[:20], acceptance=acceptance)
+    lying = Text(prompt + prompt[:20], acceptance=acceptance)
     for step in range(60):
         quoting.propose(7)
         lying.propose(7)
         quoting.append(prompt[20 + step])
         # Goes along for two tokens, then leaves.
         lying.append(prompt[3 * step + (step % 3)] if step % 3 else 5000 + step)
-    lying.append(prompt[0])
-    lying.append(prompt[1])
+    lying.append(*prompt[:2])
     assert quoting.propose(7).chances[0] > 0.9
     assert lying.propose(7).chances[0] < 0.4
 
