@@ -6,6 +6,8 @@ answers with. Messages are written for the client: they never contain paths, add
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class PeltonError(Exception):
     """A failure that a client may be told about.
@@ -25,6 +27,14 @@ class PeltonError(Exception):
         self.message = message
         self.param = param
         self.code = code if code is not None else self.default_code
+
+    def untouched(self) -> Self:
+        """The same without traceback and context: by these, one that is kept would hold on to whoever raised it, and to
+        one more each time that it is raised.
+        """
+        twin = type(self).__new__(type(self), *self.args)
+        twin.__dict__.update(self.__dict__)
+        return twin
 
 
 class InvalidRequestError(PeltonError):

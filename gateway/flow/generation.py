@@ -249,7 +249,7 @@ class Generation(ClosedOnExit):
             if delta is not None:
                 return delta
             if self._error is not None:
-                raise self._error
+                raise self._error.untouched()
             if self._num_unfinished == 0 or self._closed:
                 raise StopAsyncIteration
             await self._outbox.news()
@@ -343,10 +343,11 @@ class Generation(ClosedOnExit):
             worker.forget(self._worker_request_id, cancel=self._num_unfinished > 0 if cancel is None else cancel)
         if self._watchdog is not None:
             self._watchdog.cancel()
+            self._watchdog = None
 
     def _fail(self, error: PeltonError) -> None:
         if self._error is None:
-            self._error = error
+            self._error = error.untouched()
             self._leave_worker(cancel=True)
             self._outbox.wake()
 

@@ -67,6 +67,10 @@ def _last_known(values: Sequence[T | None]) -> T | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
+def _nobody() -> None:
+    """Is told of slow consumers of what is closed."""
+
+
 class Receiver(Protocol):
     """Takes deltas without waiting, in the place of a consumer that waits."""
 
@@ -243,7 +247,10 @@ class Outbox:
             waiter.set_result(None)
 
     def close(self) -> None:
-        """Drops what is pending."""
+        """Drops what is pending, and lets go of whom it reports to, who has it: both would wait for the garbage
+        collector, and a whole prompt with them.
+        """
+        self._on_slow = _nobody
         self.receiver = self._single = None
         self._pending.clear()
         self._urgent.clear()

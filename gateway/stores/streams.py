@@ -69,10 +69,8 @@ class StreamLog:
 
     @property
     def error(self) -> PeltonError | None:
-        """Why it ended before its last event, where it did. A new one for each who asks: a raised one holds on to
-        whoever raised it, and each time to one more.
-        """
-        return None if self._error is None else _untouched(self._error)
+        """Why it ended before its last event, where it did. A new one for each who asks."""
+        return None if self._error is None else self._error.untouched()
 
     @property
     def last(self) -> int:
@@ -92,8 +90,7 @@ class StreamLog:
         if self.ended:
             return
         self.ended = True
-        # What failed holds on to its whole request by its traceback.
-        self._error = None if error is None else _untouched(error)
+        self._error = None if error is None else error.untouched()
         self._wake()
 
     def after(self, number: int) -> Sequence[bytes]:
@@ -145,13 +142,6 @@ class StreamLog:
 
 def _size(number: int, event: bytes) -> int:
     return len(event) + _EVENT_OVERHEAD + (_LOG_OVERHEAD if number == 1 else 0)
-
-
-def _untouched(error: PeltonError) -> PeltonError:
-    """The same without traceback and context."""
-    twin = type(error).__new__(type(error), *error.args)
-    twin.__dict__.update(error.__dict__)
-    return twin
 
 
 class _Share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from gateway.flow.admission import Admission
 from gateway.flow.events import GenerationRequest
-from gateway.flow.generation import Generator
+from gateway.flow.generation import Generation, Generator
 from gateway.flow.routing import Router
 from gateway.text.detokenizer import Detokenizer, build_token_bytes
 from gateway.workers.client import Stream
@@ -261,3 +262,26 @@ async def test_ids_at_the_worker_are_unique_and_short() -> None:
 async def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         World().generator.submit(make_request([]))
+
+
+@pytest.mark.parametrize("how", ["ended", "left", "failed"])
+async def test_one_that_is_over_does_not_wait_for_the_garbage_collector(how):
+    """It holds its prompt, of perhaps a million tokens, which the collector does not count."""
+    world = World()
+    gc.collect()
+    gc.disable()
+    try:
+        async with world.generator.submit(make_request([40, 41])) as generation:
+            (stream,) = world.links[0].streams
+            if how == "ended":
+                stream.on_output(output([40, 2], Finish(FinishReason.STOP)))
+                await collect(generation)
+            elif how == "failed":
+                stream.on_output(output([], Finish(FinishReason.ERROR, message="boom")))
+                with pytest.raises(InternalError):
+                    await collect(generation)
+        world.links[0].streams.clear()
+        del stream, generation
+        assert not [found for found in gc.get_objects() if type(found) is Generation]
+    finally:
+        gc.enable()

@@ -112,7 +112,7 @@ def test_the_garbage_collector_does_not_look_at_what_is_stored():
         )
     assert not any(gc.is_tracked(store.get(str(number), OWNER)) for number in range(100))
     gc.collect()
-    assert sum(1 for found in gc.get_objects() if isinstance(found, tuple) and found[:1] == (OWNER,)) == 0
+    assert sum(1 for found in gc.get_objects() if type(found) is tuple and found[:1] == (OWNER,)) == 0
 
 
 def test_the_number_is_bounded_too():
