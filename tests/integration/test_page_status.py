@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import defaultdict
 from contextlib import suppress
 
 import aiohttp
@@ -84,14 +85,14 @@ class Load:
 
 
 def totals(text):
-    """The sum of each metric over its labels, and over all but `abort` for failures."""
-    found: dict[str, float] = {}
+    """The sum of each metric over its labels, and of failures over all but `abort`; 0 of what was not reported."""
+    found: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("pelton:")
             if sample.labels.get("reason") == "abort":
                 name += "_abort"
-            found[name] = found.get(name, 0) + sample.value
+            found[name] += sample.value
     return found
 
 
@@ -105,7 +106,7 @@ def agrees(shown):
         "HTTP in flight": figures["http_requests_in_flight"],
         "Finished": figures["request_success_total"],
         "Stopped by clients": figures["request_failures_total_abort"],
-        "Failed": figures["request_failures_total"] + figures.get("requests_rejected_total", 0),
+        "Failed": figures["request_failures_total"] + figures["requests_rejected_total"],
     }
     counts = {
         "First token": figures["time_to_first_token_seconds_count"],
@@ -130,7 +131,8 @@ async def seen(page, condition):
         shown = await page.run(SHOWN)
         if shown["cards"] and shown["latencies"] and agrees(shown) and condition(shown):
             return shown
-        assert time.monotonic() < end, shown
+        shown.pop("metrics", None)  # long
+        assert time.monotonic() < end, f"{shown}"
         await asyncio.sleep(0.05)
 
 
@@ -157,8 +159,8 @@ def has_stopped(shown):
 
 
 async def test_status_under_load(page):
-    # Streams have 16,384 tokens, which take minutes.
-    with PreparedServer(ANSWERS, max_num_seqs=64, max_model_len=16_384, delay=0.02) as server:
+    # Streams have 16,384 tokens, which take half an hour. Faster ones would keep a slow machine from all else.
+    with PreparedServer(ANSWERS, max_num_seqs=64, max_model_len=16_384, delay=0.1) as server:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             load = Load(server, session)
             try:

@@ -57,7 +57,7 @@ time.sleep(60)
 def python(program, *arguments):
     result = subprocess.run(
         [sys.executable, "-P", "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=230,
     )  # fmt: skip
     return result.stdout.split()
 
