@@ -19,7 +19,8 @@ import openai
 
 from tests.fakes.processes import end, plain_environment
 
-READY_TIMEOUT = 180.0
+READY_TIMEOUT = 600.0
+"""The first server compiles the kernels, for minutes on a slow machine; tests do not count it as their time."""
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ from tests.e2e.server import Server
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tokenizers import byte_level_json
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 PROMPTS = [[1, 50, 77, 130, 8, 8, 9], [1, 200], [1, *range(20, 60)]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.server import Server
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODEL = "SmolLM2-135M-Instruct"
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.server import Server, wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODEL = "SmolLM2-135M-Instruct"
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.fakes.http_gateway import parse_events
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODEL = "SmolLM2-135M-Instruct"
 HIDDEN_SIZE = 576

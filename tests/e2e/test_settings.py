@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.server import Server, wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 LONG = " ".join(f"item {number}," for number in range(40))
 

@@ -34,7 +34,7 @@ from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.speculative.proposal import Proposal
 from worker.speculative.speculator import SpeculationConfig
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 LENGTH = 24
 MAX_LEN = 160

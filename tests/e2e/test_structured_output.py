@@ -13,8 +13,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.fakes.json_schemas import SCHEMAS
 
-# The first test of a session starts the server.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODEL = "SmolLM2-135M-Instruct"
 DIGIT = {"type": "regex", "pattern": "[0-9]"}

@@ -13,8 +13,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.fakes.tool_sets import TOOL_SETS
 
-# The first test of a session starts the server.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
