@@ -315,5 +315,9 @@ class PanelLinear:
 
 @functools.cache
 def panel_linear(bits: int, minimum: bool, result: Result) -> PanelLinear:
-    """The op, compiled or read from numba's cache at its first use: one for all layers."""
+    """The op, compiled or read from numba's cache at its first use: one for all layers, and models, of a process.
+
+    A call says all that it depends on, and what stays from one to the next is memory that grows. Only one may run at a
+    time, so all calls are the engine thread's.
+    """
     return PanelLinear(bits, minimum, result)

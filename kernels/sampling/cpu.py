@@ -1,4 +1,4 @@
-"""Penalties and sampling on the CPU, compiled by numba; the ids are those of reference.py.
+"""Biases, penalties and sampling on the CPU, compiled by numba; the ids are those of reference.py.
 
 A row is never sorted: tokens are counted in buckets of their scaled logit, and only the bucket in which a filter's
 border falls is ordered. Noise is computed only where it could still win: the raw Philox word bounds it from above.
@@ -139,6 +139,18 @@ def sample_rows(  # type: ignore[no-untyped-def]
         ids[r] = _noisy_argmax(
             row, maxima, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r]
         )
+
+
+# By its types, since a table of one row and one entry would count as contiguous, and be compiled for in a step.
+@njit("void(f4[:, ::1], i4[:, :], f4[:, :], i4[:, :], i4[::1], i8[::1])", **options)
+def adjust_rows(logits, ids, values, until, table_rows, position):  # type: ignore[no-untyped-def]
+    """reference.adjust; the arguments are the fields of AdjustInputs, whose tables need not be contiguous."""
+    for r in range(len(logits)):
+        row = logits[r]
+        entry = table_rows[r]
+        for i in range(ids.shape[1]):
+            if position[r] < until[entry, i]:
+                row[ids[entry, i]] += values[entry, i]
 
 
 @inner_numpy

@@ -199,10 +199,10 @@ class CpuOps(ReferenceOps):
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See reference.adjust."""
-        if not self._ask_for_the_rarer():
+        if self._compiled is None:
             reference.adjust(logits, inputs)
         else:
-            _adjust_rows(self._lists, logits, inputs)
+            _adjust_rows(self._compiled, logits, inputs)
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
@@ -307,9 +307,9 @@ def _logprob_rows(logprobs_cpu: Any, logits: torch.Tensor, found: LogprobTensors
     logprobs_cpu.logprob_rows(*arrays, claims, *(tensor.numpy() for tensor in out))
 
 
-def _adjust_rows(lists_cpu: Any, logits: torch.Tensor, inputs: AdjustInputs) -> None:
+def _adjust_rows(cpu: Any, logits: torch.Tensor, inputs: AdjustInputs) -> None:
     tensors = (logits, inputs.ids, inputs.values, inputs.until, inputs.rows, inputs.position)
-    lists_cpu.adjust_rows(*(tensor.numpy() for tensor in tensors))
+    cpu.adjust_rows(*(tensor.numpy() for tensor in tensors))
 
 
 def _penalize_rows(cpu: Any, logits: torch.Tensor, inputs: PenaltyInputs) -> None:

@@ -1,4 +1,4 @@
-"""Biases, DRY, bad words and allowed ids on the CPU, compiled by numba: linear in the tokens that they look at."""
+"""DRY, bad words and allowed ids on the CPU, compiled by numba: linear in the tokens that they look at."""
 
 from __future__ import annotations
 
@@ -70,18 +70,6 @@ def dry_rows(logits, rows, table_rows, token_ids, lengths, words, breakers):  # 
                 penalty = multiplier * base ** np.float64(best[token] - allowed)
                 row[token] -= np.float32(min(penalty, MAX_DRY_PENALTY))
                 best[token] = 0
-
-
-# By its types, since a table of one row and one entry would count as contiguous, and be compiled for in a step.
-@njit("void(f4[:, ::1], i4[:, :], f4[:, :], i4[:, :], i4[::1], i8[::1])", **options)
-def adjust_rows(logits, ids, values, until, table_rows, position):  # type: ignore[no-untyped-def]
-    """reference.adjust; the arguments are the fields of AdjustInputs, whose tables need not be contiguous."""
-    for r in range(len(logits)):
-        row = logits[r]
-        entry = table_rows[r]
-        for i in range(ids.shape[1]):
-            if position[r] < until[entry, i]:
-                row[ids[entry, i]] += values[entry, i]
 
 
 @njit(**options)

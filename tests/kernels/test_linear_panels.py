@@ -7,7 +7,7 @@ import torch
 
 from kernels.cpu.bf16 import supported
 from kernels.linear_panels.cases import KINDS, SHAPES, random_weight
-from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, Result, panel_linear
+from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, PanelLinear, Result, panel_linear
 from kernels.linear_panels.layout import pack_codes, pack_values
 from kernels.linear_panels.reference import linear as reference
 from kernels.linear_panels.reference import values
@@ -57,6 +57,20 @@ def test_a_row_is_the_same_in_every_batch(bits: int, minimum: bool) -> None:
     many = linear(x, weight, None)
     part = x[13 : 14 + FEW_ROWS].contiguous()
     assert torch.equal(linear(part, weight, None), many[13 : 14 + FEW_ROWS])
+
+
+def test_models_of_other_sizes_and_formats_take_turns() -> None:
+    """As a target and its draft do, which share an op where their weights are of one kind."""
+    sizes = [(80, 576, 3), (48, 64, 1), (1024, 64, FEW_ROWS + 9)]
+    given = [
+        (random_weight(size[:2], bits, minimum=minimum), torch.randn((size[2], size[1])).bfloat16())
+        for size in sizes
+        for bits, minimum in ((4, True), (8, False))
+    ]
+    alone = [PanelLinear(*weight.kind, Result.FLOAT32)(x, weight, None) for weight, x in given]
+    for _ in range(2):
+        for (weight, x), expected in zip(given, alone):
+            assert torch.equal(panel_linear(*weight.kind, Result.FLOAT32)(x, weight, None), expected)
 
 
 def test_one_row_that_is_not_finite_spoils_no_other() -> None:
