@@ -15,15 +15,14 @@ from gateway.api.anthropic_errors import error_bodies
 from gateway.api.anthropic_params import VERSION_HEADER, ConversationFields, MessagesFields, parse_body
 from gateway.api.anthropic_shapes import Ending, MessageEvents, whole_message
 from gateway.api.body import LARGE, read_json
-from gateway.api.chat_prompt import chat_prompt
 from gateway.api.params import ChatFields
 from gateway.api.sse import stream_events
-from gateway.api.tool_params import ToolChoiceField, tool_request
+from gateway.api.tool_params import ToolChoiceField
 from gateway.flow.requests import ModelEntryLike
 from gateway.responses import json_response
 from gateway.routes.common import envelope_of, find_model, submit_all
-from gateway.routes.prepared_chat import prompt_fields, size_chat, with_grammar
-from gateway.routes.tokenize import MAX_TOKENS, check_count, check_size
+from gateway.routes.counting import count_chat
+from gateway.routes.prepared_chat import size_chat, with_grammar
 
 Fields = TypeVar("Fields", bound=ConversationFields)
 
@@ -57,11 +56,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     fields = parse_body(await read_json(request), ConversationFields, request.headers.getall(VERSION_HEADER, []))
     entry = find_model(request, fields.model)
     chat = await _chat(request, chat_of_conversation, fields, entry)
-    check_size([chat.messages, chat.tools])
-    tools = tool_request(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    prompt = await chat_prompt(chat.messages, tools, prompt_fields(chat), entry, max_tokens=MAX_TOKENS)
-    check_count(prompt.ids, "messages")
-    return json_response({"input_tokens": len(prompt.ids)})
+    return json_response({"input_tokens": await count_chat(chat, entry)})
 
 
 async def _chat(

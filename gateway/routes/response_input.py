@@ -17,6 +17,8 @@ from gateway.api.response_tools import with_strict, without_strict
 from gateway.aside import aside, count_objects
 from gateway.keys import GATEWAY_INDEX, IDENTITY, RESPONSES
 from gateway.relay import RELAY
+from gateway.routes.common import find_model
+from gateway.routes.counting import count_chat
 from gateway.routes.prepared_chat import PreparedChat, SizedChat, size_chat, with_grammar
 from gateway.stores.ids import shown_id
 from gateway.stores.items import count_stored, find_items, load_items
@@ -66,7 +68,10 @@ async def _stored_items(request: web.Request, wanted: Iterable[str]) -> dict[str
 
 
 async def history_of(request: web.Request, previous: str | None) -> tuple[bytes, ...]:
-    """What a response begins with that continues another, wherever that is kept."""
+    """What a response begins with that continues another, wherever that is kept.
+
+    Raises InvalidRequestError for one that is not kept, as OpenAI does: clients know by it to send the conversation.
+    """
     if previous is None:
         return ()
     owner, relay = request[IDENTITY].key_hash, request.app[RELAY]
@@ -78,7 +83,7 @@ async def history_of(request: web.Request, previous: str | None) -> tuple[bytes,
     except NotFoundError:
         name = "previous_response_id"
         message = f"There is no response with the id {shown_id(previous)}, which previous_response_id names."
-        raise NotFoundError(message, param=name, code="previous_response_not_found") from None
+        raise InvalidRequestError(message, param=name, code="previous_response_not_found") from None
 
 
 async def prepare(
@@ -92,7 +97,8 @@ async def prepare(
     if asked:
         # In a thread: schemas may be large.
         fields.tools = await asyncio.to_thread(with_strict, asked)
-    chat, sized = await size(request, fields, model, history, items)
+    conversation = await _conversation(fields, history, items)
+    chat, sized = await _size(request, fields, model, conversation)
     try:
         try:
             return await with_grammar(request, chat, sized)
@@ -101,24 +107,48 @@ async def prepare(
             if relaxed == (fields.tools or []):
                 raise
             fields.tools = relaxed
-            chat, sized = await size(request, fields, model, history, items)
+            chat, sized = await _size(request, fields, model, conversation)
             return await with_grammar(request, chat, sized)
     except PeltonError as error:
         raise renamed(error, ()) from None
 
 
-async def size(
+async def num_tokens(
     request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
-) -> tuple[ChatFields, SizedChat]:
-    """The chat request, and its prompt. With `truncation` auto the oldest turns are left out until it fits."""
+) -> int:
+    """How many tokens the prompt has, also one that is longer than the model's context, so that a client knows how much
+    to leave out. With `truncation` auto it has what is left then: no less than the last turn.
+    """
+    conversation = await _conversation(fields, history, items)
+    messages, places = conversation.messages, conversation.places
+    starts = conversation.turns() if fields.truncation == "auto" else []
+    if starts:
+        try:
+            _, sized = await _size(request, fields, model, conversation)
+        except ContextLengthError:
+            messages, places = conversation.since(starts[-1]), []
+        else:
+            return len(sized.prompt[0])
+    try:
+        return await count_chat(chat_fields(fields, model, messages), find_model(request, model))
+    except PeltonError as error:
+        raise renamed(error, places) from None
 
+
+async def _conversation(fields: InputFields, history: Sequence[bytes], items: Items) -> Conversation:
     def work() -> Conversation:
         made = Conversation(fields.instructions)
         made.add(load_items(history), "previous_response_id")
         made.add(items, "input[]" if isinstance(fields.input, list) else "input")
         return made
 
-    conversation = await aside(count_stored(history) + count_objects(items), work)
+    return await aside(count_stored(history) + count_objects(items), work)
+
+
+async def _size(
+    request: web.Request, fields: InputFields, model: str, conversation: Conversation
+) -> tuple[ChatFields, SizedChat]:
+    """The chat request, and its prompt. With `truncation` auto the oldest turns are left out until it fits."""
     chat = chat_fields(fields, model, conversation.messages)
     try:
         return chat, await size_chat(request, chat)

@@ -25,7 +25,7 @@ from gateway.aside import aside, count_objects
 from gateway.keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
 from gateway.responses import json_response, kept_json
 from gateway.routes.common import detail_of, envelope_of, find_model, submit_all
-from gateway.routes.response_input import history_of, items_of, prepare, size
+from gateway.routes.response_input import history_of, items_of, num_tokens, prepare
 from gateway.routes.streams import fill, separate, stream_log
 from gateway.stores.items import count_stored, load_items
 from gateway.stores.responses import ResponseStore, StoredResponse
@@ -226,10 +226,10 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
 
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
-    """How many tokens the prompt of such a response has."""
+    """How many tokens the prompt of such a response has, also of one that is longer than the model's context."""
     fields = parse_input_tokens_fields(await read_json(request))
     items = await items_of(request, fields.input)
     history = await history_of(request, fields.previous_response_id)
     model = fields.model or find_model(request, None).name
-    _, sized = await size(request, fields, model, history, items)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(sized.prompt[0])})
+    count = await num_tokens(request, fields, model, history, items)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})

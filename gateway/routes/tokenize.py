@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-import msgspec
 from aiohttp import web
 
 from gateway.api.body import read_json
@@ -17,12 +15,9 @@ from gateway.api.tool_params import tool_request
 from gateway.flow.requests import ModelEntryLike
 from gateway.responses import json_response
 from gateway.routes.common import find_model
-from gateway.text.pipeline import text_size
-from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
+from gateway.routes.counting import check_count, check_size, most_tokens
+from shared.errors import ContextLengthError, InvalidRequestError
 
-MAX_TOKENS = 131_072
-MAX_CHARACTERS = 2_097_152
-"""Texts longer than a model's context may be counted, but within bounds."""
 _WITH_MESSAGES = (
     "add_generation_prompt",
     "chat_template_kwargs",
@@ -37,9 +32,9 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     """Token ids of a `prompt`, or of `messages` as the chat template renders them."""
     fields = parse_fields(await read_json(request), TokenizeFields)
     entry = find_model(request, fields.model)
-    check_size([fields.prompt, fields.messages, fields.tools, fields.documents])
+    check_size([fields.prompt, fields.messages, fields.tools, fields.documents], entry)
     ids = await _encode(fields, entry)
-    check_count(ids, "prompt" if fields.messages is None else "messages")
+    check_count(ids, "prompt" if fields.messages is None else "messages", entry)
     token_strings = None
     if fields.return_token_strs:
         token_strings = await asyncio.to_thread(_token_strings, ids, entry)
@@ -52,22 +47,6 @@ def _token_strings(ids: list[int], entry: ModelEntryLike) -> list[str]:
     return [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
 
 
-def check_size(texts: object) -> None:
-    """Tokenizing takes a second for each few million characters, and long texts wait for each other.
-
-    Raises PayloadTooLargeError.
-    """
-    size = text_size(msgspec.to_builtins(texts))
-    if size > MAX_CHARACTERS:
-        raise PayloadTooLargeError(f"The text has {size} characters; at most {MAX_CHARACTERS} are tokenized here.")
-
-
-def check_count(ids: Sequence[int], param: str) -> None:
-    """Raises ContextLengthError, naming the field, where a text has more tokens than are counted."""
-    if len(ids) > MAX_TOKENS:
-        raise ContextLengthError(f"The text has {len(ids)} tokens; at most {MAX_TOKENS} are counted.", param=param)
-
-
 async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
     if fields.prompt is not None:
         if fields.messages is not None:
@@ -76,7 +55,7 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
             if getattr(fields, name) is not None:
                 raise InvalidRequestError(f"{name} goes with messages.", param=name)
         special = fields.add_special_tokens is not False
-        return await entry.pipeline.encode(fields.prompt, special, max_tokens=MAX_TOKENS)
+        return await entry.pipeline.encode(fields.prompt, special, max_tokens=most_tokens(entry))
     if fields.messages is None:
         raise InvalidRequestError("Send prompt or messages.", param="prompt")
     if fields.add_special_tokens:
@@ -91,7 +70,8 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
         documents=fields.documents,
     )
     tools = tool_request(fields.tools, None, None)
-    return (await chat_prompt(fields.messages, tools, prompt_fields, entry, max_tokens=MAX_TOKENS)).ids
+    prompt = await chat_prompt(fields.messages, tools, prompt_fields, entry, max_tokens=most_tokens(entry))
+    return prompt.ids
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:

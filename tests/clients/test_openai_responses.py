@@ -123,9 +123,9 @@ def test_the_life_of_a_stored_response(client):
     for act in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
         with pytest.raises(openai.NotFoundError):
             act(response.id)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=MODEL, input="hello", previous_response_id=response.id)
-    assert caught.value.param == "previous_response_id"
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
     unstored = client.responses.create(model=MODEL, input="hello", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unstored.id)

@@ -73,7 +73,7 @@ async def test_what_one_keeps_is_had_from_both(pair):
         assert status == 404 and body["error"]["code"] == "not_found"
         status, continued = await pair.create(which, previous_response_id=made["id"])
         assert status == 200 and continued["usage"]["input_tokens"] > made["usage"]["input_tokens"]
-        assert (await pair.create(which, key=1, previous_response_id=made["id"]))[0] == 404
+        assert (await pair.create(which, key=1, previous_response_id=made["id"]))[0] == 400
         assert (await pair.ask(which, "POST", path + "/cancel"))[0] == 400
         items = [{"type": "item_reference", "id": made["output"][0]["id"]}, {"role": "user", "content": "more"}]
         status, referring = await pair.create(which, input=items, store=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gateway.flow.events import TextDelta
-from gateway.routes import tokenize
+from gateway.routes import counting
 from shared.errors import WorkerLostError
-from tests.fakes.fake_generator import MODEL, FakeGenerator, spell
+from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.http_gateway import run_gateway
 
 
@@ -207,9 +207,9 @@ async def test_models():
 
 async def test_tokenize_counts_within_bounds(monkeypatch):
     # F28: long texts wait for each other
-    monkeypatch.setattr(tokenize, "MAX_TOKENS", 100)
-    monkeypatch.setattr(tokenize, "MAX_CHARACTERS", 200)
-    async with run_gateway() as gateway:
+    monkeypatch.setattr(counting, "MAX_TOKENS", 100)
+    monkeypatch.setattr(counting, "_CHARACTERS_PER_TOKEN", 2)
+    async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=50)))) as gateway:
         for length, expected in ((80, 200), (120, 400), (201, 413)):
             for body in ({"prompt": "a" * length}, {"messages": [{"role": "user", "content": "a" * length}]}):
                 status, answer, _ = await gateway.post("/tokenize", body)
@@ -219,3 +219,9 @@ async def test_tokenize_counts_within_bounds(monkeypatch):
         conversation = {"model": MODEL, "messages": [{"role": "user", "content": "a" * 120}]}
         status, answer, _ = await gateway.post("/v1/messages/count_tokens", conversation)
         assert status == 400 and answer["error"]["message"].startswith("messages: The text has")
+        asked = {"model": MODEL, "input": "a" * 120}
+        status, answer, _ = await gateway.post("/v1/responses/input_tokens", asked)
+        assert status == 400 and answer["error"]["param"] == "input"
+    async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=150)))) as gateway:
+        # What the model itself has room for is counted.
+        assert (await gateway.post("/v1/responses/input_tokens", asked))[0] == 200

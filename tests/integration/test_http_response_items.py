@@ -104,7 +104,8 @@ async def test_what_is_no_list_is_not_taken_for_an_empty_one(gateway, item, path
     holder: Any = item
     for step in path[:-1]:
         holder = holder[step]
-    for right in (None, []):
+    rights: tuple[list[Any] | None, ...] = (None, [])
+    for right in rights:
         holder[path[-1]] = right
         assert (await create(gateway, input=[item, {"role": "user", "content": "x"}]))[0] == 200
     holder[path[-1]] = wrong
@@ -229,6 +230,31 @@ async def test_tokens_of_references_are_counted(gateway):
     status, body, _ = await gateway.post("/v1/responses/input_tokens", {"model": MODEL, **fields})
     assert status == 200
     assert body["input_tokens"] == (await create(gateway, **fields))[1]["usage"]["input_tokens"]
+
+
+async def test_a_prompt_that_is_too_long_is_counted(gateway):
+    """Who counts in order to shorten needs the number: a run of it would be refused."""
+    turns = [{"role": "user", "content": letter * 3000} for letter in "abc"]
+    for asked, num_tokens in (("x" * 9000, 9000), (turns, 9000)):
+        fields = {"model": MODEL, "input": asked}
+        status, body, _ = await gateway.post("/v1/responses/input_tokens", fields)
+        assert status == 200 and body["input_tokens"] >= num_tokens, body
+        assert (await gateway.post("/v1/responses", fields))[1]["error"]["code"] == "context_length_exceeded"
+    # What is left where turns may be left out; if not even the last one fits, that.
+    for asked, low, high in ((turns, 3000, 4096), ([*turns, {"role": "user", "content": "d" * 5000}], 5000, 6000)):
+        fields = {"model": MODEL, "input": asked, "truncation": "auto"}
+        status, body, _ = await gateway.post("/v1/responses/input_tokens", fields)
+        assert status == 200 and low < body["input_tokens"] < high, body
+    status, body, _ = await gateway.post("/v1/responses/input_tokens", {"model": MODEL, "input": "x" * 3_000_000})
+    assert status == 413, body
+
+
+async def test_counting_names_fields_as_the_request_has_them(gateway):
+    orphan = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    fields = {"model": MODEL, "input": [{"role": "user", "content": "x" * 9000}, orphan]}
+    for more in ({}, {"truncation": "auto"}):
+        status, body, _ = await gateway.post("/v1/responses/input_tokens", {**fields, **more})
+        assert (status, body["error"]["param"]) == (400, "input[1].call_id"), body
 
 
 async def test_an_item_is_referred_to_once(gateway):

@@ -134,7 +134,8 @@ async def test_a_response_is_its_keys_own():
             for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
                 assert (await ask(gateway, method, f"/v1/responses/{made}{path}", **other))[0] == 404
             body = {"model": MODEL, "input": "x", "previous_response_id": made}
-            assert (await gateway.post("/v1/responses", body, **other))[0] == 404
+            status, answer, _ = await gateway.post("/v1/responses", body, **other)
+            assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
         assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
 
 

@@ -271,7 +271,7 @@ async def test_ids_that_nobody_made_find_nothing():
         for one, (method, path) in itertools.product(wrong, (("GET", ""), ("DELETE", ""), ("POST", "/cancel"))):
             assert (await ask(gateway, method, f"/v1/responses/{one}{path}"))[0] == 404, (one, method)
             status, body = await create(gateway, previous_response_id=one)
-            assert (status, body["error"]["param"]) == (404, "previous_response_id")
+            assert (status, body["error"]["param"]) == (400, "previous_response_id")
             assert (await resume(gateway, one, 1))[0] == 404
         assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[0] == 200
 
