@@ -12,6 +12,9 @@ LONGEST = 16
 _OTHER_LOAD = 0.25
 """Change of the number of requests, as a share of it, with which what was learned no longer holds."""
 
+_SHORTER = 4
+"""By how much the pauses are shorter after that."""
+
 
 class Pause:
     """Weighs what drafts save against what looking for them takes, over all requests of a worker.
@@ -40,8 +43,8 @@ class Pause:
 
     @property
     def is_long(self) -> bool:
-        """Whether nothing has paid for so long that pauses do not become longer."""
-        return self._length >= self._longest
+        """Whether nothing has paid for long, nor at the one look after the number of requests changed."""
+        return self._length > self._longest // _SHORTER
 
     def holds(self, num_requests: int) -> bool:
         """Whether the next step, of so many requests, shall do without drafts. Called once a step."""
@@ -52,7 +55,7 @@ class Pause:
             self._num_requests = num_requests
             # One look at once; where it is for nothing again, not as many as for texts of which nothing is known.
             self._left = 0
-            self._length = max(self._length // 4, 1)
+            self._length = max(self._length // _SHORTER, 1)
             return False
         self._left -= 1
         return True

@@ -31,10 +31,16 @@ def test_what_takes_longer_for_many_requests_is_left_out_for_longer():
     assert looked_at(Pause(4), 0.0, 1000, num_requests=16) < looked_at(Pause(), 0.0, 1000) / 2
 
 
-def test_pauses_that_can_become_no_longer_are_long():
+def test_pauses_become_long_and_are_not_at_the_first_look_at_other_numbers_of_requests():
     pause = Pause()
     assert not pause.is_long
     looked_at(pause, 0.0, 100)
+    assert pause.is_long
+    while not pause.is_on:
+        looked_at(pause, 0.0, 1)
+    assert not pause.holds(16)
+    assert not pause.is_long
+    pause.learn(0.0, 0.1)
     assert pause.is_long
     pause.learn(1.0, 0.1)
     assert not pause.is_long
