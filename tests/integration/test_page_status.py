@@ -12,10 +12,12 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.messages import WorkerStats
+from tests.fakes.hermes import Answer, ids_of
 from tests.fakes.page import no_surprises, opened, shot
 from tests.fakes.prepared_server import MODEL, PreparedServer
 
-ANSWERS = {"short": "Yes.", "endless": "word " * 20_000}
+# Ids, since a text is tokenized for each request: on a busy machine the worker was silent for so long that it was lost.
+ANSWERS: dict[str, Answer] = {"short": "Yes.", "endless": ids_of("word ")[:-1] * 20_000}
 NUM_ENDLESS = 24
 NUM_SHORT = 10
 # What the page shows, with the text of /metrics that it has drawn it from.
