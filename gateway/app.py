@@ -42,7 +42,7 @@ from gateway.api.response_fields import InputTokensFields, ItemsQuery, ResponseF
 from gateway.auth import KeyRing, Scope
 from gateway.drain import Drain
 from gateway.exposition import Exposition
-from gateway.flow.requests import GeneratorLike, ModelsLike
+from gateway.flow.requests import AdmittingGeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
 from gateway.keys import (
     DRAIN,
@@ -127,9 +127,27 @@ FOLLOW_UPS = (
 """What is asked of the gateway process that has what the id names, whichever takes the connection."""
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_completions, Scope.INFERENCE, ChatFields, ChatAnswer, streams=True),
-    Route("POST", "/v1/completions", completions, Scope.INFERENCE, CompletionFields, CompletionAnswer, streams=True),
-    Route("POST", "/v1/embeddings", embeddings, Scope.INFERENCE, EmbeddingFields, EmbeddingAnswer),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        Scope.INFERENCE,
+        ChatFields,
+        ChatAnswer,
+        streams=True,
+        admitted=True,
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        Scope.INFERENCE,
+        CompletionFields,
+        CompletionAnswer,
+        streams=True,
+        admitted=True,
+    ),
+    Route("POST", "/v1/embeddings", embeddings, Scope.INFERENCE, EmbeddingFields, EmbeddingAnswer, admitted=True),
     Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
     Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
     Route(
@@ -141,6 +159,7 @@ ROUTES = (
         MessageAnswer,
         streams=True,
         query=BetaQuery,
+        admitted=True,
     ),
     Route(
         "POST",
@@ -160,6 +179,7 @@ ROUTES = (
         ResponseAnswer,
         streams=True,
         events=ResponseEvent,
+        admitted=True,
     ),
     Route(
         "POST",
@@ -209,7 +229,7 @@ class Services:
     """What the routes use; all of it is started and closed by whoever made it."""
 
     models: ModelsLike
-    generator: GeneratorLike
+    generator: AdmittingGeneratorLike
     key_ring: KeyRing
     salts: Salts
     grammars: GrammarChecker

@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.auth import Identity, KeyRing
 from gateway.drain import Drain
 from gateway.exposition import Exposition
-from gateway.flow.requests import GeneratorLike, ModelsLike
+from gateway.flow.requests import AdmittingGeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
@@ -30,7 +30,7 @@ class Limits:
 
 LIMITS = web.AppKey("LIMITS", Limits)
 MODELS = web.AppKey[ModelsLike]("MODELS")
-GENERATOR = web.AppKey[GeneratorLike]("GENERATOR")
+GENERATOR = web.AppKey[AdmittingGeneratorLike]("GENERATOR")
 KEY_RING = web.AppKey("KEY_RING", KeyRing)
 SALTS = web.AppKey("SALTS", Salts)
 GRAMMARS = web.AppKey("GRAMMARS", GrammarChecker)

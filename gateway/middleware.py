@@ -14,8 +14,8 @@ from aiohttp import web
 from gateway.api.anthropic_errors import asks_anthropic, error_bodies
 from gateway.api.query import query_of
 from gateway.auth import Scope
-from gateway.keys import DRAIN, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
-from gateway.responses import error_response, http_exception_response
+from gateway.keys import DRAIN, GENERATOR, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
+from gateway.responses import RATE_LIMIT_HEADERS, error_response, http_exception_response, rate_limit_headers
 from gateway.route import Handler, Route
 from shared.errors import InternalError, InvalidRequestError, NotFoundError, PeltonError, PermissionDeniedError
 from shared.log import bind_request_id
@@ -24,7 +24,9 @@ OPENAI_VERSION = "2020-10-01"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_SHOWN_PATH = 200
 _PROBES = ("/health", "/ready", "/metrics")
-_EXPOSED_HEADERS = "x-request-id, request-id, openai-processing-ms, retry-after, retry-after-ms"
+_EXPOSED_HEADERS = ", ".join(
+    ("x-request-id", "request-id", "openai-processing-ms", "retry-after", "retry-after-ms", *RATE_LIMIT_HEADERS)
+)
 
 
 class Middleware:
@@ -149,6 +151,9 @@ class Middleware:
         headers["Server"] = "pelton"
         headers["openai-processing-ms"] = str(round((time.perf_counter() - request[STARTED]) * 1000))
         headers["X-Content-Type-Options"] = "nosniff"
+        # Nobody without a key learns how busy the server is.
+        if IDENTITY in request and self._routes[request.match_info.route].admitted:
+            headers.update(rate_limit_headers(*request.app[GENERATOR].room()))
         if (origin := self._allowed_origin(request)) is not None:
             headers["Access-Control-Allow-Origin"] = origin
             headers["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
+from gateway.flow.admission import Room
 from shared.errors import AuthenticationError, PeltonError, RateLimitError, RequestTimeoutError, UnavailableError
 
 _STATUS_MESSAGES = {
@@ -20,6 +21,9 @@ _STATUS_MESSAGES = {
     431: ("The request line or a header is too large.", "headers_too_large"),
 }
 _MAX_SHOWN_METHOD = 32
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{figure}-{what}" for what in ("requests", "tokens") for figure in ("limit", "remaining", "reset")
+)
 _UNSAFE = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
@@ -89,6 +93,18 @@ def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> w
     if isinstance(error, AuthenticationError):
         response.headers["WWW-Authenticate"] = 'Bearer realm="pelton"'
     return response
+
+
+def rate_limit_headers(sequences: Room, prompt_tokens: Room) -> dict[str, str]:
+    """What admission leaves, in the headers of OpenAI's API reference (a reset is like `6m0s`).
+
+    OpenAI counts by the minute; here `requests` are choices that run or wait, and `tokens` those of waiting prompts.
+    """
+    values = []
+    for room in (sequences, prompt_tokens):
+        minutes, seconds = divmod(math.ceil(room.reset), 60)
+        values += [str(room.limit), str(room.remaining), f"{minutes}m{seconds}s" if minutes else f"{seconds}s"]
+    return dict(zip(RATE_LIMIT_HEADERS, values, strict=True))
 
 
 def status_error_object(status: int, message: str | None = None) -> dict[str, Any]:

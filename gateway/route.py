@@ -30,6 +30,7 @@ class Route:
             the API of Anthropic shares.
         query: the struct of its query parameters (see gateway.api.query); any other is refused. None: it answers the
             same whatever the query is.
+        admitted: the limits of admission hold for it; its responses say what is left of them.
     """
 
     method: str
@@ -44,3 +45,4 @@ class Route:
     failures: tuple[int, ...] = ()
     anthropic_answer: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = NoQuery
+    admitted: bool = False

@@ -8,6 +8,7 @@ draining, are gateway.drain's.)
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from shared.errors import RateLimitError
 
@@ -15,6 +16,37 @@ MIN_RETRY_AFTER = 1.0
 MAX_RETRY_AFTER = 60.0
 _DEFAULT_SECONDS_PER_REQUEST = 1.0
 _WEIGHT_OF_NEWEST = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """What the workers together have reported.
+
+    Attributes:
+        capacity: sequences that they run at a time.
+        foreign_sequences, foreign_tokens: what other gateways have there, and of their prompts waiting.
+        tokens_per_second: at which they compute prompts; 0 while unknown.
+    """
+
+    capacity: int
+    foreign_sequences: int
+    foreign_tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much of a limit is left.
+
+    Attributes:
+        limit: what may be there at a time.
+        remaining: what may still be added now.
+        reset: seconds until, by the learned speed, all of it is free.
+    """
+
+    limit: int
+    remaining: int
+    reset: float
 
 
 class Permit:
@@ -76,44 +108,51 @@ class Admission:
         self._seconds_per_sequence = _DEFAULT_SECONDS_PER_REQUEST
         self._last_release: float | None = None
 
-    def admit(
-        self,
-        *,
-        num_sequences: int,
-        num_tokens: int,
-        capacity: int,
-        foreign_sequences: int,
-        foreign_tokens: int,
-        tokens_per_second: float,
-    ) -> Permit:
+    def admit(self, reported: Reported, *, num_sequences: int, num_tokens: int) -> Permit:
         """Lets a request in.
 
         Args:
             num_tokens: of its prompt.
-            capacity: sequences that the workers run at a time.
-            foreign_sequences, foreign_tokens: what other gateways have at the workers, and of their prompts waiting.
-            tokens_per_second: at which the workers together compute prompts; 0 while unknown.
 
         Raises:
             RateLimitError: a limit is reached; `retry_after` is when, by the learned speed, there is room again.
         """
-        most = capacity + self._max_waiting_requests
-        present = self.num_sequences + foreign_sequences
+        most, present = self._sequences(reported)
         excess = present + num_sequences - most
         if excess > 0 and present > 0:
             message = f"The server is busy: {present} sequences run or wait; the limit is {most}."
             raise RateLimitError(message, retry_after=_clamp(excess * self._seconds_per_sequence))
-        waiting = self.waiting_tokens + foreign_tokens
+        waiting = self.waiting_tokens + reported.foreign_tokens
         excess_tokens = waiting + num_tokens - self._max_waiting_tokens
         # A prompt alone may be larger than the limit: it is let in when nothing waits.
         if excess_tokens > 0 and waiting > 0:
-            speed = tokens_per_second or self._max_waiting_tokens / MAX_RETRY_AFTER
             message = f"{waiting} prompt tokens wait; with this prompt's {num_tokens} that is above the limit of "
-            raise RateLimitError(message + f"{self._max_waiting_tokens}.", retry_after=_clamp(excess_tokens / speed))
+            retry_after = _clamp(excess_tokens / self._speed(reported))
+            raise RateLimitError(message + f"{self._max_waiting_tokens}.", retry_after=retry_after)
         self.num_requests += 1
         self.num_sequences += num_sequences
         self.waiting_tokens += num_tokens
         return Permit(self, num_sequences, num_tokens)
+
+    def room(self, reported: Reported) -> tuple[Room, Room]:
+        """What the two limits leave: of sequences, running or waiting, and of prompt tokens that wait."""
+        most, present = self._sequences(reported)
+        waiting = self.waiting_tokens + reported.foreign_tokens
+        return (
+            Room(most, max(0, most - present), present * self._seconds_per_sequence),
+            Room(
+                self._max_waiting_tokens,
+                max(0, self._max_waiting_tokens - waiting),
+                waiting / self._speed(reported),
+            ),
+        )
+
+    def _sequences(self, reported: Reported) -> tuple[int, int]:
+        """How many there may be, and how many there are."""
+        return reported.capacity + self._max_waiting_requests, self.num_sequences + reported.foreign_sequences
+
+    def _speed(self, reported: Reported) -> float:
+        return reported.tokens_per_second or self._max_waiting_tokens / MAX_RETRY_AFTER
 
     def on_release(self, num_sequences: int) -> None:
         """Gives a permit's share back and learns how fast requests end. Only for Permit."""

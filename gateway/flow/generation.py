@@ -16,7 +16,7 @@ from typing import Protocol, Self
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.flow.admission import Admission, PartPermit, Permit
+from gateway.flow.admission import Admission, PartPermit, Permit, Reported, Room
 from gateway.flow.choice import ChoicePipeline, choices_of
 from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
@@ -109,6 +109,10 @@ class Generator:
             raise
         return Reservation(self, entry, permit, self.measure(request, entry))
 
+    def room(self) -> tuple[Room, Room]:
+        """What admission leaves. See flow.requests.AdmittingGeneratorLike."""
+        return self._admission.room(_reported(self._everyone()))
+
     def _submit(self, request: GenerationRequest) -> Generation:
         entry, permit = self._enter(request)
         try:
@@ -136,21 +140,17 @@ class Generator:
 
     def _admit(self, num_sequences: int, num_tokens: int) -> Permit:
         """The limits are over all models."""
-        everyone = [worker for one in self._models.models() for worker in one.ready_workers()]
+        everyone = self._everyone()
         try:
-            return self._admission.admit(
-                num_sequences=num_sequences,
-                num_tokens=num_tokens,
-                capacity=sum(worker.max_num_seqs for worker in everyone),
-                foreign_sequences=sum(worker.foreign_sequences for worker in everyone),
-                foreign_tokens=sum(worker.foreign_tokens for worker in everyone),
-                tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in everyone),
-            )
+            return self._admission.admit(_reported(everyone), num_sequences=num_sequences, num_tokens=num_tokens)
         except RateLimitError:
             for worker in everyone:
                 if worker.foreign_sequences or worker.foreign_tokens:
                     worker.refresh()  # what others had there may be over
             raise
+
+    def _everyone(self) -> list[WorkerLink]:
+        return [worker for one in self._models.models() for worker in one.ready_workers()]
 
     def measure(self, request: GenerationRequest, entry: _Entry) -> Measure:
         """Times one request."""
@@ -415,6 +415,15 @@ class Reservation:
         """Gives the room back. Idempotent."""
         self._measure.end(None, complete=False)
         self._permit.release()
+
+
+def _reported(workers: Sequence[WorkerLink]) -> Reported:
+    return Reported(
+        capacity=sum(worker.max_num_seqs for worker in workers),
+        foreign_sequences=sum(worker.foreign_sequences for worker in workers),
+        foreign_tokens=sum(worker.foreign_tokens for worker in workers),
+        tokens_per_second=sum(worker.stats.prefill_tokens_per_second for worker in workers),
+    )
 
 
 def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from gateway.flow.admission import Room
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.text.detokenizer import Detokenizer
@@ -158,6 +159,11 @@ class ReservationLike(Protocol):
 class GeneratorLike(Protocol):
     """Takes requests in."""
 
+    @property
+    def request_timeout(self) -> float:
+        """Seconds that a request may go without any token."""
+        ...
+
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
     ) -> ReservationLike:
@@ -177,4 +183,12 @@ class GeneratorLike(Protocol):
             RateLimitError: an admission limit is reached.
             UnavailableError: no worker can take it.
         """
+        ...
+
+
+class AdmittingGeneratorLike(GeneratorLike, Protocol):
+    """The one that every request enters by."""
+
+    def room(self) -> tuple[Room, Room]:
+        """What admission leaves now: of sequences, running or waiting, and of prompt tokens that wait."""
         ...

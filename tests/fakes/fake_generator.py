@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.flow.admission import Room
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.text.detokenizer import Detokenizer, TokenBytes
@@ -210,12 +211,14 @@ class FakeGenerator:
         embedding_script: played for each request for an embedding.
         submit_error: raised by the next submit calls, where set.
         live: generations that were submitted and not closed.
+        request_timeout: see GeneratorLike.
     """
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or spell("Hello")
         self.embedding_script: Script = embed
         self.submit_error: Exception | None = None
+        self.request_timeout = 600.0
         self.generations: list[FakeGeneration] = []
         self.live: set[FakeGeneration] = set()
         self.reservations: list[FakeReservation] = []
@@ -223,6 +226,9 @@ class FakeGenerator:
     @property
     def requests(self) -> list[GenerationRequest]:
         return [generation.request for generation in self.generations]
+
+    def room(self) -> tuple[Room, Room]:
+        return Room(384, 383, 1.0), Room(262144, 258144, 361.2)
 
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None

@@ -38,6 +38,15 @@ async def test_whole_answer():
             "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
         }
         assert headers["x-request-id"] and headers["openai-version"] and int(headers["openai-processing-ms"]) >= 0
+        limits = {name.removeprefix("x-ratelimit-"): value for name, value in headers.items() if "x-ratelimit" in name}
+        assert limits == {
+            "limit-requests": "384",
+            "remaining-requests": "383",
+            "reset-requests": "1s",
+            "limit-tokens": "262144",
+            "remaining-tokens": "258144",
+            "reset-tokens": "6m2s",
+        }
 
 
 async def test_stream_chunks():

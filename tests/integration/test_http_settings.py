@@ -106,8 +106,11 @@ async def test_limits_of_admission(directory: Path, args: tuple[str, ...], first
         async with gateway(directory, *args) as client:
             tasks = [asyncio.create_task(client.complete()) for _ in range(first)]
             await until(lambda: len(worker.submits()) == first)
-            status, answer = await client.complete()
-            assert status == 429 and words in answer["error"]["message"]
+            async with client.session.post(client.url + COMPLETIONS, json=BODY) as response:
+                assert response.status == 429 and words in (await response.json())["error"]["message"]
+                sequences = [response.headers[f"x-ratelimit-{name}-requests"] for name in ("limit", "remaining")]
+            limit = 1 + int(dict([args]).get("--max-waiting-requests", 1024))
+            assert sequences == [str(limit), str(limit - first)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

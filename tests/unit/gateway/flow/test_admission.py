@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.flow.admission import MAX_RETRY_AFTER, MIN_RETRY_AFTER, Admission, Permit
+from gateway.flow.admission import MAX_RETRY_AFTER, MIN_RETRY_AFTER, Admission, Permit, Reported, Room
 from shared.errors import RateLimitError
 
 
@@ -15,16 +15,13 @@ def make(**changes: int) -> Admission:
     return Admission(**limits)
 
 
-def admit(admission: Admission, **changes: Any) -> Permit:
-    fields = {
-        "num_sequences": 1,
-        "num_tokens": 10,
-        "capacity": 4,
-        "foreign_sequences": 0,
-        "foreign_tokens": 0,
-        "tokens_per_second": 0.0,
-    }
-    return admission.admit(**{**fields, **changes})
+def reported(**changes: Any) -> Reported:
+    fields = {"capacity": 4, "foreign_sequences": 0, "foreign_tokens": 0, "tokens_per_second": 0.0}
+    return Reported(**{**fields, **changes})
+
+
+def admit(admission: Admission, num_sequences: int = 1, num_tokens: int = 10, **changes: Any) -> Permit:
+    return admission.admit(reported(**changes), num_sequences=num_sequences, num_tokens=num_tokens)
 
 
 def test_requests_beyond_capacity_and_queue_are_refused() -> None:
@@ -106,3 +103,15 @@ def test_sequences_of_other_gateways_count() -> None:
     with pytest.raises(RateLimitError, match="6 sequences run or wait; the limit is 6"):
         admit(admission, foreign_sequences=5)
     admit(admission, foreign_sequences=4)
+
+
+def test_room_is_what_the_limits_leave_and_when_all_of_it_is_free() -> None:
+    admission = make(max_waiting_tokens=600)
+    assert admission.room(reported()) == (Room(6, 6, 0.0), Room(600, 600, 0.0))
+    permit = admit(admission, num_sequences=2, num_tokens=90)
+    sequences, tokens = admission.room(reported(foreign_sequences=3, foreign_tokens=10, tokens_per_second=50.0))
+    assert (sequences.limit, sequences.remaining, tokens) == (6, 1, Room(600, 500, 2.0))
+    assert sequences.reset == 5 * admission.room(reported(foreign_sequences=-1))[0].reset
+    permit.first_token()
+    assert admission.room(reported(foreign_sequences=9))[0].remaining == 0
+    assert admission.room(reported())[1] == Room(600, 600, 0.0)
