@@ -132,7 +132,7 @@ def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     statuses = {*_ALWAYS, *route.failures}
     if route.scope is not Scope.PUBLIC:
         statuses.update(_WITH_KEY)
-    if route.body is not None:
+    if route.body is not None or route.method == "POST":
         statuses.update(_WITH_BODY)
     if "{" in route.path:
         statuses.add(404)

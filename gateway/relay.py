@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from gateway.api.body import check_no_fields
 from gateway.auth import Identity, Scope
 from gateway.keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
 from gateway.peers import peer_socket
@@ -159,10 +160,12 @@ RELAY = web.AppKey[Relay | None]("RELAY")
 
 
 def relayed(handler: Handler) -> Handler:
-    """The handler of a public route whose `id` may be another process's."""
+    """The handler of a public route whose `id` may be another process's. What is posted has no body to be passed on."""
 
     @functools.wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "POST":
+            await check_no_fields(request)
         relay: Relay | None = request.app[RELAY]
         holder = None if relay is None else relay.holder(request.match_info["id"])
         if relay is None or holder is None:

@@ -28,6 +28,9 @@ MAX_STRINGS = 200_000
 
 LARGE = 65_536
 """Bytes of a body above which what looks at all its values belongs in a thread: that takes milliseconds."""
+_MAX_NAME = 64
+_MAX_PATH = 256
+"""Characters of keys, and of paths, that errors repeat. Of a longer path they name the key."""
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
 _MEDIA_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)", re.IGNORECASE)
 
@@ -42,6 +45,17 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     if len(body) > LARGE:
         return await asyncio.to_thread(parse_object, body)
     return parse_object(body)
+
+
+async def check_no_fields(request: web.Request) -> None:
+    """A body of a route that takes none: there is none, or an object without fields, as some clients send.
+
+    Raises InvalidRequestError naming a field, and what `read_json` raises.
+    """
+    if request.can_read_body and await _read(request):
+        for name in await read_json(request):
+            shown = name[:_MAX_NAME]
+            raise InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
 
 
 def _check_media_type(request: web.Request) -> None:
@@ -86,7 +100,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8")
         if _LONE_SURROGATE_HINT.search(body):
             orjson.loads(body)
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        keys = _Keys()
+        value = json.loads(text, object_pairs_hook=keys.collect, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not UTF-8 (byte {error.start}).", code="invalid_json") from None
     except json.JSONDecodeError as error:
@@ -99,6 +114,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_too_deep(value):
         raise InvalidRequestError(f"The body is nested deeper than {MAX_DEPTH} objects and arrays.", code="too_deep")
+    keys.check(value)
     return value
 
 
@@ -116,15 +132,45 @@ def _num_structural(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise InvalidRequestError(f"The key {key[:64]!r} is given twice.", param=key[:64], code="invalid_json")
-            seen.add(key)
-    return result
+class _Keys:
+    """Makes objects for the parser, which does not say where they are, and knows those that have a key twice."""
+
+    def __init__(self) -> None:
+        # By identity. They are kept, so that no other object has it.
+        self._repeating: dict[int, tuple[dict[str, Any], str]] = {}
+
+    def collect(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """The object with these members."""
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            left = set(result)
+            for key, _ in pairs:
+                if key not in left:
+                    self._repeating[id(result)] = (result, key)
+                    break
+                left.remove(key)
+        return result
+
+    def check(self, whole: dict[str, Any]) -> None:
+        """Raises InvalidRequestError naming the outermost key that is given twice, by its path."""
+        if not self._repeating:
+            return
+        # Each value with the index of what it is in, and the step from there: paths themselves may be long.
+        nodes: list[tuple[Any, int, str]] = [(whole, 0, "")]
+        for index, (value, _, _) in enumerate(nodes):
+            if id(value) in self._repeating:
+                break
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, member in inner:
+                if isinstance(member, dict | list):
+                    nodes.append((member, index, f".{name[:_MAX_NAME]}" if isinstance(name, str) else f"[{name}]"))
+        key = self._repeating[id(value)][1][:_MAX_NAME]
+        path = f".{key}"
+        while index and len(path) <= _MAX_PATH:
+            _, index, step = nodes[index]
+            path = step + path
+        place = key if index else path.removeprefix(".")
+        raise InvalidRequestError(f"The key {place!r} is given twice.", param=place, code="invalid_json")
 
 
 def _refuse_constant(name: str) -> NoReturn:

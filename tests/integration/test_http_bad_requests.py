@@ -258,7 +258,7 @@ async def test_bodies_that_are_no_json_object(gateway, path, raw):
 async def test_duplicate_keys_deeper_down(gateway):
     raw = b'{"model":"fake-model","messages":[{"role":"user","role":"system","content":"x"}]}'
     status, body, _ = await gateway.post("/v1/chat/completions", raw)
-    assert status == 400 and body["error"]["param"] == "role"
+    assert status == 400 and body["error"]["param"] == "messages[0].role"
 
 
 async def test_deep_but_allowed_nesting_in_a_field_that_is_not_wanted(gateway):

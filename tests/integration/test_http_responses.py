@@ -144,6 +144,21 @@ async def test_only_background_responses_can_be_cancelled(gateway):
     assert (await ask(gateway, "POST", f"/v1/responses/{made}/cancel"))[0] == 400
 
 
+async def test_what_cancelling_is_told_is_not_ignored(gateway):
+    made = await background(gateway, TextDelta(0, "Hel", [1]), asyncio.Event())
+    path = f"/v1/responses/{made}/cancel"
+    for wrong, code in ((b'{"a": 1}', "unknown_parameter"), (b'"a"', "invalid_json"), (b"{", "invalid_json")):
+        status, body, _ = await gateway.post(path, wrong)
+        assert (status, body["error"]["code"]) == (400, code)
+    assert body["error"]["param"] is None
+    status, body, _ = await gateway.post(path, b"a=1", **{"Content-Type": "application/x-www-form-urlencoded"})
+    assert status == 415
+    assert (await ask(gateway, "GET", f"/v1/responses/{made}"))[1]["status"] != "cancelled"
+    for right in (b"{}", b""):
+        status, body, _ = await gateway.post(path, right)
+        assert (status, body["status"]) == (200, "cancelled")
+
+
 async def background(gateway: Gateway, *steps: Any) -> str:
     gateway.generator.script = lambda _: list(steps)
     status, body = await create(gateway, background=True)

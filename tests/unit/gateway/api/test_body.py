@@ -45,6 +45,35 @@ def test_a_message_does_not_repeat_the_body():
         assert "secret" not in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ('{"a":1,"b":2,"a":3}', "a"),
+        ('{"a":{"b":1,"b":2}}', "a.b"),
+        ('{"x":[1,[],{"a":[{},{"b":1,"c":2,"c":{"b":1}}]}]}', "x[2].a[1].c"),
+        # What is behind the first value of a repeated key is not there any more.
+        ('{"a":{"b":{"c":1,"c":2},"b":1}}', "a.b"),
+        ('{"z":{"y":1,"y":2},"z":3}', "z"),
+        ('{"%s":{"b":1,"b":2}}' % ("k" * 100), "k" * 64 + ".b"),
+        ('{"a":' * 100 + '{"b":1,"b":2}' + "}" * 100, "a." * 100 + "b"),
+        ('{"abcd":' * 100 + '{"b":1,"b":2}' + "}" * 100, "b"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_named_with_its_place(raw, path):
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_object(raw.encode())
+    assert (refused.value.param, refused.value.code) == (path, "invalid_json")
+    assert repr(path) in refused.value.message
+
+
+def test_many_deep_objects_with_a_key_twice_take_no_long_paths():
+    wide = b"[" + b",".join([b'{"b":1}'] * 9000) + b',{"c":1,"c":2}]'
+    deep = (b'{"%s":' % (b"k" * 100)) * 120 + wide + b"}" * 120
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_object(deep)
+    assert refused.value.param == "c"
+
+
 def test_values_are_counted_before_they_are_parsed(monkeypatch):
     monkeypatch.setattr(body, "MAX_VALUES", 10)
     assert parse_object(b'{"a":[1,1,1,1,1,1,1,1,1,1,1]}')
