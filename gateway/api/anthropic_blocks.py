@@ -87,7 +87,8 @@ class BlockFeed:
             yield from self._add_text(delta.text)
         for call in delta.tool_calls:
             if call.name is not None:
-                yield from self._open(TOOL_USE, {"type": TOOL_USE, "id": call.id, "name": call.name, "input": {}})
+                block = {"type": TOOL_USE, "id": _tool_use_id(call.id), "name": call.name, "input": {}}
+                yield from self._open(TOOL_USE, block)
             if call.arguments:
                 yield Grown(self._next - 1, TOOL_USE, call.arguments)
 
@@ -148,6 +149,11 @@ class BlockBuilder:
             else:
                 block[block["type"]] = text
         return self._blocks
+
+
+def _tool_use_id(call_id: str | None) -> str:
+    """The id of a call in Anthropic's form."""
+    return "toolu_" + (call_id or "").removeprefix("call_")
 
 
 def hidden_thinking(signature: str) -> str:

@@ -202,6 +202,15 @@ def _think(chat: ChatFields, thinking: ThinkingField, entry: ModelEntryLike) -> 
 
 
 def _check_thinking(thinking: ThinkingField) -> None:
+    if thinking.type == "between_tools":
+        # Thinking is off, and what is said before a call comes back as thinking: a stream would have to hold text back
+        # until a call follows it, or none.
+        name = "thinking.type"
+        raise unsupported(
+            name,
+            f"{name} between_tools is not supported here: what a model says before a call is text, and not made "
+            "thinking of. Send disabled.",
+        )
     check_choice("thinking.type", thinking.type, ("enabled", "disabled", "adaptive"))
     if thinking.display not in (None, "summarized", "omitted"):
         name = "thinking.display"

@@ -85,7 +85,7 @@ def _message(error: PeltonError) -> str:
     if error.param is None:
         return message
     param = error.param
-    if error.code != "unknown_parameter":  # which is a name of the client's own
+    if error.code not in ("unknown_parameter", "invalid_json"):  # these have names of the client's own
         for pattern, name in _NAMES:
             param, message = pattern.sub(name, param), pattern.sub(name, message)
     return message if param in message else f"{param}: {message}"

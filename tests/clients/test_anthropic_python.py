@@ -83,6 +83,7 @@ def test_a_tool_loop(client, stream):
     text, call = message.content
     assert text.text.strip() == "Let me look." and message.stop_reason == "tool_use"
     assert (call.type, call.name, call.input) == ("tool_use", "get_weather", WEATHER)
+    assert call.id.startswith("toolu_")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"sky": "clear"}'}
     # The SDK's own objects go back, as its documentation shows.
     fields["messages"] += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]

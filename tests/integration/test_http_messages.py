@@ -306,6 +306,22 @@ def random_answer(dice: random.Random) -> list[TextDelta]:
     return [*deltas, TextDelta(0, "", [1], finish_reason="tool_calls" if calls else "stop")]
 
 
+@pytest.mark.parametrize(("own", "shown"), [("call_Ab9", "toolu_Ab9"), ("Ab9Ab9Ab9", "toolu_Ab9Ab9Ab9")])
+async def test_ids_of_calls_are_of_anthropics_form_and_come_back_as_they_are(own, shown):
+    call = TextDelta(0, "", [1], tool_calls=[ToolCallDelta(0, "{}", id=own, name="look")], finish_reason="tool_calls")
+    generator = FakeGenerator(lambda _: [call])
+    async with run_gateway(generator, FakeModels(FakeEntry(formats=FORMATS))) as gateway:
+        _, whole = await ask(gateway)
+        (streamed,) = message_of(events_of(await gateway.stream_raw("/v1/messages", BASE)))["content"]
+        assert whole["content"] == [streamed] and streamed["id"] == shown
+        turn = {"role": "assistant", "content": whole["content"]}
+        told = user({"type": "tool_result", "tool_use_id": shown, "content": "Rain."})
+        status, body = await ask(gateway, messages=[*BASE["messages"], turn, told], tools=[TOOL])
+        assert status == 200, body
+        called, result = gateway.models.entry.pipeline.messages[-1][-2:]
+        assert called["tool_calls"][0]["id"] == result["tool_call_id"] == shown
+
+
 async def test_a_stream_adds_up_to_the_whole_message():
     generator = FakeGenerator()
     async with run_gateway(generator) as gateway:

@@ -143,7 +143,7 @@ def edits(*entries):
             "tool_choice.disable_parallel_tool_use",
         ),
         ({"thinking": {"type": "on"}}, "thinking.type"),
-        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type between_tools is not supported here: "),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1023}, "max_tokens": 3000}, "thinking.budget_tokens"),
