@@ -24,7 +24,9 @@ _FIELDS = {
     "reasoning": ("summary", "content", "encrypted_content"),
     REFERENCE: (),
 }
-_NULL_ONLY = ("phase", "caller", "namespace", "async")
+_PHASES = (None, "commentary", "final_answer")
+"""What OpenAI's models say of their messages; no template shows it."""
+_NULL_ONLY = ("caller", "namespace", "async")
 """Fields of OpenAI's own models, which its library sends back with null."""
 _PARTS = {
     "input_text": ("text", BREAKPOINT),
@@ -118,6 +120,8 @@ def _message(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, 
     role = item.get("role")
     if role not in _ROLES:
         raise InvalidRequestError(f"{place}.role must be one of {', '.join(_ROLES)}.", param=f"{place}.role")
+    if item.get("phase") not in _PHASES:
+        raise InvalidRequestError(f"{place}.phase must be commentary or final_answer.", param=f"{place}.phase")
     kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
     content = item.get("content")
     if isinstance(content, str):

@@ -89,6 +89,24 @@ async def test_what_changes_nothing_is_checked(gateway):
     assert (await create(gateway, input=[text(), call, {**output, "name": 7}]))[0] == 400
 
 
+async def test_a_history_with_phases_can_go_on_here(gateway):
+    """OpenAI's models send them, and its clients are told to send them back."""
+    for kind in ({}, {"type": "message", "id": "msg_1", "status": "completed"}):
+        asked = [
+            {"role": "user", "content": "x"},
+            *({**kind, "role": "assistant", "content": "y", "phase": phase} for phase in ("commentary", None)),
+            {"role": "assistant", "content": [{"type": "output_text", "text": "z"}], "phase": "final_answer"},
+            {"role": "user", "content": "x"},
+        ]
+        status, body = await create(gateway, input=asked)
+        assert status == 200, body
+        assert [message["content"] for message in said(gateway)] == ["x", "y", "y", "z", "x"]
+        assert not any("phase" in message for message in said(gateway))
+    for wrong in ("", "thinking", 0, ["commentary"]):
+        status, body = await create(gateway, input=[{"role": "assistant", "content": "y", "phase": wrong}])
+        assert (status, body["error"]["param"]) == (400, "input[0].phase"), body
+
+
 @pytest.mark.parametrize("wrong", ["", "x", {}, 0, False, {"a": 1}])
 @pytest.mark.parametrize(
     ("item", "path"),
