@@ -61,6 +61,15 @@ class FilledPrompt:
     end_ids: tuple[int, ...]
 
 
+def can_fill_in_middle(pipeline: TextPipelineLike) -> bool:
+    """Whether the model has marks for it."""
+    return _family(pipeline) is not None
+
+
+def _family(pipeline: TextPipelineLike) -> _Family | None:
+    return next((one for one in _FAMILIES if all(pipeline.token_id(mark) is not None for mark in one.marks)), None)
+
+
 async def fill_in_middle(
     prompt: str | list[int],
     suffix: str,
@@ -74,7 +83,7 @@ async def fill_in_middle(
 
     Raises InvalidRequestError, naming suffix, where the model has no marks for it.
     """
-    family = next((one for one in _FAMILIES if all(pipeline.token_id(mark) is not None for mark in one.marks)), None)
+    family = _family(pipeline)
     if family is None:
         raise InvalidRequestError(
             "suffix is for models that were trained to fill in the middle; this one has no tokens for it.",

@@ -13,7 +13,7 @@ from gateway.api.best_of import best_choices
 from gateway.api.body import read_json
 from gateway.api.completion_shapes import Choices, CompletionChunks, whole_completion_response
 from gateway.api.fan_in import FanIn
-from gateway.api.fill_in_middle import fill_in_middle
+from gateway.api.fill_in_middle import can_fill_in_middle, fill_in_middle
 from gateway.api.generation_params import Common, common_of_completion
 from gateway.api.params import CompletionFields, parse_fields
 from gateway.api.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, longest_text, split_prompts
@@ -73,10 +73,12 @@ class PreparedCompletion:
 
 async def prepare_completion(request: web.Request, fields: CompletionFields) -> PreparedCompletion:
     """Checks the fields and makes the prompts. Raises InvalidRequestError, ContextLengthError, ModelNotFoundError."""
+    entry = find_model(request, fields.model)
+    if fields.suffix == "" and not can_fill_in_middle(entry.pipeline):
+        fields.suffix = None  # nothing stands behind: that is how this model continues every prompt
     common = common_of_completion(fields, request[IDENTITY], request.app[SALTS])
     texts = split_prompts(fields.prompt)
     _check_number(len(texts), common)
-    entry = find_model(request, fields.model)
     common = dataclasses.replace(common, grammar=await request_grammar(request, common, entry))
     prompts: list[SizedPrompt] = []
     for index, text in enumerate(texts):

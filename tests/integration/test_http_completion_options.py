@@ -224,6 +224,9 @@ async def test_suffix_in_the_marks_of_a_family():
     async with run_gateway() as gateway:
         status, body, _ = await gateway.complete(suffix="end")
         assert status == 400 and body["error"]["param"] == "suffix"
+        # Where there are no marks nothing behind is what every prompt has, as the field means on chat.
+        assert (await gateway.complete(prompt="begin", suffix="", echo=True))[0] == 200
+        assert bytes(gateway.generator.requests[-1].prompt_token_ids) == b"begin"
         marks = gateway.models.entry.pipeline.marks
         for names, order in (
             (
@@ -238,6 +241,8 @@ async def test_suffix_in_the_marks_of_a_family():
             request = gateway.generator.requests[-1]
             assert status == 200 and bytes(request.prompt_token_ids) == order.encode("latin-1")
             assert set(request.sampling.stop_token_ids) == {7, *names.values()}
+        assert (await gateway.complete(prompt="begin", suffix=""))[0] == 200
+        assert bytes(gateway.generator.requests[-1].prompt_token_ids) == b"\xfb\xfabegin"
         status, body, _ = await gateway.complete(prompt=["ab", "cd"], suffix="end", stream=False)
         assert [bytes(one.prompt_token_ids) for one in gateway.generator.requests[-2:]] == [
             b"\xfbend\xfaab",
