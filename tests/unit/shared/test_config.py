@@ -76,6 +76,8 @@ def test_one_file_and_environment_serve_both_sides(tmp_path):
         (["--write-timeout", "inf"], {}, "--write-timeout: expected a finite number"),
         (["--gpu-memory-utilization", "1.1"], {}, "--gpu-memory-utilization"),
         (["--block-size", "0"], {}, "--block-size"),
+        # A sixteenth of it must hold what a reader is sent at a time, or streams end with stream_expired at once.
+        (["--stream-buffer-size", "1048575"], {}, "--stream-buffer-size: expected int >= 1048576, got '1048575'"),
         (["--prot", "1"], {}, "--prot; did you mean --port? (see pelton --help)"),
         (["--max-num-seq=4"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--no-prefix-caching"], {}, "--no-prefix-caching; did you mean --no-enable-prefix-caching?"),
