@@ -182,12 +182,14 @@ class Finish(msgspec.Struct, frozen=True):
     Attributes:
         stop_token_id: the id that ended it, for reason STOP; it is the last of the emitted token_ids.
         message, code: for reason ERROR, fit for a client.
+        param: the request field at fault, where one is.
     """
 
     reason: FinishReason
     stop_token_id: TokenId | None = None
     message: str = ""
     code: str | None = None
+    param: str | None = None
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):

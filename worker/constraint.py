@@ -306,8 +306,7 @@ class Constraints:
             return mask.tobytes()
         if grammar is not None and may_end:
             return FINISH_STOP
-        message = "the request's grammar and its other rules for tokens leave no token that may come next"
-        return Finish(FinishReason.ERROR, message=message, code="invalid_request")
+        return nothing_left(request.sampling, "the request's grammar and its other rules for tokens")
 
     def _bits(self, token_ids: Iterable[int]) -> Words:
         words: Words = np.zeros(self._num_words, dtype=np.uint32)
@@ -381,6 +380,15 @@ class _Followed(Sequence[int]):
             raise IndexError(index)
         first = len(self._before)
         return self._before[place] if place < first else self._after[place - first]
+
+
+def nothing_left(sampling: SamplingParams, rules: str) -> Finish:
+    """The end of a choice whose rules leave no token that may come next, naming the field that most likely does it."""
+    param = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words" if sampling.bad_words else None
+    if param is None and sampling.min_tokens:
+        param = "min_tokens"
+    message = f"{rules} leave no token that may come next"
+    return Finish(FinishReason.ERROR, message=message, code="invalid_request", param=param)
 
 
 def _before_finish(masks: Iterable[bytes | Finish]) -> list[bytes]:

@@ -483,4 +483,6 @@ def _failure(finish: Finish) -> PeltonError:
     if finish.reason is FinishReason.ABORT:
         return UnavailableError(finish.message or "The worker ended the request before it was complete.")
     kind = _ERRORS_BY_CODE.get(finish.code, InternalError)
-    return kind(finish.message or "The worker failed to serve the request.", code=finish.code)
+    error = kind(finish.message or "The worker failed to serve the request.", code=finish.code)
+    error.param = finish.param
+    return error

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 
 from shared.errors import ConfigurationError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
-from worker.constraint import Constraint, Constraints
+from worker.constraint import Constraint, Constraints, nothing_left
 from worker.embedding import Embedding
 from worker.kv.manager import KVManager
 from worker.request import Request, Status, check_length
@@ -277,7 +277,7 @@ class Scheduler:
             token_id = token.token_id
             if token_id < 0:
                 if not drafts or token_id == NOTHING_LEFT:
-                    finish, distrust = self._failure(token_id)
+                    finish, distrust = self._failure(request, token_id)
                 elif request.speculation is not None:
                     # Drafts whose values are not finite show even where their weight is zero: it is computed without.
                     request.speculation.is_suspect = True
@@ -314,11 +314,10 @@ class Scheduler:
         if end == len(request.token_ids):
             self._finish(request, FINISH_EMBEDDED, embedding=embedding.vector())
 
-    def _failure(self, token_id: int) -> tuple[Finish, bool]:
+    def _failure(self, request: Request, token_id: int) -> tuple[Finish, bool]:
         """How a request ends for which nothing was sampled, and whether its pages are not to be trusted."""
         if token_id == NOTHING_LEFT:
-            message = "the request's rules for tokens leave no token that may come next"
-            return Finish(FinishReason.ERROR, message=message, code="invalid_request"), False
+            return nothing_left(request.sampling, "the request's rules for tokens"), False
         return self._not_finite("logits"), True
 
     def _not_finite(self, what: str) -> Finish:

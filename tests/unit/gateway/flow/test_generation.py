@@ -113,7 +113,11 @@ def output(ids: list[int], finish: Finish | None = None, choice: int = 0) -> Out
         (Finish(FinishReason.ERROR, message="x", code="deadline_exceeded"), UnavailableError, "deadline_exceeded"),
         (Finish(FinishReason.ERROR, message="x", code="model_not_found"), ModelNotFoundError, "model_not_found"),
         (Finish(FinishReason.ERROR, message="x", code="context_length_exceeded"), ContextLengthError, None),
-        (Finish(FinishReason.ERROR, message="x", code="invalid_request"), InvalidRequestError, "invalid_request"),
+        (
+            Finish(FinishReason.ERROR, message="x", code="invalid_request", param="a"),
+            InvalidRequestError,
+            "invalid_request",
+        ),
     ],
 )
 async def test_unsuccessful_ends_raise_after_what_came_before(
@@ -129,6 +133,7 @@ async def test_unsuccessful_ends_raise_after_what_came_before(
             await anext(generation)
         assert type(caught.value) is kind
         assert code is None or caught.value.code == code
+        assert caught.value.param == finish.param
         if finish.message:
             assert caught.value.message == finish.message
     # The other choice must not run on.

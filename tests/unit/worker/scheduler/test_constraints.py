@@ -290,9 +290,10 @@ def test_allowed_ids_and_bad_words_narrow_the_grammar_and_may_leave_nothing():
     assert set(tokens) <= set(range(10, 20))
     assert len(tokens) == 9
     assert (bench.harness.tokens["none", 0], bench.finish("none").code) == ([], "invalid_request")
+    assert bench.finish("none").param == "allowed_token_ids"
     assert bench.harness.tokens["ends", 0] == [10, 11, 12, 13, 14]
     assert bench.finish("ends") == Finish(FinishReason.STOP)
-    assert bench.finish("words").code == "invalid_request"
+    assert (bench.finish("words").code, bench.finish("words").param) == ("invalid_request", "bad_words")
 
 
 def test_a_grammar_that_fails_while_it_is_followed_fails_its_own_request():
