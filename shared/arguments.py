@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse's; ends by `error` where something is left over."""
         parsed, rest = self.parse_known_args(args, namespace)
-        unknown = list(dict.fromkeys(text.partition("=")[0] for text in rest if text.startswith("-")))
+        unknown = list(dict.fromkeys(flag_of(text) for text in rest if text.startswith("-")))
         if unknown:
             self.error("; ".join(map(self.error_of_flag, unknown)))
         if rest:
@@ -37,6 +37,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with 2 and one line, without argparse's usage, which for many flags hides the message."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def flag_of(text: str) -> str:
+    """The flag without what is its value or may be: a key that begins with one dash is cut like `-p8000`."""
+    return text.partition("=")[0] if text.startswith("--") else text[:2]
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

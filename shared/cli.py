@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shared.arguments import suggestion
+from shared.arguments import flag_of, suggestion
 from shared.errors import ConfigurationError
 
 USAGE = """\
@@ -52,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0
-    hint = suggestion(command, COMMANDS)
-    print(f"{USAGE}\n\npelton: unknown command {command!r}{hint}" if command else USAGE, file=sys.stderr)
+    # Where it is a flag, its value may be a key.
+    shown = flag_of(command) if command.startswith("-") else command
+    hint = suggestion(shown, COMMANDS)
+    print(f"{USAGE}\n\npelton: unknown command {shown!r}{hint}" if command else USAGE, file=sys.stderr)
     return 1
 
 

@@ -25,7 +25,12 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"), [([], "usage"), (["sevre"], "unknown command 'sevre'; did you mean serve?\n")]
+    ("argv", "message"),
+    [
+        ([], "usage"),
+        (["sevre"], "unknown command 'sevre'; did you mean serve?\n"),
+        (["--api-key=sk-secret"], "unknown command '--api-key'\n"),
+    ],
 )
 def test_unknown_commands_show_the_usage(argv, message, capsys):
     assert cli.main(argv) == 1
