@@ -9,6 +9,7 @@ from llguidance import regex_to_lark
 
 from gateway.text.gbnf import gbnf_to_lark, is_gbnf
 from gateway.text.grammar import Fragment, literal, refusal
+from gateway.text.regex_size import check_size
 
 MAX_REGEX = 32_768
 MAX_GRAMMAR_LENGTH = 262_144
@@ -37,6 +38,7 @@ def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
         raise refusal(place, "it ends in a backslash that escapes nothing")
     if "\n" in pattern and _VERBOSE.search(pattern):
         raise refusal(place, "line breaks are not possible in verbose mode, (?x)")
+    check_size(pattern, place)
     # A model that is told \d means one of ten digits: of Unicode's 700 others the likeliest token may be one.
     return Fragment(name, (f"{name}: /{regex_to_lark(pattern, _ASCII_CLASSES) or '(?:)'}/",), param=place)
 

@@ -110,9 +110,14 @@ class _Judge:
             if matcher.is_error() or not allowed:
                 return matcher.get_error() or "no text satisfies it"
             longer = [token_id for token_id in allowed if token_id != tokenizer.eos_token]
-            if not longer or time.process_time() - began > WALK_SECONDS:
+            if not longer:
                 return None
+            # Also where the mask took all the time: text that must come, which llguidance then writes out, may fail.
             matcher.consume_token(chooser.choice(longer))
+            if matcher.is_error():
+                return matcher.get_error() or "it cannot be used"
+            if time.process_time() - began > WALK_SECONDS:
+                return None
         return None
 
     def _tokenizer(self, job: Job) -> LLTokenizer:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.text.regex_size import check_size
 from shared.errors import InvalidRequestError
 
 INDENT = 20
@@ -172,6 +173,7 @@ class _Bounder:
                 place = f"{self._place}{path}.{name}"
                 raise InvalidRequestError(f"{place} must be a number.", param=place)
         _exclude_zero(result)
+        self._check_patterns(node, path)
         for name in _MAPS:
             if name in node:
                 children = self._of_kind(node, name, dict, path)
@@ -190,6 +192,14 @@ class _Bounder:
         elif self._close_objects and "properties" in node:
             result.setdefault("additionalProperties", False)
         return result
+
+    def _check_patterns(self, node: Mapping[str, Any], path: str) -> None:
+        """Raises InvalidRequestError for a regular expression that is too large. What is none llguidance refuses."""
+        if isinstance(pattern := node.get("pattern"), str):
+            check_size(pattern, f"{self._place}{path}.pattern")
+        if isinstance(patterns := node.get("patternProperties"), dict):
+            for pattern in patterns:
+                check_size(pattern, f"{self._place}{path}.patternProperties.{pattern[:64]}")
 
     def _of_kind(self, node: Mapping[str, Any], name: str, kind: type, path: str) -> Any:
         if not isinstance(node[name], kind):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
+from gateway.text.regex_size import written_out_refusal
 from shared.errors import InvalidRequestError
 
 # The parser of `re` has no public name and no types: as modules found by name, no type checker has a view of them.
@@ -210,7 +211,7 @@ class _Automaton:
 
     def _check_size(self, size: int) -> None:
         if size >= MAX_STATES:
-            raise _refusal(f"with its repeats written out it has more than {MAX_STATES} states")
+            raise _refusal(written_out_refusal(MAX_STATES, "states"))
 
 
 class _CharTest:

@@ -50,6 +50,8 @@ def test_a_regex_matches_the_whole_text(pattern, good, bad):
         ("a\\\\\\", "backslash"),
         ("a" * (MAX_REGEX + 1), "characters"),
         ("(?x) a # b\n c", "verbose"),
+        ("a{1000000000}", "repeats written out"),
+        ("(?:ab){10000000}", "repeats written out"),
     ],
 )
 def test_what_is_no_regex(pattern, words):

@@ -85,6 +85,8 @@ BOMBS = {
         "too complex",
     ),
     "memory": ("start: T\nT: /" + "a?" * 20_000 + "a" * 20_000 + "/", "too complex"),
+    "repeats that must be written out": ('start: T\nT: "a"{1000000000}', "too complex"),
+    "repeats in a pattern": (of_json({"type": "string", "pattern": "^(?:ab){10000000}$"}), "too complex"),
     "an intersection": ("start: T\nT: /(a{97})*/ & /(a{101})*/ & /(a{103})*/ & /a+/", "too complex"),
     "200 levels": (of_json(json.loads('{"properties":{"a":' * 200 + "true" + "}}" * 200)), "nested too deeply"),
     "50 kB of nesting": ("start: %json " + '{"a":' * 50_000 + "1" + "}" * 50_000, "nested too deeply"),

@@ -221,6 +221,8 @@ def nested(depth: int) -> dict:
         ({"anyOf": [{}, None]}, "schema.anyOf[1]"),
         ({"$defs": {"d": {"items": [1]}}}, "schema.$defs.d.items[0]"),
         ({"x-guidance": {"lenient": True}}, "schema"),
+        ({"items": {"pattern": "^a{1000000000}$"}}, "schema.items.pattern"),
+        ({"patternProperties": {"(?:ab){10000000}": {}}}, "schema.patternProperties.(?:ab){10000000}"),
         (nested(200), "schema"),
         ({"anyOf": [{}] * (MAX_NODES + 1)}, "schema"),
     ],
