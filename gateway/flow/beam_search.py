@@ -1,7 +1,8 @@
 """Beam search over workers that know nothing of it.
 
 Each step sends the live beams as requests for one token, and reads the likeliest tokens from the report on it. The
-workers' prefix cache makes that cheap: all but the newest tokens of a beam are there.
+workers' prefix cache makes that cheap: all but the newest tokens of a beam are there. Where it is small, the beams of a
+step run in groups (flow.beam_pages).
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
 import msgspec
 
+from gateway.flow.beam_pages import BeamPages
 from gateway.flow.beam_state import Beam, BeamParams, BeamState, BeamText
 from gateway.flow.choice import Choice, EmbeddingChoice, choices_of, detokenizer_of, scanners_of
 from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
-from shared.errors import InternalError, InvalidRequestError, PeltonError
-from shared.messages import Finish, FinishReason, Output, TokenLogprobs
+from shared.errors import InternalError, InvalidRequestError, PeltonError, UnavailableError
+from shared.messages import Finish, FinishReason, Output, TokenLogprobs, WorkerFacts
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_TOKENS = 131_072
@@ -33,7 +35,7 @@ class BeamSearcher:
     """Takes requests in as flow.requests.GeneratorLike does, and answers each with the best hypotheses.
 
     Args:
-        eos_token_ids, vocab_size: of the model.
+        facts: of the model.
     """
 
     def __init__(
@@ -41,14 +43,18 @@ class BeamSearcher:
         generator: GeneratorLike,
         params: BeamParams,
         pipeline: TextPipelineLike,
-        eos_token_ids: Collection[int],
-        vocab_size: int,
+        facts: WorkerFacts,
     ) -> None:
         self._generator = generator
         self._params = params
         self._pipeline = pipeline
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocab_size = vocab_size
+        self._facts = facts
+        self._eos_token_ids = frozenset(facts.eos_token_ids)
+
+    @property
+    def request_timeout(self) -> float:
+        """See GeneratorLike."""
+        return self._generator.request_timeout
 
     def submit(self, request: GenerationRequest) -> BeamSearch:
         """See GeneratorLike. Raises InvalidRequestError where workers do not report enough for so many beams, and for
@@ -84,10 +90,21 @@ class BeamSearcher:
                 f"{sampling.max_tokens} are {num_tokens} tokens; beam search has at most {MAX_BEAM_TOKENS}.",
                 param=param,
             )
+        pages = BeamPages(
+            num_pages=self._facts.num_pages,
+            page_size=self._facts.page_size,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=sampling.max_tokens,
+            width=width,
+            param=param,
+        )
         choices = choices_of(request, self._pipeline)
+        if request.deadline is None:
+            # Its client sees nothing before the end, and so waits for the first token all the time.
+            request = dataclasses.replace(request, deadline=time.time() + self._generator.request_timeout)
         # Last of all: who has the room must be there to give it back.
         room = self._generator.reserve(dataclasses.replace(request, n=width))
-        return BeamSearch(room, request, self._params, state, choices, self._vocab_size)
+        return BeamSearch(room, request, self._params, state, pages, choices, self._facts.vocab_size)
 
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
@@ -105,6 +122,7 @@ class BeamSearch(ClosedOnExit):
         request: GenerationRequest,
         params: BeamParams,
         state: BeamState,
+        pages: BeamPages,
         choices: Sequence[Choice | EmbeddingChoice],
         vocab_size: int,
     ) -> None:
@@ -112,6 +130,7 @@ class BeamSearch(ClosedOnExit):
         self._request = request
         self._params = params
         self._state = state
+        self._pages = pages
         self._choices = choices
         self._vocab_size = vocab_size
         self._parts: list[GenerationLike] = []
@@ -146,9 +165,19 @@ class BeamSearch(ClosedOnExit):
 
     async def _step(self) -> list[TokenLogprobs]:
         """A report on each live beam."""
+        live = self._state.live
+        reports: dict[int, TokenLogprobs] = {}
+        for group in self._pages.groups(live):
+            reports.update(zip(group, await self._run([live[index] for index in group]), strict=True))
+        return [reports[index] for index in range(len(live))]
+
+    async def _run(self, beams: Sequence[Beam]) -> list[TokenLogprobs]:
+        """Their reports, of one request each at the same time."""
+        if self._request.deadline is not None and time.time() >= self._request.deadline:
+            raise UnavailableError("Beam search took too long.", code="request_timeout")
         async with AsyncExitStack() as stack:
             self._parts = []
-            for beam in self._state.live:
+            for beam in beams:
                 self._parts.append(await stack.enter_async_context(self._room.submit(self._part(beam))))
             return [await self._report(part) for part in self._parts]
 
@@ -178,6 +207,8 @@ class BeamSearch(ClosedOnExit):
             if self._first is None:
                 self._first = delta
                 self._room.first_token()
+            if delta.num_cached_tokens is not None:
+                self._pages.count(delta.num_cached_tokens)
             if delta.logprobs:
                 report = delta.logprobs[0]
         if report is None:

@@ -139,7 +139,7 @@ async def submit_all(
     requests = await generation_requests(envelope.identifier, common, entry, prompts)
     generator: GeneratorLike = request.app[GENERATOR]
     if common.beams is not None:
-        generator = BeamSearcher(generator, common.beams, entry.pipeline, facts.eos_token_ids, facts.vocab_size)
+        generator = BeamSearcher(generator, common.beams, entry.pipeline, facts)
     log.debug("submit", response_id=envelope.identifier, prompts=len(requests), n=common.n)
     place = request.app[DRAIN].named((envelope.identifier, request[REQUEST_ID]), request[IDENTITY].key_hash)
     return FanIn(generator, requests, facts.eos_token_ids, scores_only=common.scores_only, place=place)

@@ -37,6 +37,14 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Iterator[Server]:
+    """80 tokens of cache: one text of the longest that there may be, and no more."""
+    options = ("--num-kv-pages", "5", "--max-model-len", "72")
+    with Server(("--model", str(folder), "--dtype", "float32", "--num-threads", "1", *options)) as running:
+        yield running
+
+
 def found(server: Server, prompt: list[int], **fields: Any) -> list[list[int]]:
     body = {"model": "tiny", "prompt": prompt, "use_beam_search": True, "return_token_ids": True, **fields}
     status, answer = server.request("POST", "/v1/completions", body)
@@ -95,3 +103,10 @@ def test_log_probabilities_and_usage(server: Server, reference: Any) -> None:
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
     assert answer["usage"]["prompt_tokens"] == num_prompt
     server.await_idle()
+
+
+def test_a_small_cache_changes_nothing_but_the_time(server: Server, small: Server) -> None:
+    for prompt in PROMPTS[:2]:
+        fields = {"n": 8, "max_tokens": 64, "ignore_eos": True}
+        assert found(small, prompt, **fields) == found(server, prompt, **fields)
+    small.await_idle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from gateway.text.message_parser import MessageFormat
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.stop_regex import RegexScanner, StopRegexes
 from gateway.text.stop_strings import StopScanner, StopStrings
-from shared.errors import InternalError, InvalidRequestError, WorkerLostError
+from shared.errors import InternalError, InvalidRequestError, UnavailableError, WorkerLostError
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
-from tests.fakes.fake_generator import EOS, BytePipeline, FakeGenerator
+from tests.fakes.fake_generator import EOS, BytePipeline, FakeGenerator, facts
 from tests.fakes.gateway_core import make_request, until
 
 PROMPT = [1, 17, 5, 9]
@@ -176,8 +177,9 @@ TABLE = {
 }
 
 
-def searcher(generator, **params):
-    return BeamSearcher(generator, BeamParams(**{"width": 2, "num_returned": 2} | params), BytePipeline(), [EOS], 258)
+def searcher(generator, *, served=None, **params):
+    beams = BeamParams(**{"width": 2, "num_returned": 2} | params)
+    return BeamSearcher(generator, beams, BytePipeline(), served or facts())
 
 
 async def run(searching, request):
@@ -207,6 +209,34 @@ async def test_parts_and_deltas():
     assert {request.sampling.logprobs for request in generator.requests} == {3}
     (room,) = generator.reservations
     assert room.request.n == 2 and room.begun and room.outcome == deltas and room.closed and not generator.live
+
+
+async def test_beams_run_in_groups_where_the_cache_is_small():
+    def script(request):
+        others.append(len(generator.live))
+        return successors(TABLE)(request)
+
+    results = []
+    for changes, most in (({}, 1), ({"num_pages": 2, "page_size": 1}, 0)):
+        others, generator = [], FakeGenerator(script)
+        searching = searcher(generator, served=facts(**changes), length_penalty=0.0)
+        results.append(await run(searching, make_request([9, 0], max_tokens=5, n=2)))
+        assert max(others) == most, "that run when one is sent"
+    assert results[0] == results[1]
+
+
+async def test_a_search_may_take_as_long_as_a_first_token():
+    generator = FakeGenerator(successors(TABLE))
+    generator.request_timeout = 0.0
+    with pytest.raises(UnavailableError) as failed:
+        await run(searcher(generator), make_request([0], n=2))
+    assert failed.value.code == "request_timeout" and not generator.requests
+    assert generator.reservations[0].closed and generator.reservations[0].outcome is not None
+    generator.request_timeout = 1000.0
+    before = time.time()
+    await run(searcher(generator), make_request([0], n=2))
+    (deadline,) = {request.deadline or 0.0 for request in generator.requests}
+    assert before + 1000 <= deadline <= time.time() + 1000
 
 
 async def test_a_stop_string_over_several_tokens_ends_a_hypothesis():

@@ -31,8 +31,8 @@ def script(submit: Submit) -> list[int]:
 
 
 def searcher(core: Core, width: int) -> BeamSearcher:
-    pipeline = core.registry.models()[0].pipeline
-    return BeamSearcher(core.generator, BeamParams(width=width, num_returned=width), pipeline, [2], 512)
+    entry = core.registry.models()[0]
+    return BeamSearcher(core.generator, BeamParams(width=width, num_returned=width), entry.pipeline, entry.facts)
 
 
 async def test_parts_are_one_request_to_admission_and_metrics(tmp_path) -> None:
