@@ -54,6 +54,8 @@ async def test_what_is_passed_on_to_it_is_not_answered_for_ever(tmp_path):
         assert (await gateway.get(path))[0] == 503
         assert (await gateway.get(path + "/input_items"))[0] == 503
         assert (await gateway.post(path + "/cancel", {}))[0] == 503
+        # What a client sends is looked at before it is asked for elsewhere, where nothing of it would arrive.
+        assert (await gateway.post(path + "/cancel", {"a": 1}))[1]["error"]["param"] == "a"
     with contextlib.suppress(FileNotFoundError):  # Python 3.13 has removed it
         os.unlink(peer_socket(tmp_path, 1))
     async with beside(tmp_path, CUT_OFF) as gateway:
