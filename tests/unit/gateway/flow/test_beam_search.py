@@ -218,7 +218,8 @@ async def test_beams_run_in_groups_where_the_cache_is_small():
 
     results = []
     for changes, most in (({}, 1), ({"num_pages": 2, "page_size": 1}, 0)):
-        others, generator = [], FakeGenerator(script)
+        others: list[int] = []
+        generator = FakeGenerator(script)
         searching = searcher(generator, served=facts(**changes), length_penalty=0.0)
         results.append(await run(searching, make_request([9, 0], max_tokens=5, n=2)))
         assert max(others) == most, "that run when one is sent"
