@@ -95,7 +95,8 @@ class Child:
         """Takes what the child has sent by sd_notify."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                lines = self.notify_socket.recv(4096).decode("utf-8", "replace").splitlines()
+                # Not splitlines: what a reason quotes may have a carriage return, which ends no line here.
+                lines = self.notify_socket.recv(4096).decode("utf-8", "replace").split("\n")
                 self.was_ready = self.was_ready or "READY=1" in lines
                 reasons = [line for line in lines if line.startswith(supervisor_pipe.REASON_PREFIX)]
                 if reasons:
@@ -222,7 +223,8 @@ class Supervisor:
             child.process = None
             child.read_notifications()
             if self._stopping is not None:
-                logger.info("ended", child=child.spec.name, exit_code=code)
+                said = {"reason": child.reason} if child.reason else {}
+                logger.info("ended", child=child.spec.name, exit_code=code, **said)
             elif code == EXIT_REFUSED or (code == EXIT_CONFIGURATION and not child.was_ready):
                 logger.error("could not start", child=child.spec.name, exit_code=code)
                 self.reason = child.reason

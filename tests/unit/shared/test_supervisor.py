@@ -47,6 +47,7 @@ KEEP_RUNNING = """
 """
 DIE_WITH_2 = "sys.exit(2)"
 REFUSE = "sys.exit(1)"
+REFUSE_WITH_LINES = r"supervisor_pipe.give_reason('worker', 'no model a\rREADY=1'); sys.exit(1)"
 READY_THEN_1 = "notify.ready('up'); time.sleep(0.05); sys.exit(1)"
 READY_THEN_REFUSE = "notify.ready('up'); time.sleep(0.05); sys.exit(78)"
 STAY = "notify.ready('up'); time.sleep(100)"
@@ -185,6 +186,12 @@ def test_configuration_error_at_the_first_start_ends_everything_with_1(run):
     assert running.process.wait(PATIENCE_SECONDS) == 1
     assert len(running.pids("worker")) == 1
     assert not any(_is_alive(pid) for pid in running.pids("gateway"))
+
+
+def test_what_a_reason_quotes_does_not_count_as_a_message_of_its_own(run):
+    running = run(worker=REFUSE_WITH_LINES)
+    assert running.process.wait(PATIENCE_SECONDS) == 1
+    assert len(running.pids("worker")) == 1
 
 
 def test_exit_code_1_after_being_ready_is_a_crash_like_any_other(run):
