@@ -75,7 +75,7 @@ class GatewaySettings(CommonSettings):
         float,
         Meta(gt=0),
         _doc(
-            "seconds that a request may wait for its first token, or for the next one; then it ends with 503 or an error event"
+            "seconds that a request may wait for its first token (with beam search for all), or for the next one; then it ends with 503 or an error event"
         ),
     ] = 600.0
     body_timeout: Annotated[float, Meta(gt=0), _doc("seconds in which a request's headers and body must arrive")] = 30.0
