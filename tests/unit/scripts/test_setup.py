@@ -18,7 +18,8 @@ from tests.architecture.source import ROOT
 PYTHON = """\
 #!/bin/bash
 case "$*" in
-    *"--clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"--clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "$0" >.venv/made-with ;;
+    *_base_executable*) if [[ "$0" == .venv/* ]]; then cat .venv/made-with; else echo "$0"; fi ;;
     *"pip install"*)
         echo "$*" >>pip.log
         case "$FAKE_PIP" in
@@ -107,3 +108,17 @@ def test_the_python_that_is_named_is_taken_or_refused(setup, tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert said == "setup: error: PYTHON=/bin/false is no Python 3.11, 3.12 or 3.13 with venv\n"
+
+
+def test_a_venv_of_another_python_than_the_one_that_is_named_is_not_taken(setup, tmp_path):
+    setup("fails").communicate(timeout=60)
+    other = tmp_path / "other"
+    shutil.copy(tmp_path / "python3.11", other)
+    process = setup("fails", PYTHON=str(other))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == (
+        f"setup: error: PYTHON={other} is not what .venv is made with, {tmp_path}/python3.11: remove .venv first\n"
+    )
+    _, said = setup("fails", PYTHON=str(tmp_path / "python3.11")).communicate(timeout=60)
+    assert "making .venv" not in said and "1 of 4" in said
