@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.text.json_schema import MAX_DEPTH, MAX_NODES, json_expression
+from gateway.text.regex_size import MAX_WRITTEN_OUT, num_written_out, written_out_refusal
 from gateway.text.tools.format import Tool
 from shared.errors import InvalidRequestError
 
@@ -113,6 +114,8 @@ def _pattern_problem(pattern: object) -> str | None:
         return "it must be a string"
     if len(pattern) > MAX_PATTERN:
         return f"it has more than {MAX_PATTERN} characters"
+    if num_written_out(pattern) > MAX_WRITTEN_OUT:
+        return written_out_refusal(MAX_WRITTEN_OUT, "characters")
     # What the other dialect writes differently.
     text = re.sub(r"\\[pP]\{[^}]*\}|\\u\{[0-9a-fA-F]+\}|\\c[A-Za-z]", r"\\w", pattern)
     text = re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\k<(\w+)>", r"(?P=\1)", text))

@@ -183,6 +183,8 @@ def test_choices_that_are_none(choice: Any, param: str) -> None:
             for bad in ("(unclosed", "[", "*a", "\\", 5, "(" * 8000)
         ),
         {"properties": {"a": {"pattern": "a" * 10_000}}},
+        {"properties": {"a": {"pattern": "^(?:ab){10000000}$"}}},
+        {"patternProperties": {"a{1000000000}": {}}},
     ],
 )
 def test_schemas_that_are_none(schema: dict[str, Any]) -> None:
