@@ -18,6 +18,7 @@ from gateway.text.client_grammar import choice_fragment, grammar_fragment, regex
 from gateway.text.grammar import Fragment
 from gateway.text.json_schema import json_expression
 from gateway.text.json_text import parsed_json
+from gateway.text.regex_size import check_size
 from gateway.text.strict_schema import check_strict
 from gateway.text.structural_tags import structural_tag_fragment
 from shared.errors import InvalidRequestError
@@ -117,6 +118,8 @@ def _whitespace(outputs: StructuredOutputs, kind: str) -> str | None:
         place = "structured_outputs.whitespace_pattern"
         message = f"{place} has {len(pattern)} characters; at most {MAX_WHITESPACE_PATTERN} are possible."
         raise InvalidRequestError(message, param=place)
+    if pattern is not None:
+        check_size(pattern, "structured_outputs.whitespace_pattern")
     if not outputs.disable_any_whitespace:
         return pattern
     if pattern:

@@ -188,6 +188,10 @@ def test_completions_have_both_fields():
             "structured_outputs.disable_any_whitespace",
         ),
         (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": " {1000000000}"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        (
             {"structured_outputs": {"json_object": True, "whitespace_pattern": " " * 300}},
             "structured_outputs.whitespace_pattern",
         ),
