@@ -142,8 +142,11 @@ def _build(
     num_groups = len(files.spec.kv_groups)
     for step in warm_up_plans(settings, plan, num_groups, runner.draft_max_len):
         launch(step).result()
-    if in_thread:
-        # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
+    # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
+    if in_thread and settings.deterministic:
+        # The last bit of a log-probability is not the same before and after.
+        ops.compile()
+    elif in_thread:
         threading.Thread(target=ops.compile_usual, name="compile-sampling", daemon=True).start()
     executor = LocalExecutor(launch, depth or device.depth, on_close=group.close if group is not None else None)
     return BuiltExecutor(

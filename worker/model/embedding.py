@@ -102,4 +102,5 @@ class VocabularyParallelHead:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> [S, vocab] float32."""
         logits = self._parallel.all_gather_last(self._scheme.apply(x, None))
-        return logits[:, : self._vocab_size].float()
+        # Compiled functions take rows without gaps between them.
+        return logits[:, : self._vocab_size].float().contiguous()
