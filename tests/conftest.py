@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -15,7 +16,10 @@ hypothesis.settings.register_profile("search", derandomize=False, max_examples=1
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses how property tests draw their examples, and that no proxy is asked for what listens on this machine."""
+    """Chooses how property tests draw examples; no proxy is asked for what listens here, and SIGINT is not ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a shell starts what runs in the background; processes that tests start would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("search" if config.getoption("--all") else "same")
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join([*filter(None, [os.environ.get(name)]), "127.0.0.1", "localhost"])

@@ -206,4 +206,8 @@ def _announced(status: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is closed. A thread that still compiles would be unwound through C++ by the interpreter's end, which aborts.
+    os._exit(exit_code)
