@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
@@ -126,6 +127,78 @@ class ReferenceOps:
         return logprobs_reference.compute_logprobs(logits, token_ids, num_top)
 
 
+class _WhenAsked:
+    """Compiled functions that few requests ask for.
+
+    Args:
+        compile_all: compiles them or loads them from the cache; returns their module.
+        name: of the thread that does.
+    """
+
+    def __init__(self, compile_all: Callable[[], Any], name: str) -> None:
+        self._compile_all = compile_all
+        self._name = name
+        self._module: Any = None
+        self._thread: threading.Thread | None = None
+
+    def get(self, *, beside: bool) -> Any:
+        """The module; where it is compiled beside the steps, None until that is done."""
+        if self._module is None and not beside:
+            self._compile()
+        elif self._module is None and self._thread is None:
+            thread = threading.Thread(target=self._compile, name=self._name, daemon=True)
+            # Where no thread can be started a step is none the worse: plain torch serves, the next one tries again.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        return self._module
+
+    def wait(self) -> None:
+        """Returns when a thread that compiles has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _compile(self) -> None:
+        self._module = self._compile_all()
+
+
+def _compile_logprobs() -> Any:
+    from kernels.logprobs import cpu as logprobs_cpu
+
+    zero = torch.zeros(1, dtype=torch.int64)
+    _logprob_rows(logprobs_cpu, torch.zeros((1, 8)), empty_logprobs(zero, 1), claims_of(1))
+    return logprobs_cpu
+
+
+def _compile_lists() -> Any:
+    from kernels.sampling import lists_cpu
+
+    logits, zero, bits, words = _one_row()
+    dry = DryInputs(zero, zero, words, zero, words, bits, longest=0, longest_match=0)
+    lists_cpu.dry_rows(logits, *_columns(dry))
+    lists_cpu.allow_rows(logits, *_columns(AllowedInputs(zero, zero, bits)))
+    bad_words = BadWordsInputs(zero, zero, torch.zeros((1, 1, 2), dtype=torch.int32), words, zero, width=1)
+    lists_cpu.forbid_rows(logits, *_columns(bad_words))
+    return lists_cpu
+
+
+def _compile_extended() -> Any:
+    from kernels.sampling import extended_cpu
+
+    logits, zero, _, words = _one_row()
+    wishes = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
+    columns, masses = _extend_columns(wishes), np.zeros(1, np.float32)
+    _extend_rows(extended_cpu, logits, columns, masses, claims_of(1))
+    extended_cpu.next_aims(logits, *columns[:2], masses, zero.numpy(), masses)
+    return extended_cpu
+
+
+def _one_row() -> tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, a number, bits and words of a row that is only there so that something is compiled."""
+    bits, words = torch.zeros((1, 1), dtype=torch.int32), torch.zeros((1, SAMPLING_WORDS), dtype=torch.int32)
+    return torch.zeros((1, 8)).numpy(), torch.zeros(1, dtype=torch.int64), bits, words
+
+
 class CpuOps(ReferenceOps):
     """The compiled functions, rows shared out among threads; plain torch until they are compiled.
 
@@ -136,11 +209,10 @@ class CpuOps(ReferenceOps):
 
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
-        self._logprobs: Any = None
-        self._lists: Any = None
-        self._extended: Any = None
         self._beside = False
-        self._compiling: threading.Thread | None = None
+        self._logprobs = _WhenAsked(_compile_logprobs, "compile-logprobs")
+        self._lists = _WhenAsked(_compile_lists, "compile-lists")
+        self._extended = _WhenAsked(_compile_extended, "compile-extended")
         self._threads = RowThreads(num_threads, "sampling")
 
     def compile(self) -> None:
@@ -154,7 +226,6 @@ class CpuOps(ReferenceOps):
         self._compile()
 
     def _compile(self) -> None:
-        from kernels.logprobs import cpu as logprobs_cpu
         from kernels.sampling import cpu  # numba is imported only where the CPU samples
 
         logits = torch.zeros((1, 8))
@@ -163,39 +234,11 @@ class CpuOps(ReferenceOps):
         _sample_rows(cpu, sampling_arrays(logits, inputs_of_one(one, zero)), np.empty(1, np.int64), claims_of(1))
         counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
-        _logprob_rows(logprobs_cpu, logits, empty_logprobs(zero, 1), claims_of(1))
-        self._logprobs = logprobs_cpu
         self._compiled = cpu
 
-    def _ask_for_the_rarer(self) -> bool:
-        """Whether what few requests ask for is compiled; if not, it is now, or will be soon."""
-        if self._extended is None and self._compiled is not None:
-            if not self._beside:
-                self._compile_the_rarer()
-            elif self._compiling is None:
-                thread = threading.Thread(target=self._compile_the_rarer, name="compile-sampling", daemon=True)
-                # Where no thread can be started a step is none the worse: plain torch serves, the next one tries again.
-                with contextlib.suppress(RuntimeError):
-                    thread.start()
-                    self._compiling = thread
-        return self._extended is not None
-
-    def _compile_the_rarer(self) -> None:
-        from kernels.sampling import extended_cpu, lists_cpu
-
-        logits, zero = torch.zeros((1, 8)), torch.zeros(1, dtype=torch.int64)
-        bits, words = torch.zeros((1, 1), dtype=torch.int32), torch.zeros((1, SAMPLING_WORDS), dtype=torch.int32)
-        dry = DryInputs(zero, zero, words, zero, words, bits, longest=0, longest_match=0)
-        lists_cpu.dry_rows(logits.numpy(), *_columns(dry))
-        lists_cpu.allow_rows(logits.numpy(), *_columns(AllowedInputs(zero, zero, bits)))
-        bad_words = BadWordsInputs(zero, zero, torch.zeros((1, 1, 2), dtype=torch.int32), words, zero, width=1)
-        lists_cpu.forbid_rows(logits.numpy(), *_columns(bad_words))
-        self._lists = lists_cpu
-        wishes = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
-        columns, masses = _extend_columns(wishes), np.zeros(1, np.float32)
-        _extend_rows(extended_cpu, logits.numpy(), columns, masses, claims_of(1))
-        extended_cpu.next_aims(logits.numpy(), *columns[:2], masses, zero.numpy(), masses)
-        self._extended = extended_cpu
+    def _ask_for(self, rarer: _WhenAsked) -> Any:
+        """What few requests ask for, or None while it is not compiled."""
+        return None if self._compiled is None else rarer.get(beside=self._beside)
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See reference.adjust."""
@@ -222,40 +265,45 @@ class CpuOps(ReferenceOps):
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """See kernels/logprobs/reference.py."""
-        if self._logprobs is None:
+        compiled = self._ask_for(self._logprobs)
+        if compiled is None:
             return super().logprobs(logits, token_ids, num_top)
         found = empty_logprobs(token_ids.long().clamp(min=0), min(num_top, logits.shape[1]))
-        self._threads.run(partial(_logprob_rows, self._logprobs, logits, found), logits.shape[0])
+        self._threads.run(partial(_logprob_rows, compiled, logits, found), logits.shape[0])
         return found
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
         """See dry.py."""
-        if not self._ask_for_the_rarer():
+        compiled = self._ask_for(self._lists)
+        if compiled is None:
             dry.penalize_repetitions(logits, inputs)
         else:
-            self._lists.dry_rows(logits.numpy(), *_columns(inputs))
+            compiled.dry_rows(logits.numpy(), *_columns(inputs))
 
     def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
         """See reference.allow_only."""
-        if not self._ask_for_the_rarer():
+        compiled = self._ask_for(self._lists)
+        if compiled is None:
             reference.allow_only(logits, inputs)
         else:
-            self._lists.allow_rows(logits.numpy(), *_columns(inputs))
+            compiled.allow_rows(logits.numpy(), *_columns(inputs))
 
     def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
         """See reference.forbid_words."""
-        if not self._ask_for_the_rarer():
+        compiled = self._ask_for(self._lists)
+        if compiled is None:
             reference.forbid_words(logits, inputs)
         else:
-            self._lists.forbid_rows(logits.numpy(), *_columns(inputs))
+            compiled.forbid_rows(logits.numpy(), *_columns(inputs))
 
     def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
         """See extended.extend."""
-        if not self._ask_for_the_rarer():
+        compiled = self._ask_for(self._extended)
+        if compiled is None:
             return extended.extend(logits, inputs)
         log_masses = torch.zeros(len(inputs.rows))
         columns = _extend_columns(inputs)
-        run = partial(_extend_rows, self._extended, logits.numpy(), columns, log_masses.numpy())
+        run = partial(_extend_rows, compiled, logits.numpy(), columns, log_masses.numpy())
         self._threads.run(run, len(inputs.rows))
         return log_masses
 
@@ -263,11 +311,12 @@ class CpuOps(ReferenceOps):
         self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
     ) -> torch.Tensor:
         """See extended.next_aims."""
-        if self._extended is None:
+        compiled = self._ask_for(self._extended)
+        if compiled is None:
             return super().next_aims(logits, inputs, log_mass, token_ids)
         aims = torch.empty_like(log_mass)
         arrays = [tensor.numpy() for tensor in (logits, inputs.rows, inputs.words, log_mass, token_ids, aims)]
-        self._extended.next_aims(*arrays)
+        compiled.next_aims(*arrays)
         return aims
 
 
