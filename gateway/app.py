@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway.api.answers import (
+from gateway.api.anthropic.fields import ConversationFields, MessagesFields
+from gateway.api.anthropic.models import ModelsQuery
+from gateway.api.anthropic.routes import count_tokens, create_message
+from gateway.api.common.cancellation import abort_request
+from gateway.api.common.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from gateway.api.common.ops import health, metrics, ready, version
+from gateway.api.common.page import page, page_file
+from gateway.api.common.resumable import resume_stream
+from gateway.api.openai.answers import (
     AbortAnswer,
     ChatAnswer,
     CompletionAnswer,
@@ -26,25 +34,33 @@ from gateway.api.answers import (
     TokenizeAnswer,
     VersionAnswer,
 )
-from gateway.api.anthropic_models import ModelsQuery
-from gateway.api.anthropic_params import ConversationFields, MessagesFields
-from gateway.api.embedding_fields import EmbeddingFields
-from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from gateway.api.query import BetaQuery
-from gateway.api.response_answers import (
+from gateway.api.openai.chat import chat_completions
+from gateway.api.openai.completions import completions
+from gateway.api.openai.embedding_fields import EmbeddingFields
+from gateway.api.openai.embeddings import embeddings
+from gateway.api.openai.models import get_model, list_models
+from gateway.api.openai.render import render_chat, render_completion
+from gateway.api.openai.tokenize import detokenize, tokenize
+from gateway.api.responses.answers import (
     InputItemsAnswer,
     InputTokensAnswer,
     ResponseAnswer,
     ResponseDeletedAnswer,
     ResponseEvent,
 )
-from gateway.api.response_fields import InputTokensFields, ItemsQuery, ResponseFields, RetrieveQuery
-from gateway.auth import KeyRing, Scope
-from gateway.drain import Drain
+from gateway.api.responses.fields import InputTokensFields, ItemsQuery, ResponseFields, RetrieveQuery
+from gateway.api.responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from gateway.exposition import Exposition
 from gateway.flow.requests import AdmittingGeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
-from gateway.keys import (
+from gateway.http.app_keys import (
     DRAIN,
     EXPOSITION,
     GATEWAY_INDEX,
@@ -59,32 +75,16 @@ from gateway.keys import (
     STREAMS,
     Limits,
 )
+from gateway.http.auth import KeyRing, Scope
+from gateway.http.drain import Drain
+from gateway.http.query import BetaQuery
+from gateway.http.route import Route
 from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
 from gateway.relay import RELAY, Relay, relayed, sibling_app
-from gateway.route import Route
-from gateway.routes.chat import chat_completions
-from gateway.routes.completions import completions
-from gateway.routes.embeddings import embeddings
-from gateway.routes.messages import count_tokens, create_message
-from gateway.routes.models import get_model, list_models
-from gateway.routes.ops import health, metrics, ready, version
-from gateway.routes.page import page, page_file
-from gateway.routes.render import render_chat, render_completion
-from gateway.routes.requests import abort_request
-from gateway.routes.responses import (
-    cancel_response,
-    count_input_tokens,
-    create_response,
-    delete_response,
-    get_response,
-    list_input_items,
-)
-from gateway.routes.streams import resume_stream
-from gateway.routes.tokenize import detokenize, tokenize
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
-from gateway.text.grammar_check import GrammarChecker
+from gateway.text.grammars.checker import GrammarChecker
 from shared.metrics import GatewayMetrics
 
 _SWEEP_SECONDS = 30.0
@@ -299,6 +299,6 @@ async def _sweep(responses: ResponseStore) -> None:
 
 
 async def _expect(request: web.Request) -> None:
-    """`100 Continue` is sent by gateway.api.body, after authorization; other expectations fail."""
+    """`100 Continue` is sent by gateway.http.body, after authorization; other expectations fail."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         raise web.HTTPExpectationFailed

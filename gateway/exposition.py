@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from gateway.peers import Peers
+from gateway.siblings import Peers
 from shared.log import get_logger
 
 log = get_logger("gateway.exposition")

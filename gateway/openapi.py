@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.answers import AnthropicErrorAnswer, ErrorAnswer
-from gateway.api.anthropic_errors import OVERLOADED, is_anthropic
-from gateway.api.anthropic_params import VERSION_HEADER
-from gateway.auth import Scope
-from gateway.responses import dump_json
-from gateway.route import Route
+from gateway.api.anthropic.errors import OVERLOADED, is_anthropic
+from gateway.api.anthropic.fields import VERSION_HEADER
+from gateway.api.openai.answers import AnthropicErrorAnswer, ErrorAnswer
+from gateway.http.auth import Scope
+from gateway.http.errors import dump_json
+from gateway.http.route import Route
 
 ROUTE_TABLE = web.AppKey[Sequence[Route]]("ROUTE_TABLE")
 

@@ -1,6 +1,7 @@
 """Requests about what another gateway process has: the id says which, and the request is passed on to it.
 
-Every process answers its siblings on its socket of the runtime directory (gateway.peers). Whose request it is, the one
+Every process answers its siblings on its socket of the runtime directory (gateway.siblings). Whose request it is, the
+one
 that took the connection has found out; it says so in a header, which only processes of the same user can send here.
 """
 
@@ -17,12 +18,12 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from gateway.api.body import check_no_fields
-from gateway.auth import Identity, Scope
-from gateway.keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
-from gateway.peers import peer_socket
-from gateway.responses import error_response, json_response
-from gateway.route import Handler
+from gateway.http.app_keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
+from gateway.http.auth import Identity, Scope
+from gateway.http.body import check_no_fields
+from gateway.http.errors import error_response, json_response
+from gateway.http.route import Handler
+from gateway.siblings import peer_socket
 from gateway.stores.ids import gateway_of, shown_id
 from gateway.stores.items import find_items
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError, UnavailableError
@@ -40,7 +41,7 @@ class Relay:
     """Asks the gateway processes that an id names.
 
     Args:
-        directory: where their sockets are; see gateway.peers.peer_socket.
+        directory: where their sockets are; see gateway.siblings.peer_socket.
         patience: seconds that one may say nothing, other than in a stream.
     """
 

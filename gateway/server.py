@@ -9,15 +9,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.keys import log
-from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
-from gateway.responses import (
+from gateway.http.app_keys import log
+from gateway.http.errors import (
     dump_json,
     error_object,
     http_exception_response,
     status_error_object,
     status_error_response,
 )
+from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
 from shared.errors import UnavailableError
 
 KEEPALIVE_SECONDS = 75.0

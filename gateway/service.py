@@ -19,24 +19,24 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
 from gateway.app import Services, build_app, follow_ups
-from gateway.auth import KeyRing, load_keys
-from gateway.drain import Drain
+from gateway.cluster.registry import SCAN_INTERVAL, Registry
 from gateway.exposition import Exposition
 from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
 from gateway.flow.salt import Salts, kept_secret
 from gateway.garbage import give_back, settle
-from gateway.keys import Limits
+from gateway.http.app_keys import Limits
+from gateway.http.auth import KeyRing, load_keys
+from gateway.http.drain import Drain
 from gateway.middleware import is_loopback_host
-from gateway.peers import Peers
 from gateway.relay import Relay
 from gateway.server import HttpRunner
+from gateway.siblings import Peers
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
-from gateway.text.grammar_check import GrammarChecker
+from gateway.text.grammars.checker import GrammarChecker
 from gateway.text.pipeline import TextThreads
-from gateway.workers.registry import SCAN_INTERVAL, Registry
 from shared import notify, supervisor_pipe
 from shared.errors import ConfigurationError
 from shared.log import LogWriter, get_logger

@@ -18,17 +18,17 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import WorkerFacts
 from shared.settings import WorkerSettings
-from worker.constraint import Constraints
 from worker.engine import Engine, StalledError
 from worker.executor.build import BuiltExecutor, build_executor, compile_beside
+from worker.executor.draft_files import open_draft
 from worker.executor.executor import ExecutorError
 from worker.executor.resolve import cache_directory, num_threads
 from worker.kv.manager import KVManager
 from worker.model.loading import ModelFiles, open_model
+from worker.requests.constraint import Constraints
 from worker.sampling.grammar import LLGrammars
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
-from worker.speculative.draft_files import open_draft
-from worker.speculative.speculator import SpeculationConfig
+from worker.scheduler.speculator import SpeculationConfig
 from worker.stats import Counters
 from worker.transport import Transport
 

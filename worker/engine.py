@@ -31,8 +31,8 @@ from shared.messages import (
     WorkerStats,
 )
 from worker.executor.executor import Executor, StepHandle
-from worker.request import SubmitLimits, validate_submit
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
+from worker.requests.request import SubmitLimits, validate_submit
 from worker.scheduler.scheduler import Scheduler
 from worker.transport import BrokenSubmit, Transport
 

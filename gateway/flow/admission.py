@@ -2,7 +2,7 @@
 
 A permit is held exactly as long as the generation. The limits are over all gateways of the workers: what others have
 there is known from the workers' reports, which are up to a second old. (How many HTTP requests one process holds, and
-draining, are gateway.drain's.)
+draining, are gateway.http.drain's.)
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Protocol, Self
 import structlog
 from prometheus_client import CollectorRegistry
 
+from gateway.cluster.client import Stream, WorkerLink
 from gateway.flow.admission import Admission, PartPermit, Permit, Reported, Room
 from gateway.flow.choice import ChoicePipeline, choices_of
 from gateway.flow.closing import ClosedOnExit
@@ -23,7 +24,6 @@ from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import Outbox, Receiver, Turn
 from gateway.flow.routing import Router
-from gateway.workers.client import Stream, WorkerLink
 from shared.errors import (
     ContextLengthError,
     InternalError,

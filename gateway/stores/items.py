@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from gateway.aside import aside
 from gateway.stores.responses import ResponseStore, StoredResponse
+from gateway.text.offload import aside
 from shared.errors import NotFoundError
 
 _BYTES_OF_OBJECT = 256
@@ -25,7 +25,7 @@ def load_items(parts: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def count_stored(parts: Sequence[bytes]) -> int:
-    """How many objects they are, about, by their length; for gateway.aside."""
+    """How many objects they are, about, by their length; for gateway.text.offload."""
     return sum(map(len, parts)) // _BYTES_OF_OBJECT
 
 

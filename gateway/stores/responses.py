@@ -27,7 +27,7 @@ _ITEM_OVERHEAD = 256
 
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
     """One response. Texts of a conversation are shared by those that continue it. None of them may have more room than
-    its length says, so that what is counted is what is taken: see gateway.responses.kept_json.
+    its length says, so that what is counted is what is taken: see gateway.http.errors.kept_json.
 
     It holds nothing but texts, so that the garbage collector need not look at it: there may be a hundred thousand.
 

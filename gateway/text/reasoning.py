@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gateway.text.grammar import Fragment, any_of, literal
+from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ReasoningSplitter
 from gateway.text.tools import harmony
 

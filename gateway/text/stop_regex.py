@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from gateway.text.regex_size import written_out_refusal
+from gateway.text.grammars.regex_size import written_out_refusal
 from shared.errors import InvalidRequestError
 
 # The parser of `re` has no public name and no types: as modules found by name, no type checker has a view of them.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.gpu.compilations import Compilation, Target
+from kernels.common.triton.compilations import Compilation, Target
 
 SHARED_MEMORY: dict[Target, int] = {
     "sm_80": 163 * 1024,

@@ -25,18 +25,18 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.pool import use_cache_directory, use_huge_pages
-from kernels.sampling.dispatch import sampling_ops
+from kernels.backends.sampling import sampling_ops
+from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
 from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps, sampling
 from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor
 from scripts.ceiling import LinearShapes, Matrices
 from shared import log
 from shared.arguments import Parser
 from shared.settings import WorkerSettings
-from worker.executor.forward_batch import ForwardBatch
 from worker.executor.resolve import cache_directory
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
+from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import zmq
 
-from kernels.sampling.dispatch import SamplingOps
+from kernels.backends.sampling import SamplingOps
 from shared import sockets, wire
 from shared.messages import (
     PROTOCOL_VERSION,
@@ -34,9 +34,9 @@ from worker.__main__ import build_engine
 from worker.engine import Engine
 from worker.executor.build import BuiltExecutor, make_rows
 from worker.executor.device import CpuDevice
-from worker.executor.forward_batch import ForwardBatch
 from worker.executor.local import LocalExecutor
 from worker.executor.model_runner import Model, ModelRunner, PageStorage
+from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import ModelFiles
 from worker.sampling.sampled_rows import SampledRows
 from worker.sampling.sampler import SampledTokens, Sampler

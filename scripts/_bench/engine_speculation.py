@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.text.tokenizer import TextTokenizer
-from kernels.sampling.dispatch import SamplingOps
+from kernels.backends.sampling import SamplingOps
 from scripts._bench.engine_loop import Loop, LoopError, engine_loop
 from scripts._bench.goals import Goal
 from scripts._distill.prompt_texts import HELD_OUT
@@ -26,14 +26,14 @@ from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor, make_runner
 from worker.executor.device import CpuDevice
+from worker.executor.draft_files import open_draft
 from worker.executor.local import LocalExecutor
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models, load_decoder
 from worker.executor.resolve import cache_directory
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
-from worker.model.parallel import ParallelContext
-from worker.speculative.draft_files import open_draft
+from worker.parallel import ParallelContext
 from worker.stats import Counters
 
 REPEATS_GOAL = Goal(1.6, form=".1f", unit="x")

@@ -17,7 +17,7 @@ from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor
 from worker.executor.executor import StepHandle
 from worker.kv.manager import KVManager
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.stats import Counters
 

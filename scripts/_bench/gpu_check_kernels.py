@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.gpu.benchmark import Benchmark
+from kernels.common.triton.benchmark import Benchmark
 from scripts._bench.gpu_check_child import ROOT
 from scripts._bench.gpu_check_machine import Roofline
 
@@ -26,7 +26,7 @@ Timer = Callable[[Sequence[Run]], float]
 
 def folders() -> list[str]:
     """Those of kernels/ with a triton.py."""
-    return sorted(path.parent.name for path in (ROOT / "kernels").glob("*/triton.py"))
+    return sorted(path.parent.name for path in (ROOT / "kernels" / "ops").glob("*/triton.py"))
 
 
 def median_ms(runs: Sequence[Run]) -> float:
@@ -95,7 +95,7 @@ def measure_all(folders: Sequence[str], device: torch.device, roofline: Roofline
 
 
 def _benchmarks(folder: str, device: torch.device) -> list[Benchmark]:
-    found: list[Benchmark] = importlib.import_module(f"kernels.{folder}.cases").benchmarks(device)
+    found: list[Benchmark] = importlib.import_module(f"kernels.ops.{folder}.cases").benchmarks(device)
     return found
 
 

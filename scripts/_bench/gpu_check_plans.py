@@ -12,7 +12,7 @@ import torch
 
 from shared.sampling_params import SamplingParams
 from worker.executor.executor import Executor, StepHandle
-from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
+from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 30)
 

@@ -98,7 +98,7 @@ def verdicts(
     sources = {path.stem: path.read_text("utf-8") for path in tests.glob("test_*.py")}
     found: dict[str, bool | None] = {}
     for kernel in kernels:
-        using = [files[name] for name, source in sources.items() if f"kernels.{kernel}" in source and name in files]
+        using = [files[name] for name, source in sources.items() if f"kernels.ops.{kernel}" in source and name in files]
         if any(file["failed"] and file["imported"] for file in using):
             found[kernel] = False
         elif any(file["unfinished"] or not file["imported"] for file in using):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from kernels.gpu.benchmark import Benchmark
+from kernels.common.triton.benchmark import Benchmark
 from scripts._bench.gpu_check_kernels import median_ms
 from scripts._bench.gpu_check_machine import Roofline
 
@@ -138,7 +138,7 @@ def _benchmarks(sweep: Sweep, device: torch.device) -> list[Benchmark]:
 
 
 def _module(sweep: Sweep, name: str) -> Any:
-    return importlib.import_module(f"kernels.{sweep.folder}.{name}")
+    return importlib.import_module(f"kernels.ops.{sweep.folder}.{name}")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from kernels.gpu.compilations import TARGETS, Compilation, Target
+from kernels.common.triton.compilations import TARGETS, Compilation, Target
 from scripts._bench import compiled
 from shared.arguments import Parser
 
@@ -37,12 +37,12 @@ class Task(NamedTuple):
 
 def folders() -> list[str]:
     """Those of kernels/ with a triton.py."""
-    return sorted(path.parent.name for path in (ROOT / "kernels").glob("*/triton.py"))
+    return sorted(path.parent.name for path in (ROOT / "kernels" / "ops").glob("*/triton.py"))
 
 
 def compilations(folder: str, target: Target) -> list[Compilation]:
     """All that the folder's table can choose on the target."""
-    found: list[Compilation] = importlib.import_module(f"kernels.{folder}.triton").compilations(target)
+    found: list[Compilation] = importlib.import_module(f"kernels.ops.{folder}.triton").compilations(target)
     return found
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from kernels.sampling.dispatch import CpuOps
+from kernels.backends.sampling import CpuOps
 from shared.sampling_params import SamplingParams
 from worker.executor.device import CpuDevice
 from worker.executor.request_rows import RequestRows
+from worker.plan import NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import NewRow, ScheduledTokens, StepPlan
 
 NUM_REQUESTS = 16
 PLAIN: dict[str, Any] = {"temperature": 0.8}

@@ -8,13 +8,13 @@ from itertools import accumulate
 
 import torch
 
-from kernels.sampling.dispatch import sampling_ops
-from kernels.sampling.inputs import NO_CUT, SamplingInputs
+from kernels.backends.sampling import sampling_ops
+from kernels.ops.sampling.inputs import NO_CUT, SamplingInputs
 from shared.settings import WorkerSettings
-from worker.executor.forward_batch import ForwardBatch
 from worker.executor.resolve import resolve_dtype, resolve_kv_dtype
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
+from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import ModelFiles
 
 _PAGE_SIZE = 16

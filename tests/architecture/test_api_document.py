@@ -15,12 +15,12 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from gateway.api.anthropic_params import NO_EFFECT as TAKEN
-from gateway.api.anthropic_params import REFUSED, ConversationFields, MessagesFields
-from gateway.api.embedding_fields import EmbeddingFields
-from gateway.api.params import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
-from gateway.api.refused import NO_EFFECT, UNSUPPORTED
-from gateway.api.response_fields import InputFields, InputTokensFields, ResponseFields
+from gateway.api.anthropic.fields import NO_EFFECT as TAKEN
+from gateway.api.anthropic.fields import REFUSED, ConversationFields, MessagesFields
+from gateway.api.common.fields import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
+from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED
+from gateway.api.openai.embedding_fields import EmbeddingFields
+from gateway.api.responses.fields import InputFields, InputTokensFields, ResponseFields
 from gateway.app import ROUTES
 from tests.architecture.source import ROOT
 

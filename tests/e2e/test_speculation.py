@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kernels.cpu.pool import use_cache_directory
-from kernels.sampling.dispatch import SamplingOps, sampling_ops
+from kernels.backends.sampling import SamplingOps, sampling_ops
+from kernels.common.cpu.pool import use_cache_directory
 from scripts._distill.prompts import tokenize
 from shared.messages import FinishReason, Submit
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from tests.e2e.speculation_prompts import PROMPTS
+from worker.drafting.proposal import Proposal
 from worker.executor.build import make_runner
 from worker.executor.device import CpuDevice
 from worker.executor.memory import KVPlan
@@ -28,11 +29,10 @@ from worker.kv.manager import KVManager
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
-from worker.model.parallel import ParallelContext
 from worker.model.spec import KVGroupSpec
+from worker.parallel import ParallelContext
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
-from worker.speculative.proposal import Proposal
-from worker.speculative.speculator import SpeculationConfig
+from worker.scheduler.speculator import SpeculationConfig
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 

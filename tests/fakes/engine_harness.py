@@ -7,11 +7,11 @@ from collections import defaultdict, deque
 from shared.messages import Finish, FinishReason, Output, Submit
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_executor import EOS_TOKEN_ID, FakeExecutor, FakeHandle, generate
-from worker.constraint import Constraints
 from worker.kv.manager import KVManager
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
+from worker.requests.constraint import Constraints
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
-from worker.speculative.speculator import SpeculationConfig
+from worker.scheduler.speculator import SpeculationConfig
 
 
 def make_submit(request_id: str, token_ids: list[int], **fields) -> Submit:

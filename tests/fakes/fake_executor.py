@@ -18,7 +18,7 @@ from shared.messages import Pooling, TokenLogprobs
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_grammars import FakeState, allows
 from worker.executor.executor import ExecutorError
-from worker.scheduler.plan import (
+from worker.plan import (
     NOTHING_LEFT,
     DraftedRow,
     DraftedTokens,

@@ -12,13 +12,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from gateway.cluster.client import Liveness
+from gateway.cluster.registry import Registry
 from gateway.flow.admission import Admission
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.generation import Generation, Generator
 from gateway.flow.routing import Router
 from gateway.text.pipeline import TextThreads
-from gateway.workers.client import Liveness
-from gateway.workers.registry import Registry
 from shared.metrics import GatewayMetrics
 from shared.sampling_params import SamplingParams
 

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from gateway.text.grammar import Fragment, grammar_source
-from gateway.text.grammar_process import ByteVocabulary
+from gateway.text.grammars.grammar import Fragment, grammar_source
+from gateway.text.grammars.process import ByteVocabulary
 
 
 @cache

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from tests.fakes.engine_harness import Harness
 from tests.fakes.fake_executor import VOCAB_SIZE, next_token
-from worker.request import Request
-from worker.speculative.proposal import Proposal, Source
-from worker.speculative.speculator import SpeculationConfig, Speculator
+from worker.drafting.proposal import Proposal, Source
+from worker.requests.request import Request
+from worker.scheduler.speculator import SpeculationConfig, Speculator
 
 MAX_DRAFTS = 5
 

@@ -16,17 +16,17 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.app import ROUTES, Services, build_app
-from gateway.auth import ApiKey, KeyRing, Scope
-from gateway.drain import Drain
 from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
-from gateway.keys import Limits
+from gateway.http.app_keys import Limits
+from gateway.http.auth import ApiKey, KeyRing, Scope
+from gateway.http.drain import Drain
+from gateway.http.route import Route
 from gateway.relay import Relay
-from gateway.route import Route
 from gateway.server import HttpRunner
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
-from gateway.text.grammar_check import GrammarChecker
+from gateway.text.grammars.checker import GrammarChecker
 from shared.metrics import GatewayMetrics
 from tests.fakes.fake_generator import MODEL, FakeGenerator, FakeModels
 

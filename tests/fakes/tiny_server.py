@@ -10,15 +10,17 @@ import torch
 import worker.executor.request_rows
 import worker.model.decoder
 import worker.model.linear
-from kernels.attention.kv_pages import KVFormat
-from kernels.dispatch import ReferenceOps
-from kernels.sampling.dispatch import ReferenceOps as ReferenceSamplingOps
-from kernels.speculative.dispatch import ReferenceOps as ReferenceSpeculativeOps
-from kernels.step_inputs.reference import ReferenceStepOps
+from kernels.backends.sampling import ReferenceOps as ReferenceSamplingOps
+from kernels.backends.select import ReferenceOps
+from kernels.backends.speculative import ReferenceOps as ReferenceSpeculativeOps
+from kernels.ops.attention.kv_pages import KVFormat
+from kernels.ops.step_inputs.reference import ReferenceStepOps
 from shared.messages import Submit
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.weights import MemoryWeights
 from worker.executor.device import CpuDevice, open_device
+from worker.executor.distributions import Distributions
+from worker.executor.draft_model import DraftModel
 from worker.executor.local import LocalExecutor
 from worker.executor.model_runner import ModelRunner
 from worker.executor.plan_runner import PlanRunner
@@ -28,9 +30,7 @@ from worker.model.decoder import Decoder
 from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
 from worker.quant.dense import DenseScheme
 from worker.sampling.sampler import Sampler
-from worker.speculative.distributions import Distributions
-from worker.speculative.draft_model import DraftModel
-from worker.speculative.speculator import SpeculationConfig
+from worker.scheduler.speculator import SpeculationConfig
 
 CPU = torch.device("cpu")
 VOCAB = 96

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from worker.executor.forward_batch import ForwardBatch
+from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.weights import WeightSource
 from worker.quant.raw_weight import RawWeight
 

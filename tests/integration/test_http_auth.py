@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from gateway.app import ROUTES
-from gateway.auth import Scope
-from gateway.keys import IDENTITY
-from gateway.route import Route
+from gateway.http.app_keys import IDENTITY
+from gateway.http.auth import Scope
+from gateway.http.route import Route
 from tests.fakes.fake_generator import MODEL
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, run_gateway
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.api.common import counting
 from gateway.flow.events import TextDelta
-from gateway.routes import counting
 from shared.errors import WorkerLostError
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.http_gateway import run_gateway

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.api import embedding_batch
-from gateway.api.embedding_inputs import MAX_INPUTS
+from gateway.api.openai import embedding_batch
+from gateway.api.openai.embedding_inputs import MAX_INPUTS
 from gateway.flow.events import GenerationRequest, TextDelta
 from shared.errors import RateLimitError, UnavailableError, WorkerLostError
 from tests.fakes.fake_generator import (

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.api import chat_prompt
-from gateway.routes import response_input, responses
+from gateway.api.common import chat_prompt
+from gateway.api.responses import input as response_input
+from gateway.api.responses import routes as responses
 from tests.fakes.http_gateway import Gateway, run_gateway
 from tests.integration.test_http_responses import ask, create
 

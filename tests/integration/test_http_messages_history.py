@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from gateway.api.anthropic_chat import chat_of_conversation
-from gateway.api.anthropic_params import ConversationFields, parse_body
-from gateway.api.body import LARGE
-from gateway.api.messages import MAX_MESSAGES
+from gateway.api.anthropic import routes as routes_messages
+from gateway.api.anthropic.chat import chat_of_conversation
+from gateway.api.anthropic.fields import ConversationFields, parse_body
+from gateway.api.common.messages import MAX_MESSAGES
 from gateway.flow.events import TextDelta
-from gateway.routes import messages as routes_messages
+from gateway.http.body import LARGE
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels
 from tests.fakes.http_gateway import run_gateway
 from tests.integration.test_http_messages import BASE, CALLED, FORMATS, TOOL, ask, events_of, message_of, text, user

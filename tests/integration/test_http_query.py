@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from gateway.app import ROUTES
-from gateway.auth import Scope
+from gateway.http.auth import Scope
 from gateway.openapi import describe
 from tests.fakes.fake_generator import MODEL
 from tests.fakes.http_gateway import USER_KEY, run_gateway

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway.flow.events import TextDelta
-from gateway.keys import RESPONSES, STREAMS
+from gateway.http.app_keys import RESPONSES, STREAMS
 from gateway.text.formats import ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from gateway.text.tools.formats import TOOL_FORMATS

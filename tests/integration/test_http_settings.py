@@ -169,4 +169,4 @@ async def test_admin_keys_and_log_settings(directory: Path) -> None:
             lines = [json.loads(line) for line in client.process.log.read_text().splitlines()]
     # At level info the middle one is missing.
     assert [line["event"] for line in lines if line.get("request_id") == "my-own-id"] == ["submit", "request"]
-    assert {line["component"] for line in lines} >= {"gateway", "gateway.http", "gateway.workers"}
+    assert {line["component"] for line in lines} >= {"gateway", "gateway.http", "gateway.cluster"}

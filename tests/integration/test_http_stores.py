@@ -20,7 +20,7 @@ import structlog
 
 import gateway.stores.streams
 from gateway.flow.events import TextDelta
-from gateway.keys import RESPONSES
+from gateway.http.app_keys import RESPONSES
 from gateway.server import HttpProtocol
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore

@@ -23,9 +23,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.api.refused import UNSUPPORTED
+from gateway.api.common.refused import UNSUPPORTED
 from gateway.app import ROUTES
-from gateway.auth import Scope
+from gateway.http.auth import Scope
 from gateway.openapi import describe
 from tests.fakes.fake_generator import MODEL
 from tests.fakes.http_gateway import USER_KEY, run_gateway

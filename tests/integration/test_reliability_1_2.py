@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.params import ChatFields, CompletionFields
+from gateway.api.common.fields import ChatFields, CompletionFields
 from gateway.text.pipeline import TextPipeline, TextThreads
 from tests.e2e.server import wait_until
 from tests.fakes.fake_generator import MODEL as FAKE_MODEL

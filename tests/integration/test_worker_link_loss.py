@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.client import Liveness
+from gateway.cluster.client import Liveness
 from shared.errors import ModelNotFoundError, UnavailableError, WorkerLostError
 from shared.messages import PROTOCOL_VERSION, Bundle, Output, Steps, WorkerStats
 from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, Misbehaviour, endless

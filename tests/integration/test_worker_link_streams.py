@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.client import Liveness
+from gateway.cluster.client import Liveness
 from shared.errors import (
     ContextLengthError,
     InternalError,

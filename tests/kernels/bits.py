@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.tolerances import TOLERANCES
+from kernels.common.tolerances import TOLERANCES
 
 
 def assert_same_bits(actual: torch.Tensor, wanted: torch.Tensor) -> None:

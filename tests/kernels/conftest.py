@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-from kernels.cpu.pool import use_cache_directory
+from kernels.common.cpu.pool import use_cache_directory
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.attention import cpu, reference
-from kernels.attention.cases import CASES, Case, make_tensors
-from kernels.attention.inputs import LayerConstants
-from kernels.attention.kv_pages import key_cells, value_cells
-from kernels.cpu import bf16
-from kernels.tolerances import TOLERANCES
+from kernels.common.cpu import bf16
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.attention import cpu, reference
+from kernels.ops.attention.cases import CASES, Case, make_tensors
+from kernels.ops.attention.inputs import LayerConstants
+from kernels.ops.attention.kv_pages import key_cells, value_cells
 
 DTYPES = [
     (torch.float32, torch.float32),

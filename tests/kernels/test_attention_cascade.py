@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention_cascade import reference
-from kernels.attention_cascade.cases import CASES, THREE, Case
-from kernels.attention_cascade.inputs import SharedPrefix, cascade_work, shared_prefixes
-from kernels.attention_cascade.triton import attention_cascade, members_per_tile
-from kernels.attention_decode import reference as decode_reference
-from kernels.attention_decode.cases import Case as DecodeCase
-from kernels.attention_decode.cases import Tensors
-from kernels.attention_decode.inputs import DecodeScratch, make_scratch
-from kernels.attention_decode.triton import attention_decode
-from kernels.attention_work.inputs import AttentionWork
-from kernels.attention_work.triton import build_work
-from kernels.tolerances import TOLERANCES
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.attention.cascade import SharedPrefix, cascade_work, shared_prefixes
+from kernels.ops.attention_cascade import reference
+from kernels.ops.attention_cascade.cases import CASES, THREE, Case
+from kernels.ops.attention_cascade.triton import attention_cascade, members_per_tile
+from kernels.ops.attention_decode import reference as decode_reference
+from kernels.ops.attention_decode.cases import Case as DecodeCase
+from kernels.ops.attention_decode.cases import Tensors
+from kernels.ops.attention_decode.inputs import DecodeScratch, make_scratch
+from kernels.ops.attention_decode.triton import attention_decode
+from kernels.ops.attention_work.inputs import AttentionWork
+from kernels.ops.attention_work.triton import build_work
 
 POISON = float("nan")
 

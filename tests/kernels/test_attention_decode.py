@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.attention.kv_pages import KVFormat, KVPages
-from kernels.attention_decode import reference
-from kernels.attention_decode.cases import CASES, Case, Tensors, make_tensors
-from kernels.attention_decode.inputs import DecodeScratch, make_scratch
-from kernels.attention_decode.triton import attention_decode
-from kernels.attention_work.triton import build_work
-from kernels.tolerances import TOLERANCES, of_attention
+from kernels.common.tolerances import TOLERANCES, of_attention
+from kernels.ops.attention.kv_pages import KVFormat, KVPages
+from kernels.ops.attention_decode import reference
+from kernels.ops.attention_decode.cases import CASES, Case, Tensors, make_tensors
+from kernels.ops.attention_decode.inputs import DecodeScratch, make_scratch
+from kernels.ops.attention_decode.triton import attention_decode
+from kernels.ops.attention_work.triton import build_work
 
 
 def run(case: Case, tensors: Tensors) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_small_values_beside_float16(kv_format: KVFormat, device: torch.device) 
 
 def test_e4m3_by_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs without the format read its bits."""
-    monkeypatch.setattr("kernels.attention_decode.triton.native_fp8", lambda device: False)
+    monkeypatch.setattr("kernels.ops.attention_decode.triton.native_fp8", lambda device: False)
     check(Case("bits", ((1, 40), (2, 300)), kv_format="fp8"), device)
 
 

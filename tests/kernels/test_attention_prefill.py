@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.attention.cases import Case, Step, make_step
-from kernels.attention.inputs import AttentionInputs
-from kernels.attention.kv_pages import KVFormat, KVPages
-from kernels.attention.reference import attend, rotate_and_write
-from kernels.attention_prefill.cases import CASES, FORMATS
-from kernels.attention_prefill.triton import attention_prefill, prefill_tile
-from kernels.attention_work.inputs import AttentionWork, make_work
-from kernels.attention_work.reference import build_work
-from kernels.tolerances import of_attention
+from kernels.common.tolerances import of_attention
+from kernels.ops.attention.cases import Case, Step, make_step
+from kernels.ops.attention.inputs import AttentionInputs
+from kernels.ops.attention.kv_pages import KVFormat, KVPages
+from kernels.ops.attention.reference import attend, rotate_and_write
+from kernels.ops.attention_prefill.cases import CASES, FORMATS
+from kernels.ops.attention_prefill.triton import attention_prefill, prefill_tile
+from kernels.ops.attention_work.inputs import AttentionWork, make_work
+from kernels.ops.attention_work.reference import build_work
 from tests.kernels.bits import assert_same_bits
 
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from kernels.attention_work import reference
-from kernels.attention_work.cases import CASES, LONG, MIXED, Case
-from kernels.attention_work.inputs import MAX_SPLITS, AttentionWork, make_work, max_decode_queries, split_size
-from kernels.attention_work.triton import build_work
+from kernels.ops.attention_work import reference
+from kernels.ops.attention_work.cases import CASES, LONG, MIXED, Case
+from kernels.ops.attention_work.inputs import MAX_SPLITS, AttentionWork, make_work, max_decode_queries, split_size
+from kernels.ops.attention_work.triton import build_work
 
 POISON = -77
 

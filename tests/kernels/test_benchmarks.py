@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.gpu.benchmark import Benchmark
+from kernels.common.triton.benchmark import Benchmark
 
-FOLDERS = sorted(path.parent.name for path in (Path(__file__).parents[2] / "kernels").glob("*/triton.py"))
+FOLDERS = sorted(path.parent.name for path in (Path(__file__).parents[2] / "kernels" / "ops").glob("*/triton.py"))
 SCALE = 64
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some benchmarks read memory that nobody wrote
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_benchmarks_run_and_say_what_they_move(folder: str, device: torch.device) -> None:
-    cases = importlib.import_module(f"kernels.{folder}.cases")
+    cases = importlib.import_module(f"kernels.ops.{folder}.cases")
     benchmarks: list[Benchmark] = cases.benchmarks(device, scale=SCALE)
     assert benchmarks
     for benchmark in benchmarks:

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.attention.cases import make_tensors
-from kernels.attention.cpu import PreparedAttention, make_tiles
-from kernels.attention.kv_pages import KVPages, key_cells, value_cells
-from kernels.cpu.bf16 import supported as processor_supported
-from kernels.decoder_layers import cpu
-from kernels.decoder_layers.cases import CASES, Case, make_layers
-from kernels.decoder_layers.cpu import DecoderLayers, Shape, supported
-from kernels.decoder_layers.reference import layers as reference
+from kernels.common.cpu.bf16 import supported as processor_supported
+from kernels.ops.attention.cases import make_tensors
+from kernels.ops.attention.cpu import PreparedAttention, make_tiles
+from kernels.ops.attention.kv_pages import KVPages, key_cells, value_cells
+from kernels.ops.decoder_layers import cpu
+from kernels.ops.decoder_layers.cases import CASES, Case, make_layers
+from kernels.ops.decoder_layers.cpu import DecoderLayers, Shape, supported
+from kernels.ops.decoder_layers.reference import layers as reference
 
 pytestmark = [
     pytest.mark.skipif(not processor_supported(), reason="the processor has no AVX512-BF16"),

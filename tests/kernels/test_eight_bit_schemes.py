@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.dispatch import ReferenceOps
-from kernels.gpu.ops import TritonOps
-from kernels.quantize.reference import dequantize, quantize
-from kernels.quantized import ActivationQuantization, Activations
-from kernels.tolerances import TOLERANCES
+from kernels.backends.gpu import TritonOps
+from kernels.backends.select import ReferenceOps
+from kernels.common.quantized import ActivationQuantization, Activations
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.quantize.reference import dequantize, quantize
 from tests.fakes.weights import make_batch, on_device
 from tests.unit.worker.model.loading.test_eight_bit import opened, quantized, write
 from worker.kv.storage import KVStorage

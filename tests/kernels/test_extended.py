@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import extended
-from kernels.sampling.dispatch import CpuOps
-from kernels.sampling.inputs import ExtendInputs, Feature
-from kernels.sampling.philox import XTC_STREAM, philox4x32
-from kernels.step_inputs.inputs import (
+from kernels.backends.sampling import CpuOps
+from kernels.ops.sampling import extended
+from kernels.ops.sampling.inputs import ExtendInputs, Feature
+from kernels.ops.sampling.philox import XTC_STREAM, philox4x32
+from kernels.ops.step_inputs.inputs import (
     CHOICE,
     DYNATEMP_EXPONENT,
     DYNATEMP_RANGE,

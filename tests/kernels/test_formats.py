@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import formats
-from kernels.gpu.launch import native_fp8
+from kernels.common.triton import formats
+from kernels.common.triton.launch import native_fp8
 
 
 @triton.jit

@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.attention.cases import Case, Step, make_step
-from kernels.attention.inputs import AttentionInputs
-from kernels.attention.kv_pages import KVFormat, KVPages
-from kernels.attention.reference import attend, paged_attention, rotate_and_write
-from kernels.attention_cascade.inputs import SharedPrefix, cascade_work
-from kernels.attention_cascade.triton import members_per_tile
-from kernels.dispatch import Ops, ReferenceOps
-from kernels.gpu.attention import TritonAttention
-from kernels.gpu.ops import TritonOps
-from kernels.tolerances import TOLERANCES, of_attention
+from kernels.backends.gpu import TritonOps
+from kernels.backends.gpu_attention import TritonAttention
+from kernels.backends.select import Ops, ReferenceOps
+from kernels.common.tolerances import TOLERANCES, of_attention
+from kernels.ops.attention.cascade import SharedPrefix, cascade_work
+from kernels.ops.attention.cases import Case, Step, make_step
+from kernels.ops.attention.inputs import AttentionInputs
+from kernels.ops.attention.kv_pages import KVFormat, KVPages
+from kernels.ops.attention.reference import attend, paged_attention, rotate_and_write
+from kernels.ops.attention_cascade.triton import members_per_tile
 from tests.kernels.bits import assert_same_bits
 
 FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")

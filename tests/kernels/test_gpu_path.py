@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.ops import TritonOps
-from kernels.gpu.sampling import TritonSamplingOps
-from kernels.step_inputs.triton import TritonStepOps
+from kernels.backends.gpu import TritonOps
+from kernels.backends.gpu_sampling import TritonSamplingOps
+from kernels.ops.step_inputs.triton import TritonStepOps
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import make_submit
 from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, TinyServer, submits, tiny_spec

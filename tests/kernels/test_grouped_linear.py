@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.grouped_linear import cases
-from kernels.grouped_linear import reference as experts_reference
-from kernels.grouped_linear.inputs import ExpertOrder
-from kernels.grouped_linear.triton import MAX_EXPERTS, grouped_linear, order_by_expert
-from kernels.tolerances import TOLERANCES
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.grouped_linear import cases
+from kernels.ops.grouped_linear import reference as experts_reference
+from kernels.ops.grouped_linear.inputs import ExpertOrder
+from kernels.ops.grouped_linear.triton import MAX_EXPERTS, grouped_linear, order_by_expert
 from tests.kernels.bits import assert_same_bits
 from tests.kernels.last_program import run_only_the_last_program
 

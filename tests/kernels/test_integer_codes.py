@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu import integer_codes
+from kernels.common.triton import integer_codes
 
 FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from kernels.gpu.compilations import TARGETS, Compilation
+from kernels.common.triton.compilations import TARGETS, Compilation
 from scripts._bench import compiled, kernels_report
 from scripts._bench.compiled import Compiled
 from tests.architecture.source import ROOT

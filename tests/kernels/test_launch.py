@@ -43,7 +43,7 @@ def compile_nothing(self, key, signature, device, constexprs, options, attrs, wa
 
 driver.set_active(Driver())
 JITFunction._do_compile = compile_nothing
-from kernels.gpu.launch import Variant
+from kernels.common.triton.launch import Variant
 direct = Variant.__call__
 kernels = set()
 
@@ -59,10 +59,11 @@ def both(self, grid, *args):
 
 Variant.__call__ = both
 for name in sys.argv[2:]:
-    for benchmark in importlib.import_module(f"kernels.{name}.cases").benchmarks(torch.device("cpu"), int(sys.argv[1])):
+    for benchmark in importlib.import_module(f"kernels.ops.{name}.cases").benchmarks(torch.device("cpu"),
+    int(sys.argv[1])):
         benchmark.runs[0]()
 x, ones = torch.empty(17, 64), torch.ones(64)
-from kernels.norm.triton import add_rms_norm
+from kernels.ops.norm.triton import add_rms_norm
 seen = []
 Variant.__call__ = lambda self, grid, *args: seen.append((calls.clear(), direct(self, grid, *args), calls[-1])[2])
 for rows in (x[:16], x[1:], x[:16], x[:16].bfloat16()):  # aligned, as well, not, and of another type

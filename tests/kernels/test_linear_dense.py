@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear_dense import cases
-from kernels.linear_dense import reference as linear_reference
-from kernels.linear_dense.triton import linear_dense
-from kernels.tolerances import TOLERANCES
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.linear_dense import cases
+from kernels.ops.linear_dense import reference as linear_reference
+from kernels.ops.linear_dense.triton import linear_dense
 from tests.kernels.bits import assert_same_bits
 from tests.kernels.last_program import run_only_the_last_program
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.launch import native_fp8
-from kernels.linear_fp8 import cases
-from kernels.linear_fp8 import reference as linear_reference
-from kernels.linear_fp8.inputs import Fp8Weight, check
-from kernels.linear_fp8.triton import linear_fp8, tile_for
-from kernels.quantize.reference import quantize
-from kernels.quantized import BLOCK, QuantizedActivation
-from kernels.tolerances import TOLERANCES
+from kernels.common.quantized import BLOCK, QuantizedActivation
+from kernels.common.tolerances import TOLERANCES
+from kernels.common.triton.launch import native_fp8
+from kernels.ops.linear_fp8 import cases
+from kernels.ops.linear_fp8 import reference as linear_reference
+from kernels.ops.linear_fp8.inputs import Fp8Weight, check
+from kernels.ops.linear_fp8.triton import linear_fp8, tile_for
+from kernels.ops.quantize.reference import quantize
 from tests.kernels.bits import assert_same_bits
 from tests.kernels.last_program import run_only_the_last_program
 
@@ -72,7 +72,7 @@ def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
     x = random_input(5, 256, "fp8_token", torch.float32, device)
     wanted = linear_reference.linear_fp8(x, weight, None)
     for native in (native_fp8(device), False):
-        monkeypatch.setattr("kernels.linear_fp8.triton.native_fp8", lambda device, native=native: native)
+        monkeypatch.setattr("kernels.ops.linear_fp8.triton.native_fp8", lambda device, native=native: native)
         close(linear_fp8(x, weight, None), wanted)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear_int8 import cases
-from kernels.linear_int8 import reference as linear_reference
-from kernels.linear_int8.inputs import MAX_INPUTS, check
-from kernels.linear_int8.triton import linear_int8
-from kernels.quantize.reference import quantize
-from kernels.quantized import ActivationQuantization, QuantizedActivation
-from kernels.tolerances import TOLERANCES
+from kernels.common.quantized import ActivationQuantization, QuantizedActivation
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.linear_int8 import cases
+from kernels.ops.linear_int8 import reference as linear_reference
+from kernels.ops.linear_int8.inputs import MAX_INPUTS, check
+from kernels.ops.linear_int8.triton import linear_int8
+from kernels.ops.quantize.reference import quantize
 from tests.kernels.last_program import run_only_the_last_program
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.bf16 import supported
-from kernels.linear_panels.cases import KINDS, SHAPES, random_weight
-from kernels.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, PanelLinear, Result, panel_linear
-from kernels.linear_panels.layout import pack_codes, pack_values
-from kernels.linear_panels.reference import linear as reference
-from kernels.linear_panels.reference import values
+from kernels.common.cpu.bf16 import supported
+from kernels.ops.linear_panels.cases import KINDS, SHAPES, random_weight
+from kernels.ops.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, PanelLinear, Result, panel_linear
+from kernels.ops.linear_panels.layout import pack_codes, pack_values
+from kernels.ops.linear_panels.reference import linear as reference
+from kernels.ops.linear_panels.reference import values
 from worker.quant.gguf_formats import FORMATS, WeightFormat, row_bytes
 from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.gpu.compilations import Target
-from kernels.linear_weight_only import reference
-from kernels.linear_weight_only.cases import CASES, Case, make
-from kernels.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
-from kernels.linear_weight_only.triton import compilations, linear, split_blocks, tile, values_step
-from kernels.tolerances import TOLERANCES
+from kernels.common.tolerances import TOLERANCES
+from kernels.common.triton.compilations import Target
+from kernels.ops.linear_weight_only import reference
+from kernels.ops.linear_weight_only.cases import CASES, Case, make
+from kernels.ops.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
+from kernels.ops.linear_weight_only.triton import compilations, linear, split_blocks, tile, values_step
 from tests.kernels.last_program import run_only_the_last_program
 
 
@@ -141,8 +141,8 @@ def test_very_many_rows_go_by_way_of_the_values(
     has_bias: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(1024, 150, 160, group=32, minimum=True, bias=has_bias)
-    monkeypatch.setattr("kernels.linear_weight_only.triton._VALUES_BYTES", 64 * 160 * 2)  # in three parts
-    monkeypatch.setattr("kernels.linear_weight_only.triton.tile", None)  # no other way is taken
+    monkeypatch.setattr("kernels.ops.linear_weight_only.triton._VALUES_BYTES", 64 * 160 * 2)  # in three parts
+    monkeypatch.setattr("kernels.ops.linear_weight_only.triton.tile", None)  # no other way is taken
     x, weight, bias = make(case, device)
     assert_near(linear(x, weight, bias), reference.linear(x, weight, bias))
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kernels.gpu.sampling import TritonSamplingOps
-from kernels.logprobs import reference
-from kernels.logprobs import triton as kernels
-from kernels.logprobs.cases import SHAPES, make_case
-from kernels.logprobs.tensors import LOWEST_LOGPROB
-from kernels.sampling.dispatch import CpuOps
-from kernels.tolerances import TOLERANCES
+from kernels.backends.gpu_sampling import TritonSamplingOps
+from kernels.backends.sampling import CpuOps
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.logprobs import reference
+from kernels.ops.logprobs import triton as kernels
+from kernels.ops.logprobs.cases import SHAPES, make_case
+from kernels.ops.logprobs.tensors import LOWEST_LOGPROB
 
 RTOL, ATOL = TOLERANCES[torch.float32]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.activation import cases as activation_cases
-from kernels.activation import cpu as activation_cpu
-from kernels.activation import reference as activation_reference
-from kernels.norm import cases as norm_cases
-from kernels.norm import cpu as norm_cpu
-from kernels.norm import reference as norm_reference
-from kernels.quantized import dense
-from kernels.tolerances import TOLERANCES
+from kernels.common.quantized import dense
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.activation import cases as activation_cases
+from kernels.ops.activation import cpu as activation_cpu
+from kernels.ops.activation import reference as activation_reference
+from kernels.ops.norm import cases as norm_cases
+from kernels.ops.norm import cpu as norm_cpu
+from kernels.ops.norm import reference as norm_reference
 
 
 @pytest.mark.parametrize("dtype", norm_cases.DTYPES, ids=str)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.sampling import TritonSamplingOps
-from kernels.penalties import triton as kernels
-from kernels.penalties.cases import on, penalties
-from kernels.sampling import reference
-from kernels.sampling.dispatch import CpuOps
-from kernels.sampling.inputs import AdjustInputs
+from kernels.backends.gpu_sampling import TritonSamplingOps
+from kernels.backends.sampling import CpuOps
+from kernels.ops.penalties import triton as kernels
+from kernels.ops.penalties.cases import on, penalties
+from kernels.ops.sampling import reference
+from kernels.ops.sampling.inputs import AdjustInputs
 
 
 def adjustments(num_rows, width, vocab, dtype, num_tables=9, seed=0):

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.attention.cases import Case, Step, make_step
-from kernels.attention.kv_pages import KVFormat, KVPages, dequantize_cells
-from kernels.attention.reference import rotate_and_write
-from kernels.rope_kv.cases import CASES, FORMATS
-from kernels.rope_kv.triton import rope_kv
-from kernels.tolerances import TOLERANCES
+from kernels.common.tolerances import TOLERANCES
+from kernels.ops.attention.cases import Case, Step, make_step
+from kernels.ops.attention.kv_pages import KVFormat, KVPages, dequantize_cells
+from kernels.ops.attention.reference import rotate_and_write
+from kernels.ops.rope_kv.cases import CASES, FORMATS
+from kernels.ops.rope_kv.triton import rope_kv
 
 LARGEST_ERROR = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7}
 """Two neighbouring codes, in parts of a cell's largest value: a float32 sum may fall on the other side of a tie."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention_decode.cases import Case, make_tensors
-from kernels.grouped_linear.triton import grouped_linear, order_by_expert
-from kernels.linear_dense.triton import linear_dense
-from kernels.linear_fp8.inputs import Fp8Weight
-from kernels.linear_fp8.triton import linear_fp8
-from kernels.linear_int8.triton import linear_int8
-from kernels.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
-from kernels.linear_weight_only.triton import linear
-from kernels.quantized import QuantizedActivation
-from kernels.weight_values.triton import values_of
+from kernels.common.quantized import QuantizedActivation
+from kernels.ops.attention_decode.cases import Case, make_tensors
+from kernels.ops.grouped_linear.triton import grouped_linear, order_by_expert
+from kernels.ops.linear_dense.triton import linear_dense
+from kernels.ops.linear_fp8.inputs import Fp8Weight
+from kernels.ops.linear_fp8.triton import linear_fp8
+from kernels.ops.linear_int8.triton import linear_int8
+from kernels.ops.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
+from kernels.ops.linear_weight_only.triton import linear
+from kernels.ops.weight_values.triton import values_of
 from tests.kernels.test_attention_decode import run
 
 WIDTH = 1024

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from kernels.cpu.claims import next_row
-from kernels.cpu.row_threads import Claims, RowThreads
+from kernels.common.cpu.claims import next_row
+from kernels.common.cpu.row_threads import Claims, RowThreads
 
 
 @njit(nogil=True)

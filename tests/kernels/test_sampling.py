@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import reference
-from kernels.sampling.cases import CASES, SamplingCase, make_case
-from kernels.sampling.dispatch import CpuOps, sampling_ops
-from kernels.sampling.inputs import PenaltyInputs
-from kernels.sampling.philox import MAX_NOISE, gumbel_noise
+from kernels.backends.sampling import CpuOps, sampling_ops
+from kernels.ops.sampling import reference
+from kernels.ops.sampling.cases import CASES, SamplingCase, make_case
+from kernels.ops.sampling.inputs import PenaltyInputs
+from kernels.ops.sampling.philox import MAX_NOISE, gumbel_noise
 
 
 @pytest.fixture(scope="module")

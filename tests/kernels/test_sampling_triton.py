@@ -7,17 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import row_arguments
-from kernels.gpu.random import gumbel, gumbel_bound, philox_words, words_of_tokens
-from kernels.gpu.sampling import TritonSamplingOps
-from kernels.gpu.splits import Split
-from kernels.logprobs.triton import tiles
-from kernels.sampling import reference
-from kernels.sampling import triton as kernels
-from kernels.sampling.cases import CASES, SamplingCase, make_case
-from kernels.sampling.dispatch import CpuOps
-from kernels.sampling.inputs import NO_CUT, SamplingInputs
-from kernels.sampling.philox import gumbel_noise
+from kernels.backends.gpu_sampling import TritonSamplingOps
+from kernels.backends.sampling import CpuOps
+from kernels.ops.logprobs.triton import tiles
+from kernels.ops.sampling import reference, row_arguments
+from kernels.ops.sampling import triton as kernels
+from kernels.ops.sampling.cases import CASES, SamplingCase, make_case
+from kernels.ops.sampling.inputs import NO_CUT, SamplingInputs
+from kernels.ops.sampling.philox import gumbel_noise
+from kernels.ops.sampling.triton_random import gumbel, gumbel_bound, philox_words, words_of_tokens
+from kernels.ops.sampling.triton_splits import Split
 from shared.sampling_params import MAX_LOGPROBS
 
 SMALL = [case for case in CASES if case.vocab_size <= 5000 and case.name != "top_k in the last bucket"]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.activation import cases as activation_cases
-from kernels.activation import reference as activation_reference
-from kernels.activation import triton as activation
-from kernels.embedding import cases as embedding_cases
-from kernels.embedding import reference as embedding_reference
-from kernels.embedding import triton as embedding
-from kernels.gpu.activation_codes import LARGEST
-from kernels.norm import cases as norm_cases
-from kernels.norm import triton as norm
-from kernels.quantize import cases as quantize_cases
-from kernels.quantize import triton as quantize
-from kernels.quantize.reference import dequantize
-from kernels.quantize.reference import quantize as quantize_reference
-from kernels.quantized import ActivationFormat, ActivationQuantization, QuantizedActivation, dense
-from kernels.tolerances import TOLERANCES
+from kernels.common.quantized import ActivationFormat, ActivationQuantization, QuantizedActivation, dense
+from kernels.common.tolerances import TOLERANCES
+from kernels.common.triton.activation_codes import LARGEST
+from kernels.ops.activation import cases as activation_cases
+from kernels.ops.activation import reference as activation_reference
+from kernels.ops.activation import triton as activation
+from kernels.ops.embedding import cases as embedding_cases
+from kernels.ops.embedding import reference as embedding_reference
+from kernels.ops.embedding import triton as embedding
+from kernels.ops.norm import cases as norm_cases
+from kernels.ops.norm import triton as norm
+from kernels.ops.quantize import cases as quantize_cases
+from kernels.ops.quantize import triton as quantize
+from kernels.ops.quantize.reference import dequantize
+from kernels.ops.quantize.reference import quantize as quantize_reference
 
 EMPTY = torch.empty
 

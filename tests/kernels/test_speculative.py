@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu import row_arguments
-from kernels.gpu.speculative import TritonSpeculativeOps
-from kernels.gpu.splits import Split
-from kernels.sampling import reference as sampling
-from kernels.sampling.cases import SamplingCase, make_case
-from kernels.sampling.inputs import NOT_USABLE, NOTHING_LEFT
-from kernels.sampling.philox import philox4x32
-from kernels.speculative import reference
-from kernels.speculative.cases import CASES, make_rejection, make_verification
-from kernels.speculative.dispatch import CpuOps, ReferenceOps, speculative_ops
-from kernels.speculative.inputs import DraftInputs
+from kernels.backends.gpu_speculative import TritonSpeculativeOps
+from kernels.backends.speculative import CpuOps, ReferenceOps, speculative_ops
+from kernels.ops.sampling import reference as sampling
+from kernels.ops.sampling import row_arguments
+from kernels.ops.sampling.cases import SamplingCase, make_case
+from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
+from kernels.ops.sampling.philox import philox4x32
+from kernels.ops.sampling.triton_splits import Split
+from kernels.ops.speculative import reference
+from kernels.ops.speculative.cases import CASES, make_rejection, make_verification
+from kernels.ops.speculative.inputs import DraftInputs
 
 NAN = float("nan")
 

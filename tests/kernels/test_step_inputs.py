@@ -7,12 +7,12 @@ import mmap
 import pytest
 import torch
 
-from kernels.step_inputs.cases import CASES, Case, fill
-from kernels.step_inputs.cpu import CpuStepOps
-from kernels.step_inputs.dispatch import step_ops
-from kernels.step_inputs.inputs import StepBuffers, StepLayout, StepShape
-from kernels.step_inputs.reference import ReferenceStepOps
-from kernels.step_inputs.triton import TritonStepOps
+from kernels.backends.step_inputs import step_ops
+from kernels.ops.step_inputs.cases import CASES, Case, fill
+from kernels.ops.step_inputs.cpu import CpuStepOps
+from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
+from kernels.ops.step_inputs.reference import ReferenceStepOps
+from kernels.ops.step_inputs.triton import TritonStepOps
 
 POISON = -123456789
 OPS = {"cpu": CpuStepOps, "triton": TritonStepOps}

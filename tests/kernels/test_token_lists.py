@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import dry, reference
-from kernels.sampling.dispatch import CpuOps
-from kernels.sampling.inputs import (
+from kernels.backends.sampling import CpuOps
+from kernels.ops.sampling import dry, reference
+from kernels.ops.sampling.inputs import (
     MAX_DRY_EXPONENT,
     MAX_DRY_PENALTY,
     AllowedInputs,
     BadWordsInputs,
     DryInputs,
 )
-from kernels.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER, SAMPLING_WORDS
+from kernels.ops.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER, SAMPLING_WORDS
 
 STRIDE = 700
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from kernels.cpu.simd import atomic_add, wait_for
+from kernels.common.cpu.simd import atomic_add, wait_for
 
 HANDOVERS = 30_000
 

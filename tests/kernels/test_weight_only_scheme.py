@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.dispatch import ReferenceOps
-from kernels.tolerances import TOLERANCES
+from kernels.backends.select import ReferenceOps
+from kernels.common.tolerances import TOLERANCES
 from tests.fakes.weights import make_batch, on_device
 from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
 from worker.kv.storage import KVStorage

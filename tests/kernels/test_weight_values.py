@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear_weight_only.cases import Case, make
-from kernels.weight_values import reference
-from kernels.weight_values.cases import CASES
-from kernels.weight_values.triton import compilations, values_of
+from kernels.ops.linear_weight_only.cases import Case, make
+from kernels.ops.weight_values import reference
+from kernels.ops.weight_values.cases import CASES
+from kernels.ops.weight_values.triton import compilations, values_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_out}x{case.num_in}-int{case.bits}-g{case.group}")

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu import bf16
-from kernels.cpu.pool import use_cache_directory
-from kernels.sampling.dispatch import SamplingOps, sampling_ops
-from kernels.speculative.dispatch import speculative_ops
+from kernels.backends.sampling import SamplingOps, sampling_ops
+from kernels.backends.speculative import speculative_ops
+from kernels.common.cpu import bf16
+from kernels.common.cpu.pool import use_cache_directory
 from shared.log import get_logger
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor import compile_process
 from worker.executor.compile_process import CompileProcess
 from worker.executor.device import Device, open_device
+from worker.executor.distributions import Distributions
+from worker.executor.draft_model import DraftModel
 from worker.executor.executor import Executor
 from worker.executor.local import LocalExecutor
 from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv
@@ -32,11 +34,9 @@ from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
 from worker.model.attention import attention_geometry
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
-from worker.model.parallel import ParallelContext
+from worker.parallel import ParallelContext
+from worker.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
-from worker.speculative.distributions import Distributions
-from worker.speculative.draft_model import DraftModel
 
 _log = get_logger("worker.executor")
 
@@ -167,7 +167,7 @@ def _build(
 def _alike_rows(settings: WorkerSettings, decoder: Decoder) -> int:
     if settings.deterministic or decoder.dtype is not torch.bfloat16 or decoder.device.type != "cpu":
         return 0
-    from kernels.linear_panels.cpu import FEW_ROWS  # numba is imported only where the CPU multiplies
+    from kernels.ops.linear_panels.cpu import FEW_ROWS  # numba is imported only where the CPU multiplies
 
     return FEW_ROWS if bf16.supported() else 0
 
@@ -288,7 +288,7 @@ def make_prefixes(
     layers, window = decoder.spec.kv_groups[0].layers, decoder.spec.kv_groups[0].window
     if decoder.device.type != "cuda" or settings.deterministic or window is not None:
         return None
-    from kernels.attention_cascade.triton import members_per_tile  # there is Triton where there is a GPU
+    from kernels.ops.attention_cascade.triton import members_per_tile  # there is Triton where there is a GPU
 
     geometry = attention_geometry(decoder.spec, settings.block_size, window, parallel)
     bytes_of_all = page_bytes(settings, decoder, parallel) // settings.block_size

@@ -133,8 +133,8 @@ def compile_usual(head_kinds: Callable[[], Iterable[Kind]]) -> None:
     Args:
         head_kinds: returns when the model's files have been opened.
     """
-    from kernels.linear_panels.cpu import Result, panel_linear
-    from kernels.sampling.dispatch import CpuOps
+    from kernels.backends.sampling import CpuOps
+    from kernels.ops.linear_panels.cpu import Result, panel_linear
 
     CpuOps(1).compile()
     for kind in head_kinds():

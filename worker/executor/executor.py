@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from worker.scheduler.plan import StepPlan, StepResult
+from worker.plan import StepPlan, StepResult
 
 
 class StepHandle(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from worker.executor.executor import ExecutorError
-from worker.scheduler.plan import StepPlan, StepResult
+from worker.plan import StepPlan, StepResult
 
 
 class Pending(Protocol):

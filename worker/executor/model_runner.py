@@ -10,18 +10,18 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.attention_cascade.inputs import CascadeWork
+from kernels.ops.attention.cascade import CascadeWork
 from worker.executor.decode_graphs import DecodeGraphs, Size
 from worker.executor.device import Device
-from worker.executor.forward_batch import ForwardBatch
 from worker.executor.pending_step import PendingStep, PooledSums, PromptReport, step_output
 from worker.executor.pooling import pool
 from worker.executor.request_rows import PromptChunk, RequestRows, StagedStep
 from worker.executor.shared_prefixes import SharedPrefixes
 from worker.executor.tail_graphs import Tail, TailGraphs
 from worker.kv.storage import CopyBatch
+from worker.model.forward_batch import ForwardBatch
+from worker.plan import StepPlan, StepResult
 from worker.sampling.sampler import SampledTokens, Sampler
-from worker.scheduler.plan import StepPlan, StepResult
 
 # Rows of logits that exist at a time for prompt log-probabilities: 256 x 49,152 float32 are 48 MiB.
 _LOGITS_ROWS = 256

@@ -18,7 +18,7 @@ from worker.executor.resolve import resolve_dtype, resolve_kv_dtype, resolve_kv_
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
-from worker.model.parallel import ParallelContext
+from worker.parallel import ParallelContext
 
 _log = get_logger("worker.executor")
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.logprobs.tensors import LogprobTensors
+from kernels.ops.logprobs.tensors import LogprobTensors
 from shared.messages import TokenLogprobs
 from worker.executor.device import Device, Download
+from worker.plan import SampledToken, StepResult
 from worker.sampling.logprobs import to_entries
 from worker.sampling.sampled_rows import Needs, SampledRows
 from worker.sampling.sampler import SampledTokens
-from worker.scheduler.plan import SampledToken, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from worker.executor.draft_model import DraftModel
 from worker.executor.model_runner import ModelRunner
-from worker.scheduler.plan import StepPlan, StepResult
-from worker.speculative.draft_model import DraftModel
+from worker.plan import StepPlan, StepResult
 
 
 class Launched(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

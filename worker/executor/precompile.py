@@ -11,12 +11,12 @@ import torch
 from worker.executor.compile_process import CompileProcess, Kind
 from worker.model.attention import attention_geometry
 from worker.model.loading.weights import WeightSource
-from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
+from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme, kind_of
 
 if TYPE_CHECKING:
-    from kernels.decoder_layers.cpu import Shape
+    from kernels.ops.decoder_layers.cpu import Shape
 
 _LAYER = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -53,7 +53,7 @@ class Precompilation:
         self._head_kinds: set[Kind] = set()
         self._thread: threading.Thread | None = None
         if device.type == "cpu":
-            import kernels.cpu.ops  # noqa: F401 - in this thread, see above
+            import kernels.backends.cpu  # noqa: F401 - in this thread, see above
 
             self._layer_kinds = _kinds(weights, dtype, [f"layers.0.{name}.weight" for name in _LAYER])
             head = "embed.weight" if spec.tie_word_embeddings else "head.weight"
@@ -69,8 +69,8 @@ class Precompilation:
             self._thread.join()
 
     def _compile(self) -> None:
-        from kernels.linear_panels.cpu import Result, panel_linear
-        from kernels.norm import cpu as norm
+        from kernels.ops.linear_panels.cpu import Result, panel_linear
+        from kernels.ops.norm import cpu as norm
 
         # The last norm is an op of its own, whatever the layers are.
         if norm.supported(self._spec.hidden_size, self._dtype):
@@ -79,7 +79,7 @@ class Precompilation:
         if shape is None:
             self._compile_ops()
         else:
-            from kernels.decoder_layers.cpu import compile_for
+            from kernels.ops.decoder_layers.cpu import compile_for
 
             compile_for(shape, *next(iter(self._layer_kinds)))
         if self._beside is not None:
@@ -89,8 +89,8 @@ class Precompilation:
 
     def _shape(self) -> Shape | None:
         """Of the op that takes all layers at once, where the model will be found to fit it; see model.fused_layers."""
-        from kernels.attention import cpu as attention
-        from kernels.decoder_layers.cpu import Shape
+        from kernels.ops.attention import cpu as attention
+        from kernels.ops.decoder_layers.cpu import Shape
 
         spec = self._spec
         alone = self._parallel.tp_size == 1 and len(spec.kv_groups) == 1 and spec.activation == "silu"
@@ -107,10 +107,10 @@ class Precompilation:
 
     def _compile_ops(self) -> None:
         """What a layer is made of where layers are several ops."""
-        from kernels.activation import cpu as activation
-        from kernels.attention import cpu as attention
-        from kernels.attention.kv_pages import stored_in_pairs
-        from kernels.linear_panels.cpu import Result, panel_linear
+        from kernels.ops.activation import cpu as activation
+        from kernels.ops.attention import cpu as attention
+        from kernels.ops.attention.kv_pages import stored_in_pairs
+        from kernels.ops.linear_panels.cpu import Result, panel_linear
 
         spec, dtype = self._spec, self._dtype
         for window in {group.window for group in spec.kv_groups}:

@@ -15,7 +15,7 @@ from shared.settings import WorkerSettings
 from worker.executor.device import Device, OutOfMemory
 from worker.executor.executor import ExecutorError
 from worker.executor.memory import KVPlan
-from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
+from worker.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
 
 _GIB = 1024**3
 _LEAST_TOKENS = 16

@@ -10,19 +10,19 @@ from collections import deque
 import msgspec
 import zmq
 
-from kernels.sampling.dispatch import sampling_ops
+from kernels.backends.sampling import sampling_ops
 from shared import supervisor_pipe
 from shared.errors import ConfigurationError
 from worker.executor.build import make_runner, measure_memory
 from worker.executor.device import open_device
+from worker.executor.draft_files import open_draft
 from worker.executor.memory import KVPlan
 from worker.executor.models import load_models
 from worker.executor.plan_runner import Launched
 from worker.executor.ranks import ENDPOINT_VARIABLE, IDLE, RankReply, RankStart, join_group
 from worker.executor.resolve import cache_directory, num_threads, prepare_process, resolve_device
 from worker.model.loading.open_model import open_model
-from worker.scheduler.plan import StepPlan
-from worker.speculative.draft_files import open_draft
+from worker.plan import StepPlan
 
 
 def main() -> int:

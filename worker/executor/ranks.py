@@ -35,9 +35,9 @@ from shared.sockets import runtime_dir
 from shared.supervisor_pipe import ENVIRONMENT_VARIABLE
 from worker.executor.executor import ExecutorError
 from worker.executor.memory import KVPlan
-from worker.model.parallel import ParallelContext
 from worker.model.spec import DecoderSpec
-from worker.scheduler.plan import StepPlan
+from worker.parallel import ParallelContext
+from worker.plan import StepPlan
 
 ENDPOINT_VARIABLE = "PELTON_RANK_ENDPOINT"
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)

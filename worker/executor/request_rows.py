@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.step_inputs.dispatch import step_ops
-from kernels.step_inputs.inputs import StepBuffers, StepLayout, StepShape
+from kernels.backends.step_inputs import step_ops
+from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
 from shared.sampling_params import MAX_BAD_WORD_TOKENS
 from worker.executor.decode_graphs import Size
 from worker.executor.device import Device
-from worker.executor.forward_batch import ForwardBatch
+from worker.executor.distributions import Distributions
 from worker.executor.mask_uploads import MaskUploads
 from worker.executor.pooling import PooledTokens, pooled_tokens
 from worker.executor.staged_drafts import StagedDrafts
 from worker.executor.step_packer import StepPacker, Waitable
 from worker.kv.storage import CopyBatch
+from worker.model.forward_batch import ForwardBatch
+from worker.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.row_lists import MAX_ADJUSTMENTS
 from worker.sampling.sampled_rows import Needs, SampledRows
-from worker.scheduler.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
-from worker.speculative.distributions import Distributions
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 

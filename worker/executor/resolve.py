@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from kernels.attention.kv_pages import KVFormat
-from kernels.cpu import bf16
-from kernels.cpu.pool import use_cache_directory, use_huge_pages
+from kernels.common.cpu import bf16
+from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
+from kernels.ops.attention.kv_pages import KVFormat
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from worker.executor.device import gpu_multiplies_bfloat16, num_gpus

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.attention_cascade.inputs import CascadeWork, cascade_work, shared_prefixes
-from worker.scheduler.plan import ScheduledTokens
+from kernels.ops.attention.cascade import CascadeWork, cascade_work, shared_prefixes
+from worker.plan import ScheduledTokens
 
 Integers = npt.NDArray[np.int64]
 
@@ -25,7 +25,7 @@ class SharedPrefixes:
     """The mirror, and the work list of the last batch.
 
     Args:
-        members_per_tile: of the cascade kernel; see kernels/attention_cascade.
+        members_per_tile: of the cascade kernel; see kernels/ops/attention_cascade.
         min_saved_keys: keys that need not be read, summed over the batch, from which on the pass pays: a step with it
             is no captured graph.
     """

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from worker.executor.distributions import Distributions
+from worker.plan import StepPlan
 from worker.sampling.sampled_rows import Integers, Needs, SampledRows, Upload, Verification
-from worker.scheduler.plan import StepPlan
-from worker.speculative.distributions import Distributions
 
 _NONE = -1
 

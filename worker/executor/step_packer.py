@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kernels.step_inputs.dispatch import StepOps
-from kernels.step_inputs.inputs import SEGMENT_WORDS, Field, StepBuffers
+from kernels.backends.step_inputs import StepOps
+from kernels.ops.step_inputs.inputs import SEGMENT_WORDS, Field, StepBuffers
 from worker.executor.device import Device
 
 Words = np.ndarray[Any, np.dtype[np.int32]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared.block_hash import ROOT, next_page_hash
 from worker.kv.block_pool import BlockPool
 from worker.kv.prefix_cache import PrefixCache
-from worker.scheduler.plan import PageCopy
+from worker.plan import PageCopy
 
 
 class SequencePages:

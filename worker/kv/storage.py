@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention.kv_pages import KVFormat, KVPages, stored_in_pairs
-from worker.model.parallel import ParallelContext
+from kernels.ops.attention.kv_pages import KVFormat, KVPages, stored_in_pairs
 from worker.model.spec import DecoderSpec
+from worker.parallel import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from kernels.attention.inputs import AttentionGeometry, LayerConstants
-from kernels.attention.kv_pages import KVPages
-from kernels.decoder_layers.inputs import Linear
-from kernels.dispatch import Ops
-from kernels.quantized import ActivationQuantization, Activations
+from kernels.backends.select import Ops
+from kernels.common.quantized import ActivationQuantization, Activations
+from kernels.ops.attention.inputs import AttentionGeometry, LayerConstants
+from kernels.ops.attention.kv_pages import KVPages
+from kernels.ops.decoder_layers.inputs import Linear
 from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
 from worker.model.loading.weights import WeightSource
-from worker.model.parallel import ParallelContext
 from worker.model.rope import half_split_rows
 from worker.model.spec import DecoderSpec
+from worker.parallel import ParallelContext
 
 
 def kv_head_range(num_kv_heads: int, parallel: ParallelContext) -> slice:

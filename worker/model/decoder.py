@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
-from kernels.attention.inputs import AttentionInputs
-from kernels.attention.kv_pages import KVPages
-from kernels.decoder_layers.cpu import DecoderLayers
-from kernels.decoder_layers.inputs import LayerWeights, Linear
-from kernels.dispatch import Ops, select_ops
-from kernels.quantized import ActivationQuantization, Activations, dense
+from kernels.backends.select import Ops, select_ops
+from kernels.common.quantized import ActivationQuantization, Activations, dense
+from kernels.ops.attention.inputs import AttentionInputs
+from kernels.ops.attention.kv_pages import KVPages
+from kernels.ops.decoder_layers.cpu import DecoderLayers
+from kernels.ops.decoder_layers.inputs import LayerWeights, Linear
 from shared.errors import ConfigurationError
-from worker.executor.forward_batch import ForwardBatch
 from worker.kv.storage import KVStorage
 from worker.model.attention import Attention, attention_geometry
 from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
+from worker.model.forward_batch import ForwardBatch
 from worker.model.fused_layers import fuse_layers
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
 from worker.model.loading.weights import WeightSource
 from worker.model.norm import RMSNorm
-from worker.model.parallel import ParallelContext
 from worker.model.rope import rope_table
 from worker.model.spec import DecoderSpec
+from worker.parallel import ParallelContext
 
 
 class FeedForward:

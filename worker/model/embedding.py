@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.dispatch import Ops
+from kernels.backends.select import Ops
 from worker.model.linear import Placement, check_shape
 from worker.model.loading.weights import WeightSource
 from worker.quant.dense import DenseScheme

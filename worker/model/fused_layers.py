@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.attention.inputs import AttentionGeometry
-from kernels.decoder_layers.cpu import DecoderLayers, Shape, supported
-from kernels.decoder_layers.inputs import LayerWeights
+from kernels.ops.attention.inputs import AttentionGeometry
+from kernels.ops.decoder_layers.cpu import DecoderLayers, Shape, supported
+from kernels.ops.decoder_layers.inputs import LayerWeights
 from worker.kv.storage import KVStorage
 from worker.model.spec import DecoderSpec
 

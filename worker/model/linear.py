@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.decoder_layers.inputs import Linear
-from kernels.quantized import ActivationQuantization, Activations
+from kernels.common.quantized import ActivationQuantization, Activations
+from kernels.ops.decoder_layers.inputs import Linear
 from shared.errors import ConfigurationError, ModelFileError
 from worker.model.loading.weights import WeightSource
-from worker.model.parallel import ParallelContext
+from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight
 from worker.quant.scheme import LinearScheme

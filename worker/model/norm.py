@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.dispatch import Ops
-from kernels.quantized import ActivationQuantization, Activations
+from kernels.backends.select import Ops
+from kernels.common.quantized import ActivationQuantization, Activations
 
 
 class RMSNorm:

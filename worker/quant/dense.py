@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.quantized import ActivationQuantization, Activations, dense
+from kernels.common.quantized import ActivationQuantization, Activations, dense
 from worker.quant.raw_weight import RawWeight
 
 

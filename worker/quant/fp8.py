@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.linear_fp8.inputs import Fp8Weight, check
-from kernels.quantized import BLOCK, ActivationQuantization, Activations
+from kernels.common.quantized import BLOCK, ActivationQuantization, Activations
+from kernels.ops.linear_fp8.inputs import Fp8Weight, check
 from worker.quant.raw_weight import RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,8 +32,8 @@ class Fp8Scheme:
         self._input_scales: list[float] = []
         self._codes = self._scales = torch.empty(0)
         self._weight: Fp8Weight | None = None
-        from kernels.linear_fp8.triton import linear_fp8  # a CPU serves without triton
-        from kernels.quantize.triton import quantize
+        from kernels.ops.linear_fp8.triton import linear_fp8  # a CPU serves without triton
+        from kernels.ops.quantize.triton import quantize
 
         self._linear = linear_fp8
         self._quantize = quantize

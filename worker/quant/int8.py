@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.linear_int8.inputs import MAX_INPUTS, check
-from kernels.quantized import ActivationQuantization, Activations
+from kernels.common.quantized import ActivationQuantization, Activations
+from kernels.ops.linear_int8.inputs import MAX_INPUTS, check
 from worker.quant.raw_weight import RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -26,8 +26,8 @@ class Int8Scheme:
         self.dtype = dtype
         self._device = device
         self._codes = self._scales = torch.empty(0)
-        from kernels.linear_int8.triton import linear_int8  # a CPU serves without triton
-        from kernels.quantize.triton import quantize
+        from kernels.ops.linear_int8.triton import linear_int8  # a CPU serves without triton
+        from kernels.ops.quantize.triton import quantize
 
         self._linear = linear_int8
         self._quantize = quantize

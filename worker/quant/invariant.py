@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels.quantized import Activations, dense
+from kernels.common.quantized import Activations, dense
 from worker.quant.dense import DenseScheme
 
 
 class InvariantScheme(DenseScheme):
-    """Weights in the model's dtype, multiplied by kernels/linear_dense: one tile and one order whatever the rows."""
+    """Weights in the model's dtype, multiplied by kernels/ops/linear_dense: one tile and one order whatever the
+    rows.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
-        from kernels.linear_dense.triton import linear_dense  # a CPU serves without triton
+        from kernels.ops.linear_dense.triton import linear_dense  # a CPU serves without triton
 
         self._linear = linear_dense
 

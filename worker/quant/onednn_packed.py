@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.quantized import ActivationQuantization, Activations, dense
+from kernels.common.quantized import ActivationQuantization, Activations, dense
 from worker.quant.raw_weight import RawWeight
 
 # The row count that the layout is chosen for: decode of a moderate batch. It is right for any other count.

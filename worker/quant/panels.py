@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu.simd import WIDTH
-from kernels.linear_panels.cpu import Result, panel_linear, supported
-from kernels.linear_panels.layout import PanelWeight, pack_codes, pack_values
-from kernels.quantized import ActivationQuantization, Activations, dense
+from kernels.common.cpu.simd import WIDTH
+from kernels.common.quantized import ActivationQuantization, Activations, dense
+from kernels.ops.linear_panels.cpu import Result, panel_linear, supported
+from kernels.ops.linear_panels.layout import PanelWeight, pack_codes, pack_values
 from worker.quant.gguf_formats import BLOCK, split_blocks, unpacked
 from worker.quant.raw_weight import RawWeight
 

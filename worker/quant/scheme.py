@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.quantized import ActivationQuantization, Activations
+from kernels.common.quantized import ActivationQuantization, Activations
 from worker.quant.raw_weight import RawWeight
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.linear_panels.cpu import Result
+from kernels.ops.linear_panels.cpu import Result
 from shared.errors import ConfigurationError
 from worker.quant.dense import DenseScheme
 from worker.quant.fp8 import Fp8Scheme

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_weight_only.layout import (
+from kernels.common.quantized import ActivationQuantization, Activations, dense
+from kernels.ops.linear_weight_only.layout import (
     BLOCK,
     STEP,
     PackedWeight,
@@ -17,7 +18,6 @@ from kernels.linear_weight_only.layout import (
     num_groups,
     pack_rows,
 )
-from kernels.quantized import ActivationQuantization, Activations, dense
 from worker.quant.gguf_formats import BLOCK as GGUF_BLOCK
 from worker.quant.gguf_formats import unpack_blocks
 from worker.quant.raw_weight import RawWeight
@@ -90,7 +90,7 @@ class WeightOnlyScheme:
         self._num_in = 0
         self._words = self._scales = self._minimums = torch.empty(0)
         self._weight: PackedWeight | None = None
-        from kernels.linear_weight_only.triton import linear  # a CPU serves without triton
+        from kernels.ops.linear_weight_only.triton import linear  # a CPU serves without triton
 
         self._linear = linear
 

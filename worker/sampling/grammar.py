@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 from shared.errors import InvalidRequestError, PeltonError
 from shared.log import get_logger
-from worker.constraint import Flags, GrammarState, Words
-from worker.deep_threads import DeepThreads
+from worker.requests.constraint import Flags, GrammarState, Words
+from worker.sampling.deep_threads import DeepThreads
 from worker.stats import Counters
 
 COMPILE_SECONDS = 10.0

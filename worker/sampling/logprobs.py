@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kernels.logprobs.reference import compute_logprobs
-from kernels.logprobs.tensors import LOWEST_LOGPROB, LogprobTensors
+from kernels.ops.logprobs.reference import compute_logprobs
+from kernels.ops.logprobs.tensors import LOWEST_LOGPROB, LogprobTensors
 from shared.messages import TokenLogprobs
 
 __all__ = ["LOWEST_LOGPROB", "LogprobTensors", "compute_logprobs", "to_entries"]

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kernels.sampling.inputs import NO_CUT, ExtendInputs, Feature, PenaltyInputs, SamplingInputs
-from kernels.step_inputs.inputs import (
+from kernels.ops.sampling.inputs import NO_CUT, ExtendInputs, Feature, PenaltyInputs, SamplingInputs
+from kernels.ops.step_inputs.inputs import (
     CHOICE,
     DRY_ALLOWED_LENGTH,
     DRY_BASE,
@@ -41,11 +41,11 @@ from kernels.step_inputs.inputs import (
     StepBuffers,
 )
 from shared.sampling_params import SamplingParams
+from worker.plan import NewRow
 from worker.sampling.penalties import PenaltyTables
 from worker.sampling.rng import seed_words
 from worker.sampling.row_lists import Change, RowLists, Words
 from worker.sampling.sampled_rows import LISTED, Integers, Listed, Needs, SampledRows, Upload
-from worker.scheduler.plan import NewRow
 
 
 class SamplingParameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.sampling.inputs import PenaltyInputs
+from kernels.ops.sampling.inputs import PenaltyInputs
 from worker.sampling.sampled_rows import Integers
 
 _FIRST_SLOTS = 4

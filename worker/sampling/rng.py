@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.sampling.philox import STREAM, gumbel_noise, philox4x32
+from kernels.ops.sampling.philox import STREAM, gumbel_noise, philox4x32
 
 __all__ = ["STREAM", "gumbel_noise", "philox4x32", "seed_words"]
 

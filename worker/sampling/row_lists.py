@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.sampling.inputs import (
+from kernels.ops.sampling.inputs import (
     MAX_DRY_EXPONENT,
     NO_CUT,
     AdjustInputs,
@@ -16,15 +16,15 @@ from kernels.sampling.inputs import (
     BadWordsInputs,
     DryInputs,
 )
-from kernels.step_inputs.inputs import (
+from kernels.ops.step_inputs.inputs import (
     ADJUSTMENT_WORDS,
     BAD_WORD_WORDS,
     Field,
     StepBuffers,
 )
 from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from worker.plan import NewRow
 from worker.sampling.sampled_rows import Integers, Listed, Needs, SampledRows
-from worker.scheduler.plan import NewRow
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 Change = tuple[int, Words]

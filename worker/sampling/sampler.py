@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.logprobs.tensors import LogprobTensors
-from kernels.sampling.dispatch import SamplingOps
-from kernels.sampling.inputs import Feature
-from kernels.speculative.dispatch import SpeculativeOps
-from kernels.speculative.inputs import DraftInputs
+from kernels.backends.sampling import SamplingOps
+from kernels.backends.speculative import SpeculativeOps
+from kernels.ops.logprobs.tensors import LogprobTensors
+from kernels.ops.sampling.inputs import Feature
+from kernels.ops.speculative.inputs import DraftInputs
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.sampled_rows import Listed, Needs, SampledRows
 
@@ -26,7 +26,7 @@ class SampledTokens:
     """What a step samples, on the device.
 
     Attributes:
-        token_ids: [S] int64; below 0 where there is none: NOT_USABLE or NOTHING_LEFT of kernels/sampling/inputs.py.
+        token_ids: [S] int64; below 0 where there is none: NOT_USABLE or NOTHING_LEFT of kernels/ops/sampling/inputs.py.
         logprobs: of the rows that report them, in order; None where there are none.
         mu: [E] float32, what mirostat aims at next in the rows with EXTENDED; None where none of them uses it.
     """

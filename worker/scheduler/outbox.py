@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.messages import Finish, Output, TokenLogprobs
-from worker.request import Request
+from worker.requests.request import Request
 
 
 class Outbox:

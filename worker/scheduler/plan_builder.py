@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from worker.request import Request
-from worker.scheduler.plan import BlockTableUpdate, DraftedRow, NewRow, PageCopy, ScheduledTokens, StepPlan
-from worker.speculative.proposal import Proposal, Source
+from worker.drafting.proposal import Proposal, Source
+from worker.plan import BlockTableUpdate, DraftedRow, NewRow, PageCopy, ScheduledTokens, StepPlan
+from worker.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from worker.drafting.proposal import Proposal
 from worker.kv.manager import KVManager, PrefixMatch
-from worker.request import Request, Status
+from worker.requests.request import Request, Status
 from worker.scheduler.budget import MIN_CHUNK, StepBudget
 from worker.scheduler.plan_builder import Flight, PlanBuilder
 from worker.scheduler.policy import RequestQueue, admission_reserve
-from worker.speculative.proposal import Proposal
-from worker.speculative.speculator import Speculator
+from worker.scheduler.speculator import Speculator
 from worker.stats import Counters
 
 

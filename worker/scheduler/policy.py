@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from worker.request import Request, Status
+from worker.requests.request import Request, Status
 
 _key = attrgetter("key")
 

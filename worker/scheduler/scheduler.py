@@ -10,20 +10,20 @@ from itertools import islice, takewhile
 
 from shared.errors import ConfigurationError, InvalidRequestError, PeltonError
 from shared.messages import Finish, FinishReason, Output, Submit, TokenLogprobs
-from worker.constraint import Constraint, Constraints, nothing_left
-from worker.embedding import Embedding
+from worker.drafting.speculation import Speculation
 from worker.kv.manager import KVManager
-from worker.request import Request, Status, check_length
+from worker.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, StepPlan, StepResult
+from worker.requests.constraint import Constraint, Constraints, nothing_left
+from worker.requests.embedding import Embedding
+from worker.requests.request import Request, Status, check_length
+from worker.requests.stop import FINISH_EMBEDDED, FINISH_LENGTH, finish_after
 from worker.scheduler.budget import StepBudget
 from worker.scheduler.outbox import Outbox
-from worker.scheduler.plan import NOTHING_LEFT, SampledToken, ScheduledTokens, StepPlan, StepResult
 from worker.scheduler.plan_builder import Flight
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
-from worker.speculative.speculation import Speculation
-from worker.speculative.speculator import SpeculationConfig, Speculator
+from worker.scheduler.speculator import SpeculationConfig, Speculator
 from worker.stats import Counters
-from worker.stop import FINISH_EMBEDDED, FINISH_LENGTH, finish_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

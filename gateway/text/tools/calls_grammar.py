@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from gateway.text.grammar import Fragment, any_of, literal
+from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.tools.format import MAX_PARALLEL_CALLS, Tool
 from gateway.text.tools.schema import (
     ANY_OBJECT,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from gateway.text.grammar import Fragment
+from gateway.text.grammars.grammar import Fragment
 from gateway.text.message_parser import ToolParser
 
 MAX_PARALLEL_CALLS = 64

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammar import Fragment, literal
+from gateway.text.grammars.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import (
     Arguments,

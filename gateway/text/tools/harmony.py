@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammar import Fragment, any_of, literal
+from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import ANY_TEXT, Arguments, call_rules, enforced_arguments, free_arguments
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.text.grammar import Fragment, any_of
+from gateway.text.grammars.grammar import Fragment, any_of
 from gateway.text.tools.format import Tool
 from gateway.text.tools.schema import ANY_VALUE, arguments_schema, definitions, refers_elsewhere, value_expression
 

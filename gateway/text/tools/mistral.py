@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammar import Fragment, literal
+from gateway.text.grammars.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import (
     Arguments,

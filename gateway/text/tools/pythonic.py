@@ -10,7 +10,7 @@ import keyword
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammar import Fragment, literal
+from gateway.text.grammars.grammar import Fragment, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import call_rules, repeated, text_unless, triggered
 from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat

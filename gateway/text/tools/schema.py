@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gateway.text.json_schema import MAX_DEPTH, MAX_NODES, json_expression
-from gateway.text.regex_size import MAX_WRITTEN_OUT, num_written_out, written_out_refusal
+from gateway.text.grammars.json_schema import MAX_DEPTH, MAX_NODES, json_expression
+from gateway.text.grammars.regex_size import MAX_WRITTEN_OUT, num_written_out, written_out_refusal
 from gateway.text.tools.format import Tool
 from shared.errors import InvalidRequestError
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from kernels.cpu.pool import use_cache_directory
+from kernels.common.cpu.pool import use_cache_directory
 from scripts._distill import acceptance, main
 from scripts._distill.acceptance import measure, rounds, summary
 from scripts._distill.draft import Draft, draft_spec
@@ -24,11 +24,11 @@ from shared.messages import Bundle
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.weights import MemoryWeights
 from tests.unit.worker.model.loading.forge import tiny_gguf, tiny_tensors
+from worker.executor.draft_files import check_draft
 from worker.model.families import required_shapes
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
 from worker.model.spec import DecoderSpec, RopeSpec
-from worker.speculative.draft_files import check_draft
 
 CACHE = Path(__file__).parents[3] / ".pytest_cache" / "numba"
 COMMON = ["--cache-dir", str(CACHE), "--threads", "1"]

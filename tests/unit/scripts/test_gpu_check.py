@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.gpu.benchmark import Benchmark
+from kernels.common.triton.benchmark import Benchmark
 from scripts._bench import (
     gpu_check,
     gpu_check_equality,
@@ -378,9 +378,9 @@ def test_the_tiles_to_be_timed_are_tiles_of_benchmarks_that_there_are(sweep):
 import importlib, torch
 from scripts._bench import gpu_check_tiles
 sweep = gpu_check_tiles.{sweep!r}
-module = importlib.import_module("kernels." + sweep.folder + ".triton")
+module = importlib.import_module("kernels.ops." + sweep.folder + ".triton")
 assert callable(getattr(module, sweep.table)) and all(module.Tile(*tile) for tile in sweep.tiles)
-cases = importlib.import_module("kernels." + sweep.folder + ".cases")
+cases = importlib.import_module("kernels.ops." + sweep.folder + ".cases")
 names = [one.name.partition(" rows=")[0] for one in cases.benchmarks(torch.device("cpu"), 64)]
 assert any(name.endswith(tuple(end.partition(" rows=")[0] for end in sweep.benchmarks)) for name in names), names
 """

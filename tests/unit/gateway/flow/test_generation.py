@@ -12,12 +12,12 @@ import pytest
 import structlog
 from tokenizers import Tokenizer
 
+from gateway.cluster.client import Stream
 from gateway.flow.admission import Admission
 from gateway.flow.events import GenerationRequest
 from gateway.flow.generation import Generation, Generator
 from gateway.flow.routing import Router
 from gateway.text.detokenizer import Detokenizer, build_token_bytes
-from gateway.workers.client import Stream
 from shared.errors import (
     ContextLengthError,
     InternalError,

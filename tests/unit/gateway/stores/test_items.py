@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.responses import dump_json
+from gateway.http.errors import dump_json
 from gateway.stores.items import find_items
 from gateway.stores.responses import ResponseStore, StoredResponse
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gateway.responses import kept_json
+from gateway.http.errors import kept_json
 from gateway.stores.responses import ResponseStore, StoredResponse
 from shared.errors import InvalidRequestError, NotFoundError
 

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.text.formats import reasoning_format
-from gateway.text.grammar import Fragment, grammar_source
+from gateway.text.grammars.grammar import Fragment, grammar_source
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning, reasoning_fragment
 from shared.errors import ConfigurationError
 from tests.fakes.growth import expect_linear

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.worker.engine.harness import Limits, Worker
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
 
 
 @pytest.fixture

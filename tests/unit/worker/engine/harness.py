@@ -34,10 +34,10 @@ from shared.messages import (
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_executor import EOS_TOKEN_ID, VOCAB_SIZE, FakeExecutor, FakeHandle, generate
 from tests.fakes.fake_grammars import FakeGrammars
-from worker.constraint import Constraints
 from worker.engine import Engine
 from worker.kv.manager import KVManager
-from worker.scheduler.plan import StepPlan, StepResult
+from worker.plan import StepPlan, StepResult
+from worker.requests.constraint import Constraints
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.stats import Counters
 from worker.transport import Transport

@@ -14,7 +14,7 @@ from tests.unit.worker.engine.harness import Client, Worker
 from worker import engine as engine_module
 from worker.engine import BLOCKED_WAIT_SECONDS, IDLE_WAIT_SECONDS, STALL_SECONDS, StalledError
 from worker.executor.executor import ExecutorError
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
 
 
 def submit_three(client: Client) -> list[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.sampling.dispatch import ReferenceOps
+from kernels.backends.sampling import ReferenceOps
 from worker.executor.device import CpuDevice
 from worker.executor.model_runner import ModelRunner
 from worker.executor.request_rows import RequestRows

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.sampling.dispatch import sampling_ops
+from kernels.backends.sampling import sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
@@ -24,8 +24,8 @@ from worker.executor.executor import ExecutorError
 from worker.executor.profile import measure_step
 from worker.executor.ranks import RankGroup, check_parallel_size
 from worker.model.loading.open_model import open_model
-from worker.model.parallel import ParallelContext
-from worker.scheduler.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
+from worker.parallel import ParallelContext
+from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 ROOT = Path(__file__).parents[4]
 PROMPTS = ([5, 9, 77, 200, 13], [1, 2, 3], [262, 0, 100, 101, 102, 103, 104])
@@ -227,7 +227,7 @@ def test_dtypes(settings, monkeypatch):
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        monkeypatch.setattr("kernels.cpu.bf16.supported", lambda native=native: native)
+        monkeypatch.setattr("kernels.common.cpu.bf16.supported", lambda native=native: native)
         assert resolve.resolve_dtype(settings(dtype="auto"), cpu) is expected
         assert resolve.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is expected
         assert resolve.resolve_kv_dtype(settings(dtype="float32"), cpu, torch.float32) is torch.float32

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[4]
 _COMPILE = """
 import sys
 from pathlib import Path
-from kernels.cpu.pool import use_cache_directory
+from kernels.common.cpu.pool import use_cache_directory
 from worker.executor import compile_process
 from worker.executor.compile_process import CompileProcess
 
@@ -33,11 +33,11 @@ print(beside.wait(), folder)
 _COUNT = """
 import sys
 from pathlib import Path
-from kernels.cpu.pool import use_cache_directory
+from kernels.common.cpu.pool import use_cache_directory
 use_cache_directory(Path(sys.argv[1]))
-from kernels.sampling.dispatch import CpuOps
+from kernels.backends.sampling import CpuOps
 CpuOps(1).compile()
-from kernels.sampling import cpu
+from kernels.ops.sampling import cpu
 print(sum(f.stats.cache_misses.total() for f in (cpu.sample_rows, cpu.penalize_rows)))
 print(sum(f.stats.cache_hits.total() for f in (cpu.sample_rows, cpu.penalize_rows)))
 """

@@ -21,13 +21,13 @@ from tests.fakes.guessing import Guesses, speculation
 from tests.fakes.tiny_model import write_tiny_model
 from tests.fakes.tiny_server import VOCAB, TinyServer
 from tests.fakes.tokenizers import characters_json
-from worker.constraint import Constraints
+from worker.drafting.proposal import Proposal, Source
 from worker.executor.build import build_executor
 from worker.model.loading import open_model
-from worker.request import Request
+from worker.plan import ScheduledTokens, StepPlan
+from worker.requests.constraint import Constraints
+from worker.requests.request import Request
 from worker.sampling.grammar import LLGrammars
-from worker.scheduler.plan import ScheduledTokens, StepPlan
-from worker.speculative.proposal import Proposal, Source
 from worker.stats import Counters
 
 EOS = 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.sampling import inputs
+from kernels.ops.sampling import inputs
+from worker import plan
 from worker.executor.device import CpuDevice
 from worker.executor.late import Misuse
 from worker.executor.mask_uploads import MaskUploads
-from worker.scheduler import plan
 
 
 def mask(number: int, num_words: int = 3) -> bytes:

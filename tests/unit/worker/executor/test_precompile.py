@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import kernels.activation.cpu
-import kernels.attention.cpu
-import kernels.decoder_layers.cpu
-import kernels.linear_panels.cpu
-import kernels.norm.cpu
-from kernels.cpu import bf16
+import kernels.ops.activation.cpu
+import kernels.ops.attention.cpu
+import kernels.ops.decoder_layers.cpu
+import kernels.ops.linear_panels.cpu
+import kernels.ops.norm.cpu
+from kernels.common.cpu import bf16
 from tests.fakes.tiny_model import write_tiny_model
 from worker.executor.precompile import Precompilation
 from worker.model.loading.open_model import open_model
-from worker.model.parallel import ParallelContext
+from worker.parallel import ParallelContext
 
 NEEDS_INSTRUCTIONS = pytest.mark.skipif(not bf16.supported(), reason="panels need AVX512-BF16")
 
@@ -48,11 +48,11 @@ def calls(monkeypatch):
     def record(module, name):
         monkeypatch.setattr(module, name, lambda *arguments, **_: found.append((name, *arguments)))
 
-    record(kernels.activation.cpu, "SiluAndMul")
-    record(kernels.attention.cpu, "PagedAttention")
-    record(kernels.decoder_layers.cpu, "compile_for")
-    record(kernels.linear_panels.cpu, "panel_linear")
-    record(kernels.norm.cpu, "AddRMSNorm")
+    record(kernels.ops.activation.cpu, "SiluAndMul")
+    record(kernels.ops.attention.cpu, "PagedAttention")
+    record(kernels.ops.decoder_layers.cpu, "compile_for")
+    record(kernels.ops.linear_panels.cpu, "panel_linear")
+    record(kernels.ops.norm.cpu, "AddRMSNorm")
     return found
 
 

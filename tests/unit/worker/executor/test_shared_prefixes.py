@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.attention_cascade.inputs import CascadeWork
+from kernels.ops.attention.cascade import CascadeWork
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import FakeHandle
@@ -19,9 +19,9 @@ from tests.unit.worker.executor.test_model_runner import new_row
 from worker.executor.build import make_prefixes
 from worker.executor.memory import KVPlan
 from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
-from worker.model.parallel import ParallelContext
 from worker.model.spec import KVGroupSpec
-from worker.scheduler.plan import BlockTableUpdate, ScheduledTokens, StepPlan
+from worker.parallel import ParallelContext
+from worker.plan import BlockTableUpdate, ScheduledTokens, StepPlan
 
 CPU = torch.device("cpu")
 PAGE = 128

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.step_inputs.inputs import StepBuffers, StepLayout
-from kernels.step_inputs.reference import ReferenceStepOps
+from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout
+from kernels.ops.step_inputs.reference import ReferenceStepOps
 from worker.executor.device import CpuDevice
 from worker.executor.step_packer import StepPacker
 

@@ -6,7 +6,7 @@ import pytest
 
 from worker.kv import prefix_cache
 from worker.kv.manager import KVManager, SequencePages
-from worker.scheduler.plan import PageCopy
+from worker.plan import PageCopy
 
 TOKENS = list(range(100, 122))
 

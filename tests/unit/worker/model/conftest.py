@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.pool import use_cache_directory
+from kernels.common.cpu.pool import use_cache_directory
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.dispatch import ReferenceOps
+from kernels.backends.select import ReferenceOps
 from shared.errors import ConfigurationError, ModelFileError
 from tests.fakes.weights import MemoryWeights, make_batch
 from worker.kv.storage import KVStorage

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from kernels.cpu import bf16
-from kernels.sampling.dispatch import sampling_ops
+from kernels.backends.sampling import sampling_ops
+from kernels.common.cpu import bf16
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.llama_config import llama_config
@@ -26,8 +26,8 @@ from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
-from worker.model.parallel import ParallelContext
 from worker.model.rope import half_split_rows
+from worker.parallel import ParallelContext
 
 PAGE = 16
 QUESTIONS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu.bf16 import supported
+from kernels.common.cpu.bf16 import supported
 from tests.fakes.weights import make_batch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder

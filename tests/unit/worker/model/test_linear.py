@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.cpu import bf16
-from kernels.dispatch import ReferenceOps
+from kernels.backends.select import ReferenceOps
+from kernels.common.cpu import bf16
 from shared.errors import ConfigurationError
 from tests.fakes.weights import MemoryWeights
 from worker.model.attention import kv_head_range
 from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead, vocabulary_shard
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
-from worker.model.parallel import ParallelContext
+from worker.parallel import ParallelContext
 from worker.quant.dense import DenseScheme
 from worker.quant.onednn_packed import OneDNNPackedScheme
 from worker.quant.raw_weight import RawWeight

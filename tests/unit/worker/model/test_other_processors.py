@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu import bf16
-from kernels.linear_panels import cpu as linear_panels
+from kernels.common.cpu import bf16
+from kernels.ops.linear_panels import cpu as linear_panels
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.fakes.weights import make_batch

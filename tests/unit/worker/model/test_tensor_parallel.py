@@ -14,7 +14,7 @@ from tests.fakes.weights import make_batch
 from tests.unit.worker.model.test_decoder import BIASES, MAX_LEN, PAGE, assert_close, make_decoder, make_pair, token_ids
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.parallel import ParallelContext
+from worker.parallel import ParallelContext
 
 
 class Exchange:

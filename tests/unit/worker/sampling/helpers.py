@@ -1,11 +1,11 @@
 """A sampler over a small vocabulary."""
 
-from kernels.sampling.dispatch import CpuOps, ReferenceOps
+from kernels.backends.sampling import CpuOps, ReferenceOps
 from shared.sampling_params import SamplingParams
 from worker.executor.device import CpuDevice
 from worker.executor.request_rows import RequestRows
+from worker.plan import NewRow, ScheduledTokens, StepPlan
 from worker.sampling.sampler import Sampler
-from worker.scheduler.plan import NewRow, ScheduledTokens, StepPlan
 
 
 def compiled_ops():

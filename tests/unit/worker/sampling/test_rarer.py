@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.sampling import inputs
-from kernels.sampling.dispatch import ReferenceOps
+from kernels.backends.sampling import ReferenceOps
+from kernels.ops.sampling import inputs
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
-from worker.scheduler import plan
-from worker.scheduler.plan import ScheduledTokens, StepPlan
+from worker import plan
+from worker.plan import ScheduledTokens, StepPlan
 
 # The compiler takes 8 s of a processor for these where its cache is empty.
 pytestmark = pytest.mark.timeout(300)
@@ -316,8 +316,8 @@ def test_rows_with_fewer_bad_words_forbid_no_more(ops):
 
 def test_nothing_is_compiled_while_serving():
     """What numba has compiled ahead fits whatever requests bring."""
-    from kernels.logprobs import cpu as logprobs_cpu
-    from kernels.sampling import cpu, cpu_borders, extended_cpu, lists_cpu
+    from kernels.ops.logprobs import cpu as logprobs_cpu
+    from kernels.ops.sampling import cpu, cpu_borders, extended_cpu, lists_cpu
 
     ops = compiled_ops()
     for rarer in (ops._logprobs, ops._lists, ops._extended):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.sampling.philox import XTC_STREAM
+from kernels.ops.sampling.philox import XTC_STREAM
 from worker.sampling.rng import STREAM, gumbel_noise, philox4x32, seed_words
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "randomness.md").read_text()

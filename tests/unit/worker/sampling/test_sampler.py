@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling.dispatch import ReferenceOps
+from kernels.backends.sampling import ReferenceOps
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
-from worker.scheduler.plan import ScheduledTokens, StepPlan
+from worker.plan import ScheduledTokens, StepPlan
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

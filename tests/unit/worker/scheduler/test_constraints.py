@@ -16,9 +16,9 @@ from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import EOS_TOKEN_ID, VOCAB_SIZE, generate
 from tests.fakes.fake_grammars import FakeGrammars, allows
 from tests.unit.worker.scheduler.test_random_faults import FaultWalk
-from worker.constraint import Constraints
-from worker.request import Status
-from worker.scheduler.plan import NOTHING_LEFT
+from worker.plan import NOTHING_LEFT
+from worker.requests.constraint import Constraints
+from worker.requests.request import Status
 
 PROMPT = [11, 12, 13, 14, 15]
 NINE = "mod 5 for 9"

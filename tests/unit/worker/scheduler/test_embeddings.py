@@ -11,9 +11,9 @@ from shared.errors import ContextLengthError, InvalidRequestError
 from shared.messages import FinishReason
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import POISON_TOKEN_ID, VOCAB_SIZE, embed
-from worker.embedding import Embedding
-from worker.request import SubmitLimits, validate_submit
-from worker.speculative.speculator import SpeculationConfig
+from worker.requests.embedding import Embedding
+from worker.requests.request import SubmitLimits, validate_submit
+from worker.scheduler.speculator import SpeculationConfig
 
 PROMPT = [10 + index % 40 for index in range(50)]
 TEXT = {"ignore_eos": True, "max_tokens": 12}

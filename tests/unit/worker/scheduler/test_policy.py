@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.engine_harness import make_submit
 from worker.kv.manager import SequencePages
-from worker.request import Request, Status
+from worker.requests.request import Request, Status
 from worker.scheduler.policy import DeadlineQueue, RequestQueue, admission_reserve
 
 _arrivals = itertools.count()

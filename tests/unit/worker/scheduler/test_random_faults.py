@@ -14,8 +14,8 @@ from shared.messages import FinishReason, Submit
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.fake_executor import POISON_TOKEN_ID, generate
 from worker.kv.manager import KVManager, PrefixMatch
-from worker.request import Request
-from worker.scheduler.plan import StepPlan
+from worker.plan import StepPlan
+from worker.requests.request import Request
 
 _SYSTEM = [3 + 5 * index % 90 for index in range(22)]
 _OWNERS = (b"gateway-a", b"gateway-b")

@@ -17,9 +17,9 @@ from tests.fakes.fake_grammars import FakeGrammars
 from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
 from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make_constraints
 from tests.unit.worker.scheduler.test_random_walks import _walk
-from worker.scheduler.plan import SampledToken, StepPlan
+from worker.drafting.proposal import Proposal, Source
+from worker.plan import SampledToken, StepPlan
 from worker.scheduler.plan_builder import Flight
-from worker.speculative.proposal import Proposal, Source
 
 PROMPT = [11, 12, 13, 14, 15]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.engine_harness import make_submit
 from worker.kv.manager import KVManager
-from worker.scheduler.plan import SampledToken, StepPlan, StepResult
+from worker.plan import SampledToken, StepPlan, StepResult
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 
 PROMPT_TOKENS = 4000

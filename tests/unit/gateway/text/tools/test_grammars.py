@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gateway.text.grammar import Fragment, any_of, grammar_source
-from gateway.text.json_schema import json_expression
+from gateway.text.grammars.grammar import Fragment, any_of, grammar_source
+from gateway.text.grammars.json_schema import json_expression
 from gateway.text.tools.format import Tool
 from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.prompting import TemplateSupport, conversation

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.grammar import Fragment, any_of
-from gateway.text.json_schema import json_expression
+from gateway.text.grammars.grammar import Fragment, any_of
+from gateway.text.grammars.json_schema import json_expression
 from gateway.text.reasoning import REASONING_FORMATS, detect_reasoning, reasoning_fragment
 from gateway.text.tools.format import Tool
 from gateway.text.tools.formats import TOOL_FORMATS

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.text.detokenizer import build_token_bytes
-from gateway.text.grammar import Fragment, grammar_source
+from gateway.text.grammars.grammar import Fragment, grammar_source
 from gateway.text.tools.formats import TOOL_FORMATS
 from tests.fakes.tokenizers import byte_level_json
 

@@ -1,0 +1,282 @@
+"""The messages of a chat request, checked and reduced to what a template takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.api.common.cache_breakpoint import BREAKPOINT, check_breakpoint
+from gateway.text.json_text import MAX_DEPTH, is_too_deep
+from shared.errors import ContextLengthError, InvalidRequestError
+
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+MAX_CALLS = 128
+MAX_NAME = 256
+MAX_ARGUMENT_MARKS = 300_000
+
+_ASSISTANT = ("assistant",)
+_REASONING = ("reasoning_content", "reasoning")
+_EMPTY_ONLY = ("audio", "function_call", "annotations")
+"""Fields of an answer of OpenAI's that clients send back; taken when they hold nothing."""
+_DERIVED = "parsed"
+"""What `parse()` of OpenAI's library adds to a message that it makes of an answer: its content once more."""
+_DERIVED_ARGUMENTS = "parsed_arguments"
+"""Likewise, of a call."""
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "name": ROLES,
+    "tool_call_id": ("tool",),
+    "tool_calls": _ASSISTANT,
+    "refusal": _ASSISTANT,
+    **dict.fromkeys(_REASONING, _ASSISTANT),
+    **dict.fromkeys(_EMPTY_ONLY, _ASSISTANT),
+}
+"""Field -> the roles whose messages may have it. null counts as absent."""
+
+RESERVED_TEMPLATE_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "bos_token",
+        "chat_template",
+        "cls_token",
+        "continue_final_message",
+        "conversation",
+        "date_string",
+        "documents",
+        "eos_token",
+        "mask_token",
+        "max_length",
+        "messages",
+        "namespace",
+        "pad_token",
+        "padding",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "sep_token",
+        "strftime_now",
+        "tokenize",
+        "tokenizer",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+        "unk_token",
+    }
+)
+"""What the renderer itself fills in; a client must not (CVE-2025-62426)."""
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as text.tools.prompting takes them: contents are strings, arguments of calls the text of an object.
+
+    Text parts are joined by line ends; empty system messages are dropped, `developer` becomes `system`. A template
+    shows what it knows of: the optional `name`, the id of an answered call (which is checked here) and former
+    reasoning are left out by many. Raises InvalidRequestError naming the place.
+    """
+    check_count(messages)
+    _check_structure(messages)
+    checked = []
+    call_ids: set[str] = set()
+    for index, message in enumerate(messages):
+        one = _check_message(message, f"messages[{index}]")
+        if one["role"] == "tool":
+            _check_answers_a_call(message, call_ids, f"messages[{index}]")
+        call_ids.update(call["id"] for call in one.get("tool_calls", ()))
+        checked.append(one)
+    kept = [message for message in checked if message["role"] != "system" or message["content"]]
+    if not kept:
+        raise InvalidRequestError("messages has nothing but empty system messages.", param="messages")
+    return kept
+
+
+def check_count(messages: Sequence[object]) -> None:
+    """Raises InvalidRequestError where there are none, ContextLengthError where there are too many."""
+    if not messages:
+        raise InvalidRequestError("messages must not be empty.", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        # As too long by its tokens: clients that shorten conversations, and `truncation`, know what to do.
+        raise ContextLengthError(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
+        )
+
+
+def _check_structure(messages: list[dict[str, Any]]) -> None:
+    """Bounds the time and memory that parsing the arguments of all calls takes."""
+    num_marks = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str):
+                num_marks += sum(text.count(mark) for mark in "[{:,")
+    if num_marks > MAX_ARGUMENT_MARKS:
+        what = f"The arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, colons and commas."
+        raise InvalidRequestError(what, param="messages", code="too_many_values")
+
+
+def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(f"{place}.role must be one of {', '.join(ROLES)}.", param=f"{place}.role")
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    for name, value in message.items():
+        if name in ("role", "content") or (value is None and name in _FIELDS):
+            continue
+        if name == _DERIVED and role == "assistant":
+            continue
+        wanted = _FIELDS.get(name)
+        shown = f"{place}.{name[:64]}"
+        if wanted is None or role not in wanted:
+            raise InvalidRequestError(f"Unknown or invalid parameter: {shown}.", param=shown, code="unknown_parameter")
+        if name in _EMPTY_ONLY:
+            if value != []:
+                raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+        elif name == "tool_calls":
+            if calls := _tool_calls(value, shown):
+                result["tool_calls"] = calls
+        elif not isinstance(value, str):
+            raise InvalidRequestError(f"{shown} must be a string.", param=shown, code="invalid_type")
+        else:
+            result[name] = value
+    refusal = result.pop("refusal", None)
+    content = message.get("content")
+    if content is not None:
+        result["content"] = _content(content, f"{place}.content", assistant=role == "assistant")
+    elif role == "assistant" and (refusal is not None or "tool_calls" in result or "reasoning_content" in result):
+        result["content"] = ""
+    else:
+        result["content"] = _content(content, f"{place}.content")
+    if refusal:
+        result["content"] += ("\n" if result["content"] else "") + refusal
+    _settle_reasoning(result, place)
+    return result
+
+
+def _settle_reasoning(message: dict[str, Any], place: str) -> None:
+    """Templates know former reasoning by one name or another: it gets all of them, but for `thinking` where gpt-oss
+    would refuse the message, since there a call has either reasoning or content before it."""
+    given = {message[name] for name in _REASONING if name in message}
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{place}.reasoning and {place}.reasoning_content are one field, and differ.", param=f"{place}.reasoning"
+        )
+    for text in given:
+        message.update(dict.fromkeys(_REASONING, text))
+        if not (message["content"] and "tool_calls" in message):
+            message["thinking"] = text
+
+
+def _tool_calls(value: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{place} must be a list.", param=place, code="invalid_type")
+    if len(value) > MAX_CALLS:
+        raise InvalidRequestError(f"{place} has {len(value)} entries; at most {MAX_CALLS} are allowed.", param=place)
+    return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(value)]
+
+
+def _tool_call(call: object, place: str) -> dict[str, Any]:
+    call = _object(call, place, ("id", "type", "function", "index"))
+    if call.get("type", "function") != "function":
+        raise InvalidRequestError(f'{place}.type must be "function".', param=f"{place}.type")
+    function = _object(call.get("function"), f"{place}.function", ("name", "arguments", _DERIVED_ARGUMENTS))
+    return {
+        "id": _text(call.get("id"), f"{place}.id"),
+        "type": "function",
+        "function": {
+            "name": _text(function.get("name"), f"{place}.function.name"),
+            "arguments": _arguments(function.get("arguments"), f"{place}.function.arguments"),
+        },
+    }
+
+
+def _arguments(value: object, place: str) -> str:
+    """The arguments of a call, which a client sends as they came: as JSON text, none as those of no parameters. What a
+    model wrote need not be JSON, or whole: it stays as it is."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{place} must be a string of JSON.", param=place, code="invalid_type")
+    try:
+        too_deep = is_too_deep(json.loads(value or "{}"))
+    except ValueError:
+        return value
+    except RecursionError:
+        too_deep = True
+    if too_deep:
+        raise InvalidRequestError(f"{place} is nested deeper than {MAX_DEPTH} objects and arrays.", param=place)
+    return value or "{}"
+
+
+def _object(value: object, place: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+    for name in value:
+        if name not in known:
+            shown = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+    return value
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME:
+        raise InvalidRequestError(f"{place} must be a string of 1 to {MAX_NAME} characters.", param=place)
+    return value
+
+
+def _check_answers_a_call(message: dict[str, Any], call_ids: set[str], place: str) -> None:
+    place = f"{place}.tool_call_id"
+    call_id = message.get("tool_call_id")
+    if call_id is None:
+        raise InvalidRequestError(
+            f"Missing required parameter: {place}.", param=place, code="missing_required_parameter"
+        )
+    if call_id not in call_ids:
+        raise InvalidRequestError(
+            f"{place} {call_id[:64]!r} is not the id of a call in an earlier assistant message.", param=place
+        )
+
+
+def _content(content: object, place: str, *, assistant: bool = False) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequestError(f"{place} must be a string or a non-empty list of text parts.", param=place)
+    return "\n".join(_part_text(part, f"{place}[{index}]", assistant) for index, part in enumerate(content))
+
+
+def _part_text(part: object, place: str, assistant: bool) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{place} must be an object.", param=place)
+    kind = part.get("type")
+    kinds = ("text", "refusal") if assistant else ("text",)
+    if kind not in kinds:
+        what = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{place}.{kind} must be a string.", param=f"{place}.{kind}")
+    _object(part, place, ("type", str(kind), *((BREAKPOINT,) if kind == "text" else ())))
+    check_breakpoint(part, place)
+    return text
+
+
+def check_template_kwargs(kwargs: dict[str, Any] | None, known: frozenset[str]) -> dict[str, Any]:
+    """Variables for the template.
+
+    Args:
+        known: the names that the model's template reads.
+
+    Raises InvalidRequestError for names that the renderer fills in, and for those that would have no effect.
+    """
+    for name in kwargs or {}:
+        param = f"chat_template_kwargs.{name[:64]}"
+        if name in RESERVED_TEMPLATE_VARIABLES or not name.isidentifier() or name.startswith("_"):
+            raise InvalidRequestError(f"{param} cannot be set by a request.", param=param)
+        if name not in known:
+            message = f"{param} is not used by the model's chat template."
+            raise InvalidRequestError(message, param=param, code="unknown_parameter")
+    return kwargs or {}

@@ -1,0 +1,205 @@
+"""/v1/completions: events to a whole response, or to chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.common.chunk_frame import ChunkFrame
+from gateway.api.common.envelope import Detail, Envelope, shaped_prompt_logprobs
+from gateway.api.common.fan_in import Tally
+from gateway.api.common.logprobs import CompletionLogprobs
+from gateway.flow.events import TextDelta
+from gateway.http.errors import dump_json
+from gateway.http.sse import is_large
+from shared.errors import PeltonError
+from shared.messages import TokenLogprobs
+
+_PLAIN = b',"logprobs":null,"finish_reason":null}]'
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an event adds to a choice.
+
+    Attributes:
+        prompt_token_ids: in the first of a choice, where asked for.
+        token_ids: where asked for.
+    """
+
+    text: str
+    logprobs: dict[str, list[Any]] | None
+    token_ids: list[int] | None
+    prompt_token_ids: Sequence[int] | None
+
+
+class Choices:
+    """What each choice shows: its prompt first where echo is on, then its text, with what was asked for beside it.
+
+    Args:
+        echoes: the text of each prompt, or None without echo.
+    """
+
+    def __init__(self, echoes: Sequence[str] | None, detail: Detail) -> None:
+        self._echoes = echoes
+        self._detail = detail
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        # A bit for each choice.
+        self._begun = 0
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    @property
+    def are_text_alone(self) -> bool:
+        """Whether nothing is told of generated tokens but their text."""
+        return self._detail.logprobs is None and not self._detail.token_ids
+
+    def show(self, index: int, prompt_index: int, delta: TextDelta) -> Shown:
+        """What to show of an event."""
+        detail = self._detail
+        text, wanted = delta.text, detail.logprobs
+        entries = list(delta.logprobs or ())
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
+        prompt_token_ids = None
+        if not self._begun >> index & 1:
+            self._begun |= 1 << index
+            if detail.token_ids:
+                prompt_token_ids = detail.prompts[prompt_index]
+            if self._echoes is not None:
+                text = self._echoes[prompt_index] + text
+                entries = [*self._prompt_logprobs.get(prompt_index, ()), *entries]
+        logprobs = None
+        if wanted is not None:
+            builder = self._logprobs.get(index)
+            if builder is None:
+                builder = CompletionLogprobs(detail.names, self._num_unseen(prompt_index))
+                self._logprobs[index] = builder
+            logprobs = builder.add(entries, wanted)
+        return Shown(text, logprobs, delta.token_ids if detail.token_ids else None, prompt_token_ids)
+
+    def _num_unseen(self, prompt_index: int) -> int:
+        """How many characters the prompt's tokens have before its text."""
+        if self._echoes is None:
+            return 0
+        detail, text = self._detail, self._echoes[prompt_index]
+        whole = b"".join([detail.token_bytes(token_id) for token_id in detail.prompts[prompt_index]])
+        return max(len(whole.decode("utf-8", "replace")) - len(text), 0)
+
+    async def prompt_fields(self, prompt_index: int) -> dict[str, Any]:
+        """What the choices of a whole response tell of their prompt."""
+        wanted = self._detail.prompt_logprobs
+        if wanted is None:
+            return {}
+        entries = self._prompt_logprobs.get(prompt_index, ())
+        return {"prompt_logprobs": await shaped_prompt_logprobs(entries, wanted, self._detail)}
+
+
+class CompletionChunks:
+    """Encodes events as streamed `text_completion`s."""
+
+    __slots__ = ("_choices", "_frame", "_text_alone")
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        tally: Tally,
+        choices: Choices,
+        *,
+        include_usage: bool,
+        continuous_usage: bool = False,
+    ) -> None:
+        self._frame = ChunkFrame(
+            envelope,
+            tally,
+            kind="text_completion",
+            opening=b'"text":',
+            include_usage=include_usage,
+            continuous_usage=continuous_usage,
+        )
+        self._choices = choices
+        self._text_alone = choices.are_text_alone
+
+    def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
+        """The chunk of one event; empty where it has nothing to show yet."""
+        text = delta.text
+        if self._text_alone and delta.finish_reason is None and (head := self._frame.begun.get(index)) is not None:
+            # Most tokens of most streams. What a prompt adds is in a choice's first chunk.
+            return b"".join((head, dump_json(text), _PLAIN, self._frame.tail)) if text else b""
+        shown = self._choices.show(index, prompt_index, delta)
+        text, logprobs = shown.text, shown.logprobs
+        has_ids = bool(shown.token_ids) or shown.prompt_token_ids is not None
+        if not text and delta.finish_reason is None and not has_ids and not (logprobs and logprobs["tokens"]):
+            return b""
+        head = self._frame.head(index)
+        if logprobs is None and delta.finish_reason is None and not has_ids:
+            return head + dump_json(text) + _PLAIN + self._frame.tail
+        rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **_id_fields(shown)}
+        if delta.finish_reason is not None:
+            rest["stop_reason"] = delta.stop_reason
+        # What follows the text, without the brace that opens an object.
+        return head + dump_json(text) + b"," + dump_json(rest)[1:] + b"]" + self._frame.tail
+
+    def end(self) -> bytes:
+        """The usage chunk, where asked for, and the end marker."""
+        return self._frame.end()
+
+    def failed(self, error: PeltonError) -> bytes:
+        """The error, and the end marker."""
+        return self._frame.failed(error)
+
+
+async def whole_completion_response(
+    envelope: Envelope,
+    num_choices: int,
+    events: AsyncIterator[tuple[int, int, TextDelta]],
+    tally: Tally,
+    choices: Choices,
+) -> dict[str, Any]:
+    """Collects all events into a `text_completion`."""
+    shown: list[list[Shown]] = [[] for _ in range(num_choices)]
+    reasons: list[str | None] = [None] * num_choices
+    stops: list[int | str | None] = [None] * num_choices
+    prompts = [0] * num_choices
+    async for index, prompt_index, delta in events:
+        if is_large(delta):
+            shown[index].append(await asyncio.to_thread(choices.show, index, prompt_index, delta))
+        else:
+            shown[index].append(choices.show(index, prompt_index, delta))
+        if delta.finish_reason is not None:
+            reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
+        prompts[index] = prompt_index
+    of_prompts = {prompt: await choices.prompt_fields(prompt) for prompt in set(prompts)}
+    entries = [
+        {
+            "index": index,
+            "text": "".join([piece.text for piece in shown[index]]),
+            "logprobs": _joined_logprobs(shown[index]),
+            "finish_reason": reasons[index],
+            "stop_reason": stops[index],
+            **_joined_ids(shown[index]),
+            **of_prompts[prompts[index]],
+        }
+        for index in range(num_choices)
+    ]
+    return envelope.whole("text_completion", entries, tally.usage())
+
+
+def _id_fields(shown: Shown) -> dict[str, Any]:
+    fields: dict[str, Any] = {} if shown.token_ids is None else {"token_ids": shown.token_ids}
+    return fields if shown.prompt_token_ids is None else {**fields, "prompt_token_ids": shown.prompt_token_ids}
+
+
+def _joined_ids(pieces: Sequence[Shown]) -> dict[str, Any]:
+    if not pieces or pieces[0].token_ids is None:
+        return {}
+    ids = [token_id for piece in pieces for token_id in piece.token_ids or ()]
+    return {"token_ids": ids, "prompt_token_ids": pieces[0].prompt_token_ids}
+
+
+def _joined_logprobs(pieces: Sequence[Shown]) -> dict[str, list[Any]] | None:
+    parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    if not parts:
+        return None
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}

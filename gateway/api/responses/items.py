@@ -1,0 +1,256 @@
+"""The items of /v1/responses, which are put in and come out: checked, as they are kept, and as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.api.common.cache_breakpoint import BREAKPOINT, check_breakpoint
+from gateway.api.common.kept_reasoning import unpacked_reasoning
+from gateway.stores.ids import new_id
+from shared.errors import InvalidRequestError
+
+MAX_ITEMS = 4096
+REFERENCE = "item_reference"
+"""The type of an item of `input` that stands for a stored one."""
+_MAX_ID = 256
+_ROLES = ("user", "system", "developer", "assistant")
+_STATUSES = (None, "in_progress", "completed", "incomplete")
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_FIELDS = {
+    "message": ("role", "content", "phase"),
+    "function_call": ("call_id", "name", "arguments", "parsed_arguments", "caller", "namespace", "async"),
+    "function_call_output": ("call_id", "output", "caller", "name", "namespace"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+    REFERENCE: (),
+}
+_PHASES = (None, "commentary", "final_answer")
+"""What OpenAI's models say of their messages; no template shows it."""
+_NULL_ONLY = ("caller", "namespace", "async")
+"""Fields of OpenAI's own models, which its library sends back with null."""
+_PARTS = {
+    "input_text": ("text", BREAKPOINT),
+    "output_text": ("text", "annotations", "logprobs", "parsed"),
+    "refusal": ("refusal",),
+    "summary_text": ("text",),
+    "reasoning_text": ("text",),
+}
+
+
+def new_item_id(kind: str, gateway_index: int) -> str:
+    """An id for an item of this type, by which it can be found again."""
+    return new_id(_PREFIXES[kind], gateway_index)
+
+
+def input_items(value: str | list[dict[str, Any]], gateway_index: int) -> list[dict[str, Any]]:
+    """The items of `input` as they are kept: each with a type and an id, and content in parts.
+
+    References stay what they are. Raises InvalidRequestError naming the place.
+    """
+    if isinstance(value, str):
+        return [_message({"role": "user", "content": value}, "input", new_item_id("message", gateway_index))]
+    if not value:
+        raise InvalidRequestError("input must not be empty.", param="input")
+    if len(value) > MAX_ITEMS:
+        raise InvalidRequestError(f"input has {len(value)} items; at most {MAX_ITEMS} are allowed.", param="input")
+    return [_item(item, f"input[{index}]", gateway_index) for index, item in enumerate(value)]
+
+
+def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, Any]:
+    kind = _kind(item)
+    if kind not in _FIELDS:
+        raise InvalidRequestError(
+            f"{place}.type must be one of {', '.join(_FIELDS)}; other items are not supported.", param=f"{place}.type"
+        )
+    _check_fields(item, ("type", "id", "status", *_FIELDS[kind]), place)
+    for name in _NULL_ONLY:
+        if item.get(name) is not None:
+            shown = f"{place}.{name}"
+            raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+    if item.get("status") not in _STATUSES:
+        raise InvalidRequestError(f"{place}.status is not a status of an item.", param=f"{place}.status")
+    if kind == REFERENCE or item.get("id") is not None:
+        identifier = _text(item, "id", place)
+    else:
+        identifier = new_item_id(kind, gateway_index)
+    if len(identifier) > _MAX_ID:
+        raise InvalidRequestError(f"{place}.id has more than {_MAX_ID} characters.", param=f"{place}.id")
+    if kind == REFERENCE:
+        return {"id": identifier, "type": kind}
+    if kind == "message":
+        return _message(item, place, identifier)
+    if kind == "reasoning":
+        return _reasoning(item, place, identifier)
+    call_id = _text(item, "call_id", place)
+    if kind == "function_call":
+        name, arguments = _text(item, "name", place), _text(item, "arguments", place, empty=True)
+        called = {"call_id": call_id, "name": name, "arguments": arguments, "status": "completed"}
+        return {"id": identifier, "type": kind, **called}
+    output = item.get("output")
+    if not isinstance(output, str):
+        output = _parts(output, ("input_text",), f"{place}.output")
+        if not output:
+            raise InvalidRequestError(f"{place}.output must not be empty.", param=f"{place}.output")
+    named = {} if item.get("name") is None else {"name": _text(item, "name", place)}
+    return {"id": identifier, "type": kind, "call_id": call_id, "output": output, "status": "completed", **named}
+
+
+def _kind(item: Mapping[str, Any]) -> str:
+    """The type, where OpenAI lets it out too: of messages, and of references, which have an id alone."""
+    kind = item.get("type")
+    if kind is None:
+        return REFERENCE if set(item) - {"type"} == {"id"} else "message"
+    return kind if isinstance(kind, str) else ""
+
+
+def _reasoning(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:
+    content = _parts(_listed(item, "content"), ("reasoning_text",), f"{place}.content")
+    if item.get("encrypted_content") is not None:
+        text = unpacked_reasoning(_text(item, "encrypted_content", place), f"{place}.encrypted_content")
+        content = [{"type": "reasoning_text", "text": text}]
+    return {
+        "id": identifier,
+        "type": "reasoning",
+        "summary": _parts(_listed(item, "summary"), ("summary_text",), f"{place}.summary"),
+        "content": content,
+    }
+
+
+def _message(item: Mapping[str, Any], place: str, identifier: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise InvalidRequestError(f"{place}.role must be one of {', '.join(_ROLES)}.", param=f"{place}.role")
+    if item.get("phase") not in _PHASES:
+        raise InvalidRequestError(f"{place}.phase must be commentary or final_answer.", param=f"{place}.phase")
+    kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": kinds[0], "text": content}]
+    parts = _parts(content, kinds, f"{place}.content")
+    if not parts:
+        raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
+    return {"id": identifier, "type": "message", "status": "completed", "role": role, "content": parts}
+
+
+def _parts(value: object, kinds: tuple[str, ...], place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{place} must be a string or a list of parts.", param=place, code="invalid_type")
+    return [_part(part, kinds, f"{place}[{index}]") for index, part in enumerate(value)]
+
+
+def _part(part: object, kinds: tuple[str, ...], place: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+    kind = part.get("type")
+    if kind not in kinds:
+        what = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
+    _check_fields(part, ("type", *_PARTS[kind]), place)
+    if _listed(part, "annotations") != []:
+        shown = f"{place}.annotations"
+        raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+    if not isinstance(_listed(part, "logprobs"), list):
+        shown = f"{place}.logprobs"
+        raise InvalidRequestError(f"{shown} must be a list.", param=shown, code="invalid_type")
+    check_breakpoint(part, place)
+    name = _PARTS[kind][0]
+    text = {"type": kind, name: _text(part, name, place, empty=True)}
+    return {**text, "annotations": []} if kind == "output_text" else text
+
+
+def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
+    for name in value:
+        if name not in known:
+            shown = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+
+
+def _listed(value: Mapping[str, Any], name: str) -> object:
+    """A field that should be a list, which null and no value mean an empty one of."""
+    return [] if value.get(name) is None else value[name]
+
+
+def _text(value: Mapping[str, Any], name: str, place: str, *, empty: bool = False) -> str:
+    text = value.get(name)
+    if not isinstance(text, str) or not (text or empty):
+        raise InvalidRequestError(f"{place}.{name} must be a string.", param=f"{place}.{name}", code="invalid_type")
+    return text
+
+
+class Conversation:
+    """Items as messages of a chat. What a model wrote in one turn (reasoning, text, calls) is one message there.
+
+    Attributes:
+        messages: see gateway.api.common.messages.
+        places: of each message, the field of the request that it comes from.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        # The assistant's message that what follows may belong to.
+        self._turn: dict[str, Any] | None = None
+        if instructions:
+            self._add({"role": "system", "content": instructions}, "instructions")
+
+    def add(self, items: Sequence[Mapping[str, Any]], place: str) -> None:
+        """Takes checked items. `place` is the field that they come from; `input[]` counts them."""
+        for index, item in enumerate(items):
+            self._take(item, place.replace("[]", f"[{index}]"))
+
+    def turns(self) -> list[int]:
+        """Where the conversation could begin instead: at each of the user's messages but the first of all."""
+        users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        return users[1:]
+
+    def since(self, start: int) -> list[dict[str, Any]]:
+        """The messages from there on, behind what the system says before."""
+        rules = [message for message in self.messages[:start] if message["role"] in ("system", "developer")]
+        return rules + self.messages[start:]
+
+    def _take(self, item: Mapping[str, Any], place: str) -> None:
+        kind = item["type"]
+        if kind == "reasoning":
+            text = "\n".join(part["text"] for part in item["content"] or item["summary"])
+            if text:
+                self._assistant(place, "reasoning_content")["reasoning_content"] = text
+        elif kind == "function_call":
+            called = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": called}
+            self._assistant(place, "").setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            self._add({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])}, place)
+        elif item["role"] == "assistant":
+            self._assistant(place, "content")["content"] = _content(item["content"])
+        else:
+            self._add({"role": item["role"], "content": _content(item["content"])}, place)
+
+    def _assistant(self, place: str, field: str) -> dict[str, Any]:
+        """The message of this turn; a new one where it has what comes before, or is, this field."""
+        turn = self._turn
+        later = {
+            "reasoning_content": ("reasoning_content", "content", "tool_calls"),
+            "content": ("content", "tool_calls"),
+        }
+        if turn is None or any(name in turn for name in later.get(field, ())):
+            turn = {"role": "assistant"}
+            self._add(turn, place)
+            self._turn = turn
+        return turn
+
+    def _add(self, message: dict[str, Any], place: str) -> None:
+        self._turn = None
+        self.messages.append(message)
+        self.places.append(place)
+
+
+def _content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts under chat's names."""
+    if isinstance(parts, str):
+        return parts
+    return [
+        {"type": "refusal", "refusal": part["refusal"]}
+        if part["type"] == "refusal"
+        else {"type": "text", "text": part["text"]}
+        for part in parts
+    ]

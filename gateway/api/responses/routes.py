@@ -1,0 +1,235 @@
+"""POST /v1/responses and what is asked of a response afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.common.fan_in import FanIn
+from gateway.api.common.resumable import fill, separate, stream_log
+from gateway.api.common.submission import detail_of, envelope_of, find_model, submit_all
+from gateway.api.responses.fields import (
+    ENCRYPTED_REASONING,
+    ItemsQuery,
+    RetrieveQuery,
+    parse_input_tokens_fields,
+    parse_response_fields,
+)
+from gateway.api.responses.input import history_of, items_of, num_tokens, prepare
+from gateway.api.responses.shapes import ResponseEvents, response_head, stored_items, stream_failure
+from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
+from gateway.http.body import read_json
+from gateway.http.errors import json_response, kept_json
+from gateway.http.query import query_of
+from gateway.http.sse import stream_events
+from gateway.stores.items import count_stored, load_items
+from gateway.stores.responses import ResponseStore, StoredResponse
+from gateway.text.offload import aside, count_objects
+from shared.errors import InvalidRequestError, NotFoundError
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation, whole, streamed, or in the background."""
+    fields = parse_response_fields(await read_json(request))
+    if fields.background and not request.app[RESPONSES].keeps:
+        raise InvalidRequestError("background is not possible here: no responses are kept.", param="background")
+    items = await items_of(request, fields.input)
+    history = await history_of(request, fields.previous_response_id)
+    prepared = await prepare(request, fields, fields.model, history, items)
+    common, entry = prepared.common, prepared.entry
+    envelope, detail = envelope_of(request, "resp_", common, entry), detail_of(common, entry, [prepared.prompt])
+    events = await submit_all(request, envelope, common, entry, [prepared.prompt])
+    keeper = _Keeper(
+        request.app[RESPONSES] if fields.store is not False else None,
+        envelope.identifier,
+        request[IDENTITY].key_hash,
+        (*history, await aside(count_objects(items), partial(stored_items, items))),
+        tuple(item["id"] for item in items),
+        background=bool(fields.background),
+        told=bool(fields.background or fields.stream),
+    )
+    encoder = ResponseEvents(
+        response_head(fields, envelope.identifier, envelope.created, common.accounting.tier),
+        events.tally,
+        None if detail.logprobs is None else detail.names,
+        may_call=bool(fields.tools),
+        packs_reasoning=fields.includes(ENCRYPTED_REASONING),
+        gateway_index=request.app[GATEWAY_INDEX],
+        on_change=keeper.keep,
+    )
+    if fields.background:
+        return await _run_in_background(request, envelope.identifier, events, encoder, stream=bool(fields.stream))
+    async with events:
+        if fields.stream:
+            return await _stream(request, events, encoder)
+        async for event in events:
+            encoder.encode(*event)
+        encoder.end()
+    return json_response(encoder.response)
+
+
+class _Keeper:
+    """Stores the states of one response.
+
+    Args:
+        store: None: it is not to be kept.
+        put_in: see StoredResponse.input.
+        item_ids: of the last part of `put_in`.
+        told: its client knows its id while it runs, and may ask for it.
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore | None,
+        identifier: str,
+        owner: bytes,
+        put_in: tuple[bytes, ...],
+        item_ids: tuple[str, ...],
+        *,
+        background: bool,
+        told: bool,
+    ) -> None:
+        self._store = store
+        self._identifier = identifier
+        self._owner = owner
+        self._put_in = put_in
+        self._item_ids = item_ids
+        self._background = background
+        self._told = told
+
+    def keep(self, response: dict[str, Any]) -> None:
+        """The response has another state."""
+        done = response["status"] not in ("queued", "in_progress")
+        if self._store is None or not (done or self._told):
+            return
+        # A call that was cut off is nothing to go on from: nobody can answer it.
+        items = [
+            item
+            for item in response["output"]
+            if item["status"] == "completed" or (item["status"] == "incomplete" and item["type"] != "function_call")
+        ]
+        stored = StoredResponse(
+            self._owner,
+            kept_json(response),
+            self._put_in,
+            stored_items(items),
+            background=self._background,
+            done=done,
+            item_ids=(*self._item_ids, *(item["id"] for item in items)),
+        )
+        self._store.put(self._identifier, stored)
+
+
+async def _stream(request: web.Request, events: FanIn, encoder: ResponseEvents) -> web.StreamResponse:
+    """Who reads it may ask for the response while it runs; where they leave, it ends as cancelled."""
+    try:
+        return await stream_events(request, events, encoder)
+    finally:
+        if encoder.running:
+            encoder.cancel()
+
+
+async def _run_in_background(
+    request: web.Request, identifier: str, events: FanIn, encoder: ResponseEvents, *, stream: bool
+) -> web.StreamResponse:
+    """Runs a response apart from its connection; its events can be read until the grace period after its end. Where it
+    is not admitted, nothing is kept: refusals, which cost nothing, must not push out what others keep.
+    """
+    streams, owner = request.app[STREAMS], request[IDENTITY].key_hash
+    queued = dict(encoder.response)
+    record = streams.open(identifier, owner)
+
+    async def run() -> None:
+        with streams.claim(identifier, record):
+            await fill(
+                record,
+                events,
+                encoder,
+                request.app[DRAIN],
+                lambda _, data: separate(data),
+                on_admission=encoder.queue,
+                on_cancel=encoder.cancel,
+            )
+
+    streams.run(identifier, run())
+    await asyncio.sleep(0)  # its first step is admission
+    if record.error is not None:
+        raise record.error
+    if stream:
+        return await stream_log(request, identifier, record, 0, stream_failure)
+    return json_response(queued)
+
+
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """A stored response; with `stream=true` the events of one that was made in the background."""
+    identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
+    query = query_of(request, RetrieveQuery)
+    stored = request.app[RESPONSES].get(identifier, owner)
+    if query.include_obfuscation:
+        name = "include_obfuscation"
+        raise InvalidRequestError(f"{name} must be false.", param=name, code="unsupported_parameter")
+    if not query.stream:
+        if query.starting_after is not msgspec.UNSET:
+            raise InvalidRequestError("starting_after needs stream to be true.", param="starting_after")
+        return web.Response(body=stored.body, content_type="application/json")
+    try:
+        record = request.app[STREAMS].find(identifier, owner)
+    except NotFoundError:
+        message = "The events of this response are not kept: it was not made in the background, or has ended."
+        raise InvalidRequestError(message, param="stream") from None
+    seen = 0 if query.starting_after is msgspec.UNSET else query.starting_after + 1
+    if seen > record.last:
+        name = "starting_after"
+        raise InvalidRequestError(f"{name} must be the number of an event of this response.", param=name)
+    return await stream_log(request, identifier, record, seen, stream_failure)
+
+
+async def delete_response(request: web.Request) -> web.StreamResponse:
+    """Forgets a response, and ends it if it still runs in the background."""
+    identifier = request.match_info["id"]
+    request.app[RESPONSES].delete(identifier, request[IDENTITY].key_hash)
+    await request.app[STREAMS].retire(identifier)
+    return json_response({"id": identifier, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: web.Request) -> web.StreamResponse:
+    """Ends a response that runs in the background; one that has ended stays as it is."""
+    identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
+    stored = request.app[RESPONSES].get(identifier, owner)
+    if not stored.background:
+        raise InvalidRequestError("Only a response that was made with background = true can be cancelled.", param="id")
+    if not stored.done:
+        await request.app[STREAMS].stop(identifier)
+        stored = request.app[RESPONSES].get(identifier, owner)
+    return web.Response(body=stored.body, content_type="application/json")
+
+
+async def list_input_items(request: web.Request) -> web.StreamResponse:
+    """What was put into a response, with what it continues, a page at a time."""
+    query = query_of(request, ItemsQuery)
+    stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
+    items = await aside(count_stored(stored.input), partial(load_items, stored.input))
+    if query.order == "desc":
+        items.reverse()
+    if query.after is not msgspec.UNSET:
+        found = [index for index, item in enumerate(items) if item["id"] == query.after]
+        if not found:
+            raise InvalidRequestError("after must be the id of an item of this response.", param="after")
+        items = items[found[0] + 1 :]
+    page = items[: query.limit]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > query.limit})
+
+
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+    """How many tokens the prompt of such a response has, also of one that is longer than the model's context."""
+    fields = parse_input_tokens_fields(await read_json(request))
+    items = await items_of(request, fields.input)
+    history = await history_of(request, fields.previous_response_id)
+    model = fields.model or find_model(request, None).name
+    count = await num_tokens(request, fields, model, history, items)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})

@@ -1,0 +1,320 @@
+"""/v1/responses: a generation's events to typed events and to the response that they describe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.common.fan_in import Tally
+from gateway.api.common.kept_reasoning import packed_reasoning
+from gateway.api.common.logprobs import TokenNames, chat_logprobs
+from gateway.api.responses.fields import ResponseFields
+from gateway.api.responses.items import new_item_id
+from gateway.flow.events import TextDelta
+from gateway.http.errors import dump_json, kept_json
+from gateway.text.message_parser import ToolCallDelta
+from shared.errors import InternalError, PeltonError, RateLimitError
+from shared.messages import TokenLogprobs
+
+Event = tuple[str, dict[str, Any]]
+"""Its type without `response.`, and its fields."""
+
+
+def response_head(fields: ResponseFields, identifier: str, created: int, tier: str | None) -> dict[str, Any]:
+    """A response before anything has happened: what of the request it repeats."""
+    text, reasoning = fields.text, fields.reasoning
+    return {
+        "id": identifier,
+        "object": "response",
+        "created_at": created,
+        "status": "queued" if fields.background else "in_progress",
+        "background": bool(fields.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "model": fields.model,
+        "output": [],
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": tier or "default",
+        "store": fields.store is not False,
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "text": {
+            "format": {"type": "text"} if text is None or text.format is None else msgspec.to_builtins(text.format)
+        },
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "truncation": fields.truncation or "disabled",
+        "usage": None,
+        "user": fields.user,
+        "metadata": fields.metadata or {},
+    }
+
+
+def response_usage(tally: Tally) -> dict[str, Any]:
+    """OpenAI's usage object of a response. It counts what is written to the cache since that costs more there; here
+    every prefix is cached and nothing is counted."""
+    return {
+        "input_tokens": tally.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": tally.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": tally.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": tally.num_reasoning_tokens or 0},
+        "total_tokens": tally.num_prompt_tokens + tally.num_completion_tokens,
+    }
+
+
+class ResponseEvents:
+    """Encodes events as those of /v1/responses, and keeps the response that they tell of.
+
+    Args:
+        head: see response_head.
+        names: how log-probabilities name tokens; None: they are not shown.
+        may_call: white space at the end of what was said is held back, since around calls it belongs to no message.
+        packs_reasoning: reasoning is also given as a value to be sent back, see gateway.api.common.kept_reasoning.
+        gateway_index: of this process, in the ids of items.
+        on_change: is given the response when it is queued, begins and has ended, before its event is sent.
+    """
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        tally: Tally,
+        names: TokenNames | None,
+        *,
+        may_call: bool,
+        packs_reasoning: bool,
+        gateway_index: int,
+        on_change: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.response = head
+        self._tally = tally
+        self._names = names
+        self._may_call = may_call
+        self._packs_reasoning = packs_reasoning
+        self._gateway_index = gateway_index
+        self._on_change = on_change
+        self._output: list[dict[str, Any]] = head["output"]
+        self._number = 0
+        self._begun = False
+        # The item that is being written, with what it has so far.
+        self._item: dict[str, Any] | None = None
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._space = ""
+        self._unshown: list[TokenLogprobs] = []
+        self._cut_off = False
+
+    def queue(self) -> bytes:
+        """The first events of a response that runs in the background: it waits for the model."""
+        self._on_change(self.response)
+        events: list[Event] = [(kind, {"response": self.response}) for kind in ("created", "queued")]
+        return b"".join([self._framed(event) for event in events])
+
+    def encode(self, _index: int, _prompt_index: int, delta: TextDelta) -> bytes:
+        """What one event of the generation tells, framed."""
+        return b"".join([self._framed(event) for event in self._take(delta)])
+
+    def end(self) -> bytes:
+        """The last item's end, and the response's."""
+        return b"".join([self._framed(event) for event in self._finish()])
+
+    def failed(self, error: PeltonError) -> bytes:
+        """The response as it is, with the error."""
+        return self._break_off("failed", error=_error(error))
+
+    @property
+    def running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._begun and self.response["status"] == "in_progress"
+
+    def cancel(self) -> bytes:
+        """The response ends as it is. OpenAI has no event of its own for that: `response.incomplete` is one that
+        readers take for the last, and the response in it says that it was cancelled."""
+        return self._break_off("cancelled", kind="incomplete")
+
+    def _break_off(self, status: str, *, kind: str | None = None, **changes: Any) -> bytes:
+        # One that waits has been told of, and ends without having begun.
+        events = [] if self._number else [*self._begin()]
+        events += [*self._close("incomplete"), *self._end_response(status, kind=kind, **changes)]
+        return b"".join([self._framed(event) for event in events])
+
+    def _framed(self, event: Event) -> bytes:
+        kind, fields = event
+        body = dump_json({"type": f"response.{kind}", "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), body)
+
+    def _begin(self) -> Iterator[Event]:
+        if self._begun:
+            return
+        self._begun = True
+        if not self._number:
+            yield "created", {"response": dict(self.response)}
+        self.response["status"] = "in_progress"
+        self._on_change(self.response)
+        yield "in_progress", {"response": dict(self.response)}
+
+    def _take(self, delta: TextDelta) -> Iterator[Event]:
+        yield from self._begin()
+        if self._names is not None and delta.logprobs:
+            self._unshown += delta.logprobs[delta.num_reasoning_tokens :]
+        # News that were merged: the rest of an open call came before what is said after it.
+        num_continued = next((at for at, call in enumerate(delta.tool_calls) if call.name is not None), None)
+        for call in delta.tool_calls[:num_continued]:
+            yield from self._continue_call(call.arguments)
+        if delta.reasoning:
+            yield from self._reason(delta.reasoning)
+        if delta.text:
+            yield from self._speak(delta.text)
+        for call in [] if num_continued is None else delta.tool_calls[num_continued:]:
+            yield from self._call(call)
+        if delta.finish_reason is not None:
+            self._cut_off = delta.finish_reason == "length"
+
+    def _finish(self) -> Iterator[Event]:
+        yield from self._begin()
+        if not self._output or (self._space and self._kind == "message"):
+            yield from self._say(self._space)
+        yield from self._close("incomplete" if self._cut_off else "completed")
+        if self._cut_off:
+            yield from self._end_response("incomplete", incomplete_details={"reason": "max_output_tokens"})
+        else:
+            yield from self._end_response("completed", completed_at=int(time.time()))
+
+    def _end_response(self, status: str, *, kind: str | None = None, **changes: Any) -> Iterator[Event]:
+        self.response |= {"status": status, "usage": response_usage(self._tally), **changes}
+        self._on_change(self.response)
+        yield kind or status, {"response": self.response}
+
+    def _reason(self, text: str) -> Iterator[Event]:
+        if self._kind != "reasoning":
+            yield from self._open("reasoning", {"summary": [], "content": []})
+            yield "content_part.added", self._place | {"part": _reasoning_part("")}
+        self._pieces.append(text)
+        yield "reasoning_text.delta", self._place | {"delta": text}
+
+    def _speak(self, text: str) -> Iterator[Event]:
+        if self._may_call:
+            text = self._space + text
+            said = text.rstrip()
+            self._space = text[len(said) :]
+            text = said
+        if text:
+            yield from self._say(text)
+
+    def _say(self, text: str) -> Iterator[Event]:
+        if self._kind != "message":
+            yield from self._open("message", {"role": "assistant", "content": []})
+            yield "content_part.added", self._place | {"part": _text_part("", [])}
+        logprobs: list[dict[str, Any]] = []
+        if self._names is not None:
+            logprobs = chat_logprobs(self._unshown, self._names)
+            self._unshown = []
+            self._logprobs += logprobs
+        if text:
+            self._pieces.append(text)
+            yield "output_text.delta", self._place | {"delta": text, "logprobs": logprobs}
+
+    def _call(self, call: ToolCallDelta) -> Iterator[Event]:
+        if call.name is not None:
+            fields = {"call_id": call.id, "name": call.name, "arguments": ""}
+            yield from self._open("function_call", fields)
+        yield from self._continue_call(call.arguments)
+
+    def _continue_call(self, arguments: str) -> Iterator[Event]:
+        if self._kind != "function_call":
+            raise InternalError("A tool call went on after its end.")
+        if arguments:
+            self._pieces.append(arguments)
+            yield "function_call_arguments.delta", self._item_place | {"delta": arguments}
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self._item is None else str(self._item["type"])
+
+    @property
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return self._item_place | {"content_index": 0}
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close("completed")
+        if kind != "message":
+            # What was held back, or belongs to the marks around a call or reasoning, is not shown.
+            self._space, self._unshown = "", []
+        self._item = {"id": new_item_id(kind, self._gateway_index), "type": kind, "status": "in_progress", **fields}
+        self._output.append(self._item)
+        yield "output_item.added", {"output_index": len(self._output) - 1, "item": dict(self._item)}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item = self._item
+        if item is None:
+            return
+        text = "".join(self._pieces)
+        if item["type"] == "message":
+            part = _text_part(text, self._logprobs)
+            yield "output_text.done", self._place | {"text": text, "logprobs": self._logprobs}
+            yield "content_part.done", self._place | {"part": part}
+            item["content"] = [part]
+        elif item["type"] == "reasoning":
+            yield "reasoning_text.done", self._place | {"text": text}
+            yield "content_part.done", self._place | {"part": _reasoning_part(text)}
+            item["content"] = [_reasoning_part(text)]
+            if self._packs_reasoning:
+                item["encrypted_content"] = packed_reasoning(text)
+        else:
+            yield "function_call_arguments.done", self._item_place | {"name": item["name"], "arguments": text}
+            item["arguments"] = text
+        item["status"] = status
+        yield "output_item.done", {"output_index": len(self._output) - 1, "item": item}
+        self._item, self._pieces, self._logprobs = None, [], []
+
+
+def _text_part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _error(error: PeltonError) -> dict[str, Any]:
+    """The error object of a response; OpenAI's codes are few, so ours comes after them."""
+    if isinstance(error, RateLimitError):
+        code = "rate_limit_exceeded"
+    else:
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+    return {"code": code, "message": error.message, "param": error.param, "type": error.code or error.type}
+
+
+def stream_failure(error: PeltonError, number: int) -> bytes:
+    """The event of a stream that cannot go on behind so many events, though its response may."""
+    fields = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+    return b"event: error\ndata: %b\n\n" % dump_json({**fields, "sequence_number": number})
+
+
+def stored_items(items: Iterable[dict[str, Any]]) -> bytes:
+    """Items as they are kept: without what is there twice, and log-probabilities, which are of no use later."""
+    return kept_json([_bare(item) for item in items])
+
+
+def _bare(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] == "reasoning":
+        return {name: value for name, value in item.items() if name != "encrypted_content"}
+    if item["type"] != "message":
+        return item
+    parts = [{name: value for name, value in part.items() if name != "logprobs"} for part in item["content"]]
+    return {**item, "content": parts}

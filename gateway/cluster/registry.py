@@ -1,0 +1,368 @@
+"""Which workers there are, which models they serve, and the text pipeline of each model.
+
+Workers are found by their sockets in the runtime directory, or named by endpoints. A worker joins when it has
+introduced itself and its text bundle is parsed; it leaves when its link is lost. A restarted worker is a new socket,
+hence a new link. One model is served under one set of weights: a worker that uses a name with other weights or
+another tokenizer waits until those that have it are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from gateway.cluster.client import Liveness, WorkerLink
+from gateway.cluster.discovery import WorkerDirectory
+from gateway.cluster.stats import LinkCounters
+from gateway.text.formats import resolve_formats
+from gateway.text.pipeline import TextPipeline, TextThreads
+from shared.errors import ConfigurationError, ModelNotFoundError, UnavailableError
+from shared.log import get_logger
+from shared.messages import Bundle, WorkerFacts
+from shared.metrics import GatewayMetrics, WorkerSnapshot
+
+SCAN_INTERVAL = 0.25
+_QUIET_INTERVALS = 4
+"""So many are between scans while all workers that are known have joined: one more may wait, others serve."""
+_MAX_IDLE_PIPELINES = 4
+_BUNDLE_RETRY = 5.0
+
+log = get_logger("gateway.cluster")
+
+
+class ModelEntry:
+    """One served model: its names, its facts (what all its workers can do), its pipeline, its workers.
+
+    Raises ConfigurationError where its worker asks for a format that is not known.
+    """
+
+    def __init__(self, facts: WorkerFacts, pipeline: TextPipeline) -> None:
+        self.pipeline = pipeline
+        self.formats = resolve_formats(
+            pipeline.template,
+            pipeline.added_ids,
+            pipeline.special_ids,
+            tool_call_parser=facts.tool_call_parser,
+            reasoning_parser=facts.reasoning_parser,
+        )
+        self.workers: list[WorkerLink] = []
+        self._first_facts = facts
+
+    @property
+    def name(self) -> str:
+        """The canonical name."""
+        return self._first_facts.model_names[0]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names that clients may use, the canonical one first."""
+        return self._first_facts.model_names
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Those of the worker with the least room, so that what fits them fits every worker; tokens are drafted where
+        all workers draft."""
+        facts = [worker.facts for worker in self.workers if worker.facts is not None]
+        if not facts:
+            return self._first_facts
+        least = min(facts, key=lambda one: (min(one.max_model_len, one.num_pages * one.page_size), one.max_model_len))
+        if least.speculative_method != "off" and any(one.speculative_method == "off" for one in facts):
+            return msgspec.structs.replace(least, speculative_method="off")
+        return least
+
+    def ready_workers(self) -> list[WorkerLink]:
+        """Those that answered lately."""
+        return [worker for worker in self.workers if worker.ready]
+
+    def matches(self, facts: WorkerFacts) -> bool:
+        """Whether a worker with these facts serves the same model."""
+        mine = self._first_facts
+        return _identity(mine) == _identity(facts)
+
+
+def _identity(facts: WorkerFacts) -> tuple[object, ...]:
+    return (
+        facts.model_hash,
+        facts.bundle_hash,
+        facts.model_names,
+        facts.tool_call_parser,
+        facts.reasoning_parser,
+    )
+
+
+class Registry:
+    """The workers of one gateway.
+
+    Args:
+        directory: the runtime directory to scan; None where endpoints are given.
+        endpoints: of workers to connect to instead.
+        gateway_id: this gateway's identity on the sockets, the same for its whole life and unique.
+        on_refused: called with the reason when a worker cannot be used, unless one has joined before.
+        on_loaded: called when a model's tokenizer and template have been parsed, before its workers join.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Path | None,
+        endpoints: Sequence[str] = (),
+        gateway_id: str,
+        threads: TextThreads,
+        metrics: GatewayMetrics | None = None,
+        liveness: Liveness | None = None,
+        scan_interval: float = SCAN_INTERVAL,
+        on_refused: Callable[[str], None] | None = None,
+        on_loaded: Callable[[], None] | None = None,
+    ) -> None:
+        self._directory = None if directory is None or endpoints else WorkerDirectory(directory)
+        self._endpoints = tuple(endpoints)
+        self._gateway_id = gateway_id
+        self._threads = threads
+        self._metrics = metrics
+        self._liveness = liveness or Liveness()
+        self._scan_interval = scan_interval
+        self._on_refused = on_refused
+        self._on_loaded = on_loaded
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: dict[str, WorkerLink] = {}
+        self._entries: list[ModelEntry] = []
+        # Names served before, so that a model whose workers are down is told from one that never was.
+        self._known_names: OrderedDict[str, None] = OrderedDict()
+        self._pipelines: OrderedDict[str, TextPipeline] = OrderedDict()
+        self._parsing: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, tuple[WorkerLink, float]] = {}
+        self._unusable: dict[str, str] = {}
+        # Endpoints of workers with facts or flags that mean nothing here -> why. A restarted worker has another.
+        self._refused: dict[str, str] = {}
+        self._conflicts: set[str] = set()
+        self._lost_counters = LinkCounters()
+        self._wire_errors_shown = 0
+        self._scanner: asyncio.Task[None] | None = None
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connects to the workers that are there and keeps looking for others."""
+        self._scan()
+        self._scanner = asyncio.create_task(self._scan_on(), name="worker-scan")
+
+    async def close(self) -> None:
+        """Lets go of all workers; requests that still run fail."""
+        tasks = [task for task in (self._scanner, *self._parsing.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._scanner = None
+        for link in list(self._links.values()):
+            link.close()
+        self._context.term()
+
+    # ---- questions --------------------------------------------------------------------------------------------
+
+    def model(self, name: str) -> ModelEntry:
+        """The model with this name.
+
+        Raises:
+            UnavailableError: its workers are gone, or none has come yet at all.
+            ModelNotFoundError: no worker serves it.
+        """
+        for entry in self._entries:
+            if name in entry.names:
+                return entry
+        if not self._known_names:
+            raise UnavailableError(
+                "No worker has joined yet; one that was just started may still load.", retry_after=2.0
+            )
+        if name in self._known_names:
+            raise UnavailableError("No worker of the model is there at the moment.", retry_after=2.0)
+        raise ModelNotFoundError(f"The model {name[:200]!r} does not exist.", param="model")
+
+    def models(self) -> Sequence[ModelEntry]:
+        """The models that have a worker now."""
+        return tuple(self._entries)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a worker answered a round trip through its engine loop lately, and else why not."""
+        if any(worker.ready for entry in self._entries for worker in entry.workers):
+            return True, "ok"
+        if self._entries:
+            return False, "no worker answers"
+        if self._unusable:
+            return False, "the tokenizer of a worker cannot be used"
+        if self._refused:
+            return False, next(iter(self._refused.values()))
+        return False, "no worker has joined" if not self._known_names else "all workers are gone"
+
+    def snapshots(self) -> Iterator[WorkerSnapshot]:
+        """The workers that have joined, each once, for /metrics."""
+        for entry in self._entries:
+            for worker in entry.workers:
+                num_pages = worker.facts.num_pages if worker.facts is not None else 0
+                yield WorkerSnapshot(entry.name, worker.name, worker.ready, num_pages, worker.stats)
+
+    def counters(self) -> LinkCounters:
+        """What went wrong on all links, gone ones included."""
+        total = LinkCounters()
+        total.add(self._lost_counters)
+        for link in self._links.values():
+            total.add(link.counters)
+        return total
+
+    # ---- finding workers --------------------------------------------------------------------------------------
+
+    async def _scan_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._scan_interval * (_QUIET_INTERVALS if self._is_quiet() else 1))
+            try:
+                self._scan()
+            except Exception:
+                log.exception("scan_failed")
+
+    def _is_quiet(self) -> bool:
+        num_joined = sum(len(entry.workers) for entry in self._entries)
+        return 0 < num_joined == len(self._links)
+
+    def _scan(self) -> None:
+        found = self._endpoints if self._directory is None else self._directory.endpoints()
+        for endpoint in found:
+            if endpoint not in self._links:
+                self._connect(endpoint)
+        for endpoint, link in list(self._links.items()):
+            if endpoint not in found and link.facts is None:
+                # The socket of a worker that was gone before it said anything.
+                link.close()
+            elif link.facts is not None and not self._joined(link):
+                self._try_to_join(link)
+        self._show_wire_errors()
+
+    def _connect(self, endpoint: str) -> None:
+        link = WorkerLink(
+            self._context,
+            endpoint,
+            self._gateway_id,
+            liveness=self._liveness,
+            on_welcome=self._try_to_join,
+            on_bundle=self._on_bundle,
+            on_lost=self._on_lost,
+        )
+        self._links[endpoint] = link
+        try:
+            link.start()
+        except ConfigurationError as error:
+            del self._links[endpoint]
+            log.error("worker_not_usable", reason=str(error))
+
+    def _on_lost(self, link: WorkerLink) -> None:
+        self._links.pop(link.endpoint, None)
+        self._refused.pop(link.endpoint, None)
+        self._lost_counters.add(link.counters)
+        if link.facts is not None and link.lost_reason != "closed":
+            log.warning("worker_lost", worker=link.name, epoch=link.epoch, reason=link.lost_reason)
+            if self._metrics is not None:
+                self._metrics.workers_lost.inc()
+        for entry in list(self._entries):
+            if link in entry.workers:
+                entry.workers.remove(link)
+                if not entry.workers:
+                    self._entries.remove(entry)
+
+    # ---- joining ----------------------------------------------------------------------------------------------
+
+    def _joined(self, link: WorkerLink) -> bool:
+        return any(link in entry.workers for entry in self._entries)
+
+    def _try_to_join(self, link: WorkerLink) -> None:
+        """Lets a worker in if its pipeline is there and its names are free; the next scan tries again if not."""
+        facts = link.facts
+        if facts is None or link.lost or facts.bundle_hash in self._unusable or link.endpoint in self._refused:
+            return
+        if not facts.model_names or facts.page_size < 1 or facts.vocab_size < 1:
+            self._refused[link.endpoint] = reason = "its facts make no sense"
+            self._refuse("worker_not_usable", reason, worker=link.name)
+            return
+        pipeline = self._pipelines.get(facts.bundle_hash)
+        if pipeline is None:
+            self._ask_for_bundle(link, facts.bundle_hash)
+            return
+        names = set(facts.model_names)
+        for entry in self._entries:
+            if entry.matches(facts):
+                break
+            if names & set(entry.names):
+                if link.endpoint not in self._conflicts:
+                    self._conflicts.add(link.endpoint)
+                    log.error("worker_kept_out", worker=link.name, reason="its model's name is taken by another")
+                return
+        else:
+            try:
+                entry = ModelEntry(facts, pipeline)
+            except ConfigurationError as error:
+                self._refused[link.endpoint] = reason = str(error)
+                self._refuse("worker_not_usable", reason, worker=link.name)
+                return
+            self._entries.append(entry)
+        entry.workers.append(link)
+        self._conflicts.discard(link.endpoint)
+        for name in facts.model_names:
+            self._known_names[name] = None
+        while len(self._known_names) > 1024:
+            self._known_names.popitem(last=False)
+        log.info("worker_joined", worker=link.name, epoch=link.epoch, model=entry.name)
+
+    def _refuse(self, event: str, reason: str, **fields: str) -> None:
+        log.error(event, reason=reason, **fields)
+        if self._on_refused is not None and not self._known_names:
+            self._on_refused(reason)
+
+    def _ask_for_bundle(self, link: WorkerLink, bundle_hash: str) -> None:
+        if bundle_hash in self._parsing:
+            return
+        now = asyncio.get_running_loop().time()
+        asked = self._asked.get(bundle_hash)
+        if asked is not None and not asked[0].lost and now - asked[1] < _BUNDLE_RETRY:
+            return
+        if link.request_bundle(bundle_hash):
+            self._asked[bundle_hash] = (link, now)
+
+    def _on_bundle(self, link: WorkerLink, bundle: Bundle) -> None:
+        asked = self._asked.get(bundle.bundle_hash)
+        if asked is None or asked[0] is not link or bundle.bundle_hash in self._parsing:
+            link.counters.malformed += 1
+            return
+        del self._asked[bundle.bundle_hash]
+        task = asyncio.create_task(self._parse(bundle), name="parse-bundle")
+        self._parsing[bundle.bundle_hash] = task
+        task.add_done_callback(lambda _: self._parsing.pop(bundle.bundle_hash, None))
+
+    async def _parse(self, bundle: Bundle) -> None:
+        try:
+            pipeline = await asyncio.to_thread(TextPipeline, bundle, self._threads)
+        except ConfigurationError as error:
+            self._unusable[bundle.bundle_hash] = reason = str(error)
+            self._refuse("bundle_not_usable", reason)
+            return
+        self._pipelines[bundle.bundle_hash] = pipeline
+        self._drop_idle_pipelines()
+        if self._on_loaded is not None:
+            self._on_loaded()
+        for link in list(self._links.values()):
+            if link.facts is not None and not self._joined(link):
+                self._try_to_join(link)
+
+    def _drop_idle_pipelines(self) -> None:
+        in_use = {link.facts.bundle_hash for link in self._links.values() if link.facts is not None}
+        idle = [bundle_hash for bundle_hash in self._pipelines if bundle_hash not in in_use]
+        for bundle_hash in idle[:-_MAX_IDLE_PIPELINES]:
+            del self._pipelines[bundle_hash]
+
+    def _show_wire_errors(self) -> None:
+        # The sum of `counters`, without making it: this is done with each scan.
+        errors = self._lost_counters.wire_errors + sum(link.counters.wire_errors for link in self._links.values())
+        if self._metrics is not None and errors > self._wire_errors_shown:
+            self._metrics.wire_errors.inc(errors - self._wire_errors_shown)
+        self._wire_errors_shown = errors

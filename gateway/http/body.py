@@ -1,0 +1,177 @@
+"""A request's body, strictly: uncompressed UTF-8 JSON, one object, no key twice, nothing that JSON does not know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, NoReturn
+
+import orjson
+from aiohttp import web
+
+from gateway.http.app_keys import LIMITS
+from gateway.text.json_text import MAX_DEPTH, is_too_deep
+from shared.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestTimeoutError,
+    UnsupportedMediaTypeError,
+)
+
+MAX_VALUES = 1_000_000
+"""Commas in a body."""
+MAX_STRUCTURE = 100_000
+"""Objects, arrays and keys in a body. Both bound how long the parser may hold the interpreter (under 100 ms), and how
+much memory its result takes, whatever the body's limit: 16 MB of brackets take seconds and 600 MB."""
+MAX_STRINGS = 200_000
+
+LARGE = 65_536
+"""Bytes of a body above which what looks at all its values belongs in a thread: that takes milliseconds."""
+_MAX_NAME = 64
+_MAX_PATH = 256
+"""Characters of keys, and of paths, that errors repeat. Of a longer path they name the key."""
+_LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
+_MEDIA_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)", re.IGNORECASE)
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The body as a dict.
+
+    Raises InvalidRequestError, UnsupportedMediaTypeError, PayloadTooLargeError, RequestTimeoutError.
+    """
+    _check_media_type(request)
+    body = await _read(request)
+    if len(body) > LARGE:
+        return await asyncio.to_thread(parse_object, body)
+    return parse_object(body)
+
+
+async def check_no_fields(request: web.Request) -> None:
+    """A body of a route that takes none: there is none, or an object without fields, as some clients send.
+
+    Raises InvalidRequestError naming a field, and what `read_json` raises.
+    """
+    if request.can_read_body and await _read(request):
+        for name in await read_json(request):
+            shown = name[:_MAX_NAME]
+            raise InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
+
+
+def _check_media_type(request: web.Request) -> None:
+    encodings = request.headers.getall("Content-Encoding", [])
+    if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
+        raise UnsupportedMediaTypeError("Compressed request bodies are not taken; leave out Content-Encoding.")
+    if request.headers.get("Content-Type") == "application/json":
+        # As most clients say it. What aiohttp makes of other ways takes 800 bytes until the response has ended.
+        return
+    if not _MEDIA_TYPE.fullmatch(request.content_type) or "Content-Type" not in request.headers:
+        raise UnsupportedMediaTypeError("The body must be JSON: send Content-Type: application/json.")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise UnsupportedMediaTypeError("The body must be UTF-8.")
+
+
+async def _read(request: web.Request) -> bytes:
+    limits = request.app[LIMITS]
+    too_large = PayloadTooLargeError(f"The request body is larger than {limits.max_body_size} bytes.")
+    if (request.content_length or 0) > limits.max_body_size:
+        raise too_large
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            return await request.read()
+    except TimeoutError:
+        raise RequestTimeoutError(f"The body did not arrive within {limits.body_timeout:g} seconds.") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    except web.RequestPayloadError:
+        raise InvalidRequestError("The body's transfer encoding is malformed.", code="bad_request") from None
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parses strictly; the messages say where, never what, so that nothing of the body is repeated."""
+    if body.count(b",") > MAX_VALUES:
+        raise InvalidRequestError(f"The body has more than {MAX_VALUES} values.", code="too_many_values")
+    _check_structure(body)
+    try:
+        # json's own handling of bytes would let surrogates and UTF-16 pass.
+        text = body.decode("utf-8")
+        if _LONE_SURROGATE_HINT.search(body):
+            orjson.loads(body)
+        keys = _Keys()
+        value = json.loads(text, object_pairs_hook=keys.collect, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The body is not UTF-8 (byte {error.start}).", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        message = f"The body is not valid JSON (line {error.lineno}, column {error.colno})."
+        raise InvalidRequestError(message, code="invalid_json") from None
+    except (ValueError, RecursionError):
+        message = "The body is not valid JSON: a number is too long, or it is nested too deep."
+        raise InvalidRequestError(message, code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_too_deep(value):
+        raise InvalidRequestError(f"The body is nested deeper than {MAX_DEPTH} objects and arrays.", code="too_deep")
+    keys.check(value)
+    return value
+
+
+def _check_structure(body: bytes) -> None:
+    if _num_structural(body) <= MAX_STRUCTURE:
+        return
+    # Texts may have as many; what stands outside of strings counts. Without escapes each quote begins or ends one.
+    quotes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if quotes.count(b'"') > 2 * MAX_STRINGS or _num_structural(b"".join(quotes.split(b'"')[::2])) > MAX_STRUCTURE:
+        message = f"The body has more than {MAX_STRUCTURE} objects, arrays and keys, or {MAX_STRINGS} strings."
+        raise InvalidRequestError(message, code="too_many_values")
+
+
+def _num_structural(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{") + text.count(b":")
+
+
+class _Keys:
+    """Makes objects for the parser, which does not say where they are, and knows those that have a key twice."""
+
+    def __init__(self) -> None:
+        # By identity. They are kept, so that no other object has it.
+        self._repeating: dict[int, tuple[dict[str, Any], str]] = {}
+
+    def collect(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """The object with these members."""
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            left = set(result)
+            for key, _ in pairs:
+                if key not in left:
+                    self._repeating[id(result)] = (result, key)
+                    break
+                left.remove(key)
+        return result
+
+    def check(self, whole: dict[str, Any]) -> None:
+        """Raises InvalidRequestError naming the outermost key that is given twice, by its path."""
+        if not self._repeating:
+            return
+        # Each value with the index of what it is in, and the step from there: paths themselves may be long.
+        nodes: list[tuple[Any, int, str]] = [(whole, 0, "")]
+        for index, (value, _, _) in enumerate(nodes):
+            if id(value) in self._repeating:
+                break
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, member in inner:
+                if isinstance(member, dict | list):
+                    nodes.append((member, index, f".{name[:_MAX_NAME]}" if isinstance(name, str) else f"[{name}]"))
+        key = self._repeating[id(value)][1][:_MAX_NAME]
+        path = f".{key}"
+        while index and len(path) <= _MAX_PATH:
+            _, index, step = nodes[index]
+            path = step + path
+        place = key if index else path.removeprefix(".")
+        raise InvalidRequestError(f"The key {place!r} is given twice.", param=place, code="invalid_json")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequestError(f"{name} is not a JSON number.", code="invalid_json")

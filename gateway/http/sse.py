@@ -1,0 +1,245 @@
+"""Server-sent events: framing, when headers go out, keep-alive comments, failures after the first byte."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from aiohttp import web
+
+from gateway.api.common.logprobs import LARGE_REPORT
+from gateway.flow.events import TextDelta
+from gateway.flow.outbox import Receiver
+from gateway.http.app_keys import DRAIN, LIMITS, log
+from gateway.http.errors import dump_json, error_object
+from shared.errors import InternalError, PeltonError
+
+DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class Encoder(Protocol):
+    """Turns events into framed chunks of one endpoint."""
+
+    def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
+        """Zero or more whole `data:` events."""
+
+    def end(self) -> bytes:
+        """What follows the last event of a stream that succeeded."""
+
+    def failed(self, error: PeltonError) -> bytes:
+        """What follows the last event of a stream that failed."""
+
+
+class Events(Protocol):
+    """The events of a request's generations; see api.fan_in.FanIn."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, int, TextDelta]]: ...
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """Lets `receiver` have what comes while the iteration waits."""
+        ...
+
+    def event(self, prompt_index: int, delta: TextDelta) -> tuple[int, int, TextDelta]:
+        """What the iteration makes of a delta; for the receiver."""
+        ...
+
+
+class SseResponse:
+    """One event stream.
+
+    Headers go out with the first event, so that a failure before it can still be answered with its own status, or
+    with the first keep-alive comment after `keepalive_interval` seconds of silence.
+
+    Args:
+        keep_alive: what fills the silence instead of the comment.
+    """
+
+    __slots__ = (
+        "_filling",
+        "_interval",
+        "_keepalive",
+        "_last_write",
+        "_prepare_lock",
+        "_protocol",
+        "_request",
+        "_timer",
+        "response",
+    )
+
+    def __init__(self, request: web.Request, keep_alive: Callable[[], bytes] | None = None) -> None:
+        self._request = request
+        self._filling = keep_alive
+        self._protocol = request.protocol
+        self._interval = request.app[LIMITS].keepalive_interval
+        self._prepare_lock = asyncio.Lock()
+        self._last_write = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._keepalive: asyncio.Task[None] | None = None
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the status is out."""
+        return self.response.prepared
+
+    async def __aenter__(self) -> Self:
+        self._set_timer()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            await asyncio.gather(self._keepalive, return_exceptions=True)
+
+    async def send(self, data: bytes) -> None:
+        """One write. Raises ConnectionError when the client is gone; a client that does not read is cut off by
+        HttpProtocol, and so is gone.
+        """
+        self._last_write = time.monotonic()
+        if not self.response.prepared:
+            await self._prepare()
+        await self.response.write(data)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether what is sent goes in chunks of HTTP/1.1, which `write` makes; known once something was sent."""
+        return self.response.headers.get("Transfer-Encoding") == "chunked"
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client is there and takes what it is sent."""
+        transport = self._protocol.transport
+        return transport is not None and not self._protocol.writing_paused and not transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """What `send` does, while `has_chunks` and `writable`, without the coroutines around it: for each token, they
+        take longer than all else that happens here.
+        """
+        transport = self._protocol.transport
+        if transport is not None:
+            self._last_write = time.monotonic()
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def _prepare(self) -> None:
+        async with self._prepare_lock:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+
+    def _set_timer(self) -> None:
+        delay = max(0.0, self._last_write + self._interval - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Most streams are never silent for so long: only those that are have a task for it."""
+        if time.monotonic() - self._last_write >= self._interval:
+            self._keepalive = asyncio.create_task(self._send_keepalive())
+        else:
+            self._set_timer()
+
+    async def _send_keepalive(self) -> None:
+        await self.send(_KEEP_ALIVE if self._filling is None else self._filling())
+        self._set_timer()
+
+
+async def stream_events(
+    request: web.Request, events: Events, encoder: Encoder, *, keep_alive: Callable[[], bytes] | None = None
+) -> web.StreamResponse:
+    """Writes a generation as events. Raises what fails before the first byte; later failures become an error event."""
+    async with SseResponse(request, keep_alive) as sse:
+        try:
+            await _send_events(sse, events, encoder)
+            await sse.send(encoder.end())
+        except asyncio.CancelledError:
+            error = request.app[DRAIN].take_over_cancellation()
+            if error is None:
+                raise
+            await _fail(sse, encoder, error)
+        except PeltonError as error:
+            await _fail(sse, encoder, error)
+        except ConnectionError:
+            raise
+        except Exception:
+            if not sse.begun:
+                raise
+            log.exception("stream failed")
+            await _fail(sse, encoder, unexpected_error())
+    await sse.response.write_eof()
+    return sse.response
+
+
+async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> None:
+    """The first event and the last ones, and all while the client is behind, from here; the others by _Passed."""
+    passes = False
+    async for index, prompt_index, delta in events:
+        if is_large(delta):
+            data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
+        else:
+            data = encoder.encode(index, prompt_index, delta)
+        if data:
+            await sse.send(data)
+            if not passes and sse.has_chunks:
+                passes = True
+                events.pass_to(_Passed(sse, events, encoder))
+
+
+class _Passed:
+    """Writes the events that come while the stream's task waits: waking it for each token would cost more than all else
+    that is done with one. See flow.outbox.Receiver.
+    """
+
+    __slots__ = ("_encode", "_event", "_sse")
+
+    def __init__(self, sse: SseResponse, events: Events, encoder: Encoder) -> None:
+        self._sse = sse
+        self._event = events.event
+        self._encode = encoder.encode
+
+    def ready(self) -> bool:
+        return self._sse.writable
+
+    def receive(self, deltas: Sequence[TextDelta]) -> None:
+        if len(deltas) == 1:
+            data = self._encode(*self._event(0, deltas[0]))
+        else:
+            data = b"".join([self._encode(*self._event(0, delta)) for delta in deltas])
+        if data:
+            self._sse.write(data)
+
+
+def is_large(delta: TextDelta) -> bool:
+    """Whether shaping an event takes so long that it belongs in a thread."""
+    return delta.prompt_logprobs is not None and len(delta.prompt_logprobs) >= LARGE_REPORT
+
+
+async def _fail(sse: SseResponse, encoder: Encoder, error: PeltonError) -> None:
+    if not sse.begun:
+        raise error
+    await sse.send(encoder.failed(error))
+
+
+def unexpected_error() -> InternalError:
+    """What a client is told of an exception that nobody foresaw."""
+    return InternalError("The server failed; the request id finds the details in its log.")
+
+
+def failure(error: PeltonError) -> bytes:
+    """How streams of chunks end where they fail."""
+    return data_event(error_object(error)) + DONE
+
+
+def data_event(value: object) -> bytes:
+    """One `data:` event."""
+    return b"data: " + dump_json(value) + b"\n\n"

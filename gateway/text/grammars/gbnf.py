@@ -1,0 +1,293 @@
+"""EBNF as llama.cpp (GBNF) and xgrammar write it, converted to llguidance's dialect of Lark.
+
+`name ::= alternatives`, the first one read is `root`. An element is a text in double or single quotes, a class of
+characters, `.`, the name of a rule, a group, or a special token (`<name>`, `<[id]>`), each with `*`, `+`, `?`,
+`{n}`, `{n,}` or `{n,m}` behind it; `#` begins a comment. A rule ends where the next one begins.
+
+Rules that cannot contain themselves become terminals, which are much faster to follow, where that changes nothing (see
+gbnf_lexing). If `root` is one, the whole grammar is one regular expression.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gateway.text.grammars.gbnf_lexing import (
+    ASCII,
+    EVERYTHING,
+    Alt,
+    Chars,
+    Loop,
+    Node,
+    Ref,
+    Seq,
+    Token,
+    safe_terminals,
+    text_node,
+)
+from gateway.text.grammars.grammar import refusal
+from shared.errors import InvalidRequestError
+
+MAX_NESTING = 100
+
+_DEFINITION = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    |(?P<define>[A-Za-z_][\w-]*\s*::=)
+    |(?P<name>[A-Za-z_][\w-]*)
+    |(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    |(?P<special><\[[0-9,^*-]+\]>|<[^\s<>\[][^\s<>]*>)
+    |(?P<chars>\[(?:[^\]\\]|\\.)*\])
+    |(?P<repeat>[*+?]|\{\s*[0-9]{1,18}\s*(?:,\s*[0-9]{0,18}\s*)?\})
+    |(?P<mark>[|().])""",
+    re.VERBOSE,
+)
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
+_MAX_REPEAT = 100_000
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether a grammar defines its rules by `::=`."""
+    return _DEFINITION.search(grammar) is not None
+
+
+def gbnf_to_lark(grammar: str, place: str) -> str:
+    """The same language in Lark, with `start` for `root`.
+
+    Raises InvalidRequestError with `place` as its parameter where the grammar does not parse.
+    """
+    return _Writer(_Parser(grammar, place).rules(), place).lark()
+
+
+@dataclass(slots=True)
+class _Rule:
+    """One rule: its body in Lark's syntax, in which names of rules stand between zero bytes, and as a tree."""
+
+    body: str = ""
+    node: Node = field(default_factory=lambda: Seq(()))
+    names: set[str] = field(default_factory=set)
+    special: bool = False
+
+
+_Part = tuple[str, Node]
+"""In Lark's syntax, and as a tree."""
+
+
+class _Parser:
+    def __init__(self, grammar: str, place: str) -> None:
+        self._place = place
+        self._tokens = self._split(grammar)
+        self._kind, self._text, self._line = next(self._tokens)
+        self._rule = _Rule()
+
+    def rules(self) -> dict[str, _Rule]:
+        rules: dict[str, _Rule] = {}
+        while self._kind != "end":
+            if self._kind != "define":
+                raise self._error(f"expected a rule (name ::= ...), found {self._shown()}")
+            name = self._text[:-3].rstrip()
+            if name in rules:
+                raise self._error(f"the rule {name[:64]!r} is defined twice")
+            self._next()
+            self._rule = _Rule()
+            self._rule.body, self._rule.node = self._alternatives(0)
+            rules[name] = self._rule
+        return rules
+
+    def _split(self, grammar: str) -> Iterator[tuple[str, str, int]]:
+        position, line = 0, 1
+        while position < len(grammar):
+            found = _TOKEN.match(grammar, position)
+            if found is None:
+                self._line = line
+                raise self._error(f"cannot read {grammar[position : position + 16]!r}")
+            kind = found.lastgroup or ""
+            if kind != "space":
+                yield kind, found[0], line
+            line += found[0].count("\n")
+            position = found.end()
+        while True:
+            yield "end", "", line
+
+    def _next(self) -> None:
+        self._kind, self._text, self._line = next(self._tokens)
+
+    def _alternatives(self, depth: int) -> _Part:
+        if depth > MAX_NESTING:
+            raise self._error(f"groups are nested more than {MAX_NESTING} deep")
+        found = [self._sequence(depth)]
+        while (self._kind, self._text) == ("mark", "|"):
+            self._next()
+            found.append(self._sequence(depth))
+        return " | ".join(text for text, _ in found), Alt(tuple(node for _, node in found))
+
+    def _sequence(self, depth: int) -> _Part:
+        parts: list[_Part] = []
+        while True:
+            element = self._element(depth)
+            if element is None:
+                return " ".join(text for text, _ in parts) or '""', Seq(tuple(node for _, node in parts))
+            if self._kind == "repeat":
+                element = self._repeated(element)
+            if self._kind == "repeat":
+                raise self._error(f"{self._shown()} has nothing to repeat")
+            parts.append(element)
+
+    def _element(self, depth: int) -> _Part | None:
+        kind, text = self._kind, self._text
+        if kind == "repeat":
+            raise self._error(f"{self._shown()} has nothing to repeat")
+        if kind in ("end", "define") or text in ("|", ")"):
+            return None
+        self._next()
+        if text == "(":
+            inner, node = self._alternatives(depth + 1)
+            if self._text != ")" or self._kind != "mark":
+                raise self._error("a group is not closed")
+            self._next()
+            return f"({inner})", node
+        if kind == "name":
+            self._rule.names.add(text)
+            return f"\0{text}\0", Ref(text)
+        if kind == "special":
+            self._rule.special = True
+            return text, Token()
+        if kind == "text":
+            plain = _unescaped(text[1:-1])
+            return json.dumps(plain), text_node(plain)
+        return ("/(?s:.)/", Chars(EVERYTHING)) if text == "." else self._class(text[1:-1])
+
+    def _repeated(self, element: _Part) -> _Part:
+        text = "".join(self._text.split())
+        optional, many = text in ("*", "?"), text != "?"
+        if len(text) > 1:
+            bounds = [int(number) for number in re.findall(r"\d+", text)]
+            if max(bounds) > _MAX_REPEAT or (len(bounds) == 2 and bounds[0] > bounds[1]):
+                raise self._error(f"{self._shown()} is no range up to {_MAX_REPEAT}")
+            optional, many = bounds[0] == 0, True
+            if text in ("{0}", "{0,0}"):
+                self._next()
+                return '""', Seq(())  # Lark has no such range
+        self._next()
+        return f"{element[0]}{text}", Loop(element[1], optional, many)
+
+    def _class(self, inner: str) -> _Part:
+        negated = inner.startswith("^")
+        characters = _characters(inner[1:] if negated else inner)
+        if not characters:
+            raise self._error("a class of characters is empty")
+        parts: list[str] = []
+        mask = position = 0
+        while position < len(characters):
+            first = last = characters[position][0]
+            position += 1
+            if characters[position : position + 1] == [("-", False)] and position + 1 < len(characters):
+                last = characters[position + 1][0]
+                position += 2
+            parts.append(_code(first) if first == last else f"{_code(first)}-{_code(last)}")
+            mask |= _mask(first, last)
+        if negated:
+            # What is beyond ASCII may be excluded in part only.
+            mask = EVERYTHING & ~(mask & ASCII)
+        return f"/[{'^' if negated else ''}{''.join(parts)}]/", Chars(mask)
+
+    def _shown(self) -> str:
+        return repr(self._text[:32]) if self._text else "the end"
+
+    def _error(self, what: str) -> InvalidRequestError:
+        return refusal(self._place, f"line {self._line}: {what}")
+
+
+class _Writer:
+    def __init__(self, rules: dict[str, _Rule], place: str) -> None:
+        self._rules = rules
+        for rule in rules.values():
+            unknown = next((name for name in rule.names if name not in rules), None)
+            if unknown is not None:
+                raise refusal(place, f"there is no rule {unknown[:64]!r}")
+        if "root" not in rules:
+            raise refusal(place, "it has no rule 'root'")
+        regular = _regular(rules)
+        self._terminals = safe_terminals({name: rule.node for name, rule in rules.items()}, regular)
+        self._plain = {
+            name: f"{index}_" + re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for index, name in enumerate(rules)
+        }
+
+    def lark(self) -> str:
+        """Of each rule the versions that are used: as a terminal, as a rule, or both."""
+        lines = [f"start: {self._name('root', 'root' in self._terminals)}"]
+        waiting = [("root", "root" in self._terminals)]
+        written: set[tuple[str, bool]] = set()
+        while waiting:
+            version = waiting.pop()
+            if version in written:
+                continue
+            written.add(version)
+            name, is_terminal = version
+            uses = {used: is_terminal or used in self._terminals for used in sorted(self._rules[name].names)}
+            pieces = self._rules[name].body.split("\0")
+            pieces[1::2] = [self._name(used, uses[used]) for used in pieces[1::2]]
+            lines.append(f"{self._name(name, is_terminal)}: {''.join(pieces)}")
+            waiting += uses.items()
+        return "\n".join(lines) + "\n"
+
+    def _name(self, rule: str, is_terminal: bool) -> str:
+        return f"G{self._plain[rule].upper()}" if is_terminal else f"g{self._plain[rule]}"
+
+
+def _regular(rules: dict[str, _Rule]) -> set[str]:
+    """Names of rules that reach no cycle and no special token: those that only refer to such rules, from the leaves
+    up."""
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    waits_for = {name: len(rule.names) for name, rule in rules.items()}
+    for name, rule in rules.items():
+        for used in rule.names:
+            users[used].append(name)
+    ready = [name for name, rule in rules.items() if not rule.names and not rule.special]
+    regular: set[str] = set()
+    while ready:
+        name = ready.pop()
+        regular.add(name)
+        for user in users[name]:
+            waits_for[user] -= 1
+            if waits_for[user] == 0 and not rules[user].special:
+                ready.append(user)
+    return regular
+
+
+def _unescaped(text: str) -> str:
+    return "".join(character for character, _ in _characters(text))
+
+
+def _characters(text: str) -> list[tuple[str, bool]]:
+    """The characters that a text with escapes stands for, and whether each was escaped."""
+    found: list[tuple[str, bool]] = []
+    position = 0
+    while position < len(text):
+        escape = _ESCAPE.match(text, position)
+        if escape is None:
+            found.append((text[position], False))
+            position += 1
+            continue
+        code = escape[1]
+        if len(code) > 1:
+            number = int(code[1:], 16)
+            found.append((chr(number) if number < 0x110000 else "\ufffd", True))
+        else:
+            found.append((_CONTROL.get(code, code), True))
+        position = escape.end()
+    return found
+
+
+def _mask(first: str, last: str) -> int:
+    low, high = ord(first), ord(last)
+    ascii_part = ((1 << (min(high, 127) + 1)) - 1) & ~((1 << low) - 1) if low < 128 else 0
+    return (ascii_part & ASCII) | (EVERYTHING & ~ASCII if high > 127 else 0)
+
+
+def _code(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"

@@ -1,0 +1,268 @@
+"""JSON schemas as grammars: what a client sends, made into what llguidance is to enforce.
+
+What a schema leaves open, a weak model fills up to max_tokens: white space, digits. Both are bounded here:
+
+- Between two tokens stands at most one space, or one line break with up to INDENT spaces.
+- A text of a format that has an endless part (fractions of a second) has a length.
+- A number has up to 15 digits before its point and NUM_DECIMALS behind it, and no exponent, unless the schema's own
+  bounds or `multipleOf` ask for more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.text.grammars.regex_size import check_size
+from shared.errors import InvalidRequestError
+
+INDENT = 20
+"""The most spaces behind a line break."""
+MAX_NUMBER = 10**15 - 1
+NUM_DECIMALS = 9
+MAX_DEPTH = 64
+"""Of schemas inside of schemas; llguidance takes about 60."""
+MAX_NODES = 20_000
+
+WHITESPACE = rf" |\n {{0,{INDENT}}}"
+
+ESCAPES = 'nrbtf\\"'
+"""What may stand behind a backslash, where a schema names no control characters. With `u` a model could spell the name
+of a property as `\\u0061`, which llguidance takes for a further property, held to nothing."""
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
+"""In JSON text: a control character that has no shorter escape."""
+
+FORMAT_LENGTHS = {"time": 32, "date-time": 48, "duration": 48, "email": 254, "hostname": 253, "uri": 2048}
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("additionalProperties", "additionalItems", "items")
+_COMBINED = ("anyOf", "oneOf", "$ref")
+_FIXED = (*_COMBINED, "allOf", "enum", "const")
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
+)
+"""Keywords that demand nothing: left out, so that grammars are small and alike."""
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "minProperties": (0,),
+}
+"""Values with which keywords demand nothing, though llguidance refuses the keyword; zod writes the last propertyNames
+for every map."""
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_CONSTRAINTS = frozenset(
+    {
+        *("type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required", "items"),
+        *("prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum"),
+        *("exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties", "additionalItems"),
+    }
+)
+
+
+def json_expression(
+    schema: Mapping[str, Any],
+    place: str,
+    *,
+    whitespace: str | None = None,
+    close_objects: bool = False,
+    lenient: bool = False,
+) -> str:
+    """An expression for JSON text that satisfies the schema, for the right side of a rule of its own.
+
+    Args:
+        place: the request field that holds the schema.
+        whitespace: a regular expression for what may stand, once, where JSON allows white space; "" for none.
+        close_objects: objects that say nothing of further properties have none.
+        lenient: what llguidance cannot enforce is left out; else it refuses the grammar.
+
+    Raises:
+        InvalidRequestError: the schema is no schema, or too large. What llguidance cannot enforce is found by it.
+    """
+    if "x-guidance" in schema:
+        message = f"{place}.x-guidance is not supported: send structured_outputs.whitespace_pattern instead."
+        raise InvalidRequestError(message, param=place)
+    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
+    if whitespace == "":
+        options = {"whitespace_flexible": False}
+    if lenient:
+        options["lenient"] = True
+    if not _CONTROL.search(json.dumps(schema, ensure_ascii=False)):
+        options["json_allowed_escapes"] = ESCAPES
+    bounded = _Bounder(place, _is_simple(schema, place), close_objects=close_objects).whole(schema)
+    return f"%json {json.dumps({**bounded, 'x-guidance': options})}"
+
+
+def _is_simple(schema: Mapping[str, Any], place: str) -> bool:
+    """Whether values of any kind can be bounded too: where llguidance has to intersect schemas, or to resolve
+    references from somewhere else than the root, a definition of ours would be in the way. Checks the size."""
+    num_nodes, simple = 0, True
+    nodes: list[tuple[Any, int]] = [(schema, 0)]
+    while nodes:
+        node, depth = nodes.pop()
+        num_nodes += 1
+        if depth > MAX_DEPTH or num_nodes > MAX_NODES:
+            what = f"more than {MAX_DEPTH} schemas inside of each other" if depth > MAX_DEPTH else "too many schemas"
+            raise InvalidRequestError(f"{place} has {what}.", param=place)
+        if not isinstance(node, dict):
+            continue
+        combined = any(name in node for name in _COMBINED) and not _CONSTRAINTS.isdisjoint(node)
+        moved = depth > 0 and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str))
+        if "allOf" in node or combined or moved or sum(name in node for name in _COMBINED) > 1:
+            simple = False
+        nodes.extend((child, depth + 1) for child in _children(node))
+    return simple
+
+
+def _children(node: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for name in _MAPS:
+        if isinstance(value := node.get(name), dict):
+            found += value.values()
+    for name in (*_LISTS, *_SINGLE):
+        if isinstance(value := node.get(name), list):
+            found += value
+        elif value is not None:
+            found.append(value)
+    return found
+
+
+class _Bounder:
+    """Copies a schema with bounds.
+
+    Args:
+        bound_any: values of which the schema says nothing are bounded as well.
+    """
+
+    def __init__(self, place: str, bound_any: bool, *, close_objects: bool) -> None:
+        self._place = place
+        self._bound_any = bound_any
+        self._close_objects = close_objects
+        self._any_name = "any"
+        self._any_used = False
+
+    def whole(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        definitions = schema.get("$defs")
+        if isinstance(definitions, dict):
+            while self._any_name in definitions:
+                self._any_name += "_"
+        bounded: dict[str, Any] = self._bounded(dict(schema), "")
+        if self._any_used:
+            whole_any = self._bounded({}, "")
+            bounded["$defs"] = {**bounded.get("$defs", {}), self._any_name: whole_any}
+        return bounded
+
+    def _any(self) -> dict[str, str]:
+        self._any_used = True
+        return {"$ref": f"#/$defs/{self._any_name}"}
+
+    def _bounded(self, node: Any, path: str) -> Any:
+        if isinstance(node, bool):
+            return self._any() if node and self._bound_any else node
+        if not isinstance(node, dict):
+            place = f"{self._place}{path}"
+            raise InvalidRequestError(f"{place} must be a JSON schema, which is an object.", param=place)
+        result = {name: value for name, value in node.items() if not _demands_nothing(name, value)}
+        for name in _NUMBERS:
+            # llguidance would leave out what is no number.
+            if name in node and (isinstance(node[name], bool) or not isinstance(node[name], int | float)):
+                place = f"{self._place}{path}.{name}"
+                raise InvalidRequestError(f"{place} must be a number.", param=place)
+        _exclude_zero(result)
+        self._check_patterns(node, path)
+        for name in _MAPS:
+            if name in node:
+                children = self._of_kind(node, name, dict, path)
+                result[name] = {key: self._bounded(one, f"{path}.{name}.{key[:64]}") for key, one in children.items()}
+        for name in _LISTS:
+            if name in node:
+                children = self._of_kind(node, name, list, path)
+                result[name] = [self._bounded(one, f"{path}.{name}[{index}]") for index, one in enumerate(children)]
+        for name in _SINGLE:
+            if isinstance(value := node.get(name), list) and name != "additionalProperties":
+                result[name] = [self._bounded(one, f"{path}.{name}[{index}]") for index, one in enumerate(value)]
+            elif name in node:
+                result[name] = self._bounded(value, f"{path}.{name}")
+        if not any(name in node for name in _FIXED):
+            self._bound_values(result)
+        elif self._close_objects and "properties" in node:
+            result.setdefault("additionalProperties", False)
+        return result
+
+    def _check_patterns(self, node: Mapping[str, Any], path: str) -> None:
+        """Raises InvalidRequestError for a regular expression that is too large. What is none llguidance refuses."""
+        if isinstance(pattern := node.get("pattern"), str):
+            check_size(pattern, f"{self._place}{path}.pattern")
+        if isinstance(patterns := node.get("patternProperties"), dict):
+            for pattern in patterns:
+                check_size(pattern, f"{self._place}{path}.patternProperties.{pattern[:64]}")
+
+    def _of_kind(self, node: Mapping[str, Any], name: str, kind: type, path: str) -> Any:
+        if not isinstance(node[name], kind):
+            place = f"{self._place}{path}.{name}"
+            raise InvalidRequestError(f"{place} must be {'an object' if kind is dict else 'a list'}.", param=place)
+        return node[name]
+
+    def _bound_values(self, node: dict[str, Any]) -> None:
+        """Bounds what this schema itself allows."""
+        length = FORMAT_LENGTHS.get(str(node.get("format")))
+        if length is not None and "maxLength" not in node and node.get("minLength", 0) in range(length):
+            node["maxLength"] = length
+        kinds = node.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        anything = kinds is None
+        if not anything and not isinstance(kinds, list):
+            return
+        if ("number" in kinds or "integer" in kinds) if kinds is not None else self._bound_any:
+            _bound_number(node, decimals=anything or "number" in (kinds or ()))
+        is_object = "object" in (kinds or ()) or "properties" in node or "patternProperties" in node
+        if self._close_objects and is_object and ("properties" in node or "patternProperties" in node):
+            node.setdefault("additionalProperties", False)
+        if not self._bound_any:
+            return
+        if anything or "object" in (kinds or ()):
+            node.setdefault("additionalProperties", self._any())
+        if (anything or "array" in (kinds or ())) and "items" not in node:
+            node["items"] = self._any()
+
+
+def _demands_nothing(keyword: str, value: object) -> bool:
+    idle = _IDLE.get(keyword, ())
+    return keyword in _ANNOTATIONS or any(type(value) is type(one) and value == one for one in idle)
+
+
+def _exclude_zero(node: dict[str, Any]) -> None:
+    """Says without an exclusive bound that a number is not 0: llguidance lets 0 and -0 pass at one, where the other
+    bound is between -1 and 1."""
+    least = 10.0**-NUM_DECIMALS
+    if node.get("type") == "integer":
+        return
+    if node.get("exclusiveMinimum") == 0:
+        del node["exclusiveMinimum"]
+        node["minimum"] = max(node.get("minimum", least), least)
+    if node.get("exclusiveMaximum") == 0:
+        del node["exclusiveMaximum"]
+        node["maximum"] = min(node.get("maximum", -least), -least)
+
+
+def _bound_number(node: dict[str, Any], *, decimals: bool) -> None:
+    low = _number(node, "minimum", "exclusiveMinimum")
+    high = _number(node, "maximum", "exclusiveMaximum")
+    if low is None and (high is None or high > -MAX_NUMBER):
+        node["minimum"] = -MAX_NUMBER
+    if high is None and (low is None or low < MAX_NUMBER):
+        node["maximum"] = MAX_NUMBER
+    if decimals and "multipleOf" not in node:
+        node["multipleOf"] = 10.0**-NUM_DECIMALS
+
+
+def _number(node: Mapping[str, Any], *names: str) -> float | None:
+    for name in names:
+        value = node.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    return None

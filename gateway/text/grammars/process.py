@@ -1,0 +1,178 @@
+"""The process in which grammars of clients are tried: `python -m gateway.text.grammars.process`.
+
+A grammar that fits all of llguidance's limits can still take it minutes (`multipleOf: 123456789`), gigabytes, or all
+of a stack, which ends the process (a thousand `$ref`s in a chain). So a grammar is compiled here first, under limits
+that the kernel enforces, and only then in a worker, which has more of everything.
+
+Frames on standard input and output: four bytes of length, little-endian, and a Job or a Verdict as MessagePack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import resource
+import struct
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+MAX_MEMORY = 640 << 20
+"""Bytes of address space."""
+MAX_CPU_SECONDS = 10
+"""For one grammar. The gateway ends the process sooner; this is for one whose gateway is gone."""
+STACK_SIZE = 1 << 21
+"""Bytes. A worker's threads have four times as much, so that what passes here cannot overrun them."""
+NUM_STEPS = 128
+"""Bytes of text that are tried: what a text of some length overtaxes is found out before it is streamed."""
+WALK_SECONDS = 0.25
+"""Processor time for that."""
+MAX_TOKENIZERS = 4
+_NOT_ZERO = re.compile(rb"[^\0]")
+HEADER = struct.Struct("<I")
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""A worker's."""
+
+
+class Job(msgspec.Struct, array_like=True, frozen=True):
+    """A grammar to try.
+
+    Attributes:
+        vocab_size: the model's; token ids that the grammar names are below it.
+        special_ids: text of each special token -> its id.
+    """
+
+    source: str
+    vocab_size: int = 0
+    special_ids: dict[str, int] = {}
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """What llguidance said of it, in its own words; None: it is good."""
+
+    error: str | None
+
+
+class ByteVocabulary:
+    """A vocabulary of all bytes and a model's special tokens: enough to try a grammar, and much smaller than the
+    model's own."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, special_ids: dict[str, int]) -> None:
+        taken = set(special_ids.values())
+        size = max(vocab_size, 257 + len(taken), max(taken, default=0) + 1)
+        self.tokens = [b""] * size
+        for text, token_id in special_ids.items():
+            self.tokens[token_id] = text.encode("utf-8", "replace")
+        free = [token_id for token_id in range(min(size, 257 + len(taken))) if token_id not in taken][:257]
+        for value, token_id in enumerate(free[:256]):
+            self.tokens[token_id] = bytes([value])
+        self._id_of = free
+        self.eos_token_id = free[256]
+        self.tokens[self.eos_token_id] = b"<end of text>"
+        self.special_token_ids = [self.eos_token_id, *taken]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return [self._id_of[value] for value in (text.encode() if isinstance(text, str) else text)]
+
+
+class _Judge:
+    def __init__(self) -> None:
+        self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
+
+    def judge(self, job: Job) -> Verdict:
+        """Compiles the grammar and writes a little of a text that it allows."""
+        try:
+            return Verdict(self._try(job))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the grammar cannot be used
+            return Verdict(str(error) or type(error).__name__)
+
+    def _try(self, job: Job) -> str | None:
+        tokenizer = self._tokenizer(job)
+        matcher = LLMatcher(tokenizer, job.source, log_level=0, limits=_LIMITS)
+        chooser = random.Random(0)
+        began = time.process_time()
+        for step in range(NUM_STEPS):
+            if matcher.is_error():
+                return matcher.get_error() or "it cannot be used"
+            if matcher.is_stopped() and step:
+                return None
+            allowed = _set_bits(matcher.compute_bitmask())
+            if matcher.is_error() or not allowed:
+                return matcher.get_error() or "no text satisfies it"
+            longer = [token_id for token_id in allowed if token_id != tokenizer.eos_token]
+            if not longer:
+                return None
+            # Also where the mask took all the time: text that must come, which llguidance then writes out, may fail.
+            matcher.consume_token(chooser.choice(longer))
+            if matcher.is_error():
+                return matcher.get_error() or "it cannot be used"
+            if time.process_time() - began > WALK_SECONDS:
+                return None
+        return None
+
+    def _tokenizer(self, job: Job) -> LLTokenizer:
+        key = msgspec.msgpack.encode((job.vocab_size, job.special_ids))
+        tokenizer = self._tokenizers.get(key)
+        if tokenizer is None:
+            tokenizer = LLTokenizer(
+                TokenizerWrapper(ByteVocabulary(job.vocab_size, job.special_ids)), slices=LLTokenizer.json_slices()
+            )
+            self._tokenizers[key] = tokenizer
+            if len(self._tokenizers) > MAX_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+        self._tokenizers.move_to_end(key)
+        return tokenizer
+
+
+def _set_bits(mask: bytes) -> list[int]:
+    return [
+        8 * found.start() + bit
+        for found in _NOT_ZERO.finditer(mask)
+        for bit in range(8)
+        if mask[found.start()] >> bit & 1
+    ]
+
+
+def _limit_cpu() -> None:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    spent = int(usage.ru_utime + usage.ru_stime)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + MAX_CPU_SECONDS, hard))
+
+
+def _serve(source: BinaryIO, sink: BinaryIO) -> None:
+    judge = _Judge()
+    decoder = msgspec.msgpack.Decoder(Job)
+    while len(header := source.read(HEADER.size)) == HEADER.size:
+        body = source.read(HEADER.unpack(header)[0])
+        _limit_cpu()
+        answer = msgspec.msgpack.encode(judge.judge(decoder.decode(body)))
+        sink.write(HEADER.pack(len(answer)) + answer)
+        sink.flush()
+
+
+def main() -> None:
+    """Answers until standard input ends. Whatever else runs here has precedence."""
+    os.nice(5)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_SIZE)
+    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

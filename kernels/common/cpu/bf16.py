@@ -1,0 +1,51 @@
+"""AVX512-BF16: two instructions that round float32 to bfloat16 and multiply and add up pairs, as LLVM IR.
+
+Both take subnormal numbers as zero and give zero for them. A sum of `multiply_add` is rounded twice, once for each
+product, the higher of a pair first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils
+
+from kernels.common.cpu.simd import VEC, WIDTH
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+PAIRS = ir.VectorType(_BFloat(), 2 * WIDTH)
+"""16 pairs of bfloat16."""
+
+
+def supported() -> bool:
+    """Whether this processor has the instructions."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx512bf16")) and bool(features.get("avx512bw"))
+
+
+def round_pairs(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors of 16 float32 as one of 32 bfloat16, rounded to nearest even: `low`, then `high`."""
+    kind = ir.FunctionType(PAIRS, [VEC, VEC])
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
+
+
+def multiply_add(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    """sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] for 16 lanes i; sums: float32, a and b: PAIRS."""
+    kind = ir.FunctionType(VEC, [VEC, PAIRS, PAIRS])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [sums, a, b])

@@ -1,0 +1,133 @@
+"""How Triton kernels are launched, the same on a GPU and in the interpreter (TRITON_INTERPRET=1, set before import)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.triton.compilations import Target
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in the interpreter, on tensors of the CPU."""
+
+TRITON_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+NAMED_TYPES: dict[str, Any] = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
+"""The float types by their names in signatures of kernels."""
+
+ASSUMED_PROCESSORS = 132
+"""Multiprocessors in the interpreter, where there are none to count: those of an H100 or H200."""
+
+
+def product_type(dtype: torch.dtype) -> Any:
+    """The type in which a kernel multiplies what it loads as `dtype`: the constexpr PRODUCT.
+
+    Triton's interpreter gets bfloat16 products wrong without a word (3.9: off by 1e10), so they are float32 there.
+    """
+    if INTERPRETED and dtype is torch.bfloat16:
+        return tl.float32
+    return TRITON_TYPES[dtype]
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU: what the static grids are sized by."""
+    if device.type != "cuda":
+        return ASSUMED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def native_fp8(device: torch.device) -> bool:
+    """Whether the GPU converts e4m3fn itself (compute capability 8.9 and up); elsewhere kernels do it by bits.
+
+    So does the interpreter, which rounds wrongly to e4m3fn and reads its NaN as 480 (Triton 3.9).
+    """
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def nearest_target(device: torch.device) -> Target:
+    """The target whose tiles a GPU takes: consumer GPUs have no more shared memory than sm_80's tiles need."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major = torch.cuda.get_device_capability(device)[0]
+    return "sm_90" if major == 9 else "sm_100" if major == 10 else "sm_80"
+
+
+_INT32 = range(-(1 << 31), 1 << 31)
+
+
+class Variant:
+    """A kernel with its constants, which is launched for less of the host's time than by `kernel[grid](...)`.
+
+    Triton's own way binds, looks at and hashes every parameter with each launch, which takes the host longer than most
+    kernels of a small step take the GPU. Here it is gone once for each kind of arguments that Triton tells apart
+    (types, alignment of pointers, divisibility of integers); the kernel that it found is then launched directly.
+
+    Callers make a variant once for each choice of constants and keep it (functools.cache).
+
+    Args:
+        constants: all constexpr parameters, and Triton's options: num_warps, num_stages, enable_fp_fusion.
+    """
+
+    __slots__ = ("_constants", "_kernel", "_ready")
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        self._kernel = kernel
+        self._constants = constants
+        self._ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """Launches it.
+
+        Args:
+            grid: one to three numbers.
+            args: all other parameters in their order: tensors, integers, floats.
+        """
+        if INTERPRETED:
+            self._kernel[grid](*args, **self._constants)
+            return
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        kinds: list[Any] = [device]
+        values: list[Any] = []
+        for value in args:
+            if type(value) is int:
+                kinds.append(1 if value == 1 else (value % 16 == 0, value in _INT32))
+            elif type(value) is float:
+                kinds.append(None)
+            else:
+                kinds.append(value.dtype)
+                value = value.data_ptr()
+                if value % 16:
+                    kinds.append(0)
+            values.append(value)
+        key = tuple(kinds)
+        ready = self._ready.get(key)
+        if ready is None:
+            compiled = self._kernel[grid](*args, **self._constants)
+            rest = [self._constants[name] for name in self._kernel.arg_names[len(args) :]]
+            self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            return
+        run, function, metadata, rest = ready
+        height = grid[1] if len(grid) > 1 else 1
+        depth = grid[2] if len(grid) > 2 else 1
+        stream = driver.get_current_stream(device)
+        # Nobody in a worker listens to launches: no hooks, and nothing for them.
+        run(grid[0], height, depth, stream, function, metadata, None, None, None, *values, *rest)

@@ -1,0 +1,32 @@
+"""The gated activation of a feed-forward block, in plain torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from kernels.common.quantized import ActivationQuantization, Activations
+from kernels.ops.quantize.reference import quantize
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def activation_and_mul(
+    gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
+) -> Activations:
+    """[T, 2 * n] (gate, then up) -> [T, n] = activation(gate) * up (Shazeer 2020), arithmetic in float32.
+
+    quantization: how the linear layer behind it wants the result, if not as it is.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    match activation:
+        case "silu":
+            gate = F.silu(gate)
+        case "gelu":
+            gate = F.gelu(gate)
+        case "gelu_tanh":
+            gate = F.gelu(gate, approximate="tanh")
+    out = (gate * up).to(gate_up.dtype)
+    return out if quantization is None else quantize(out, quantization)

@@ -1,0 +1,98 @@
+"""One layer's pages of the KV cache and the formats of their cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+KVFormat = Literal["dense", "fp8", "int8", "int4"]
+
+LARGEST: dict[KVFormat, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+"""Largest magnitude of a code; a cell's scale is its largest magnitude divided by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """Keys and values of one layer.
+
+    A cell is one token's key or value of one head. Quantized cells have one scale each: value = code * scale.
+    int4 holds two codes in a byte, each plus 8: dimension d in the low half and d + head_dim / 2 in the high half of
+    byte d, so that a kernel works on the two halves of a head without shuffling.
+
+    The CPU may store dense bfloat16 cells in pairs (see `stored_in_pairs`): two neighbouring dimensions of a key, or
+    the same dimension of two neighbouring slots' values, lie side by side, as its instruction takes them.
+
+    Attributes:
+        keys, values: [pages, num_kv_heads, page_size, head_dim], any strides: of the model's dtype or float32 (dense),
+            float8_e4m3fn, int8, or uint8 with head_dim / 2 (int4). In pairs, contiguous: keys [pages, num_kv_heads,
+            head_dim / 2, page_size, 2], values [pages, num_kv_heads, page_size / 2, head_dim, 2].
+        key_scales, value_scales: [pages, num_kv_heads, page_size] float32; None for dense.
+        format: how cells are stored.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+    format: KVFormat = "dense"
+
+    @property
+    def paired(self) -> bool:
+        """Whether cells are stored in pairs."""
+        return self.keys.dim() == 5
+
+
+def stored_in_pairs(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
+    """Whether dense cells on this processor are stored in pairs: wherever it has the instruction and sizes are even."""
+    if dtype is not torch.bfloat16 or head_dim % 2 or page_size % 2:
+        return False
+    from kernels.common.cpu.bf16 import supported  # brings numba along, which only the CPU's kernels need
+
+    return supported()
+
+
+def key_cells(pairs: torch.Tensor) -> torch.Tensor:
+    """Keys in pairs [..., head_dim / 2, page_size, 2] as cells [..., page_size, head_dim], copied."""
+    return pairs.transpose(-2, -3).flatten(-2)
+
+
+def value_cells(pairs: torch.Tensor) -> torch.Tensor:
+    """Values in pairs [..., page_size / 2, head_dim, 2] as cells [..., page_size, head_dim], copied."""
+    return pairs.transpose(-1, -2).flatten(-3, -2)
+
+
+def pair_keys(cells: torch.Tensor) -> torch.Tensor:
+    """The inverse of `key_cells`, contiguous."""
+    pairs: torch.Tensor = cells.unflatten(-1, (-1, 2))
+    return pairs.transpose(-2, -3).contiguous()
+
+
+def pair_values(cells: torch.Tensor) -> torch.Tensor:
+    """The inverse of `value_cells`, contiguous."""
+    pairs: torch.Tensor = cells.unflatten(-2, (-1, 2))
+    return pairs.transpose(-1, -2).contiguous()
+
+
+def quantize_cells(cells: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., head_dim] floats -> codes as KVPages stores them and [...] float32 scales. A cell of zeros has scale 0."""
+    wide = cells.float()
+    largest = wide.abs().amax(dim=-1)
+    # By a tensor: torch divides by a number on a GPU as a product with its reciprocal, which is rounded once more.
+    scales = largest / torch.full_like(largest, LARGEST[kv_format])
+    scaled = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+    if kv_format == "fp8":
+        return scaled.to(torch.float8_e4m3fn), scales
+    codes = scaled.round()
+    if kv_format == "int8":
+        return codes.to(torch.int8), scales
+    low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
+    return low | high << 4, scales
+
+
+def dequantize_cells(codes: torch.Tensor, scales: torch.Tensor, kv_format: KVFormat) -> torch.Tensor:
+    """The float32 values of codes and scales that `quantize_cells` gave."""
+    if kv_format == "int4":
+        codes = torch.cat((codes & 15, codes >> 4), dim=-1).to(torch.float32) - 8
+    return codes.float() * scales.unsqueeze(-1)

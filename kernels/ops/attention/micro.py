@@ -1,0 +1,138 @@
+"""The two inner products of attention over one page, with their accumulators in registers.
+
+Written as LLVM IR: numba has no way to say that a block of accumulators is not memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from kernels.common.cpu.simd import F32, I64, WIDTH, const, fma, load, pointer, prefetch, splat, store
+from kernels.common.cpu.simd import vector as vector_type
+
+
+def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
+    """Stack slots that LLVM turns into registers."""
+    return [cgutils.alloca_once(builder, kind) for _ in range(count)]
+
+
+def slot_width(page_size: int) -> int:
+    """Slots of a page that are scored side by side."""
+    return WIDTH if page_size % WIDTH == 0 else 8
+
+
+@intrinsic
+def vdrop(typing: Any, x: Any, count: Any, other: Any) -> Any:
+    """Lanes below `count` become `other`, the others stay."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        lanes, limit, fill = values
+        index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
+        return builder.select(builder.icmp_signed("<", index, splat(builder, limit)), splat(builder, fill), lanes)
+
+    return vector_type(vector_type, types.int64, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def score_page(
+    typing: Any,
+    rows: Any,
+    dim: Any,
+    page: Any,
+    bf16: Any,
+    query: Any,
+    keys: Any,
+    scores: Any,
+    stride: Any,
+    fetch: Any,
+    next_keys: Any,
+    next_values: Any,
+) -> Any:
+    """scores[r, s] = sum over d of query[r, d] * keys[d, s] for `rows` queries and the `page` slots of a page.
+
+    Literals: rows, dim, page, bf16 (of the keys), stride (values between rows of scores). query: [rows, dim] float32;
+    keys: [dim, page]; scores: float32. Even and odd d are summed apart, which hides the latency of few rows. Where the
+    literal `fetch` is 1, the pages next_keys and next_values are fetched into the cache meanwhile: the processor's own
+    prefetching does not follow a block table.
+    """
+    num_rows, head_dim, slots = rows.literal_value, dim.literal_value, page.literal_value
+    narrow, step = bool(bf16.literal_value), stride.literal_value
+    width = slot_width(slots)
+    kind = ir.VectorType(F32, width)
+    size = 2 if narrow else 4
+    prefetched = fetch.literal_value == 1
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        query_address, key_address, score_address = values[4], values[5], values[6]
+        sums = _accumulators(builder, 2 * num_rows, kind)
+        for first in range(0, slots, width):
+            for slot in sums:
+                builder.store(const(kind, 0.0), slot)
+            with cgutils.for_range_slice(builder, I64(0), I64(head_dim), I64(2), I64) as (d, _):
+                if prefetched and first == 0:
+                    reach = builder.mul(d, I64(slots * size))
+                    for base in (values[9], values[10]):
+                        for line in range(0, 2 * slots * size, 64):
+                            prefetch(builder, builder.add(base, builder.add(reach, I64(line))))
+                for parity in range(2):
+                    index = builder.add(d, I64(parity))
+                    offset = builder.add(builder.mul(index, I64(slots * size)), I64(first * size))
+                    key = load(builder, builder.add(key_address, offset), narrow, width)
+                    row_address = builder.add(query_address, builder.mul(index, I64(4)))
+                    for row in range(num_rows):
+                        at = pointer(builder, builder.add(row_address, I64(row * head_dim * 4)), F32)
+                        factor = splat(builder, builder.load(at), width)
+                        slot = sums[2 * row + parity]
+                        builder.store(fma(builder, key, factor, builder.load(slot)), slot)
+            for row in range(num_rows):
+                total = builder.fadd(builder.load(sums[2 * row]), builder.load(sums[2 * row + 1]))
+                store(builder, builder.add(score_address, I64((row * step + first) * 4)), total, False)
+        return context.get_dummy_value()
+
+    addresses = (types.int64, types.int64)
+    return types.void(rows, dim, page, bf16, types.int64, *addresses, stride, fetch, *addresses), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_page(
+    typing: Any, rows: Any, dim: Any, block: Any, bf16: Any, weights: Any, stride: Any, page: Any, out: Any, count: Any
+) -> Any:
+    """out[r, d] += sum over s < count of weights[r, s] * values[s, d] for `rows` queries.
+
+    Literals: rows, dim, block (vectors of d at a time), bf16 (of the values), stride (values between rows of
+    weights). page: address of the values [slots, dim]; out: [rows, dim] float32.
+    """
+    num_rows, head_dim, per_block = rows.literal_value, dim.literal_value, block.literal_value
+    narrow, step = bool(bf16.literal_value), stride.literal_value
+    kind = ir.VectorType(F32, WIDTH)
+    size = 2 if narrow else 4
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, value_address, out_address, slots = arguments[4], arguments[6], arguments[7], arguments[8]
+        vectors = head_dim // WIDTH
+        for start in range(0, vectors, per_block):
+            columns = range(start, min(start + per_block, vectors))
+            cells = {(r, c): cgutils.alloca_once(builder, kind) for r in range(num_rows) for c in columns}
+            places = {(r, c): builder.add(out_address, I64((r * head_dim + c * WIDTH) * 4)) for r, c in cells}
+            for cell, slot in cells.items():
+                builder.store(load(builder, places[cell], False), slot)
+            with cgutils.for_range(builder, slots, intp=I64) as loop:
+                base = builder.add(value_address, builder.mul(loop.index, I64(head_dim * size)))
+                line = {c: load(builder, builder.add(base, I64(c * WIDTH * size)), narrow) for c in columns}
+                weight_at = builder.add(weight_address, builder.mul(loop.index, I64(4)))
+                for row in range(num_rows):
+                    at = pointer(builder, builder.add(weight_at, I64(row * step * 4)), F32)
+                    factor = splat(builder, builder.load(at))
+                    for c in columns:
+                        slot = cells[row, c]
+                        builder.store(fma(builder, line[c], factor, builder.load(slot)), slot)
+            for cell, slot in cells.items():
+                store(builder, places[cell], builder.load(slot), False)
+        return context.get_dummy_value()
+
+    signature = types.void(rows, dim, block, bf16, types.int64, stride, types.int64, types.int64, types.int64)
+    return signature, codegen

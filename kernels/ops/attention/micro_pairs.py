@@ -1,0 +1,327 @@
+"""The two inner products of attention over a block of keys stored in pairs, with their accumulators in registers.
+
+Written as LLVM IR around the instruction of kernels/common/cpu/bf16.py. A sum goes through its pairs in order, one
+after the
+other, in every function here and for every number of rows: what one row gets does not depend on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, register_jitable
+
+from kernels.common.cpu import bf16
+from kernels.common.cpu.simd import I16, I32, I64, VEC, WIDTH, const, load, pointer, prefetch, splat, to_bf16
+from kernels.common.cpu.simd import vector as vector_type
+from kernels.ops.attention.rows import KEY_BLOCK, ROWS, key_block
+
+MOST_FEW = 8
+"""Queries a KV head up to which those of one token are taken together instead."""
+_REGISTERS = 24
+INTS = ir.VectorType(I32, WIDTH)
+"""A vector's lanes as integers."""
+
+
+def line_keys(page_size: int) -> int:
+    """Scores that a row of a block has room for: those of its keys, rounded up."""
+    return (key_block(page_size) + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
+
+
+register_jitable(line_keys)
+
+
+def _splat_pair(builder: Any, address: Any) -> Any:
+    """The pair at an address in every lane."""
+    return builder.bitcast(splat(builder, builder.load(pointer(builder, address, I32), align=4)), bf16.PAIRS)
+
+
+def _load_pairs(builder: Any, address: Any) -> Any:
+    return builder.load(pointer(builder, address, bf16.PAIRS), align=4)
+
+
+def _clamp(builder: Any, value: Any, low: Any, high: Any) -> Any:
+    value = builder.select(builder.icmp_signed("<", value, low), low, value)
+    return builder.select(builder.icmp_signed(">", value, high), high, value)
+
+
+class Shape:
+    """What the literals of an op say."""
+
+    def __init__(self, few: Any, num_heads: Any, num_kv_heads: Any, dim: Any, page: Any) -> None:
+        group = num_heads.literal_value // num_kv_heads.literal_value
+        self.few = few.literal_value == 1
+        self.rows = min(group, MOST_FEW) if self.few else ROWS
+        self.dim, self.page = dim.literal_value, page.literal_value
+        self.page_bytes = 2 * self.page * self.dim
+        self.step = num_kv_heads.literal_value * self.page_bytes  # between a head's cells in one page and the next
+        self.row_bytes = 4 * line_keys(self.page)
+
+    def page_at(self, builder: Any, base: Any, pages: Any, index: Any) -> Any:
+        """Where the cells of the block's page `index` are."""
+        number = builder.load(pointer(builder, builder.add(pages, builder.mul(index, I64(4))), I32), align=4)
+        return builder.add(base, builder.mul(builder.sext(number, I64), I64(self.step)))
+
+    def slot_at(self, builder: Any, base: Any, pages: Any, slot: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Where the page of the block's slot is, of pages within bounds, and which of its slots it is."""
+        index = builder.udiv(slot, I64(self.page))
+        within = builder.sub(slot, builder.mul(index, I64(self.page)))
+        return self.page_at(builder, base, pages, _clamp(builder, index, *bounds)), within
+
+
+def _score_columns(rows: int) -> int:
+    """Vectors of keys that are scored side by side: a power of two, enough to hide the instruction's latency."""
+    return next(columns for columns in (8, 4, 2) if rows * columns <= _REGISTERS and (columns < 8 or rows < 3))
+
+
+def _score_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
+    query, keys, pages, scores, first, end, low, last, final, values = arguments
+    columns, halves = _score_columns(shape.rows), 1 if shape.page % WIDTH == 0 else 2
+    unit, pair_bytes = WIDTH // halves, 4 * shape.page
+    sums = [[cgutils.alloca_once(builder, VEC) for _ in range(columns)] for _ in range(shape.rows)]
+    start = builder.mul(builder.udiv(first, I64(columns * WIDTH)), I64(columns * WIDTH))
+    with cgutils.for_range_slice(builder, start, end, I64(columns * WIDTH), I64) as (key, _):
+        for slot in (slot for row in sums for slot in row):
+            builder.store(const(VEC, 0.0), slot)
+        places, fetched = [], []
+        for part in range(columns * halves):
+            slot = builder.add(key, I64(part * unit))
+            page, within = shape.slot_at(builder, keys, pages, slot, (low, last))
+            places.append(builder.add(page, builder.mul(within, I64(4))))
+            if shape.few and part % halves == 0:
+                fetched.append(builder.add(builder.add(page, values), builder.mul(within, I64(2 * shape.dim))))
+                after = builder.add(slot, I64(columns * WIDTH))
+                page, within = shape.slot_at(builder, keys, pages, after, (low, final))
+                fetched.append(builder.add(page, builder.mul(within, I64(4))))
+        with cgutils.for_range_slice(builder, I64(0), I64(shape.dim // 2), I64(4), I64) as (pair, _):
+            for step in range(4):
+                index = builder.add(pair, I64(step))
+                for number, place in enumerate(fetched):
+                    reach = I64(pair_bytes if number % 2 else 64)
+                    prefetch(builder, builder.add(place, builder.mul(index, reach)))
+                at = builder.mul(index, I64(pair_bytes))
+                lines = [_key_vector(builder, places[c * halves :][:halves], at) for c in range(columns)]
+                for row, row_sums in enumerate(sums):
+                    offset = builder.add(builder.mul(index, I64(4)), I64(row * 2 * shape.dim))
+                    factor = _splat_pair(builder, builder.add(query, offset))
+                    for line, slot in zip(lines, row_sums):
+                        builder.store(bf16.multiply_add(builder, builder.load(slot), line, factor), slot)
+        for row, row_sums in enumerate(sums):
+            for column, slot in enumerate(row_sums):
+                offset = I64(row * shape.row_bytes + column * WIDTH * 4)
+                at = builder.add(builder.add(scores, offset), builder.mul(key, I64(4)))
+                builder.store(builder.load(slot), pointer(builder, at, VEC), align=4)
+
+
+def _key_vector(builder: Any, places: list[Any], offset: Any) -> Any:
+    """One pair of dimensions of 16 slots, which lie in one piece or in two."""
+    if len(places) == 1:
+        return _load_pairs(builder, builder.add(places[0], offset))
+    half = ir.VectorType(I32, WIDTH // 2)
+    low, high = (builder.load(pointer(builder, builder.add(at, offset), half), align=4) for at in places)
+    lanes = const(INTS, list(range(WIDTH)))
+    return builder.bitcast(builder.shuffle_vector(low, high, lanes), bf16.PAIRS)
+
+
+def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
+    weights, values, pages, out, low, num_keys = arguments
+    vectors = shape.dim // WIDTH
+    blocks = -(-vectors // max(1, _REGISTERS // shape.rows))
+    width = -(-vectors // blocks)
+    half = shape.page // 2
+    pairs = builder.lshr(num_keys, I64(1))
+    end = builder.udiv(builder.add(pairs, I64(half - 1)), I64(half))
+    odd = builder.icmp_unsigned("!=", builder.and_(num_keys, I64(1)), I64(0))
+    last, within = (
+        builder.udiv(pairs, I64(half)),
+        builder.urem(pairs, I64(half)),
+    )
+    for start in range(0, vectors, width):
+        columns = range(start, min(start + width, vectors))
+        cells = {(r, c): cgutils.alloca_once(builder, VEC) for r in range(shape.rows) for c in columns}
+        places = {(r, c): builder.add(out, I64((r * shape.dim + c * WIDTH) * 4)) for r, c in cells}
+        for cell, slot in cells.items():
+            builder.store(load(builder, places[cell], False), slot)
+
+        def add(
+            base: Any,
+            weight: Any,
+            keep: Callable[[Any], Any],
+            columns: range = columns,
+            cells: dict[tuple[int, int], Any] = cells,
+        ) -> None:
+            line = {c: keep(_load_pairs(builder, builder.add(base, I64(c * WIDTH * 4)))) for c in columns}
+            for row in range(shape.rows):
+                factor = _splat_pair(builder, builder.add(weight, I64(row * shape.row_bytes)))
+                for c in columns:
+                    slot = cells[row, c]
+                    builder.store(bf16.multiply_add(builder, builder.load(slot), line[c], factor), slot)
+
+        with cgutils.for_range_slice(builder, low, end, I64(1), I64) as (page, _):
+            base = shape.page_at(builder, values, pages, page)
+            passed = builder.mul(page, I64(half))
+            left = builder.sub(pairs, passed)
+            count = builder.select(builder.icmp_signed("<", left, I64(half)), left, I64(half))
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                weight = builder.add(weights, builder.mul(builder.add(passed, loop.index), I64(4)))
+                add(builder.add(base, builder.mul(loop.index, I64(4 * shape.dim))), weight, lambda line: line)
+        with builder.if_then(odd):
+            # The slot beside the last key holds anything, NaN too, which a weight of zero would not hide.
+            base = shape.page_at(builder, values, pages, last)
+            base = builder.add(base, builder.mul(within, I64(4 * shape.dim)))
+            add(base, builder.add(weights, builder.mul(pairs, I64(4))), lambda line: _lower(builder, line))
+        for cell, slot in cells.items():
+            builder.store(builder.load(slot), pointer(builder, places[cell], VEC), align=4)
+
+
+def _lower(builder: Any, line: Any) -> Any:
+    """Pairs with the second of each zero."""
+    bits = builder.and_(builder.bitcast(line, INTS), const(INTS, 0xFFFF))
+    return builder.bitcast(bits, bf16.PAIRS)
+
+
+def function(
+    module: Any,
+    name: str,
+    shape: Shape,
+    count: int,
+    body: Callable[[Any, Shape, list[Any]], Any],
+    result: Any = None,
+) -> Any:
+    """A function of the module with `count` int64 arguments, made once for all places that call it.
+
+    Args:
+        body: writes it; returns what it gives, of the type `result`, if that is not None.
+    """
+    kind = ir.FunctionType(ir.VoidType() if result is None else result, [I64] * count)
+    found = cgutils.get_or_insert_function(module, kind, f"{name}_{shape.rows}_{int(shape.few)}")
+    if found.is_declaration:
+        found.linkage = "internal"
+        found.attributes.add("noinline")
+        builder = ir.IRBuilder(found.append_basic_block("entry"))
+        value = body(builder, shape, list(found.args))
+        if result is None:
+            builder.ret_void()
+        else:
+            builder.ret(value)
+    return found
+
+
+@intrinsic(prefer_literal=True)
+def score_pairs(
+    typing: Any,
+    few: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dim: Any,
+    page: Any,
+    query: Any,
+    keys: Any,
+    pages: Any,
+    scores: Any,
+    first: Any,
+    end: Any,
+    low: Any,
+    last: Any,
+    final: Any,
+    values: Any,
+) -> Any:
+    """scores[r, k] = sum over d of query[r, d] * key[k, d] for the keys first <= k < end of a block, and some beside.
+
+    Literals: few (1: the queries of a KV head, 0: ROWS queries), num_heads, num_kv_heads, dim, page. query: [rows, dim]
+    bfloat16. keys: address of the head's keys in page 0, [dim / 2, slot, 2]. pages: of the block's entry in the block
+    table; keys of pages outside low..last get scores of keys within. scores: [rows, line_keys(page)] float32.
+    Where `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after them, up to page
+    `final`, are fetched into the cache meanwhile: the processor's own prefetching does not follow a block table.
+    """
+    shape = Shape(few, num_heads, num_kv_heads, dim, page)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(function(builder.module, "score_pairs", shape, 10, _score_body), arguments[5:])
+        return context.get_dummy_value()
+
+    return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 10), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_pairs(
+    typing: Any,
+    few: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dim: Any,
+    page: Any,
+    weights: Any,
+    values: Any,
+    pages: Any,
+    out: Any,
+    low: Any,
+    num_keys: Any,
+) -> Any:
+    """out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], from the block's page `low` on.
+
+    Literals and pages: see `score_pairs`. weights: bfloat16, rows as far apart as those of scores. values: address of
+    the head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
+    """
+    shape = Shape(few, num_heads, num_kv_heads, dim, page)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(function(builder.module, "add_pairs", shape, 6, _add_body), arguments[5:])
+        return context.get_dummy_value()
+
+    return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 6), codegen
+
+
+@intrinsic(prefer_literal=True)
+def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
+    """Rounds 16 dimensions of a key and writes them to its slot in a page of the literal size."""
+    stride = 4 * page.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, target, lanes = arguments
+        words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), INTS)
+        for pair in range(WIDTH // 2):
+            place = pointer(builder, builder.add(target, I64(pair * stride)), I32)
+            builder.store(builder.extract_element(words, I32(pair)), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(page, types.int64, vector_type), codegen
+
+
+@intrinsic
+def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
+    """Writes 16 dimensions of a value as the first or the second of their pairs; leaves the others alone."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, lanes, parity = arguments
+        words = builder.zext(to_bf16(builder, lanes), INTS)
+        shorts = ir.VectorType(I16, 2 * WIDTH)
+        both = builder.bitcast(builder.or_(words, builder.shl(words, const(INTS, 16))), shorts)
+        parities = ir.Constant(shorts, [I16(i % 2) for i in range(2 * WIDTH)])
+        chosen = builder.icmp_unsigned("==", parities, splat(builder, builder.trunc(parity, I16), 2 * WIDTH))
+        anything = ir.PointerType(ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [shorts, anything, I32, chosen.type])
+        # One instruction with a mask: another thread may be writing the other half.
+        write = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v32i16.p0")
+        builder.call(write, [both, builder.inttoptr(target, anything), I32(2), chosen])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector_type, types.int64), codegen
+
+
+@intrinsic
+def store_rounded(typing: Any, address: Any, values: Any) -> Any:
+    """Writes 16 neighbouring values as bfloat16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, lanes = arguments
+        words = builder.bitcast(bf16.round_pairs(builder, lanes, lanes), INTS)
+        half = const(ir.VectorType(I32, WIDTH // 2), list(range(WIDTH // 2)))
+        words = builder.shuffle_vector(words, ir.Constant(INTS, ir.Undefined), half)
+        builder.store(words, pointer(builder, target, words.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector_type), codegen

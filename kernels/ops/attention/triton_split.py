@@ -1,0 +1,165 @@
+"""What the kernels share that attend to a range of keys and merge what they find: decoding and cascade.
+
+A partial result of a query is (m, total, acc): the largest score m in units of log2, the sum of the weights
+exp2(score - m), and acc, the sum of weight * value (Milakov and Gimelshein 2018). One that saw no key has m = -inf and
+zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.common.triton.formats import decode_cells, decode_int4_high, decode_int4_low
+from kernels.common.triton.rounding import rounded
+from kernels.common.triton.scores import LOG2_E, scaled_scores
+
+
+@triton.jit
+def finite(m):
+    """m, or 0 where it is -inf: what is subtracted from -inf without a NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def load_queries(p_row, valid, HEAD: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, PRODUCT: tl.constexpr):
+    """Rows of queries as PRODUCT: whole and a tile that nobody uses, or for int4 the two halves of each head.
+
+    p_row: [ROWS] pointers; invalid rows are zeros. WIDTH: of a cell, padded to a power of two.
+    """
+    CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
+    o_dim = tl.arange(0, WIDTH)
+    mask = valid[:, None] & (o_dim < CELL)[None, :]
+    low = tl.load(p_row[:, None] + o_dim[None, :], mask=mask, other=0.0).to(PRODUCT)
+    high = low
+    if FORMAT == "int4":
+        high = tl.load(p_row[:, None] + CELL + o_dim[None, :], mask=mask, other=0.0).to(PRODUCT)
+    return low, high
+
+
+@triton.jit
+def attend_keys(
+    b_low,
+    b_high,
+    begin,
+    end,
+    row_begin,
+    row_end,
+    p_table,
+    p_keys,
+    p_values,
+    p_key_scales,
+    p_value_scales,
+    scale,
+    softcap,
+    K_PAGE: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_PAGE: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_DIM: tl.constexpr,
+    S_PAGE: tl.constexpr,
+    S_SLOT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HIGH_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Partial results of ROWS queries over keys begin .. end - 1, in tiles of KEYS from `begin` on.
+
+    Args:
+        b_low, b_high: of load_queries.
+        row_begin, row_end: [ROWS] keys that each row sees; row_begin counts only where HAS_WINDOW.
+        p_table: the request's row of the block table.
+        p_keys, p_values, p_key_scales, p_value_scales: the KV head's in page 0; scales are not read of dense cells.
+        K_PAGE .. S_SLOT: strides in elements.
+        PRODUCT, WEIGHT: types of the two products (kernels/ops/attention/triton_cells.py).
+        HIGH_WIDTH: WIDTH for int4, else whatever a tile may have: it stays as it is.
+
+    Returns:
+        m, total [ROWS]; acc [ROWS, WIDTH] and [ROWS, HIGH_WIDTH], the latter for the high halves of int4.
+    """
+    CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
+    o_dim = tl.arange(0, WIDTH)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    acc_high = tl.zeros([ROWS, HIGH_WIDTH], dtype=tl.float32)
+    for first in range(begin, end, KEYS):
+        o_key = first + tl.arange(0, KEYS)
+        inside = o_key < end
+        page = tl.load(p_table + o_key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = o_key % PAGE_SIZE
+        mask = inside[:, None] & (o_dim < CELL)[None, :]
+        p_key = p_keys + (page * K_PAGE + slot * K_SLOT)[:, None] + o_dim[None, :] * K_DIM
+        key = tl.load(p_key, mask=mask, other=0.0)
+        if FORMAT == "int4":
+            products = tl.dot(b_low, tl.trans(decode_int4_low(key, PRODUCT)), input_precision="ieee")
+            products = tl.dot(b_high, tl.trans(decode_int4_high(key, PRODUCT)), products, input_precision="ieee")
+        else:
+            cells = decode_cells(key, FORMAT, NATIVE, PRODUCT)
+            products = tl.dot(b_low, tl.trans(cells), input_precision="ieee", out_dtype=tl.float32)
+        if FORMAT != "dense":
+            o_scale = page * S_PAGE + slot * S_SLOT
+            products *= tl.load(p_key_scales + o_scale, mask=inside, other=0.0)[None, :]
+        scores = scaled_scores(products, scale, softcap, HAS_SOFTCAP)
+        seen = o_key[None, :] < row_end[:, None]
+        if HAS_WINDOW:
+            seen = seen & (o_key[None, :] >= row_begin[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+
+        largest = tl.maximum(m, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - finite(largest)[:, None])
+        kept = tl.exp2(m - finite(largest))
+        m = largest
+        total = total * kept + tl.sum(weights, axis=1)
+        acc *= kept[:, None]
+        p_value = p_values + (page * V_PAGE + slot * V_SLOT)[:, None] + o_dim[None, :] * V_DIM
+        value = tl.load(p_value, mask=mask, other=0.0)
+        if FORMAT != "dense":
+            weights *= tl.load(p_value_scales + o_scale, mask=inside, other=0.0)[None, :]
+        weights = weights.to(WEIGHT)
+        if FORMAT == "int4":
+            acc_high *= kept[:, None]
+            acc = tl.dot(weights, decode_int4_low(value, WEIGHT), acc, input_precision="ieee")
+            acc_high = tl.dot(weights, decode_int4_high(value, WEIGHT), acc_high, input_precision="ieee")
+        else:
+            acc = tl.dot(weights, decode_cells(value, FORMAT, NATIVE, WEIGHT), acc, input_precision="ieee")
+    return m, total, acc, acc_high
+
+
+@triton.jit
+def merge_weights(m, other):
+    """Two largest scores -> their maximum and what each side is multiplied by."""
+    largest = tl.maximum(m, other)
+    return largest, tl.exp2(m - finite(largest)), tl.exp2(other - finite(largest))
+
+
+@triton.jit
+def normalizer(m, total, p_sinks, head, valid, HAS_SINKS: tl.constexpr):
+    """What acc is multiplied by at the end: 1 / total, with the head's sink among the scores."""
+    if HAS_SINKS:
+        sink = tl.load(p_sinks + head, mask=valid, other=float("-inf")) * LOG2_E
+        _, kept, added = merge_weights(m, sink)
+        return kept / tl.where(valid, total * kept + added, 1.0)
+    return 1.0 / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def store_rows(p_row, values, high, valid, HEAD: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """Writes rows of results [ROWS, WIDTH], and for int4 those of the high halves, to [ROWS] pointers."""
+    CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
+    o_dim = tl.arange(0, WIDTH)
+    mask = valid[:, None] & (o_dim < CELL)[None, :]
+    p_values = p_row[:, None] + o_dim[None, :]
+    tl.store(p_values, rounded(values, p_row.dtype.element_ty), mask=mask)
+    if FORMAT == "int4":
+        tl.store(p_values + CELL, rounded(high, p_row.dtype.element_ty), mask=mask)

@@ -1,0 +1,173 @@
+"""Softmax weights of the rows of a block of scores, as powers of two, with sums and shifts in registers.
+
+A row's weight of a score s is 2^(s - shift). The shift need not be the highest score: it is raised only where a score
+is SLACK above it, which after a row's first block is rare, so that the processor need not wait for a maximum before it
+begins with the powers. Weights are at most 2^SLACK, which costs no precision. What a row gets does not depend on
+those beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from kernels.common.cpu import bf16
+from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, call, const, fma, fold, load, pointer, splat
+from kernels.common.cpu.simd import vector as vector_type
+from kernels.ops.attention.micro_pairs import INTS, Shape, function
+from kernels.ops.attention.rows import HIDDEN
+
+SLACK = 8.0
+"""How far scores may be above the shift."""
+# 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, fitted for the least largest relative error: 3e-6, and 1e-4 for weights,
+# which are rounded to bfloat16, by up to 2e-3.
+_POWER = (0.69312418, 0.24024099, 0.055906426, 0.009582853)
+_ROUGH_POWER = (0.69328297, 0.24221113, 0.05500874)
+
+
+def _higher(builder: Any, x: Any, y: Any) -> Any:
+    """The larger of each lane; y where either is NaN."""
+    return builder.select(builder.fcmp_ordered("ogt", x, y), x, y)
+
+
+def _exp2(builder: Any, x: Any, power: tuple[float, ...]) -> Any:
+    """2^x of each lane."""
+    whole = call(builder, "nearbyint", VEC, x)
+    rest = builder.fsub(x, whole)
+    series = const(VEC, power[-1])
+    for factor in (*power[-2::-1], 1.0):
+        series = fma(builder, series, rest, const(VEC, factor))
+    kind = ir.FunctionType(VEC, [VEC, VEC, VEC, I16, I32])
+    scale = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
+    return builder.call(scale, [series, whole, const(VEC, 0.0), I16(-1), I32(4)])
+
+
+@intrinsic
+def vexp2(typing: Any, x: Any) -> Any:
+    """2^x of each finite lane within a 2^-17th; infinity from 128 on."""
+    return vector_type(vector_type), lambda _c, builder, _s, values: _exp2(builder, values[0], _POWER)
+
+
+def _pair_of_lines(builder: Any, shape: Shape, address: Any, row: int) -> list[Any]:
+    """32 scores of a row of the block."""
+    offsets = (row * shape.row_bytes + half * 4 * WIDTH for half in range(2))
+    return [load(builder, builder.add(address, I64(offset)), False) for offset in offsets]
+
+
+def _shift_of(builder: Any, shifts: Any, row: int) -> Any:
+    return builder.load(pointer(builder, builder.add(shifts, I64(4 * row)), F32))
+
+
+def _tops_body(builder: Any, shape: Shape, arguments: list[Any]) -> Any:
+    lines, first, end, shifts = arguments
+    tops = [cgutils.alloca_once(builder, VEC) for _ in range(shape.rows)]
+    for slot in tops:
+        builder.store(const(VEC, HIDDEN), slot)
+    with cgutils.for_range_slice(builder, first, end, I64(2 * WIDTH), I64) as (key, _):
+        address = builder.add(lines, builder.mul(key, I64(4)))
+        for row, slot in enumerate(tops):
+            top = _higher(builder, *_pair_of_lines(builder, shape, address, row))
+            builder.store(_higher(builder, top, builder.load(slot)), slot)
+    found = I64(0)
+    for row, slot in enumerate(tops):
+        limit = builder.fadd(_shift_of(builder, shifts, row), ir.Constant(F32, SLACK))
+        lanes = builder.bitcast(builder.fcmp_ordered("ogt", builder.load(slot), splat(builder, limit)), I16)
+        bit = builder.select(builder.icmp_unsigned("!=", lanes, I16(0)), I64(1 << row), I64(0))
+        found = builder.or_(found, bit)
+    return found
+
+
+def _weigh_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
+    lines, first, end, shifts, totals = arguments
+    places = [builder.add(totals, I64(4 * WIDTH * row)) for row in range(shape.rows)]
+    sums = [cgutils.alloca_once(builder, VEC) for _ in places]
+    shift_by = []
+    for row, slot in enumerate(sums):
+        builder.store(load(builder, places[row], False), slot)
+        # Where a row has seen nothing yet, hidden keys are still far below.
+        shift = _higher(builder, _shift_of(builder, shifts, row), ir.Constant(F32, HIDDEN / 3))
+        shift_by.append(splat(builder, shift))
+    ones = builder.bitcast(const(INTS, 0x3F803F80), bf16.PAIRS)
+    with cgutils.for_range_slice(builder, first, end, I64(2 * WIDTH), I64) as (key, _):
+        source = builder.add(lines, builder.mul(key, I64(4)))
+        target = builder.add(lines, builder.mul(key, I64(2)))
+        for row, slot in enumerate(sums):
+            scores = _pair_of_lines(builder, shape, source, row)
+            powers = [_exp2(builder, builder.fsub(x, shift_by[row]), _ROUGH_POWER) for x in scores]
+            rounded = bf16.round_pairs(builder, *powers)
+            place = builder.add(target, I64(row * shape.row_bytes))
+            builder.store(rounded, pointer(builder, place, bf16.PAIRS), align=4)
+            builder.store(bf16.multiply_add(builder, builder.load(slot), rounded, ones), slot)
+    for place, slot in zip(places, sums):
+        builder.store(builder.load(slot), pointer(builder, place, VEC), align=4)
+
+
+@intrinsic(prefer_literal=True)
+def rows_above(
+    typing: Any,
+    few: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dim: Any,
+    page: Any,
+    lines: Any,
+    first: Any,
+    end: Any,
+    shifts: Any,
+) -> Any:
+    """An int64 whose bit r says whether a score first <= k < end of row r is more than SLACK above the row's shift.
+
+    Literals and lines: see `score_pairs`. first and end are multiples of 32. shifts: [rows] float32.
+    """
+    shape = Shape(few, num_heads, num_kv_heads, dim, page)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(function(builder.module, "rows_above", shape, 4, _tops_body, I64), arguments[5:])
+
+    return types.int64(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def weigh_rows(
+    typing: Any,
+    few: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dim: Any,
+    page: Any,
+    lines: Any,
+    first: Any,
+    end: Any,
+    shifts: Any,
+    totals: Any,
+) -> Any:
+    """The scores first <= k < end of each row become weights 2^(score - shift), rounded to bfloat16.
+
+    Literals and lines: see `score_pairs`. first and end are multiples of 32. Weights take the place of scores, so that
+    of key k lies at line + 2 k. totals: [rows, 16] float32, to which the weights as rounded are added.
+    """
+    shape = Shape(few, num_heads, num_kv_heads, dim, page)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(function(builder.module, "weigh_rows", shape, 5, _weigh_body), arguments[5:])
+        return context.get_dummy_value()
+
+    return types.void(few, num_heads, num_kv_heads, dim, page, *[types.int64] * 5), codegen
+
+
+@intrinsic
+def highest_score(typing: Any, line: Any, first: Any, end: Any) -> Any:
+    """The highest of the scores first <= k < end of a line; first and end are multiples of 16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line_at, low, high = arguments
+        top = cgutils.alloca_once_value(builder, const(VEC, HIDDEN))
+        with cgutils.for_range_slice(builder, low, high, I64(WIDTH), I64) as (key, _):
+            scores = load(builder, builder.add(line_at, builder.mul(key, I64(4))), False)
+            builder.store(_higher(builder, scores, builder.load(top)), top)
+        return fold(builder, builder.load(top), lambda x, y: _higher(builder, x, y))
+
+    return types.float32(types.int64, types.int64, types.int64), codegen

@@ -1,0 +1,268 @@
+"""One pass over a prefix that requests share: their query tokens are rows of one tile, and the prefix is read once."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import Variant, native_fp8, product_type
+from kernels.ops.attention.cascade import CascadeWork
+from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.ops.attention.kv_pages import KVFormat, KVPages
+from kernels.ops.attention.triton_cells import (
+    PRODUCTS,
+    CellStrides,
+    cell_constants,
+    cell_pointers,
+    compiled_cells,
+    scale_strides,
+    weight_type,
+)
+from kernels.ops.attention.triton_split import attend_keys, load_queries, store_rows
+from kernels.ops.attention_decode.inputs import DecodeScratch
+from kernels.ops.attention_decode.triton import Tile
+from kernels.ops.attention_work.inputs import AttentionWork
+
+
+@triton.jit
+def attention_cascade_kernel(
+    p_sums,
+    p_maxima,
+    p_weights,
+    p_query,
+    p_keys,
+    p_values,
+    p_key_scales,
+    p_value_scales,
+    p_table,
+    p_cu_seqlens,
+    p_partials,
+    p_members,
+    p_items,
+    p_ends,
+    table_stride,
+    scale,
+    softcap,
+    K_PAGE: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_PAGE: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_DIM: tl.constexpr,
+    S_PAGE: tl.constexpr,
+    S_HEAD: tl.constexpr,
+    S_SLOT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HIGH_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """One program an item and KV head; rows are (query token of any member, head of the group).
+
+    Every row sees every key, and each writes a partial result where the work list has a place for it. A request that
+    found no room in scratch (0 results) walks through the prefix itself and is left out here.
+    """
+    p_item = p_items + tl.program_id(0) * 4
+    i_head = tl.program_id(1)
+    first_member, num_members = tl.load(p_item), tl.load(p_item + 1)
+    begin, index = tl.load(p_item + 2), tl.load(p_item + 3)
+    end = tl.load(p_ends + tl.program_id(0))
+    o_row = tl.arange(0, ROWS)
+    head = i_head * GROUP + o_row % GROUP
+    inside = o_row // GROUP < num_members
+    p_member = p_members + (first_member + o_row // GROUP) * 2
+    request = tl.load(p_member, mask=inside, other=0)
+    query = tl.load(p_member + 1, mask=inside, other=0)
+    valid = inside & (tl.load(p_partials + request * 2 + 1, mask=inside, other=0) > 0)
+    begin_query = tl.load(p_cu_seqlens + request, mask=valid, other=0)
+    num_queries = tl.load(p_cu_seqlens + request + 1, mask=valid, other=0) - begin_query
+    row = tl.load(p_partials + request * 2, mask=valid, other=0) + index * num_queries + query
+    o_query = ((begin_query + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD
+    b_low, b_high = load_queries(p_query + o_query, valid, HEAD, WIDTH, FORMAT, PRODUCT)
+    row_end = tl.zeros([ROWS], dtype=tl.int32) + end
+    m, total, acc, acc_high = attend_keys(
+        b_low,
+        b_high,
+        begin,
+        end,
+        row_end,
+        row_end,
+        p_table + tl.load(p_members + first_member * 2).to(tl.int64) * table_stride,
+        p_keys + i_head * K_HEAD,
+        p_values + i_head * V_HEAD,
+        p_key_scales + i_head * S_HEAD,
+        p_value_scales + i_head * S_HEAD,
+        scale,
+        softcap,
+        K_PAGE,
+        K_SLOT,
+        K_DIM,
+        V_PAGE,
+        V_SLOT,
+        V_DIM,
+        S_PAGE,
+        S_SLOT,
+        PAGE_SIZE,
+        HEAD,
+        WIDTH,
+        HIGH_WIDTH,
+        ROWS,
+        KEYS,
+        FORMAT,
+        NATIVE,
+        PRODUCT,
+        WEIGHT,
+        HAS_SOFTCAP,
+        HAS_WINDOW,
+    )
+    o_scratch = row.to(tl.int64) * (KV_HEADS * GROUP) + head
+    tl.store(p_maxima + o_scratch, m, mask=valid)
+    tl.store(p_weights + o_scratch, total, mask=valid)
+    store_rows(p_sums + o_scratch * HEAD, acc, acc_high, valid, HEAD, WIDTH, FORMAT)
+
+
+def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, hip: bool = False) -> Tile:
+    """The table: half a prefill tile of rows, as there is no second accumulator; keys as in decoding with many rows."""
+    if dtype is torch.float32:
+        return Tile(keys=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
+    if hip:
+        return Tile(keys=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Tile(keys=32 if kv_format == "dense" else 16, num_warps=8, num_stages=5)
+    return Tile(keys=64, num_warps=8, num_stages=5)
+
+
+def tile_rows(dtype: torch.dtype, group: int) -> int:
+    """Rows of a tile: at least one query token of a group."""
+    return max(16 if dtype is torch.float32 else 64, int(triton.next_power_of_2(group)))
+
+
+def members_per_tile(dtype: torch.dtype, geometry: AttentionGeometry) -> int:
+    """Query tokens that one item takes, for cascade_work."""
+    group = geometry.num_heads // geometry.num_kv_heads
+    return tile_rows(dtype, group) // group
+
+
+def attention_cascade(
+    query: torch.Tensor,
+    pages: KVPages,
+    inputs: AttentionInputs,
+    geometry: AttentionGeometry,
+    work: AttentionWork,
+    cascade: CascadeWork,
+    scratch: DecodeScratch,
+) -> None:
+    """Writes the partial results over shared prefixes to scratch; attention_decode merges them afterwards.
+
+    Args:
+        query: [T, num_heads, head_dim], rotated, contiguous.
+        work: of build_work with the cascade's shared_lens.
+
+    Raises ValueError for a window, which does not see a prefix as a whole, and for queries that do not fit.
+    """
+    if geometry.window is not None:
+        raise ValueError(f"a shared prefix is attended to as a whole, which a window of {geometry.window} does not")
+    if query.shape[1:] != (geometry.num_heads, geometry.head_dim) or not query.is_contiguous():
+        raise ValueError(f"queries must be contiguous and of {geometry}, not {tuple(query.shape)}")
+    num_items = cascade.items.shape[0]
+    if num_items == 0:
+        return
+    native = native_fp8(query.device)
+    chosen = tile(query.dtype, pages.format, geometry.head_dim, torch.version.hip is not None)
+    pointers = cell_pointers(pages, native)
+    strides = CellStrides(pointers[0].stride(), pointers[1].stride(), scale_strides(pages))
+    _variant(geometry, pages.format, strides, chosen, query.dtype, native)(
+        (num_items, geometry.num_kv_heads),
+        scratch.sums,
+        scratch.maxima,
+        scratch.weights,
+        query,
+        *pointers,
+        inputs.block_table,
+        inputs.cu_seqlens_q,
+        work.partials,
+        cascade.members,
+        cascade.items,
+        cascade.ends,
+        inputs.block_table.stride(0),
+        float(geometry.scale),
+        float(geometry.softcap or 1.0),
+    )
+
+
+@functools.cache
+def _variant(
+    geometry: AttentionGeometry,
+    kv_format: KVFormat,
+    strides: CellStrides,
+    chosen: Tile,
+    dtype: torch.dtype,
+    native: bool,
+) -> Variant:
+    product = product_type(dtype)
+    return Variant(
+        attention_cascade_kernel,
+        **cell_constants(geometry, kv_format, strides),
+        ROWS=tile_rows(dtype, geometry.num_heads // geometry.num_kv_heads),
+        KEYS=chosen.keys,
+        NATIVE=native,
+        PRODUCT=product,
+        WEIGHT=weight_type(product, kv_format),
+        HAS_SOFTCAP=geometry.softcap is not None,
+        HAS_WINDOW=False,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        enable_fp_fusion=False,
+    )
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Llama's heads in every format, and the other head sizes and dtypes."""
+    formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
+    found = [_compilation(target, torch.bfloat16, kv_format, 128) for kv_format in formats]
+    found += [_compilation(target, torch.bfloat16, "dense", size) for size in (64, 80, 96, 256)]
+    found += [_compilation(target, torch.bfloat16, kv_format, 256) for kv_format in formats[1:]]
+    found.append(_compilation(target, torch.bfloat16, "fp8", 64))
+    return [
+        *found,
+        _compilation(target, torch.float16, "dense", 128),
+        _compilation(target, torch.float32, "dense", 128),
+    ]
+
+
+def _compilation(target: Target, dtype: torch.dtype, kv_format: KVFormat, head_dim: int) -> Compilation:
+    geometry = AttentionGeometry(32, 8, head_dim, head_dim, 16, head_dim**-0.5)
+    types, constants = compiled_cells(target, dtype, kv_format, geometry)
+    chosen, rows = tile(dtype, kv_format, head_dim, target == "gfx942"), tile_rows(dtype, 4)
+    types |= dict.fromkeys(["p_sums", "p_maxima", "p_weights"], "*fp32")
+    types |= {"scale": "fp32", "softcap": "fp32", "table_stride": "i32"}
+    integers = ("table", "cu_seqlens", "partials", "members", "items", "ends")
+    types |= dict.fromkeys([f"p_{name}" for name in integers], "*i32")
+    return Compilation(
+        kernel="attention_cascade",
+        configuration=f"{PRODUCTS[dtype]} kv={kv_format} d={head_dim} rows={rows}",
+        function=attention_cascade_kernel,
+        signature={name: types.get(name, "constexpr") for name in attention_cascade_kernel.arg_names},
+        constants=constants | {"ROWS": rows, "KEYS": chosen.keys},
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        enable_fp_fusion=False,
+        product=PRODUCTS[dtype],
+        rows=rows,
+    )

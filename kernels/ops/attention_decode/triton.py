@@ -1,0 +1,457 @@
+"""Attention of requests with few query tokens over their pages: one program an item of the work list and KV head."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import Variant, native_fp8, num_processors, product_type
+from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.ops.attention.kv_pages import KVFormat, KVPages
+from kernels.ops.attention.triton_cells import (
+    POINTERS,
+    PRODUCTS,
+    CellStrides,
+    cell_constants,
+    cell_pointers,
+    compiled_cells,
+    scale_strides,
+    weight_type,
+)
+from kernels.ops.attention.triton_split import attend_keys, load_queries, merge_weights, normalizer, store_rows
+from kernels.ops.attention_decode.inputs import DecodeScratch
+from kernels.ops.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork
+
+MAX_ROWS = 128
+"""Query tokens times heads of a group that a tile can have."""
+
+
+@triton.jit(do_not_specialize=["window"])
+def attention_decode_kernel(
+    p_out,
+    p_sums,
+    p_maxima,
+    p_weights,
+    p_query,
+    p_keys,
+    p_values,
+    p_key_scales,
+    p_value_scales,
+    p_sinks,
+    p_table,
+    p_cu_seqlens,
+    p_seq_lens,
+    p_items,
+    p_counts,
+    table_stride,
+    scale,
+    softcap,
+    window,
+    K_PAGE: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_PAGE: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_DIM: tl.constexpr,
+    S_PAGE: tl.constexpr,
+    S_HEAD: tl.constexpr,
+    S_SLOT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HIGH_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """A static grid walks through (item, KV head); rows of a tile are (query token, head of the group).
+
+    Each split of an item begins anew and is merged into the ones before it, as the reduction does, so that a result has
+    the same bits whether its splits were items of their own or not.
+    """
+    o_row = tl.arange(0, ROWS)
+    query = o_row // GROUP
+    for i_work in range(tl.program_id(0), tl.load(p_counts) * KV_HEADS, tl.num_programs(0)):
+        i_head = i_work % KV_HEADS
+        head = i_head * GROUP + o_row % GROUP
+        p_item = p_items + (i_work // KV_HEADS) * 4
+        request, first, size, row = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
+        begin_query = tl.load(p_cu_seqlens + request)
+        num_queries = tl.load(p_cu_seqlens + request + 1) - begin_query
+        length = tl.load(p_seq_lens + request)
+        valid = query < num_queries
+        row_end = tl.where(valid, length - num_queries + query + 1, 0)
+        row_begin = row_end - window
+        o_query = ((begin_query + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD
+        b_low, b_high = load_queries(p_query + o_query, valid, HEAD, WIDTH, FORMAT, PRODUCT)
+        last = length
+        if row >= 0:
+            last = tl.minimum(first + size, length)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+        acc_high = tl.zeros([ROWS, HIGH_WIDTH], dtype=tl.float32)
+        for split in range(first, last, size):
+            begin = split
+            if HAS_WINDOW:
+                begin = tl.maximum(split, tl.maximum(length - num_queries + 1 - window, 0) // KEYS * KEYS)
+            split_m, split_total, split_acc, split_high = attend_keys(
+                b_low,
+                b_high,
+                begin,
+                tl.minimum(split + size, last),
+                row_begin,
+                row_end,
+                p_table + request.to(tl.int64) * table_stride,
+                p_keys + i_head * K_HEAD,
+                p_values + i_head * V_HEAD,
+                p_key_scales + i_head * S_HEAD,
+                p_value_scales + i_head * S_HEAD,
+                scale,
+                softcap,
+                K_PAGE,
+                K_SLOT,
+                K_DIM,
+                V_PAGE,
+                V_SLOT,
+                V_DIM,
+                S_PAGE,
+                S_SLOT,
+                PAGE_SIZE,
+                HEAD,
+                WIDTH,
+                HIGH_WIDTH,
+                ROWS,
+                KEYS,
+                FORMAT,
+                NATIVE,
+                PRODUCT,
+                WEIGHT,
+                HAS_SOFTCAP,
+                HAS_WINDOW,
+            )
+            m, kept, added = merge_weights(m, split_m)
+            total = total * kept + split_total * added
+            acc = acc * kept[:, None] + split_acc * added[:, None]
+            if FORMAT == "int4":
+                acc_high = acc_high * kept[:, None] + split_high * added[:, None]
+        if row >= 0:
+            o_scratch = (row + query).to(tl.int64) * (KV_HEADS * GROUP) + head
+            tl.store(p_maxima + o_scratch, m, mask=valid)
+            tl.store(p_weights + o_scratch, total, mask=valid)
+            store_rows(p_sums + o_scratch * HEAD, acc, acc_high, valid, HEAD, WIDTH, FORMAT)
+        else:
+            factor = normalizer(m, total, p_sinks, head, valid, HAS_SINKS)[:, None]
+            store_rows(p_out + o_query, acc * factor, acc_high * factor, valid, HEAD, WIDTH, FORMAT)
+
+
+@triton.jit
+def attention_reduce_kernel(
+    p_out,
+    p_sums,
+    p_maxima,
+    p_weights,
+    p_sinks,
+    p_cu_seqlens,
+    p_partials,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Merges the partial results of one query token's heads of one KV head, in order."""
+    request = tl.program_id(0)
+    i_query = tl.program_id(1)
+    num_results = tl.load(p_partials + request * 2 + 1)
+    if num_results > 0:
+        begin_query = tl.load(p_cu_seqlens + request)
+        num_queries = tl.load(p_cu_seqlens + request + 1) - begin_query
+        if i_query < num_queries:
+            o_group = tl.arange(0, GROUP_ROWS)
+            valid = o_group < GROUP
+            head = tl.program_id(2) * GROUP + o_group
+            first_row = tl.load(p_partials + request * 2) + i_query
+            o_dim = tl.arange(0, WIDTH)
+            mask = valid[:, None] & (o_dim < HEAD)[None, :]
+            m = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP_ROWS], dtype=tl.float32)
+            acc = tl.zeros([GROUP_ROWS, WIDTH], dtype=tl.float32)
+            for i in tl.range(0, num_results, num_stages=4):
+                o_scratch = (first_row + i * num_queries).to(tl.int64) * (KV_HEADS * GROUP) + head
+                other_m = tl.load(p_maxima + o_scratch, mask=valid, other=float("-inf"))
+                other_total = tl.load(p_weights + o_scratch, mask=valid, other=0.0)
+                other = tl.load(p_sums + (o_scratch * HEAD)[:, None] + o_dim[None, :], mask=mask, other=0.0)
+                m, kept, added = merge_weights(m, other_m)
+                total = total * kept + other_total * added
+                acc = acc * kept[:, None] + other * added[:, None]
+            acc *= normalizer(m, total, p_sinks, head, valid, HAS_SINKS)[:, None]
+            o_out = ((begin_query + i_query).to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD
+            store_rows(p_out + o_out, acc, acc, valid, HEAD, WIDTH, "dense")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What the table chooses: keys of a tile, warps, stages of the pipeline, programs a multiprocessor."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int = 2
+
+
+def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip: bool = False) -> Tile:
+    """The table. Tiles are small and several programs share a multiprocessor, so that one streams while another begins
+    or ends an item; of the stages, every second one waits for the block table, the others for keys and values.
+    """
+    wide = head_dim > 128
+    if dtype is torch.float32:
+        return Tile(keys=16 if wide else 32, num_warps=4 if rows <= 16 else 8, num_stages=2 if hip else 3, programs=2)
+    if hip:
+        return Tile(keys=32, num_warps=4, num_stages=2, programs=2)
+    if rows <= 16 and kv_format == "dense":
+        return Tile(keys=16 if wide else 32, num_warps=4, num_stages=5, programs=4)
+    if rows <= 16:
+        return Tile(keys=32, num_warps=4, num_stages=7, programs=3)
+    if rows <= 64 and kv_format == "int4":
+        return Tile(keys=16 if rows == 64 else 32, num_warps=4, num_stages=5, programs=2)
+    return Tile(keys=32 if wide else 64, num_warps=8, num_stages=5, programs=1)
+
+
+def tile_rows(max_queries: int, group: int) -> int:
+    """Rows of a tile that holds the query tokens and heads that share a KV head; at least DECODE_ROWS."""
+    return max(DECODE_ROWS, 1 << (max_queries * group - 1).bit_length())
+
+
+def _check(
+    query: torch.Tensor, out: torch.Tensor, geometry: AttentionGeometry, work: AttentionWork, scratch: DecodeScratch
+) -> None:
+    """Raises ValueError for what the kernels would read or write wrongly."""
+    shape = (query.shape[0], geometry.num_heads, geometry.head_dim)
+    if query.shape != shape or not query.is_contiguous():
+        raise ValueError(f"queries must be contiguous {shape}, not {tuple(query.shape)}")
+    if out.numel() != query.numel() or not out.is_contiguous():
+        raise ValueError(f"attention's output must be contiguous and of the queries' size, not {tuple(out.shape)}")
+    if geometry.head_dim % 2 or geometry.num_heads % geometry.num_kv_heads:
+        raise ValueError(f"{geometry} has halves or groups of unequal size")
+    group = geometry.num_heads // geometry.num_kv_heads
+    if work.max_decode_queries * group > MAX_ROWS:
+        raise ValueError(f"{work.max_decode_queries} query tokens of {group} heads exceed a tile of {MAX_ROWS} rows")
+    if work.window != geometry.window:
+        raise ValueError(f"the work list is of a window of {work.window}, the layer has {geometry.window}")
+    rows = scratch.sums.shape[0]
+    if rows < work.scratch_rows or scratch.sums.shape[1:] != query.shape[1:]:
+        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is too small for {work.scratch_rows} rows of {shape}")
+
+
+def attention_decode(
+    query: torch.Tensor,
+    pages: KVPages,
+    inputs: AttentionInputs,
+    geometry: AttentionGeometry,
+    work: AttentionWork,
+    scratch: DecodeScratch,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attends for the requests that `work` lists as decoding, over keys and values that the pages hold already.
+
+    Args:
+        query: [T, num_heads, head_dim], rotated, contiguous.
+        work: of build_work for the same inputs and the geometry's window.
+        out: [T, num_heads * head_dim] of any float dtype, contiguous; rows of other requests are left as they are.
+        sinks: [num_heads] float32 (see LayerConstants).
+
+    Raises ValueError for shapes that do not fit each other.
+    """
+    _check(query, out, geometry, work, scratch)
+    if work.max_decode_queries == 0:
+        return
+    rows = tile_rows(work.max_decode_queries, geometry.num_heads // geometry.num_kv_heads)
+    native = native_fp8(query.device)
+    chosen = tile(query.dtype, pages.format, geometry.head_dim, rows, torch.version.hip is not None)
+    pointers = cell_pointers(pages, native)
+    strides = CellStrides(pointers[0].stride(), pointers[1].stride(), scale_strides(pages))
+    variant = _variant(geometry, pages.format, strides, rows, chosen, query.dtype, native, sinks is not None)
+    programs = min(num_processors(query.device) * chosen.programs, work.decode_items.shape[0] * geometry.num_kv_heads)
+    variant(
+        (programs,),
+        out,
+        scratch.sums,
+        scratch.maxima,
+        scratch.weights,
+        query,
+        *pointers,
+        scratch.maxima if sinks is None else sinks,
+        inputs.block_table,
+        inputs.cu_seqlens_q,
+        inputs.seq_lens,
+        work.decode_items,
+        work.counts,
+        inputs.block_table.stride(0),
+        float(geometry.scale),
+        float(geometry.softcap or 1.0),
+        geometry.window or 0,
+    )
+    if inputs.max_seqlen_k > SPLIT:
+        _reduce(inputs, geometry, work, scratch, out, sinks)
+
+
+@functools.cache
+def _variant(
+    geometry: AttentionGeometry,
+    kv_format: KVFormat,
+    strides: CellStrides,
+    rows: int,
+    chosen: Tile,
+    dtype: torch.dtype,
+    native: bool,
+    has_sinks: bool,
+) -> Variant:
+    product = product_type(dtype)
+    return Variant(
+        attention_decode_kernel,
+        **cell_constants(geometry, kv_format, strides),
+        ROWS=rows,
+        KEYS=chosen.keys,
+        NATIVE=native,
+        PRODUCT=product,
+        WEIGHT=weight_type(product, kv_format),
+        HAS_SOFTCAP=geometry.softcap is not None,
+        HAS_WINDOW=geometry.window is not None,
+        HAS_SINKS=has_sinks,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        enable_fp_fusion=False,
+    )
+
+
+def _reduce(
+    inputs: AttentionInputs,
+    geometry: AttentionGeometry,
+    work: AttentionWork,
+    scratch: DecodeScratch,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Merges partial results; where no request is longer than a split there are none."""
+    queries = min(work.max_decode_queries, inputs.max_seqlen_q)
+    variant = _reduce_variant(geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, sinks is not None)
+    variant(
+        (inputs.seq_lens.shape[0], queries, geometry.num_kv_heads),
+        out,
+        scratch.sums,
+        scratch.maxima,
+        scratch.weights,
+        scratch.maxima if sinks is None else sinks,
+        inputs.cu_seqlens_q,
+        work.partials,
+    )
+
+
+@functools.cache
+def _reduce_variant(num_heads: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> Variant:
+    return Variant(
+        attention_reduce_kernel,
+        **_reduce_constants(num_heads, num_kv_heads, head_dim, has_sinks),
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _reduce_constants(num_heads: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> dict[str, int | bool]:
+    group = num_heads // num_kv_heads
+    return {
+        "KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "GROUP_ROWS": int(triton.next_power_of_2(group)),
+        "HEAD": head_dim,
+        "WIDTH": int(triton.next_power_of_2(head_dim)),
+        "HAS_SINKS": has_sinks,
+    }
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Every head size with every format in bfloat16, the other dtypes and features at Llama's shapes, and the merge."""
+    plain = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
+    formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
+    found = [
+        _compilation(target, torch.bfloat16, kv_format, AttentionGeometry(32, 8, size, size, 16, size**-0.5), 16)
+        for size in (128, 64, 80, 96, 256)
+        for kv_format in formats
+    ]
+    found += [
+        _compilation(target, torch.bfloat16, kv_format, plain, rows) for rows in (32, 64) for kv_format in formats
+    ]
+    found += [_compilation(target, torch.float16, kv_format, plain, 16) for kv_format in formats]
+    found += [
+        _compilation(target, torch.float32, "dense", AttentionGeometry(32, 8, size, size, 16, size**-0.5), 16)
+        for size in (64, 128, 256)
+    ]
+    special = AttentionGeometry(64, 8, 64, 64, 16, 0.125, softcap=50.0, window=128)
+    found += [_compilation(target, torch.bfloat16, kv_format, special, 16, sinks=True) for kv_format in formats]
+    return found + [_reduce_compilation(torch.bfloat16, size) for size in (128, 64, 80, 96, 256)]
+
+
+def _compilation(
+    target: Target,
+    dtype: torch.dtype,
+    kv_format: KVFormat,
+    geometry: AttentionGeometry,
+    rows: int,
+    sinks: bool = False,
+) -> Compilation:
+    pointers, constants = compiled_cells(target, dtype, kv_format, geometry)
+    chosen = tile(dtype, kv_format, geometry.head_dim, rows, target == "gfx942")
+    constants |= {"ROWS": rows, "KEYS": chosen.keys, "HAS_SINKS": sinks}
+    names = ("sums", "maxima", "weights", "sinks")
+    integers = ("table", "cu_seqlens", "seq_lens", "items", "counts")
+    types = pointers | {"p_out": POINTERS[dtype]} | dict.fromkeys([f"p_{name}" for name in names], "*fp32")
+    types |= dict.fromkeys([f"p_{name}" for name in integers], "*i32")
+    types |= {"table_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    features = " softcap window sinks" if sinks else ""
+    return Compilation(
+        kernel="attention_decode",
+        configuration=f"{PRODUCTS[dtype]} kv={kv_format} d={geometry.head_dim} rows={rows}{features}",
+        function=attention_decode_kernel,
+        signature={name: types.get(name, "constexpr") for name in attention_decode_kernel.arg_names},
+        constants=constants,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        enable_fp_fusion=False,
+        product=PRODUCTS[dtype],
+        rows=rows,
+        spills_allowed=64 if dtype is torch.float32 else 0,
+    )
+
+
+def _reduce_compilation(dtype: torch.dtype, head_dim: int) -> Compilation:
+    types = dict.fromkeys(["p_sums", "p_maxima", "p_weights", "p_sinks"], "*fp32")
+    types |= {"p_out": POINTERS[dtype], "p_cu_seqlens": "*i32", "p_partials": "*i32"}
+    return Compilation(
+        kernel="attention_reduce",
+        configuration=f"{PRODUCTS[dtype]} d={head_dim} g=4",
+        function=attention_reduce_kernel,
+        signature={name: types.get(name, "constexpr") for name in attention_reduce_kernel.arg_names},
+        constants=_reduce_constants(32, 8, head_dim, False),
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,46 @@
+"""An FP8 weight as the kernel reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.common.quantized import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight [N, K]: value = code * scale.
+
+    Attributes:
+        codes: [N, K] float8_e4m3fn, contiguous, K a multiple of 16.
+        scales: float32, contiguous. [N]: one an output feature (a scale for the whole tensor is repeated).
+            [N, ceil(K / 128)] or [ceil(N / 128), ceil(K / 128)]: one for each 128 inputs of a feature, or of 128.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def blocks(self) -> bool:
+        """Whether scales differ along the inputs: such a weight multiplies activations of the format fp8_block."""
+        return self.scales.dim() == 2
+
+    @property
+    def rows_per_scale(self) -> int:
+        """Output features that share a scale: 128 or 1."""
+        return 1 if self.scales.shape[0] == self.codes.shape[0] else BLOCK
+
+
+def check(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raises ValueError where the shapes, types or layout are not those of an Fp8Weight."""
+    if codes.dim() != 2 or codes.dtype is not torch.float8_e4m3fn or not codes.is_contiguous():
+        raise ValueError(f"FP8 codes are a contiguous matrix of float8_e4m3fn, not {codes.dtype} {list(codes.shape)}")
+    rows, width = codes.shape
+    if width % 16:
+        raise ValueError(f"an FP8 weight has a multiple of 16 inputs, not {width}")
+    inner = -(-width // BLOCK)
+    allowed = [(rows,), (rows, inner), (-(-rows // BLOCK), inner)]
+    if tuple(scales.shape) not in allowed or scales.dtype is not torch.float32 or not scales.is_contiguous():
+        raise ValueError(f"scales of an FP8 weight {rows} x {width} are float32 of one of the shapes {allowed}")

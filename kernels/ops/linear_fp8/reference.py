@@ -1,0 +1,35 @@
+"""Products of FP8 codes in plain torch, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.common.quantized import BLOCK, QuantizedActivation
+from kernels.ops.linear_fp8.inputs import Fp8Weight
+
+
+def weight_values(weight: Fp8Weight) -> torch.Tensor:
+    """[N, K] float64."""
+    rows, width = weight.codes.shape
+    scales = weight.scales.double()
+    if not weight.blocks:
+        return weight.codes.double() * scales[:, None]
+    scales = scales.repeat_interleave(weight.rows_per_scale, dim=0)[:rows]
+    return weight.codes.double() * scales.repeat_interleave(BLOCK, dim=1)[:, :width]
+
+
+def linear_fp8(x: QuantizedActivation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """[T, K] codes times [N, K] codes -> [T, N] of x.dtype.
+
+    Args:
+        x: fp8_tensor or fp8_token; fp8_block where the weight's scales are blocks.
+        bias: [N], or None.
+    """
+    width = x.codes.shape[1]
+    scales = x.scales.double()
+    if weight.blocks:
+        scales = scales.repeat_interleave(BLOCK, dim=1)[:, :width]
+    out = (x.codes.double() * scales) @ weight_values(weight).T
+    if bias is not None:
+        out = out + bias.double()
+    return out.to(x.dtype)

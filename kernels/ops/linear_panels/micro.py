@@ -1,0 +1,283 @@
+"""Inner products of a panel of 16 output features with rows of activations, as LLVM IR around AVX512-BF16.
+
+A lane is an output feature, so no sum crosses lanes. `dot` multiplies integer codes as they are, which bfloat16 holds
+exactly, and scales the sum of each block: it unpacks 32 weights in two instructions, and pays three for each row and
+block. `dot_values` multiplies weights that `unpack` has made of two panels, for so many rows that this pays.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, register_jitable
+
+from kernels.common.cpu.bf16 import PAIRS, multiply_add, round_pairs
+from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, const, fma, pointer, prefetch, splat
+
+BLOCK = 32
+"""Inputs that share a scale and a minimum."""
+DOT_ROWS = 16
+"""Most rows that `dot` takes at once."""
+VALUE_ROWS = 12
+"""Rows that `dot_values` takes at once: with two panels 24 sums, the registers that weights and a row leave."""
+
+_WORDS = ir.VectorType(I16, 2 * WIDTH)
+_I8 = ir.IntType(8)
+_HALF = ir.HalfType()
+_PAIRS_OF_BLOCK = BLOCK // 2
+_GROUPS = _PAIRS_OF_BLOCK // 4
+
+
+def code_bytes(bits: int) -> int:
+    """Bytes of a panel's weights in one block of inputs."""
+    return BLOCK * WIDTH * bits // 8
+
+
+def block_bytes(bits: int, minimum: bool) -> int:
+    """And with its scales and minimums, float16."""
+    factors = 0 if bits == 16 else 2 if minimum else 1
+    return code_bytes(bits) + 2 * WIDTH * factors
+
+
+for _size in (code_bytes, block_bytes):
+    register_jitable(_size)
+
+
+def _bf16_bits(value: int) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0] >> 16)
+
+
+def _table(minimum: bool) -> ir.Constant:
+    """bfloat16 of each 4-bit code, twice: of five index bits the fifth belongs to the next code.
+
+    Codes are 0 to 15 where blocks have a minimum, else they stand for -8 to 7.
+    """
+    least = 0 if minimum else -8
+    return const(_WORDS, [_bf16_bits(code % 16 + least) for code in range(2 * WIDTH)])
+
+
+def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    return builder.load(pointer(builder, builder.add(address, I64(offset)), kind), align=1)
+
+
+def _halves(builder: Any, address: Any) -> Any:
+    """16 float16 as float32."""
+    return builder.fpext(_load(builder, address, 0, ir.VectorType(_HALF, WIDTH)), VEC)
+
+
+def _four_bit_indices(builder: Any, words: Any) -> list[Any]:
+    """Of 32 words of four codes each: the codes in the low bits, other codes above the fifth."""
+    return [words if not slot else builder.lshr(words, const(_WORDS, 4 * slot)) for slot in range(4)]
+
+
+def _unscaled(builder: Any, codes: Any, group: Any, bits: int, minimum: bool) -> list[Any]:
+    """Four vectors of pairs, of the group's 8 inputs: codes as bfloat16, or the weights where they are that."""
+    codes = builder.add(codes, builder.mul(group, I64(code_bytes(bits) // _GROUPS)))
+    if bits == 16:
+        return [_load(builder, codes, pair * 64, PAIRS) for pair in range(4)]
+    if bits == 4:
+        words = _load(builder, codes, 0, _WORDS)
+        kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+        indices = _four_bit_indices(builder, words)
+        return [builder.bitcast(builder.call(permute, [_table(minimum), index]), PAIRS) for index in indices]
+    return [round_pairs(builder, *_signed_bytes(builder, codes, pair * 2 * WIDTH)) for pair in range(4)]
+
+
+def _signed_bytes(builder: Any, codes: Any, offset: int) -> list[Any]:
+    integers = ir.VectorType(I32, WIDTH)
+    halves = [_load(builder, codes, offset + half, ir.VectorType(_I8, WIDTH)) for half in (0, WIDTH)]
+    return [builder.sitofp(builder.sext(half, integers), VEC) for half in halves]
+
+
+def _prefetch_next(builder: Any, block: Any, ahead: Any, size: int) -> None:
+    """Asks for the same block of the next panel: the processor alone does not look that far ahead."""
+    for line in range(0, size, 64):
+        prefetch(builder, builder.add(block, builder.add(ahead, I64(line))))
+
+
+def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, rows: int) -> None:
+    x, x_bytes, sums, sums_bytes, panel, num_blocks, there, tile, tile_bytes = values
+    size = block_bytes(bits, minimum)
+    scaled = bits != 16
+    ahead = builder.mul(num_blocks, I64(size))
+    totals = [cgutils.alloca_once(builder, VEC) for _ in range(rows)]
+    for slot in totals:
+        builder.store(const(VEC, 0.0), slot)
+    last = builder.sub(there, I64(1))
+    indices = [builder.select(builder.icmp_signed("<", I64(row), last), I64(row), last) for row in range(rows)]
+    x_rows = [builder.add(x, builder.mul(index, x_bytes)) for index in indices]
+    sum_rows = [builder.add(sums, builder.mul(index, sums_bytes)) for index in indices]
+    with cgutils.for_range_slice(builder, I64(0), num_blocks, I64(1), I64) as (block, _):
+        codes = builder.add(panel, builder.mul(block, I64(size)))
+        inputs = builder.mul(block, I64(2 * BLOCK))
+        _prefetch_next(builder, codes, ahead, size)
+        parts = [const(VEC, 0.0) if scaled else builder.load(slot) for slot in totals]
+        for group in range(_GROUPS):
+            for pair, weights in enumerate(_unscaled(builder, codes, I64(group), bits, minimum)):
+                at = builder.add(inputs, I64(16 * group + 4 * pair))
+                for row, start in enumerate(x_rows):
+                    two = builder.load(pointer(builder, builder.add(start, at), I32), align=2)
+                    parts[row] = multiply_add(builder, parts[row], weights, builder.bitcast(splat(builder, two), PAIRS))
+        if scaled:
+            factors = builder.add(codes, I64(code_bytes(bits)))
+            scale = _halves(builder, factors)
+            parts = [fma(builder, scale, part, builder.load(slot)) for part, slot in zip(parts, totals)]
+            if minimum:
+                least = _halves(builder, builder.add(factors, I64(2 * WIDTH)))
+                at = builder.mul(block, I64(4))
+                for row, start in enumerate(sum_rows):
+                    total = builder.load(pointer(builder, builder.add(start, at), F32))
+                    parts[row] = fma(builder, least, splat(builder, total), parts[row])
+        for part, slot in zip(parts, totals):
+            builder.store(part, slot)
+    for row, slot in enumerate(totals):
+        at = builder.add(tile, builder.mul(tile_bytes, I64(row)))
+        builder.store(builder.load(slot), pointer(builder, at, VEC), align=4)
+
+
+def _function(module: Any, name: str, arguments: int, body: Any) -> Any:
+    """A function of the module, made once for all places that call it."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
+    function = cgutils.get_or_insert_function(module, kind, name)
+    if function.is_declaration:
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        body(builder, function.args)
+        builder.ret_void()
+    return function
+
+
+@intrinsic(prefer_literal=True)
+def dot(
+    typing: Any,
+    bits: Any,
+    minimum: Any,
+    rows: Any,
+    x: Any,
+    x_bytes: Any,
+    sums: Any,
+    sums_bytes: Any,
+    panel: Any,
+    num_blocks: Any,
+    num_rows: Any,
+    tile: Any,
+    tile_bytes: Any,
+) -> Any:
+    """tile[r, lane] = sum over k of x[r, k] * weight[lane, k], float32, for `rows` rows.
+
+    Literals: bits, 4, 8 or 16; minimum, 1 where blocks have one; rows. x: bfloat16, rows x_bytes apart. sums: the sums
+    of x over each block, float32, rows sums_bytes apart; read where minimum is 1. panel: see layout. Of rows beyond
+    num_rows the last one is read again; tile has room for all.
+    """
+    choice = bits.literal_value, bool(minimum.literal_value), rows.literal_value
+    name = f"panel_dot_{choice[0]}_{int(choice[1])}_{choice[2]}"
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        made = _function(builder.module, name, 9, lambda inner, given: _dot_body(inner, given, *choice))
+        builder.call(made, values[3:])
+        return context.get_dummy_value()
+
+    return types.void(bits, minimum, rows, *[types.int64] * 9), codegen
+
+
+def _dot_values_body(builder: Any, values: Any) -> None:
+    x, x_bytes, first, second, num_pairs, there, tile, tile_bytes = values
+    totals = [[cgutils.alloca_once(builder, VEC) for _ in range(2)] for _ in range(VALUE_ROWS)]
+    for slot in (slot for row in totals for slot in row):
+        builder.store(const(VEC, 0.0), slot)
+    last = builder.sub(there, I64(1))
+    starts = []
+    for row in range(VALUE_ROWS):
+        index = builder.select(builder.icmp_signed("<", I64(row), last), I64(row), last)
+        starts.append(builder.add(x, builder.mul(index, x_bytes)))
+    with cgutils.for_range_slice(builder, I64(0), num_pairs, I64(1), I64) as (pair, _):
+        offset = builder.mul(pair, I64(64))
+        weights = [_load(builder, builder.add(panel, offset), 0, PAIRS) for panel in (first, second)]
+        at = builder.mul(pair, I64(4))
+        for start, slots in zip(starts, totals):
+            two = builder.load(pointer(builder, builder.add(start, at), I32), align=2)
+            both = builder.bitcast(splat(builder, two), PAIRS)
+            for weight, slot in zip(weights, slots):
+                builder.store(multiply_add(builder, builder.load(slot), weight, both), slot)
+    for row, slots in enumerate(totals):
+        at = builder.add(tile, builder.mul(tile_bytes, I64(row)))
+        for half, slot in enumerate(slots):
+            builder.store(builder.load(slot), pointer(builder, builder.add(at, I64(64 * half)), VEC), align=4)
+
+
+@intrinsic
+def dot_values(
+    typing: Any,
+    x: Any,
+    x_bytes: Any,
+    first: Any,
+    second: Any,
+    num_pairs: Any,
+    num_rows: Any,
+    tile: Any,
+    tile_bytes: Any,
+) -> Any:
+    """tile[r, :16] and tile[r, 16:] = sums over k of x[r, k] times the weights of two panels, for VALUE_ROWS rows.
+
+    first, second: [num_pairs, 16, 2] bfloat16. The rest as in `dot`.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.call(_function(builder.module, "panel_dot_values", 8, _dot_values_body), values)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+def _evens_and_odds(builder: Any, pairs: Any) -> list[Any]:
+    """The first and the second input of each pair, as float32."""
+    integers = ir.VectorType(I32, WIDTH)
+    bits = builder.bitcast(pairs, integers)
+    halves = [builder.shl(bits, const(integers, 16)), builder.and_(bits, const(integers, 0xFFFF0000))]
+    return [builder.bitcast(half, VEC) for half in halves]
+
+
+def _pairs(builder: Any, first: Any, second: Any) -> Any:
+    """The other way, rounded."""
+    words = builder.bitcast(round_pairs(builder, first, second), _WORDS)
+    lanes = [half * WIDTH + lane for lane in range(WIDTH) for half in range(2)]
+    return builder.shuffle_vector(words, ir.Constant(_WORDS, ir.Undefined), const(ir.VectorType(I32, 2 * WIDTH), lanes))
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typing: Any, bits: Any, minimum: Any, panel: Any, num_blocks: Any, out: Any) -> Any:
+    """out: the panel's weights, [16 * num_blocks, 16, 2] bfloat16, computed in float32. Literals: see `dot`; not 16."""
+    width, has_minimum = bits.literal_value, bool(minimum.literal_value)
+
+    def body(builder: Any, values: Any) -> None:
+        panel_at, blocks, out_at = values
+        size = block_bytes(width, has_minimum)
+        ahead = builder.mul(blocks, I64(size))
+        with cgutils.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (block, _):
+            codes = builder.add(panel_at, builder.mul(block, I64(size)))
+            _prefetch_next(builder, codes, ahead, size)
+            target = builder.add(out_at, builder.mul(block, I64(64 * _PAIRS_OF_BLOCK)))
+            factors = builder.add(codes, I64(code_bytes(width)))
+            scale = _halves(builder, factors)
+            least = _halves(builder, builder.add(factors, I64(2 * WIDTH))) if has_minimum else None
+            with cgutils.for_range_slice(builder, I64(0), I64(_GROUPS), I64(1), I64) as (group, _):
+                at = builder.add(target, builder.mul(group, I64(256)))
+                for pair, unscaled in enumerate(_unscaled(builder, codes, group, width, has_minimum)):
+                    two = _evens_and_odds(builder, unscaled)
+                    if least is None:
+                        two = [builder.fmul(value, scale) for value in two]
+                    else:
+                        two = [fma(builder, value, scale, least) for value in two]
+                    place = builder.add(at, I64(pair * 64))
+                    builder.store(_pairs(builder, *two), pointer(builder, place, _WORDS), align=4)
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.call(_function(builder.module, f"panel_unpack_{width}_{int(has_minimum)}", 3, body), values[2:])
+        return context.get_dummy_value()
+
+    return types.void(bits, minimum, *[types.int64] * 3), codegen

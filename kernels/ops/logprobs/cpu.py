@@ -1,0 +1,116 @@
+"""Log-probabilities on the CPU, compiled by numba; the ids and ranks are those of reference.py.
+
+One pass finds the largest logit of each chunk of tokens, one sums up their exp; ranks and the likeliest tokens look
+only at chunks that reach high enough. The functions release the GIL.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.common.cpu.claims import next_row
+from kernels.common.cpu.inner import inner_numpy
+from kernels.ops.logprobs.tensors import LOWEST_LOGPROB
+from kernels.ops.sampling.cpu_borders import CHUNK, SHIFT, argmax, exp, last_chunk, num_chunks, options
+
+_LOWEST = np.float32(LOWEST_LOGPROB)
+_LAST_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@inner_numpy
+def _add_chunks(row, num, highest, masses):  # type: ignore[no-untyped-def]
+    weights = np.empty(CHUNK, np.float32)
+    for c in range(num):
+        part = row[c * CHUNK : (c + 1) * CHUNK]
+        # Two loops, since one for both kinds of numbers takes twice as long.
+        for j in range(CHUNK):
+            weights[j] = exp(part[j] - highest)
+        for j in range(CHUNK):
+            masses[j] += np.float64(weights[j])
+
+
+@inner_numpy
+def _log_mass(row, highest):  # type: ignore[no-untyped-def]
+    """Logarithm of the sum of exp(logit - highest), in lanes that are always added up in the same order."""
+    masses = np.zeros(CHUNK, np.float64)
+    whole = len(row) // CHUNK
+    _add_chunks(row, whole, highest, masses)
+    if whole * CHUNK < len(row):
+        _add_chunks(last_chunk(row, whole), 1, highest, masses)
+    return np.log(masses.sum())
+
+
+@inner_numpy
+def _logprob(logit, highest, log_mass):  # type: ignore[no-untyped-def]
+    value = np.float32(np.float64(logit - highest) - log_mass)
+    return min(max(value, _LOWEST), np.float32(0.0))
+
+
+@inner_numpy
+def _rank(row, maxima, chosen):  # type: ignore[no-untyped-def]
+    """One more than how many logits are larger."""
+    rank = 1
+    for c in range(len(maxima)):
+        if maxima[c] > chosen:
+            for i in range(c * CHUNK, min((c + 1) * CHUNK, len(row))):
+                rank += row[i] > chosen
+    return rank
+
+
+@inner_numpy
+def _order_key(logit, token):  # type: ignore[no-untyped-def]
+    """Sorts by logit downwards, then by id upwards."""
+    # The sum makes -0 equal to 0.
+    bits = np.float32(logit + np.float32(0.0)).view(np.int32)
+    upwards = np.uint32(bits) ^ (np.uint32(0x80000000) if bits >= 0 else np.uint32(0xFFFFFFFF))
+    return (np.uint64(np.uint32(~upwards)) << SHIFT) | np.uint64(token)
+
+
+@inner_numpy
+def _fill_top(row, maxima, top_ids):  # type: ignore[no-untyped-def]
+    """Ids of the likeliest tokens, best first; no more are asked for than there are."""
+    keys = np.full(len(top_ids), _LAST_KEY, np.uint64)
+    last = len(keys) - 1
+    for c in range(len(maxima)):
+        # An equal logit with a higher id comes after, so the first id of the chunk is the best that it could have.
+        if _order_key(maxima[c], c * CHUNK) > keys[last]:
+            continue
+        for token in range(c * CHUNK, min((c + 1) * CHUNK, len(row))):
+            key = _order_key(row[token], token)
+            if key < keys[last]:
+                i = last
+                while i > 0 and keys[i - 1] > key:
+                    keys[i] = keys[i - 1]
+                    i -= 1
+                keys[i] = key
+    for i in range(len(keys)):
+        top_ids[i] = np.int64(keys[i] & np.uint64(0xFFFFFFFF))
+
+
+@njit(**options)
+def logprob_rows(logits, token_ids, claims, logprobs, ranks, top_ids, top_logprobs):  # type: ignore[no-untyped-def]
+    """reference.compute_logprobs of the rows that it claims; ids are no less than 0. Fills the last four."""
+    maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
+    for _ in range(len(logits)):
+        r = next_row(claims)
+        if r < 0:
+            break
+        row = logits[r]
+        best = argmax(row, maxima)
+        if best < 0:
+            logprobs[r] = _LOWEST
+            ranks[r] = 1
+            for i in range(top_ids.shape[1]):
+                top_ids[r, i] = i
+                top_logprobs[r, i] = _LOWEST
+            continue
+        highest = row[best]
+        log_mass = _log_mass(row, highest)
+        chosen = row[token_ids[r]]
+        logprobs[r] = _logprob(chosen, highest, log_mass)
+        ranks[r] = _rank(row, maxima, chosen)
+        if top_ids.shape[1] > 0:
+            _fill_top(row, maxima, top_ids[r])
+        for i in range(top_ids.shape[1]):
+            top_logprobs[r, i] = _logprob(row[top_ids[r, i]], highest, log_mass)

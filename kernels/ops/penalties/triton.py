@@ -1,0 +1,219 @@
+"""Biases, masks of single tokens, and penalties on a GPU, in place. The references are those of
+kernels/ops/sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import Variant
+from kernels.ops.sampling.inputs import AdjustInputs, PenaltyInputs
+
+TILE = 2048
+"""Tokens of a program that penalizes; entries of a row are adjusted by ADJUST_TILE."""
+ADJUST_TILE = 256
+
+_ADJUST_VARYING: dict[str, Any] = {
+    "do_not_specialize": ["table_stride", "entry_stride", "position_stride", "width"],
+    "do_not_specialize_on_alignment": ["p_ids", "p_values", "p_until", "p_rows", "p_position"],
+}
+_PENALTY_VARYING: dict[str, Any] = {
+    "do_not_specialize": ["num_extra"],
+    "do_not_specialize_on_alignment": ["p_rows", "p_slots", "p_repetition", "p_presence", "p_frequency", "p_extra"],
+}
+"""What differs from step to step, and from the one row compiled ahead, so that nothing is compiled while serving."""
+
+
+@triton.jit(**_ADJUST_VARYING)
+def adjust_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_ids,
+    p_values,
+    p_until,
+    table_stride,
+    entry_stride,
+    width,
+    p_rows,
+    p_position,
+    position_stride,
+    TILE: tl.constexpr,
+):
+    """[S] programs. Of entries of the same id the first adds all, in their order, so that no two threads meet."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_table = tl.load(p_rows + i_row).to(tl.int64) * table_stride
+    position = tl.load(p_position + i_row * position_stride).to(tl.int64)
+    p_row = p_logits + i_row * row_stride
+    for start in range(0, width, TILE):
+        o_entry = start + tl.arange(0, TILE)
+        b_there = o_entry < width
+        o_word = i_table + o_entry * entry_stride
+        b_counts = tl.load(p_until + o_word, mask=b_there, other=0).to(tl.int64) > position
+        b_id = tl.load(p_ids + o_word, mask=b_there, other=-1).to(tl.int32)
+        b_first = b_counts & (b_id >= 0) & (b_id < vocab)
+        if tl.sum(b_first.to(tl.int32), axis=0) > 0:
+            b_logit = tl.load(p_row + b_id, mask=b_first, other=0.0)
+            for i_entry in range(width):
+                i_word = i_table + i_entry * entry_stride
+                counts = tl.load(p_until + i_word).to(tl.int64) > position
+                b_same = (b_id == tl.load(p_ids + i_word).to(tl.int32)) & counts
+                b_logit = tl.where(b_same, b_logit + tl.load(p_values + i_word), b_logit)
+                b_first = b_first & ((b_same == 0) | (o_entry <= i_entry))
+            tl.store(p_row + b_id, b_logit, mask=b_first)
+
+
+_adjust = Variant(adjust_kernel, TILE=ADJUST_TILE, num_warps=4, num_stages=1, enable_fp_fusion=False)
+
+
+def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
+    """See the reference; rows of the logits have no gaps, the tables have the same strides.
+
+    Raises:
+        ValueError: for logits or tables of another type or layout.
+    """
+    _check(logits)
+    tables = (inputs.ids, inputs.values, inputs.until)
+    if any(table.stride() != inputs.ids.stride() or table.shape != inputs.ids.shape for table in tables):
+        raise ValueError(f"tables of adjustments differ: {[(tuple(x.shape), x.stride()) for x in tables]}")
+    width = inputs.ids.shape[1]
+    if not (logits.shape[0] and width):
+        return
+    if not inputs.rows.is_contiguous():
+        raise ValueError("rows of adjustments lie side by side")
+    _adjust(
+        (logits.shape[0],),
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        *tables,
+        *inputs.ids.stride(),
+        width,
+        inputs.rows,
+        inputs.position,
+        inputs.position.stride(0),
+    )
+
+
+@triton.jit(**_PENALTY_VARYING)
+def penalize_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_rows,
+    p_slots,
+    p_counts,
+    p_in_prompt,
+    p_repetition,
+    p_presence,
+    p_frequency,
+    p_extra,
+    num_extra,
+    TILE: tl.constexpr,
+):
+    """[P, tiles] programs; see the reference."""
+    i_penalty = tl.program_id(0).to(tl.int64)
+    o_token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = o_token < vocab
+    p_logit = p_logits + tl.load(p_rows + i_penalty).to(tl.int64) * row_stride + o_token
+    o_slot = tl.load(p_slots + i_penalty).to(tl.int64) * vocab + o_token
+    b_count = tl.load(p_counts + o_slot, mask=mask, other=0)
+    for i_extra in range(num_extra):
+        b_count += (o_token == tl.load(p_extra + i_penalty * num_extra + i_extra).to(tl.int32)).to(tl.int32)
+    b_seen = (b_count > 0) | (tl.load(p_in_prompt + o_slot, mask=mask, other=0) != 0)
+    b_logit = tl.load(p_logit, mask=mask, other=0.0)
+    repetition = tl.load(p_repetition + i_penalty)
+    b_repeated = tl.where(b_logit > 0.0, tl.div_rn(b_logit, repetition), b_logit * repetition)
+    b_logit = tl.where(b_seen, b_repeated, b_logit)
+    b_logit = b_logit - tl.load(p_frequency + i_penalty) * b_count.to(tl.float32)
+    b_logit = tl.where(b_count > 0, b_logit - tl.load(p_presence + i_penalty), b_logit)
+    tl.store(p_logit, b_logit, mask=mask)
+
+
+_penalize = Variant(penalize_kernel, TILE=TILE, num_warps=4, num_stages=1, enable_fp_fusion=False)
+
+
+def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+    """See the reference; the tables are contiguous, rows of the logits have no gaps.
+
+    Raises:
+        ValueError: for logits or tables of another type or layout.
+    """
+    _check(logits)
+    vocab = logits.shape[1]
+    counts, in_prompt = inputs.output_counts, inputs.in_prompt
+    if counts.shape[1] != vocab or in_prompt.shape != counts.shape:
+        raise ValueError(
+            f"penalties of {vocab} tokens need tables as wide, not {counts.shape[1]}, {in_prompt.shape[1]}"
+        )
+    if counts.dtype is not torch.int32 or in_prompt.dtype is not torch.bool:
+        raise ValueError(f"penalties take int32 counts and bool flags, not {counts.dtype}, {in_prompt.dtype}")
+    lists = (inputs.rows, inputs.slots, inputs.repetition, inputs.presence, inputs.frequency)
+    # Without extra ids any integers stand for them, of the type that they would have.
+    extra = inputs.rows if inputs.extra is None else inputs.extra
+    if not all(tensor.is_contiguous() for tensor in (*lists, counts, in_prompt, extra)):
+        raise ValueError("penalties take contiguous tensors")
+    if len(inputs.rows):
+        _penalize(
+            (len(inputs.rows), -(-vocab // TILE)),
+            logits,
+            logits.stride(0),
+            vocab,
+            inputs.rows,
+            inputs.slots,
+            counts,
+            in_prompt.view(torch.uint8),
+            inputs.repetition,
+            inputs.presence,
+            inputs.frequency,
+            extra,
+            0 if inputs.extra is None else extra.shape[1],
+        )
+
+
+def _check(logits: torch.Tensor) -> None:
+    if logits.dtype is not torch.float32 or (logits.shape[0] and logits.stride(1) != 1):
+        raise ValueError(f"expected float32 logits without gaps in a row, not {logits.dtype} {logits.stride()}")
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Both kernels, on either width of integers."""
+    found = []
+    for index in ("i32", "i64"):
+        row = {"p_logits": "*fp32", "row_stride": "i32", "vocab": "i32"}
+        penalize_signature = row | {"p_rows": f"*{index}", "p_slots": f"*{index}", "p_counts": "*i32"}
+        penalize_signature |= {"p_in_prompt": "*u8", "p_repetition": "*fp32", "p_presence": "*fp32"}
+        penalize_signature |= {"p_frequency": "*fp32", "p_extra": f"*{index}", "num_extra": "i32"}
+        adjust_signature = row | {"p_ids": f"*{index}", "p_values": "*fp32", "p_until": f"*{index}"}
+        adjust_signature |= {
+            "table_stride": "i32",
+            "entry_stride": "i32",
+            "width": "i32",
+            "p_rows": f"*{index}",
+            "p_position": f"*{index}",
+        }
+        adjust_signature |= {"position_stride": "i32"}
+        kernels: tuple[tuple[str, Any, dict[str, str], int, dict[str, Any]], ...] = (
+            ("penalize", penalize_kernel, penalize_signature, TILE, _PENALTY_VARYING),
+            ("adjust", adjust_kernel, adjust_signature, ADJUST_TILE, _ADJUST_VARYING),
+        )
+        found += [
+            Compilation(
+                kernel=name,
+                configuration=f"index={index}",
+                function=function,
+                signature=signature | {"TILE": "constexpr"},
+                constants={"TILE": tile},
+                num_warps=4,
+                num_stages=1,
+                enable_fp_fusion=False,
+                unaligned=frozenset(varying["do_not_specialize_on_alignment"]),
+            )
+            for name, function, signature, tile, varying in kernels
+        ]
+    return found

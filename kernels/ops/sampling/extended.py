@@ -1,0 +1,204 @@
+"""The rarer filters in plain torch, on any device, without a look at a value on the host. README.md has the maths."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.ops.sampling.inputs import NO_CUT, ExtendInputs, Feature
+from kernels.ops.sampling.philox import XTC_STREAM, philox4x32
+from kernels.ops.sampling.reference import bits_of, keep_likeliest
+from kernels.ops.step_inputs.inputs import (
+    CHOICE,
+    DYNATEMP_EXPONENT,
+    DYNATEMP_RANGE,
+    LOG_MIN_P,
+    LOG_XTC_THRESHOLD,
+    MIROSTAT,
+    MIROSTAT_ETA,
+    MIROSTAT_MU,
+    MIROSTAT_TAU,
+    TEMPERATURE,
+    TOP_K,
+    TOP_N_SIGMA,
+    TYPICAL_P,
+    XTC_COIN,
+)
+
+MIROSTAT_SAMPLE = 100
+"""So many of the likeliest tokens tell mirostat 1 how steeply the distribution falls."""
+MIN_TEMPERATURE = 1e-5
+MIN_SLOPE = 1e-6
+"""A distribution whose slope is below this is flat: mirostat 1 cuts nothing."""
+MAX_LOGITS = 1 << 23
+"""Logits that are looked at together; in float64, with their order and sums, they take half a gigabyte. Those of all
+rows of a large batch would take several, of which whoever sized the cache of keys and values knows nothing."""
+
+
+def extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+    """Mask, top_n_sigma, temperature, then min_p, typical_p, top_k and top_p or mirostat, then XTC, in place.
+
+    Rows become (logit - largest) / temperature for what is kept, which `sample` then takes with a temperature of 1 and
+    without filters, and minus infinity for the rest. Rows that are not usable stay so.
+
+    Args:
+        logits: [S, vocab] float32; biases and penalties applied.
+
+    Returns:
+        [E] float32, the logarithm of the sum of exp over what the mask and top_n_sigma left, before any other filter:
+        -log of the probability of a token that is kept is this less its new logit.
+    """
+    size = max(1, MAX_LOGITS // logits.shape[1])
+    if len(inputs.rows) <= size:
+        return _extend(logits, inputs)
+    return torch.cat([_extend(logits, inputs.part(at, at + size)) for at in range(0, len(inputs.rows), size)])
+
+
+def _extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+    rows = _allow(logits[inputs.rows], inputs)
+    highest = rows.amax(dim=-1, keepdim=True)
+    left = rows
+    if inputs.features & Feature.SIGMA:
+        left = within_sigmas(rows, inputs.float_column(TOP_N_SIGMA))
+    temperature = inputs.float_column(TEMPERATURE)
+    if inputs.features & Feature.DYNATEMP:
+        temperature = dynamic_temperature(left - highest, inputs)
+    scaled = (left - highest) / temperature.unsqueeze(1)
+    log_mass = scaled.double().exp().sum(dim=-1).log().float()
+    kept = scaled
+    if inputs.features & (Feature.TOP | Feature.TYPICAL):
+        kept = torch.where(kept >= inputs.float_column(LOG_MIN_P).unsqueeze(1), kept, NO_CUT)
+        if inputs.features & Feature.TYPICAL:
+            kept = keep_typical(kept, inputs.float_column(TYPICAL_P))
+        kept = keep_likeliest(kept, NO_CUT, inputs.integer_column(TOP_K), inputs.top_p)
+    if inputs.features & Feature.MIROSTAT:
+        wanted = (inputs.integer_column(MIROSTAT) > 0).unsqueeze(1)
+        kept = torch.where(wanted, keep_unsurprising(scaled, log_mass, inputs), kept)
+    if inputs.features & Feature.XTC:
+        kept = drop_likeliest(kept, inputs)
+    logits[inputs.rows] = torch.where(highest.isfinite(), kept, rows)
+    return log_mass
+
+
+def _allow(rows: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+    if inputs.mask is None or inputs.mask_rows is None:
+        return rows
+    allowed = bits_of(inputs.mask, rows.shape[1])[inputs.mask_rows.clamp(min=0)]
+    return torch.where(allowed | (inputs.mask_rows < 0).unsqueeze(1), rows, NO_CUT)
+
+
+def within_sigmas(rows: torch.Tensor, top_n_sigma: torch.Tensor) -> torch.Tensor:
+    """[E, vocab] logits without those more than n standard deviations below the largest; n = 0 keeps all."""
+    counts = rows > NO_CUT
+    number = counts.sum(dim=-1, keepdim=True)
+    values = torch.where(counts, rows.double(), 0.0)
+    mean = values.sum(dim=-1, keepdim=True) / number
+    squares = torch.where(counts, (values - mean) ** 2, 0.0)
+    sigma = (squares.sum(dim=-1, keepdim=True) / number).sqrt()
+    lowest = rows.amax(dim=-1, keepdim=True).double() - top_n_sigma.unsqueeze(1).double() * sigma
+    return torch.where((rows >= lowest.float()) | (top_n_sigma == 0).unsqueeze(1), rows, NO_CUT)
+
+
+def dynamic_temperature(shifted: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+    """[E] temperatures, by the entropy of each row at temperature 1; shifted: logit - largest."""
+    number = (shifted > NO_CUT).sum(dim=-1)
+    weights = shifted.double().exp()
+    mass = weights.sum(dim=-1)
+    mean = torch.where(shifted > NO_CUT, weights * shifted.double(), 0.0).sum(dim=-1) / mass
+    # log(1) = 0: of one token alone the temperature does not matter.
+    share = ((mass.log() - mean) / number.double().log()).nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(0.0, 1.0)
+    temperature, reach = inputs.float_column(TEMPERATURE), inputs.float_column(DYNATEMP_RANGE).double()
+    low = (temperature.double() - reach).clamp(min=0.0)
+    high = temperature.double() + reach
+    exponent = inputs.float_column(DYNATEMP_EXPONENT).double()
+    chosen = (low + (high - low) * share**exponent).clamp(min=MIN_TEMPERATURE)
+    return torch.where(reach > 0, chosen.float(), temperature)
+
+
+def keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """What is nearest to the expected surprise; what stays is moved so that the largest is 0 again."""
+    weights = scaled.double().exp()
+    mass = weights.sum(dim=-1, keepdim=True)
+    mean = torch.where(scaled > NO_CUT, weights * scaled.double(), 0.0).sum(dim=-1, keepdim=True) / mass
+    # The surprise is log(mass) - scaled, its expectation log(mass) - mean.
+    order = torch.sort((scaled - mean.float()).abs(), dim=-1, stable=True)
+    sorted_mass = weights.gather(1, order.indices)
+    cumulative = sorted_mass.cumsum(dim=-1)
+    keep = cumulative - sorted_mass < typical_p.unsqueeze(1).double() * cumulative[:, -1:]
+    keep[:, 0] = True
+    keep = torch.empty_like(keep).scatter_(1, order.indices, keep)
+    kept = torch.where(keep, scaled, NO_CUT)
+    kept = kept - kept.amax(dim=-1, keepdim=True)
+    return torch.where((typical_p < 1.0).unsqueeze(1), kept, scaled)
+
+
+def keep_unsurprising(scaled: torch.Tensor, log_mass: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+    """Mirostat 2 drops tokens whose surprise is above mu, mirostat 1 all but the k likeliest; one always stays."""
+    second, mu = inputs.integer_column(MIROSTAT) == 2, inputs.float_column(MIROSTAT_MU)
+    cut = (log_mass.double() - mu.double() * math.log(2)).float()
+    cut = torch.where(second, cut, NO_CUT).unsqueeze(1)
+    top_k = torch.where(second, 0, top_k_of_mu(scaled, mu))
+    best = scaled.argmax(dim=-1, keepdim=True)
+    kept = torch.where(scaled >= cut, scaled, NO_CUT).scatter(1, best, scaled.gather(1, best))
+    return keep_likeliest(kept, NO_CUT, top_k, torch.ones_like(inputs.top_p))
+
+
+def top_k_of_mu(scaled: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
+    """[E] int64, Basu et al. 2021, algorithm 1: how many tokens bring the expected surprise to mu."""
+    likeliest = scaled.topk(min(MIROSTAT_SAMPLE, scaled.shape[1]), dim=-1).values.double()
+    falls = likeliest[:, :-1] - likeliest[:, 1:]
+    falls = torch.where(likeliest[:, 1:] > NO_CUT, falls, 0.0)
+    rank = torch.arange(1, falls.shape[1] + 1, dtype=torch.float64, device=scaled.device)
+    steps = torch.where(likeliest[:, 1:] > NO_CUT, ((rank + 1) / rank).log(), 0.0)
+    slope = (steps * falls).sum(dim=-1) / (steps * steps).sum(dim=-1)
+    number = (scaled > NO_CUT).sum(dim=-1).double()
+    excess = slope - 1
+    # The limit of excess / (1 - number**-excess) at 0 is 1 / log(number).
+    ratio = torch.where(excess.abs() < MIN_SLOPE, 1 / number.log(), excess / -torch.expm1(-excess * number.log()))
+    log_k = (ratio.log() + mu.double() * math.log(2)) / slope
+    log_k = torch.where(slope < MIN_SLOPE, number.log(), log_k)
+    # One token alone has neither slope nor a choice.
+    log_k = torch.where(number > 1, log_k, 0.0).clamp(min=0.0)
+    count = torch.where(log_k < number.log(), log_k.clamp(max=40.0).exp().floor(), number)
+    return count.long().clamp(min=1)
+
+
+def drop_likeliest(kept: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
+    """XTC: of the tokens that reach the threshold only the last one in order stays, if the coin says so."""
+    log_mass = kept.double().exp().sum(dim=-1).log()
+    cut = (log_mass + inputs.float_column(LOG_XTC_THRESHOLD).double()).float().unsqueeze(1)
+    above = (kept >= cut) & (kept > NO_CUT)
+    least = torch.where(above, kept, float("inf")).amin(dim=-1, keepdim=True)
+    ids = torch.arange(kept.shape[1], device=kept.device)
+    last = torch.where(above & (kept == least), ids, -1).amax(dim=-1, keepdim=True)
+    drop = above & (ids != last) & tossed(inputs).unsqueeze(1)
+    return torch.where(drop, NO_CUT, kept)
+
+
+def tossed(inputs: ExtendInputs) -> torch.Tensor:
+    """[E] bool: whether the coin of the position falls on XTC's side."""
+    zero = torch.zeros_like(inputs.position)
+    counter = torch.stack(
+        (zero, inputs.position, inputs.integer_column(CHOICE), torch.full_like(zero, XTC_STREAM)), dim=-1
+    )
+    return philox4x32(counter, inputs.key.t())[:, 0] >> 8 < inputs.integer_column(XTC_COIN)
+
+
+def next_aims(
+    logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """What mirostat aims at after the tokens of a step; rows without it, or without a token, keep what they have.
+
+    Args:
+        logits: [S, vocab] float32, as `extend` left them; log_mass: [E] float32 of it.
+        token_ids: [S] int64; below 0 there is none.
+
+    Returns:
+        [E] float32, surprises in bits.
+    """
+    chosen = token_ids.index_select(0, inputs.rows)
+    surprise = (log_mass - logits[inputs.rows, chosen.clamp(min=0)]) * (1 / math.log(2))
+    mu = inputs.float_column(MIROSTAT_MU)
+    moved = mu - inputs.float_column(MIROSTAT_ETA) * (surprise - inputs.float_column(MIROSTAT_TAU))
+    return torch.where((chosen >= 0) & (inputs.integer_column(MIROSTAT) > 0), moved, mu)

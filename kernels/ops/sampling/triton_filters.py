@@ -1,0 +1,277 @@
+"""Where min_p, top_k and top_p cut a row of logits, found without a sort: by halving an interval of keys.
+
+The key of a token is the bits of -scaled, scaled = (logit - largest) / temperature <= 0, as an integer: it orders
+tokens from the likeliest down, as the numbers do. A border is a key and how many of the tokens that have it pass,
+lowest ids first. The maths is in kernels/ops/sampling/README.md.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.ops.sampling.triton_random import NO_TOKEN, noisy_best, words_of_ids, words_of_tokens
+
+ALL = tl.constexpr(2**31 - 1)
+"""Above every key; also as many equal tokens as there are."""
+_MINUS_INFINITY = tl.constexpr(float("-inf"))
+_LOWEST = tl.constexpr(-3.0e38)
+_MANY = tl.constexpr(1.0e9)
+
+
+@triton.jit
+def masked_logits(p_row, p_words, masked, vocab, b_token, MASK: tl.constexpr):
+    """Logits of some tokens, minus infinity beyond the vocabulary and where the grammar's mask has no bit.
+
+    masked: how many tokens the mask decides on, all or none.
+    """
+    b_inside = b_token < vocab
+    b_logit = tl.load(p_row + b_token, mask=b_inside, other=_MINUS_INFINITY)
+    if MASK:
+        b_word = tl.load(p_words + b_token // 32, mask=b_token < masked, other=-1)
+        b_logit = tl.where((b_word >> (b_token % 32)) & 1 != 0, b_logit, _MINUS_INFINITY)
+    return b_logit
+
+
+@triton.jit
+def key_of(scaled):
+    """Of a scaled logit, or of a tile of them."""
+    return tl.abs(scaled).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def value_of(key):
+    """The scaled logit of a key."""
+    return -key.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def last_key(log_min_p):
+    """The key up to which tokens pass min_p; tokens without probability never do."""
+    return key_of(tl.maximum(log_min_p, _LOWEST))
+
+
+@triton.jit
+def cut_of(b_key, limit, CAPACITY: tl.constexpr):
+    """A key up to which a tile has at most CAPACITY tokens, and not less than half as many where keys differ enough."""
+    low = tl.full((), -1, tl.int32)
+    count = tl.full((), 0, tl.int32)
+    high = limit
+    while (high - low > 1) & (count < CAPACITY // 2):
+        middle = low + (high - low) // 2
+        up_to = tl.sum((b_key <= middle).to(tl.int32), axis=0)
+        fits = up_to <= CAPACITY
+        low = tl.where(fits, middle, low)
+        count = tl.where(fits, up_to, count)
+        high = tl.where(fits, high, middle)
+    return low
+
+
+@triton.jit
+def tile_border(b_key, b_weight, high, target):
+    """The smallest key up to which the weights of a tile reach `target`, and the sum of those before it (float64).
+
+    Up to `high` they reach it.
+    """
+    low = tl.full((), -1, tl.int32)
+    below = tl.full((), 0.0, tl.float32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        total = tl.sum(tl.where(b_key <= middle, b_weight, 0.0), axis=0)
+        reached = total.to(tl.float64) >= target
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle)
+        below = tl.where(reached, below, total)
+    return high, below.to(tl.float64)
+
+
+@triton.jit
+def row_sums(
+    p_row, p_words, masked, vocab, highest, temperature, first, second, third, by_mass, MASK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Numbers or masses (the likeliest token's is 1) of a row's tokens up to each of three keys, in float64."""
+    b_first = tl.zeros((TILE,), tl.float32)
+    b_second = tl.zeros((TILE,), tl.float32)
+    b_third = tl.zeros((TILE,), tl.float32)
+    for start in range(0, vocab, TILE):
+        b_token = start + tl.arange(0, TILE)
+        b_logit = masked_logits(p_row, p_words, masked, vocab, b_token, MASK)
+        b_scaled = tl.div_rn(b_logit - highest, temperature)
+        b_key = key_of(b_scaled)
+        b_weight = tl.where(by_mass, tl.exp(b_scaled), 1.0)
+        b_first += tl.where(b_key <= first, b_weight, 0.0)
+        b_second += tl.where(b_key <= second, b_weight, 0.0)
+        b_third += tl.where(b_key <= third, b_weight, 0.0)
+    return (
+        tl.sum(b_first, axis=0).to(tl.float64),
+        tl.sum(b_second, axis=0).to(tl.float64),
+        tl.sum(b_third, axis=0).to(tl.float64),
+    )
+
+
+@triton.jit
+def row_border(
+    p_row, p_words, masked, vocab, highest, temperature, low, high, below, target, by_mass, MASK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """As tile_border, over the whole row, a quarter of the interval left after each pass.
+
+    Up to `low` the sum is `below`, less than `target`.
+    """
+    while high - low > 1:
+        quarter = tl.maximum((high - low) // 4, 1)
+        first = low + quarter
+        second = low + (high - low) // 2
+        third = high - quarter
+        up_to_first, up_to_second, up_to_third = row_sums(
+            p_row, p_words, masked, vocab, highest, temperature, first, second, third, by_mass, MASK, TILE
+        )
+        in_first = up_to_first >= target
+        in_second = up_to_second >= target
+        in_third = up_to_third >= target
+        high = tl.where(in_first, first, tl.where(in_second, second, tl.where(in_third, third, high)))
+        low = tl.where(in_first, low, tl.where(in_second, first, tl.where(in_third, second, third)))
+        up_to_low = tl.where(in_second, up_to_first, tl.where(in_third, up_to_second, up_to_third))
+        below = tl.where(in_first, below, up_to_low)
+    return high, below
+
+
+@triton.jit
+def equals_needed(target, below, key):
+    """How many tokens of one key, at least one, bring the mass from `below` to `target`."""
+    weight = tl.exp(value_of(key)).to(tl.float64)
+    needed = tl.ceil((target - below) / tl.where(weight > 0.0, weight, 1.0))
+    needed = tl.where(weight > 0.0, needed, _MANY)  # a key of no mass is the last of all that pass
+    return tl.minimum(tl.maximum(needed, 1.0), _MANY).to(tl.int32)
+
+
+@triton.jit
+def id_of_rank(b_in, b_token, rank, vocab):
+    """The id of the token of a tile that has that rank (from 1) among those that are in, by id."""
+    low = tl.full((), -1, tl.int32)
+    high = vocab - 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        reached = tl.sum((b_in & (b_token <= middle)).to(tl.int32), axis=0) >= rank
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle)
+    return high
+
+
+@triton.jit
+def filter_border(
+    p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key,
+    MASK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Where top_k and top_p cut a row of which `count` tokens with `mass` pass min_p.
+
+    The tile holds all keys of the row up to `reach`. Returns the last key that passes, and how many tokens that have
+    it do.
+    """
+    b_known = b_key <= reach
+    b_weight = tl.where(b_known, tl.exp(value_of(b_key)), 0.0)
+    num_known = tl.sum(b_known.to(tl.int32), axis=0)
+    mass_known = tl.sum(b_weight, axis=0).to(tl.float64)
+    border = limit
+    equals = tl.full((), ALL, tl.int32)
+    if (top_k > 0) & (top_k < count):
+        wanted = top_k.to(tl.float64)
+        if top_k <= num_known:
+            border, below = tile_border(b_key, b_known.to(tl.float32), reach, wanted)
+        else:
+            border, below = row_border(
+                p_row, p_words, masked, vocab, highest, temperature, reach, limit, num_known.to(tl.float64), wanted,
+                False, MASK, TILE,
+            )  # fmt: skip
+        equals = (wanted - below).to(tl.int32)
+        if border <= reach:
+            smaller = tl.sum(tl.where(b_key < border, b_weight, 0.0), axis=0).to(tl.float64)
+        else:
+            smaller, _, _ = row_sums(
+                p_row,
+                p_words,
+                masked,
+                vocab,
+                highest,
+                temperature,
+                border - 1,
+                border - 1,
+                border - 1,
+                True,
+                MASK,
+                TILE,
+            )
+        mass = smaller + equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
+    if top_p < 1.0:
+        target = top_p * mass
+        if (border <= reach) | (mass_known >= target):
+            last, below = tile_border(b_key, b_weight, tl.minimum(border, reach), target)
+        else:
+            last, below = row_border(
+                p_row, p_words, masked, vocab, highest, temperature, reach, border, mass_known, target, True, MASK, TILE
+            )
+        needed = equals_needed(target, below, last)
+        equals = tl.where(last < border, needed, tl.minimum(needed, equals))
+        border = last
+    return border, equals
+
+
+@triton.jit
+def mass_that_passes(
+    p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key,
+    MASK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens of a row up to a border; float64. `mass` is that of all up to `limit`, and a tile has all keys up
+    to `reach`."""
+    if (border < limit) | (equals < ALL):
+        # Only so many of the equal tokens at the border pass, and there are not always as many.
+        if border <= reach:
+            b_mass = tl.exp(value_of(b_key))
+            below = tl.sum(tl.where(b_key < border, b_mass, 0.0), axis=0).to(tl.float64)
+            at_border = tl.sum(tl.where(b_key == border, b_mass, 0.0), axis=0).to(tl.float64)
+        else:
+            below, up_to, _ = row_sums(
+                p_row, p_words, masked, vocab, highest, temperature, border - 1, border, border, True, MASK, TILE
+            )
+            at_border = up_to - below
+        passing = equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
+        mass = below + tl.minimum(passing, at_border)
+    return mass
+
+
+@triton.jit
+def best_of_row(
+    p_row, p_words, masked, vocab, highest, temperature, border, equals, position, choice, key_low, key_high,
+    MASK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The best noisy token up to a border, over the whole row."""
+    best = tl.full((), _MINUS_INFINITY, tl.float32)
+    best_id = tl.full((), NO_TOKEN, tl.int32)
+    seen = tl.full((), 0, tl.int32)
+    for start in range(0, vocab, TILE):
+        b_token = start + tl.arange(0, TILE)
+        b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+        b_key = key_of(b_scaled)
+        b_equal = (b_key == border).to(tl.int32)
+        b_rank = seen + tl.cumsum(b_equal, axis=0)
+        seen += tl.sum(b_equal, axis=0)
+        b_in = (b_key < border) | ((b_key == border) & (b_rank <= equals))
+        b_counter = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
+        b_word = words_of_tokens(b_counter, position, choice, key_low, key_high)
+        best, best_id = noisy_best(b_scaled, b_word, b_token, b_in, best, best_id)
+    return best_id
+
+
+@triton.jit
+def best_of_candidates(b_key, b_token, border, equals, vocab, position, choice, key_low, key_high):
+    """The best noisy token up to a border, all of whose tokens are in the tile."""
+    b_equal = b_key == border
+    last_id = vocab
+    if equals < tl.sum(b_equal.to(tl.int32), axis=0):
+        last_id = id_of_rank(b_equal, b_token, equals, vocab)
+    b_in = (b_key < border) | (b_equal & (b_token <= last_id))
+    b_word = words_of_ids(b_token, position, choice, key_low, key_high)
+    none = tl.full((), NO_TOKEN, tl.int32)
+    _, best_id = noisy_best(value_of(b_key), b_word, b_token, b_in, tl.full((), _MINUS_INFINITY, tl.float32), none)
+    return best_id

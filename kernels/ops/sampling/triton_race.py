@@ -1,0 +1,127 @@
+"""A token drawn by shares of tokens: the largest of share / -log(u), in registers or over a row of logits.
+
+kernels/ops/speculative/README.md has the maths; what starts these functions is launched with enable_fp_fusion=False.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.ops.sampling.philox import ACCEPT_STREAM, REPLACE_STREAM
+from kernels.ops.sampling.triton_filters import id_of_rank, key_of, masked_logits, value_of
+from kernels.ops.sampling.triton_random import NO_TOKEN, philox_words, words_of_ids, words_of_tokens
+
+_ACCEPT = tl.constexpr(ACCEPT_STREAM)
+_REPLACE = tl.constexpr(REPLACE_STREAM)
+_ULP_OF_UNIFORM = tl.constexpr(2.0**-24)
+_ROUNDED_UP = tl.constexpr(1.0 + 2.0**-20)
+_MOST_TIMES = tl.constexpr(2.0**25 * (1.0 + 2.0**-20))
+"""By which a share is multiplied at most: -log(u) is no less than 1 - u, and that no less than 2**-25."""
+
+
+@triton.jit
+def accept_number(position, choice, key_low, key_high):
+    """What decides whether a draft is accepted, in (0, 1); float64."""
+    zero = tl.full((), 0, tl.uint32)
+    word, _, _, _ = philox_words(zero, position, choice, key_low, key_high, _ACCEPT)
+    return ((word >> 8).to(tl.float64) + 0.5) * _ULP_OF_UNIFORM
+
+
+@triton.jit
+def race(b_share, b_word, b_token, best, best_id):
+    """The largest of `best` (float64) and share / -log(u) over a tile; the lowest id among equals.
+
+    A share of 0 takes no part. Bounds, share / (1 - u), need no logarithm; one is taken for each token whose bound
+    reaches the best so far.
+    """
+    b_rest = (((b_word ^ 0xFFFFFFFF) >> 8).to(tl.int32).to(tl.float32) + 0.5) * _ULP_OF_UNIFORM
+    b_bound = b_share / b_rest * _ROUNDED_UP
+    b_bits = b_word.to(tl.int32, bitcast=True)
+    bound = tl.max(b_bound, axis=0)
+    while (bound.to(tl.float64) >= best) & (bound > 0.0):
+        token = tl.min(tl.where(b_bound == bound, b_token, NO_TOKEN), axis=0)
+        b_this = (b_bound > 0.0) & (b_token == token)
+        share = tl.sum(tl.where(b_this, b_share, 0.0), axis=0)
+        word = tl.sum(tl.where(b_this, b_bits, 0), axis=0).to(tl.uint32, bitcast=True)
+        uniform = ((word >> 8).to(tl.float64) + 0.5) * _ULP_OF_UNIFORM
+        ratio = share.to(tl.float64) / -tl.log(uniform)
+        better = (ratio > best) | ((ratio == best) & (token < best_id))
+        best = tl.where(better, ratio, best)
+        best_id = tl.where(better, token, best_id)
+        b_bound = tl.where(b_this, 0.0, b_bound)
+        bound = tl.max(b_bound, axis=0)
+    return best, best_id
+
+
+@triton.jit
+def shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED: tl.constexpr):
+    """Of the tokens that are in: exp(scaled) * inverse, and what is left of it after the draft's chances.
+
+    num_chances: how many of them there are, all or none.
+    """
+    b_share = tl.where(b_in & (b_token != left_out), tl.exp(b_scaled) * inverse, 0.0)
+    if DRAFTED:
+        b_chance = tl.load(p_chances + b_token, mask=(b_share > 0.0) & (b_token < num_chances), other=0.0)
+        b_share = tl.where(b_share > b_chance, b_share - b_chance, 0.0)  # nothing is left of a chance that is NaN
+    return b_share
+
+
+@triton.jit
+def passes(b_key, border, equals, seen):
+    """Which tokens of a row's next tile lie up to a border, and how many at the border there were until now."""
+    b_equal = (b_key == border).to(tl.int32)
+    b_rank = seen + tl.cumsum(b_equal, axis=0)
+    return (b_key < border) | ((b_key == border) & (b_rank <= equals)), seen + tl.sum(b_equal, axis=0)
+
+
+@triton.jit
+def first_of_candidates(
+    b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice, key_low,
+    key_high, DRAFTED: tl.constexpr,
+):  # fmt: skip
+    """The token drawn, where all that pass are in the tile; NO_TOKEN where no share is above 0."""
+    b_equal = b_key == border
+    last_id = vocab
+    if equals < tl.sum(b_equal.to(tl.int32), axis=0):
+        last_id = id_of_rank(b_equal, b_token, equals, vocab)
+    b_in = (b_key < border) | (b_equal & (b_token <= last_id))
+    b_share = shares(value_of(b_key), b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
+    b_word = words_of_ids(b_token, position, choice, key_low, key_high, _REPLACE)
+    none = tl.full((), NO_TOKEN, tl.int32)
+    _, best_id = race(b_share, b_word, b_token, tl.full((), 0.0, tl.float64), none)
+    return best_id
+
+
+@triton.jit
+def first_of_row(
+    p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances, num_chances,
+    position, choice, key_low, key_high, DRAFTED: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same over the whole row; tiles that cannot win need no words."""
+    best = tl.full((), 0.0, tl.float64)
+    best_id = tl.full((), NO_TOKEN, tl.int32)
+    seen = tl.full((), 0, tl.int32)
+    for start in range(0, vocab, TILE):
+        b_token = start + tl.arange(0, TILE)
+        b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+        b_in, seen = passes(key_of(b_scaled), border, equals, seen)
+        b_share = shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
+        if tl.max(b_share, axis=0).to(tl.float64) * _MOST_TIMES >= best:
+            b_counter = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
+            b_word = words_of_tokens(b_counter, position, choice, key_low, key_high, _REPLACE)
+            best, best_id = race(b_share, b_word, b_token, best, best_id)
+    return best_id
+
+
+@triton.jit
+def rank_in_row(
+    p_row, p_words, masked, vocab, highest, temperature, key, token, MASK: tl.constexpr, TILE: tl.constexpr
+):
+    """How many tokens of a row, up to one, have a key."""
+    b_count = tl.zeros((TILE,), tl.int32)
+    for start in range(0, vocab, TILE):
+        b_token = start + tl.arange(0, TILE)
+        b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+        b_count += ((key_of(b_scaled) == key) & (b_token <= token)).to(tl.int32)
+    return tl.sum(b_count, axis=0)

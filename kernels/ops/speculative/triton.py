@@ -1,0 +1,422 @@
+"""Verification of drafts on a GPU: which rows are kept in one launch, rejection in three. README.md has the maths.
+
+Rejection begins as sampling does. survey: the largest logit of every split of a row. weigh: number, mass and likeliest
+tokens of a split. reject: a program a row finds where the filters cut and what the mass is, accepts the draft or finds
+another token, among the candidates where they are all that passes, else in the row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import Variant
+from kernels.ops.sampling.inputs import SamplingInputs
+from kernels.ops.sampling.row_arguments import (
+    FILTERS,
+    NOISE,
+    WEIGHING,
+    launch_options,
+    row_arguments,
+    row_compilation,
+    table_of,
+    tile_constants,
+    varying,
+)
+from kernels.ops.sampling.triton import survey_kernel
+from kernels.ops.sampling.triton_filters import ALL, filter_border, key_of, last_key, masked_logits, mass_that_passes
+from kernels.ops.sampling.triton_race import accept_number, first_of_candidates, first_of_row, passes, rank_in_row
+from kernels.ops.sampling.triton_random import NO_TOKEN
+from kernels.ops.sampling.triton_splits import (
+    Split,
+    candidate_ids,
+    load_candidates,
+    mask_of_row,
+    row_of_tables,
+    scratch_of_row,
+    store_candidates,
+    surveyed,
+    tokens_of_split,
+)
+from kernels.ops.speculative.inputs import DraftInputs, Verified
+
+VERIFY_TILE = 32
+"""Rows of a request that are looked at together; most have fewer."""
+
+_INFINITY = tl.constexpr(float("inf"))
+_NAN = tl.constexpr(float("nan"))
+_VERIFY_VARYING: dict[str, Any] = {
+    "do_not_specialize": ["num_requests", "num_rows"],
+    "do_not_specialize_on_alignment": ["p_token_ids", "p_drafts", "p_cu_rows", "p_kept", "p_num_accepted"],
+}
+_DRAFTED = ("p_drafts", "p_drafted", "p_drafted_rows")
+_FILTERING = {**WEIGHING, **FILTERS}
+_REJECTION = {**WEIGHING, **NOISE, **FILTERS}
+
+
+@triton.jit(**_VERIFY_VARYING)
+def verify_kernel(p_token_ids, p_drafts, p_cu_rows, p_kept, p_num_accepted, num_requests, num_rows, TILE: tl.constexpr):
+    """[R + 1] programs, a request each; the last has the rows that are nobody's."""
+    i_request = tl.program_id(0)
+    start = tl.load(p_cu_rows + i_request)
+    end = num_rows
+    last = start - 1  # that is kept
+    if i_request < num_requests:
+        end = tl.load(p_cu_rows + i_request + 1)
+        last = end
+    for first in range(start, end, TILE):
+        o_row = first + tl.arange(0, TILE)
+        b_there = o_row < end
+        b_id = tl.load(p_token_ids + o_row, mask=b_there, other=0)
+        b_ends = b_there & ((b_id < 0) | (b_id != tl.load(p_drafts + o_row, mask=b_there, other=0)))
+        last = tl.minimum(last, tl.min(tl.where(b_ends, o_row, end), axis=0))
+        tl.store(p_kept + o_row, (o_row <= last).to(tl.uint8), mask=b_there)
+    if i_request < num_requests:
+        tl.store(p_num_accepted + i_request, last - start)
+
+
+@triton.jit(**varying(WEIGHING))
+def weigh_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S, splits] programs: number, mass and likeliest tokens of what passes min_p."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_split = tl.program_id(1)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, _, usable, _ = surveyed(p_row_scratch, tl.num_programs(1), PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    if usable & (temperature > 0.0):
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        b_token = tokens_of_split(i_split, tl.num_programs(1), TILE)
+        b_logit = masked_logits(p_logits + i_row * row_stride, p_words, masked, vocab, b_token, MASK)
+        b_scaled = tl.div_rn(b_logit - highest, temperature)
+        b_key = key_of(b_scaled)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        store_candidates(p_row_scratch, i_split, b_token, b_scaled, b_key, b_key <= limit, limit, PADDED, CAPACITY)
+
+
+@triton.jit(**varying(_FILTERING))
+def probabilities_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    p_top_k,
+    top_k_stride,
+    p_top_p,
+    top_p_stride,
+    p_out,
+    num_splits,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S] programs: the distribution of a row, NaN where it is not usable."""
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, best_id, usable, _ = surveyed(p_row_scratch, num_splits, PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    p_result = p_out + i_row * vocab
+    if usable & (temperature > 0.0):
+        p_row = p_logits + i_row * row_stride
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
+        top_p = tl.load(p_top_p + i_table * top_p_stride)
+        reach, count, mass, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
+        border, equals = filter_border(
+            p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key, MASK,
+            TILE,
+        )  # fmt: skip
+        mass = mass_that_passes(
+            p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key, MASK, TILE
+        )
+        inverse = (1.0 / mass).to(tl.float32)
+        seen = tl.full((), 0, tl.int32)
+        for start in range(0, vocab, TILE):
+            b_token = start + tl.arange(0, TILE)
+            b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
+            b_in, seen = passes(key_of(b_scaled), border, equals, seen)
+            tl.store(p_result + b_token, tl.where(b_in, tl.exp(b_scaled) * inverse, 0.0), mask=b_token < vocab)
+    else:
+        for start in range(0, vocab, TILE):
+            b_token = start + tl.arange(0, TILE)
+            b_chance = tl.where(b_token == best_id, 1.0, 0.0)
+            tl.store(p_result + b_token, tl.where(usable, b_chance, _NAN), mask=b_token < vocab)
+
+
+@triton.jit(**varying(_REJECTION, _DRAFTED))
+def reject_kernel(
+    p_logits,
+    row_stride,
+    vocab,
+    p_mask,
+    p_mask_rows,
+    mask_stride,
+    p_scratch,
+    p_rows,
+    p_temperature,
+    temperature_stride,
+    p_log_min_p,
+    log_min_p_stride,
+    p_key,
+    key_word_stride,
+    key_stride,
+    p_choice,
+    choice_stride,
+    p_position,
+    position_stride,
+    p_top_k,
+    top_k_stride,
+    p_top_p,
+    top_p_stride,
+    p_drafts,
+    p_drafted,
+    drafted_stride,
+    p_drafted_rows,
+    p_out,
+    num_splits,
+    MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    DRAFTED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """[S] programs: the draft or what takes its place, a number below 0 where the row is not usable.
+
+    DRAFTED: whether some draft has a distribution.
+    """
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
+    highest, result, usable, failure = surveyed(p_row_scratch, num_splits, PADDED)
+    i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
+    temperature = tl.load(p_temperature + i_table * temperature_stride)
+    if usable & (temperature > 0.0):
+        p_row = p_logits + i_row * row_stride
+        p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
+        limit = last_key(tl.load(p_log_min_p + i_table * log_min_p_stride))
+        top_k = tl.load(p_top_k + i_table * top_k_stride).to(tl.int32)
+        top_p = tl.load(p_top_p + i_table * top_p_stride)
+        reach, count, total, b_key = load_candidates(p_row_scratch, num_splits, limit, PADDED, CAPACITY)
+        border, equals = filter_border(
+            p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, total, b_key, MASK,
+            TILE,
+        )  # fmt: skip
+        b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
+        inside = border <= reach
+        total = mass_that_passes(
+            p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, total, b_key, MASK, TILE
+        )
+        position = tl.load(p_position + i_row * position_stride).to(tl.uint32)
+        choice = tl.load(p_choice + i_table * choice_stride).to(tl.uint32)
+        key_low = tl.load(p_key + i_table * key_stride).to(tl.uint32)
+        key_high = tl.load(p_key + key_word_stride + i_table * key_stride).to(tl.uint32)
+        draft = tl.load(p_drafts + i_row)
+        proposed = (draft >= 0) & (draft < vocab)
+        draft = tl.where(proposed, draft, 0).to(tl.int32)
+        chance = tl.full((), 1.0, tl.float32)
+        p_chances = p_drafted
+        num_chances = tl.full((), 0, tl.int32)
+        if DRAFTED:
+            i_drafted = tl.load(p_drafted_rows + i_row)
+            p_chances += tl.maximum(i_drafted, 0) * drafted_stride
+            drawn_with = tl.load(p_chances + draft)
+            given = proposed & (i_drafted >= 0) & (drawn_with > 0.0) & (drawn_with < _INFINITY)
+            chance = tl.where(given, drawn_with, chance)
+            num_chances = tl.where(given, vocab, 0)
+        draft_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, draft, MASK) - highest, temperature)
+        draft_key = key_of(draft_scaled)
+        may = draft_key <= border
+        if (draft_key == border) & (equals < ALL):
+            if inside:
+                rank = tl.sum(((b_key == border) & (b_token <= draft)).to(tl.int32), axis=0)
+            else:
+                rank = rank_in_row(p_row, p_words, masked, vocab, highest, temperature, border, draft, MASK, TILE)
+            may = rank <= equals
+        target = tl.where(may, tl.exp(draft_scaled).to(tl.float64), 0.0) / total
+        uniform = accept_number(position, choice, key_low, key_high)
+        if proposed & (uniform * chance.to(tl.float64) < target):
+            result = draft
+        else:
+            left_out = tl.where(proposed, draft, -1)
+            inverse = (1.0 / total).to(tl.float32)
+            if inside:
+                result = first_of_candidates(
+                    b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice,
+                    key_low, key_high, DRAFTED,
+                )  # fmt: skip
+            else:
+                result = first_of_row(
+                    p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances,
+                    num_chances, position, choice, key_low, key_high, DRAFTED, MASK, TILE,
+                )  # fmt: skip
+            result = tl.where(result == NO_TOKEN, draft, result)  # nothing is left: the distributions are equal
+    tl.store(p_out + i_row, tl.where(usable, result, failure).to(tl.int64))
+
+
+_verify = Variant(verify_kernel, TILE=VERIFY_TILE, num_warps=1, num_stages=1, enable_fp_fusion=False)
+
+
+def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
+    """See the reference; contiguous tensors. Nothing is read on the host."""
+    num_rows, num_requests = len(token_ids), len(cu_rows) - 1
+    kept = torch.empty(num_rows, dtype=torch.bool, device=token_ids.device)
+    num_accepted = torch.empty(num_requests, dtype=torch.int32, device=token_ids.device)
+    _verify(
+        (num_requests + 1,),
+        token_ids,
+        drafts,
+        cu_rows,
+        kept.view(torch.uint8),
+        num_accepted,
+        num_requests,
+        num_rows,
+    )
+    return Verified(kept, num_accepted)
+
+
+def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, scratch: torch.Tensor) -> torch.Tensor:
+    """See the reference.
+
+    Args:
+        logits, scratch: as of `row_arguments`, which says what it raises; logits are not changed.
+
+    Raises:
+        ValueError: for distributions of another type or layout, too.
+    """
+    num_rows = len(logits)
+    drafted, drafted_rows = drafts.probabilities, drafts.rows
+    if drafted is None or drafted_rows is None or not len(drafted):
+        drafted, drafted_rows = None, drafts.token_ids
+    chances = logits if drafted is None else drafted
+    vocab = logits.shape[1]
+    if chances.dtype is not torch.float32 or chances.shape[1] != vocab or (len(chances) and chances.stride(1) != 1):
+        raise ValueError(f"expected float32 rows of {vocab} without gaps, not {chances.dtype} {chances.stride()}")
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    table, mask, row, weighing, noise, filters = row_arguments(logits, inputs, scratch, out)
+    if not num_rows:
+        return out
+    drafting = (drafts.token_ids, chances, chances.stride(0), drafted_rows)
+    grid = (num_rows, table.splits)
+    variants = _variants(table, mask, inputs.rows is not None, drafted is not None)
+    variants.survey(grid, *row)
+    if inputs.any_random:
+        variants.weigh(grid, *row, *weighing)
+    variants.reject((num_rows,), *row, *weighing, *noise, *filters, *drafting, out, table.splits)
+    return out
+
+
+def probabilities(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
+    """See the reference, but for float32; logits, scratch and errors as of `row_arguments`."""
+    out = torch.empty(logits.shape, device=logits.device)
+    # Scratch, which has integers, stands for what is not there.
+    table, mask, row, weighing, _, filters = row_arguments(logits, inputs, scratch, scratch)
+    if not len(logits):
+        return out
+    variants = _variants(table, mask, inputs.rows is not None, False)
+    grid = (len(logits), table.splits)
+    variants.survey(grid, *row)
+    if inputs.any_random:
+        variants.weigh(grid, *row, *weighing)
+    variants.probabilities((len(logits),), *row, *weighing, *filters, out, table.splits)
+    return out
+
+
+class _Variants(NamedTuple):
+    survey: Variant
+    weigh: Variant
+    probabilities: Variant
+    reject: Variant
+
+
+@functools.cache
+def _variants(table: Split, mask: int, has_rows: bool, drafted: bool) -> _Variants:
+    common = tile_constants(table, mask) | launch_options(table)
+    return _Variants(
+        Variant(survey_kernel, **common),
+        Variant(weigh_kernel, HAS_ROWS=has_rows, **common),
+        Variant(probabilities_kernel, HAS_ROWS=has_rows, **common),
+        Variant(reject_kernel, HAS_ROWS=has_rows, DRAFTED=drafted, **common),
+    )
+
+
+_SHAPES = (128256, 49152, 256000, 1000)
+_VERIFY_SIGNATURE = {
+    "p_token_ids": "*i64",
+    "p_drafts": "*i64",
+    "p_cu_rows": "*i32",
+    "p_kept": "*u8",
+    "p_num_accepted": "*i32",
+    "num_requests": "i32",
+    "num_rows": "i32",
+    "TILE": "constexpr",
+}
+_DRAFTS_SIGNATURE = {"p_drafts": "*i64", "p_drafted": "*fp32", "drafted_stride": "i32", "p_drafted_rows": "*i64"}
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """Every variant at Llama's vocabulary, those of mixed batches at others."""
+    verification = Compilation(
+        kernel="verify",
+        configuration="",
+        function=verify_kernel,
+        signature=_VERIFY_SIGNATURE,
+        constants={"TILE": VERIFY_TILE},
+        num_warps=1,
+        num_stages=1,
+        enable_fp_fusion=False,
+        unaligned=frozenset(_VERIFY_VARYING["do_not_specialize_on_alignment"]),
+    )
+    masks = [(vocab, mask) for vocab in _SHAPES for mask in ((0, 2) if vocab == _SHAPES[0] else (2,))]
+    return [verification, *(found for vocab, mask in masks for found in _compilations(target, vocab, mask))]
+
+
+def _compilations(target: Target, vocab: int, mask: int) -> list[Compilation]:
+    filtering = _FILTERING | {"p_out": "*fp32", "num_splits": "i32"}
+    rejection = _REJECTION | _DRAFTS_SIGNATURE | {"p_out": "*i64", "num_splits": "i32"}
+    what, table = f"vocab={vocab} mask={mask}", table_of(vocab, target)
+    return [
+        row_compilation("weigh", what, weigh_kernel, WEIGHING, table, mask, HAS_ROWS=True),
+        row_compilation("probabilities", what, probabilities_kernel, filtering, table, mask, HAS_ROWS=True),
+        *(
+            row_compilation(
+                "reject", f"{what} drafted={drafted}", reject_kernel, rejection, table, mask, _DRAFTED,
+                HAS_ROWS=True, DRAFTED=drafted,
+            )
+            for drafted in (True, False)
+        ),
+    ]  # fmt: skip

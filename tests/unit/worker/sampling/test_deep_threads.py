@@ -1,0 +1,130 @@
+"""Threads for work that recurses deeply or never ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shared.errors import UnavailableError
+from worker.sampling.deep_threads import STACK_BYTES, DeepThreads
+
+PATIENCE = 30.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def threads():
+    made = DeepThreads("deep", num_threads=2, max_lost=2)
+    yield made
+    made.close()
+
+
+def test_it_returns_what_the_work_returns_and_raises_what_it_raises(threads):
+    assert threads.submit(lambda: 7).result(PATIENCE) == 7
+    with pytest.raises(KeyError):
+        threads.submit(lambda: {2: 3}[1]).result(PATIENCE)
+    assert threads.submit(lambda: 8).result(PATIENCE) == 8
+
+
+def test_no_more_threads_than_asked_for_work_at_a_time(threads):
+    gate = threading.Event()
+    names: list[int] = []
+
+    def work():
+        names.append(threading.get_ident())
+        return gate.wait(PATIENCE)
+
+    futures = [threads.submit(work) for _ in range(6)]
+    gate.set()
+    assert all(future.result(PATIENCE) for future in futures)
+    assert len(set(names)) <= 2
+
+
+def test_a_stack_is_deep_and_other_threads_keep_theirs(threads):
+    before = threading.stack_size()
+    assert before < STACK_BYTES
+
+    def depth() -> int:
+        # A thread's stack is what lies below the address of a local array; asked for by its size alone.
+        with open("/proc/self/maps") as maps:
+            sizes = [line.split()[0].split("-") for line in maps if "rw-p" in line]
+        return max(int(end, 16) - int(begin, 16) for begin, end in sizes)
+
+    assert threads.submit(depth).result(PATIENCE) >= STACK_BYTES
+    assert threading.stack_size() == before
+
+
+def test_work_that_does_not_begin_can_be_cancelled(threads):
+    gate = threading.Event()
+    busy = [threads.submit(lambda: gate.wait(PATIENCE)) for _ in range(2)]
+    waiting = threads.submit(lambda: 1)
+    assert waiting.cancel()
+    gate.set()
+    assert all(future.result(PATIENCE) for future in busy)
+    assert threads.submit(lambda: 2).result(PATIENCE) == 2
+
+
+def test_a_thread_that_is_written_off_is_replaced_until_too_many_are_lost(threads):
+    gates = [threading.Event() for _ in range(3)]
+    begun = [threading.Event() for _ in range(3)]
+    stuck = []
+    for gate, begin in zip(gates[:2], begun):
+        stuck.append(threads.submit(lambda gate=gate, begin=begin: begin.set() or gate.wait(PATIENCE)))
+        assert begin.wait(PATIENCE)
+    threads.write_off(stuck[0])
+    threads.write_off(stuck[0])
+    assert threads.num_lost == 1
+    assert threads.submit(lambda: 1).result(PATIENCE) == 1
+    threads.write_off(stuck[1])
+    with pytest.raises(UnavailableError):
+        threads.submit(lambda: 2)
+    # What comes back after all is no longer counted, and what it found is there.
+    gates[0].set()
+    assert stuck[0].result(PATIENCE)
+    wait_until(lambda: threads.num_lost == 1)
+    assert threads.submit(lambda: 3).result(PATIENCE) == 3
+    gates[1].set()
+    assert stuck[1].result(PATIENCE)
+
+
+def test_work_that_is_over_cannot_be_written_off(threads):
+    done = threads.submit(lambda: 1)
+    done.result(PATIENCE)
+    wait_until(lambda: not threads._running)
+    threads.write_off(done)
+    assert threads.num_lost == 0
+
+
+def test_where_no_thread_can_take_a_lost_ones_place_what_waits_is_refused(monkeypatch):
+    threads = DeepThreads("deep", num_threads=1, max_lost=4)
+    gate, begun = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.set()
+        return gate.wait(PATIENCE)
+
+    stuck = threads.submit(hang)
+    assert begun.wait(PATIENCE)
+    waiting = threads.submit(lambda: 1)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        threads.write_off(stuck)
+    with pytest.raises(UnavailableError):
+        waiting.result(PATIENCE)
+    assert threads.submit(lambda: 2).result(PATIENCE) == 2
+    gate.set()
+    assert stuck.result(PATIENCE)
+    threads.close()

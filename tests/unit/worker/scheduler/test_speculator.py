@@ -1,0 +1,246 @@
+"""What a step drafts and verifies, on a scheduler whose steps take what the test says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from tests.fakes.engine_harness import Harness, make_submit
+from worker.plan import StepPlan
+from worker.scheduler.speculator import MAX_CATCH_UP, SpeculationConfig, Speculator
+
+MAX_DRAFTS = 5
+DRAFT_MS, READ_MS = 0.05, 0.02
+"""A pass that proposes, and a token that is read."""
+
+
+@pytest.fixture(autouse=True)
+def looking_takes_a_twentieth_of_a_millisecond(monkeypatch):
+    clock = SimpleNamespace(perf_counter=itertools.count(0.0, 5e-5).__next__)
+    monkeypatch.setattr("worker.scheduler.speculator.time", clock)
+
+
+def cheap_rows(plan: StepPlan) -> float:
+    return 5.0 + 0.01 * plan.num_tokens
+
+
+def dear_rows(plan: StepPlan) -> float:
+    return 1.0 + 1.0 * plan.num_tokens
+
+
+class TimedHarness(Harness):
+    """One step in flight; the draft model is right in two of three cases."""
+
+    def __init__(
+        self, cost: Callable[[StepPlan], float], *, look_up: bool = False, draft_ms: float = DRAFT_MS, **options
+    ) -> None:
+        options = {
+            "max_num_seqs": 8,
+            "max_model_len": 2000,
+            "num_pages": 4000,
+            "max_num_batched_tokens": 1024,
+        } | options
+        config = SpeculationConfig(look_up=look_up, draft_len=2000, max_drafts=MAX_DRAFTS)
+        super().__init__(speculation=config, **options)
+        assert self.scheduler._speculator is not None
+        self.speculator: Speculator = self.scheduler._speculator
+        self._cost = cost
+        self._draft_ms = draft_ms
+        self.read_ms = READ_MS
+        self.took: list[tuple[StepPlan, float]] = []
+
+    def step(self, milliseconds: float = 0.0) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        if plan.drafting:
+            num_each = max(row.num_drafts for row in plan.drafting)
+            num_read = sum(row.count for row in plan.drafting)
+            milliseconds = self._draft_ms * (num_each + 1) * bool(num_each) + self.read_ms * num_read
+        else:
+            milliseconds = self._cost(plan)
+        self.took.append((plan, milliseconds))
+        self.scheduler.apply(plan, self.executor.submit(plan).result(), milliseconds)
+        self._collect()
+        return plan
+
+    def start(self, count: int, *, first: int = 0, num_prompt: int = 8, **fields) -> None:
+        for number in range(first, first + count):
+            prompt = [5 + (7 * number + place * place) % 80 for place in range(num_prompt)]
+            sampling = {"max_tokens": 400, "ignore_eos": True, "seed": number}
+            self.add(make_submit(f"r{number}", prompt, sampling=sampling, **fields))
+
+    def steps(self, count: int) -> list[StepPlan]:
+        return [self.step() for _ in range(count)]
+
+    @property
+    def drafting(self) -> list[StepPlan]:
+        return [plan for plan, _ in self.took if plan.drafting]
+
+    @property
+    def num_accepted(self) -> int:
+        return self.scheduler.counters.spec_decode_num_accepted_tokens_total
+
+
+def counted(monkeypatch, owner: object, name: str) -> list[tuple]:
+    """Arguments of each call from now on."""
+    calls: list[tuple] = []
+    call = getattr(owner, name)
+
+    def count(*args):
+        calls.append(args)
+        return call(*args)
+
+    monkeypatch.setattr(owner, name, count)
+    return calls
+
+
+def test_a_draft_model_that_does_not_pay_is_seldom_asked_for(monkeypatch):
+    harness = TimedHarness(dear_rows, draft_ms=5.0, look_up=True)
+    harness.start(8)
+    harness.steps(100)
+    asked = counted(monkeypatch, harness.speculator._controller, "num_to_draft")
+    looked = counted(monkeypatch, harness.speculator, "_guess")
+    harness.steps(170)
+    # With pauses of 16 steps for look-ups and of 64 for the draft model, which has a step itself now and then.
+    assert 2 <= len(asked) <= 12
+    assert len(looked) <= 8 * 40
+    # Others than before: what was found may be different now.
+    num_asked = len(asked)
+    for number in range(4):
+        harness.abort(f"r{number}")
+    harness.steps(1)
+    assert len(asked) > num_asked
+
+
+def test_the_draft_model_is_not_asked_more_often_because_there_was_nothing_to_do(monkeypatch):
+    harness = TimedHarness(dear_rows, draft_ms=5.0, look_up=True)
+    harness.start(8)
+    harness.steps(300)
+    asked = counted(monkeypatch, harness.speculator._controller, "num_to_draft")
+    for number in range(8):
+        harness.abort(f"r{number}")
+    assert harness.scheduler.schedule() is None
+    harness.start(8, first=8)
+    harness.steps(20)
+    assert len(asked) <= 2
+
+
+def test_of_many_texts_a_quarter_is_looked_up_where_that_is_long_for_nothing(monkeypatch):
+    harness = TimedHarness(cheap_rows, look_up=True)
+    monkeypatch.setattr(harness.speculator, "asks_draft_model", lambda _: False)
+    with monkeypatch.context() as nothing_pays:
+        nothing_pays.setattr(harness.speculator._controller, "choose", lambda found, *_: [0] * len(found))
+        harness.start(8)
+        harness.steps(60)
+        looked = counted(monkeypatch, harness.speculator, "_guess")
+        looks = []
+        for _ in range(80):
+            looked.clear()
+            harness.step()
+            looks.append([request.request_id for request, _ in looked])
+    assert {len(look) for look in looks} == {0, 2}
+    # Each time others.
+    assert len({name for look in looks for name in look}) == 8
+    # What pays is found, and then all are.
+    monkeypatch.setattr("tests.fakes.fake_executor.next_token", lambda tokens, *_: 5 + len(tokens) % 3)
+    harness.steps(60)
+    assert harness.num_accepted > 300
+
+
+def test_to_see_that_there_is_still_no_hope_the_draft_model_reads_one_text(monkeypatch):
+    harness = TimedHarness(cheap_rows)
+    controller = harness.speculator._controller
+    for is_hopeless in (False, True):
+        monkeypatch.setattr(controller, "num_to_draft", lambda *_: 0)
+        harness.start(8, first=8 * is_hopeless)
+        harness.steps(30)
+        monkeypatch.setattr(controller, "num_to_draft", lambda *_: 1)
+        monkeypatch.setattr(controller, "is_hopeless", is_hopeless)
+        monkeypatch.setattr(harness.speculator, "asks_draft_model", lambda _: True)
+        plan = harness.step()
+        assert plan is not None
+        assert (len(plan.drafting) == 1) == is_hopeless
+        for number in range(8):
+            harness.abort(f"r{number}")
+
+
+def test_one_look_up_serves_the_question_for_a_draft_and_the_verification(monkeypatch):
+    harness = TimedHarness(cheap_rows, look_up=True)
+    for pause in harness.speculator._pauses:
+        monkeypatch.setattr(pause, "learn", lambda *_: None)
+    harness.start(4)
+    harness.steps(10)
+    looked = counted(monkeypatch, harness.speculator, "_guess")
+    for _ in range(60):
+        looked.clear()
+        harness.step()
+        assert len(looked) <= 4
+
+
+def test_a_draft_model_that_pays_is_asked_every_other_step():
+    harness = TimedHarness(cheap_rows)
+    harness.start(4)
+    harness.steps(60)
+    before = len(harness.drafting)
+    harness.steps(60)
+    assert len(harness.drafting) - before >= 25
+    assert harness.num_accepted > 60
+
+
+def test_who_wants_no_drafts_waits_no_more_than_a_twentieth_longer():
+    shares = {}
+    for draft_ms in (0.01, 1.0):
+        harness = TimedHarness(cheap_rows, draft_ms=draft_ms)
+        harness.start(4)
+        harness.start(1, first=4, speculative=False)
+        harness.steps(100)
+        before = len(harness.took)
+        harness.steps(200)
+        late = harness.took[before:]
+        num_plain = sum(not plan.drafting for plan, _ in late)
+        longer = sum(milliseconds for _, milliseconds in late) / (num_plain * 5.05)
+        assert longer < 1.06
+        shares[draft_ms] = sum(bool(plan.drafting) for plan, _ in late) / len(late)
+    # One such request does not stop a draft model that costs next to nothing.
+    assert shares[0.01] > 0.3
+    assert shares[1.0] < 0.05
+
+
+def test_the_draft_model_does_not_read_again_what_it_proposed_and_came():
+    harness = TimedHarness(cheap_rows)
+    harness.start(2)
+    harness.steps(100)
+    rows = [row for plan in harness.drafting[10:] for row in plan.drafting]
+    assert len(rows) > 40
+    # The last proposal, which it has not read, and the token after it.
+    assert max(row.count for row in rows) == 2
+    assert min(row.count for row in rows) == 1
+
+
+def test_what_was_read_ahead_is_forgotten_with_the_pages():
+    """Requests are preempted now and then: FakeExecutor knows what each page holds."""
+    harness = TimedHarness(cheap_rows, num_pages=60, max_num_seqs=6, max_model_len=120)
+    harness.start(6, num_prompt=20)
+    harness.steps(200)
+    assert harness.scheduler.counters.num_preemptions_total > 3
+    assert harness.num_accepted > 100
+
+
+def test_prompts_are_read_in_parts_that_take_no_longer_than_a_step_may():
+    harness = TimedHarness(cheap_rows)
+    harness.start(4)
+    harness.steps(60)
+    assert harness.num_accepted > 0
+    # As long as nothing is known of it but that 24 tokens took little.
+    harness.read_ms = 0.3
+    harness.took.clear()
+    harness.start(2, first=4, num_prompt=500)
+    harness.steps(200)
+    read = [sum(row.count for row in plan.drafting) for plan in harness.drafting]
+    target_ms = harness.scheduler.config.target_step_ms
+    most = 1.3 * target_ms / harness.read_ms
+    assert most < MAX_CATCH_UP
+    assert 64 <= max(read) <= most

@@ -1,0 +1,423 @@
+"""What narrows the next token of a choice: the grammar that it must follow, the budget of its reasoning, or both.
+
+The scheduler asks three things: whether a choice's constraint is there yet (grammars are compiled in threads), how many
+tokens may be sampled before one must be masked, and the masks of a step's rows, all together. What a grammar is knows
+`Grammars`, which is handed in.
+
+Where several rules meet, in this order:
+- A token that the grammar, allowed_token_ids or bad_words forbid is never sampled.
+- The end of the budget forces a token only where that is allowed; else the budget is dropped.
+- A choice ends, without a further token, where its grammar accepts the text and allows nothing but its end. So it does
+  where min_tokens or ignore_eos forbid all that the grammar allows besides.
+- Where a grammar that does not accept the text and the other rules leave no token, the choice fails, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from shared.errors import InvalidRequestError, PeltonError
+from shared.messages import Finish, FinishReason, Submit
+from shared.sampling_params import SamplingParams
+from worker.requests.thinking import UNBOUNDED, ThinkingAutomaton
+
+Words = np.ndarray[Any, np.dtype[np.uint32]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+FINISH_STOP = Finish(FinishReason.STOP)
+
+
+class ConstrainedRequest(Protocol):
+    """What masks need of a request (worker.requests.request.Request)."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def min_num_tokens(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def constraint(self) -> Constraint | None: ...
+
+
+class GrammarState(Protocol):
+    """One text's place in a grammar."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text follows the grammar, and nothing may come any more."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the grammar can no longer be followed, or nothing."""
+        ...
+
+    def consume(self, token_id: int) -> bool:
+        """Takes the text's next token; False where the grammar does not allow it."""
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after the other. Takes none."""
+        ...
+
+
+class PendingGrammar(Protocol):
+    """A grammar that one choice waits for. Exactly one of `open` and `release` is called."""
+
+    def poll(self) -> bool:
+        """Whether `open` would return, or raise, at once."""
+        ...
+
+    def open(self) -> GrammarState:
+        """A state at the beginning of a text. Raises PeltonError where the grammar cannot be used."""
+        ...
+
+    def release(self) -> None:
+        """Nobody waits for it any longer."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars and computes what they allow."""
+
+    def prepare(self, source: str) -> PendingGrammar:
+        """Begins to compile a grammar, or finds it compiled. Raises UnavailableError."""
+        ...
+
+    def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
+        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end.
+
+        Args:
+            ahead: for each state the tokens, allowed by it, after each of which it has one more row; none: no tokens.
+        """
+        ...
+
+
+class Constraint:
+    """Of one choice.
+
+    Args:
+        pending: of its grammar.
+        emitted: tokens that it brings with it, generated in an earlier life.
+
+    Attributes:
+        grammar: None where it has none, or until `poll` says that it is there.
+        finish: how the choice ends before its next token, known with `poll`.
+    """
+
+    __slots__ = ("_emitted", "_pending", "allowed", "finish", "grammar", "thinking")
+
+    def __init__(
+        self, pending: PendingGrammar | None, thinking: ThinkingAutomaton | None, emitted: Sequence[int]
+    ) -> None:
+        self.grammar: GrammarState | None = None
+        self.thinking = thinking
+        self.allowed: Words | None = None
+        self.finish: Finish | None = None
+        self._pending = pending
+        self._emitted = emitted
+
+    def poll(self) -> bool:
+        """Whether all that it needs is there."""
+        pending = self._pending
+        if pending is None:
+            return True
+        if not pending.poll():
+            return False
+        self._pending = None
+        try:
+            self.grammar = pending.open()
+        except PeltonError as error:
+            self.finish = Finish(FinishReason.ERROR, message=error.message, code=error.code)
+        else:
+            self.finish = self._replay(self.grammar)
+        return True
+
+    def _replay(self, grammar: GrammarState) -> Finish | None:
+        for token_id in self._emitted:
+            if grammar.is_complete or not grammar.consume(token_id):
+                message = "the tokens generated so far do not follow the request's grammar"
+                return Finish(FinishReason.ERROR, message=message, code="invalid_request")
+        return FINISH_STOP if grammar.is_complete else None
+
+    @property
+    def num_free(self) -> int:
+        """So many tokens may be sampled, one after the other, before one must be masked."""
+        if self.grammar is not None:
+            return 0
+        return UNBOUNDED if self.thinking is None else self.thinking.num_free
+
+    def num_verifiable(self, drafts: Sequence[int]) -> int:
+        """How many of these tokens, which may come next one after the other, are worth a look: those that the grammar
+        allows, and fewer than may be sampled before the budget of reasoning forces one."""
+        count = len(drafts)
+        if self.thinking is not None:
+            count = max(0, min(count, self.thinking.num_free - 1))
+        if self.grammar is not None and count:
+            count = self.grammar.num_allowed(drafts[:count])
+        return count
+
+    def advance(self, token_id: int) -> Finish | None:
+        """Takes the next token; how the choice ends with it, or None where it goes on."""
+        if self.thinking is not None:
+            self.thinking.advance(token_id)
+        if self.grammar is None:
+            return None
+        if not self.grammar.consume(token_id):
+            message = f"the request's grammar can no longer be followed: {self.grammar.error or 'it refuses a token'}"
+            return Finish(FinishReason.ERROR, message=message, code="invalid_grammar")
+        return FINISH_STOP if self.grammar.is_complete else None
+
+    def close(self) -> None:
+        """The choice has ended."""
+        if self._pending is not None:
+            self._pending.release()
+            self._pending = None
+
+
+class Constraints:
+    """Makes the constraints of choices, and the masks of a step.
+
+    Args:
+        grammars: None: requests with a grammar are refused.
+        vocab_size: bits of a mask.
+        eos_token_ids: ids that end a text.
+
+    Attributes:
+        everything: a mask that allows all tokens.
+    """
+
+    def __init__(self, grammars: Grammars | None, *, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._eos = list(eos_token_ids)
+        self._not_eos = ~self._bits(self._eos)
+        self.everything = b"\xff" * (4 * self._num_words)
+
+    def open(self, submit: Submit) -> list[Constraint | None]:
+        """For each of its choices, in order; None where nothing narrows them.
+
+        Raises InvalidRequestError and UnavailableError where its grammar cannot be taken.
+        """
+        budget = submit.sampling.thinking
+        choices = range(submit.num_choices)
+        if not submit.grammar and budget is None:
+            return [None for _ in choices]
+        if submit.grammar and self._grammars is None:
+            raise InvalidRequestError("this worker follows no grammars", param="grammar")
+        emitted = submit.token_ids[submit.num_prompt_tokens :]
+        opened: list[Constraint | None] = []
+        try:
+            for _ in choices:
+                thinking = ThinkingAutomaton(budget, emitted) if budget is not None else None
+                pending = None
+                if submit.grammar and self._grammars is not None:
+                    pending = self._grammars.prepare(submit.grammar)
+                opened.append(Constraint(pending, thinking, emitted))
+        except PeltonError:
+            for constraint in opened:
+                if constraint is not None:
+                    constraint.close()
+            raise
+        return opened
+
+    def masks(self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]]) -> list[list[bytes] | Finish]:
+        """What each of these, whose constraint is there, may sample next; or how it ends without a further token.
+
+        With a request come its drafts, as many as are verifiable: then what it may sample after each of them follows,
+        up to one after which it would end.
+        """
+        places = [
+            request if not index else _Ahead(request, drafts[:index])
+            for request, drafts in requests
+            for index in range(1 + len(drafts))
+        ]
+        masks, may_end = self._fill(requests, len(places))
+        goes_on: list[bool] = np.logical_or.reduce(masks & self._not_eos, axis=1).tolist()
+        narrowed = [
+            masks[index].tobytes()
+            if goes_on[index] and _is_plain(place)
+            else self._narrow(place, masks[index], bool(may_end[index]))
+            for index, place in enumerate(places)
+        ]
+        results: list[list[bytes] | Finish] = []
+        at = 0
+        for _, drafts in requests:
+            first, end = narrowed[at], at + 1 + len(drafts)
+            if isinstance(first, Finish):
+                results.append(first)
+            else:
+                results.append(_before_finish(narrowed[at:end]))
+            at = end
+        return results
+
+    def _fill(
+        self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]], num_places: int
+    ) -> tuple[Words, Flags]:
+        """What grammars allow at each place, [num_places, words], and whether the text may end there."""
+        masks: Words = np.full((num_places, self._num_words), 0xFFFFFFFF, dtype=np.uint32)
+        may_end: Flags = np.zeros(num_places, dtype=np.bool_)
+        states: list[GrammarState] = []
+        ahead: list[Sequence[int]] = []
+        with_grammar: list[int] = []
+        at = 0
+        for request, drafts in requests:
+            state = None if request.constraint is None else request.constraint.grammar
+            if state is not None:
+                states.append(state)
+                ahead.append(drafts)
+                with_grammar += range(at, at + 1 + len(drafts))
+            at += 1 + len(drafts)
+        if states and self._grammars is not None:
+            if len(with_grammar) == num_places:
+                may_end = self._grammars.fill(states, masks, ahead)
+            else:
+                filled: Words = np.empty((len(with_grammar), self._num_words), dtype=np.uint32)
+                may_end[with_grammar] = self._grammars.fill(states, filled, ahead)
+                masks[with_grammar] = filled
+        return masks, may_end
+
+    def _narrow(self, request: ConstrainedRequest, mask: Words, may_end: bool) -> bytes | Finish:
+        """Applies everything else that the request says of tokens."""
+        constraint = request.constraint
+        if constraint is None:
+            return mask.tobytes()
+        grammar, thinking = constraint.grammar, constraint.thinking
+        if grammar is not None and grammar.error:
+            message = f"the request's grammar can no longer be followed: {grammar.error}"
+            return Finish(FinishReason.ERROR, message=message, code="invalid_grammar")
+        if request.sampling.allowed_token_ids:
+            mask = mask & self._allowed(request, constraint)
+        mask = mask & ~self._bits(_completed_bad_words(request))
+        usable = mask & ~self._bits(self._suppressed(request))
+        if thinking is not None and thinking.forced is not None:
+            forced = self._bits([thinking.forced])
+            if (usable & forced).any():
+                return forced.tobytes()
+            thinking.drop()
+        if (usable & self._not_eos).any() or (grammar is None and usable.any()):
+            return mask.tobytes()
+        if grammar is not None and may_end:
+            return FINISH_STOP
+        return nothing_left(request.sampling, "the request's grammar and its other rules for tokens")
+
+    def _bits(self, token_ids: Iterable[int]) -> Words:
+        words: Words = np.zeros(self._num_words, dtype=np.uint32)
+        for token_id in token_ids:
+            if token_id < self._vocab_size:  # a model may declare ends that it does not have
+                words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return words
+
+    def _allowed(self, request: ConstrainedRequest, constraint: Constraint) -> Words:
+        if constraint.allowed is None:
+            constraint.allowed = self._bits({*request.sampling.allowed_token_ids, *self._eos, *request.stop_ids})
+        return constraint.allowed
+
+    def _suppressed(self, request: ConstrainedRequest) -> set[int]:
+        """What the sampler itself masks: ends of the text, while min_tokens or ignore_eos say so."""
+        sampling = request.sampling
+        too_short = len(request.token_ids) < request.min_num_tokens
+        suppressed: set[int] = set()
+        if too_short or sampling.ignore_eos:
+            suppressed = set(self._eos).difference(sampling.stop_token_ids)
+        return suppressed.union(sampling.stop_token_ids) if too_short else suppressed
+
+
+class _Ahead:
+    """A request as it would be after some drafts."""
+
+    __slots__ = ("_request", "token_ids")
+
+    def __init__(self, request: ConstrainedRequest, drafts: Sequence[int]) -> None:
+        self._request = request
+        self.token_ids = _Followed(request.token_ids, drafts)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._request.sampling
+
+    @property
+    def min_num_tokens(self) -> int:
+        return self._request.min_num_tokens
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._request.stop_ids
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self._request.constraint
+
+
+class _Followed(Sequence[int]):
+    """A text and what follows it, neither of them copied: a text may be long, and each draft has one of these."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, before: Sequence[int], after: Sequence[int]) -> None:
+        self._before = before
+        self._after = after
+
+    def __len__(self) -> int:
+        return len(self._before) + len(self._after)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(index)
+        first = len(self._before)
+        return self._before[place] if place < first else self._after[place - first]
+
+
+def nothing_left(sampling: SamplingParams, rules: str) -> Finish:
+    """The end of a choice whose rules leave no token that may come next, naming the field that most likely does it."""
+    param = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words" if sampling.bad_words else None
+    if param is None and sampling.min_tokens:
+        param = "min_tokens"
+    message = f"{rules} leave no token that may come next"
+    return Finish(FinishReason.ERROR, message=message, code="invalid_request", param=param)
+
+
+def _before_finish(masks: Iterable[bytes | Finish]) -> list[bytes]:
+    found = []
+    for mask in masks:
+        if isinstance(mask, Finish):
+            break
+        found.append(mask)
+    return found
+
+
+def _is_plain(request: ConstrainedRequest) -> bool:
+    """Whether nothing but its grammar narrows the request's next token."""
+    sampling, constraint = request.sampling, request.constraint
+    return not (
+        sampling.allowed_token_ids
+        or sampling.bad_words
+        or sampling.ignore_eos
+        or len(request.token_ids) < request.min_num_tokens
+        or (constraint is not None and constraint.thinking is not None and constraint.thinking.forced is not None)
+    )
+
+
+def _completed_bad_words(request: ConstrainedRequest) -> list[int]:
+    """The ids that would complete a sequence of bad_words now."""
+    ids = request.token_ids
+    completed = []
+    for word in request.sampling.bad_words:
+        before = list(word[:-1])
+        if not before or ids[-len(before) :] == before:
+            completed.append(word[-1])
+    return completed

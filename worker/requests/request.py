@@ -1,0 +1,273 @@
+"""One choice of one Submit while it lives in this worker, and the checks that a Submit must pass."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from shared.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from shared.messages import MAX_CHOICES, DraftCounts, Submit, TokenLogprobs
+from shared.sampling_params import SamplingParams
+from worker.drafting.speculation import Speculation
+from worker.kv.manager import SequencePages
+from worker.requests.constraint import Constraint
+from worker.requests.embedding import Embedding
+from worker.requests.repetition import RepetitionWatch
+
+_SAMPLES_NOTHING = SamplingParams(max_tokens=1)
+
+
+class Status(enum.Enum):
+    """Where a request is. HELD: waits for the first choice of its Submit to compute the prompt that they share.
+    COMPILING: waits for its grammar; it holds up nobody."""
+
+    COMPILING = enum.auto()
+    HELD = enum.auto()
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """The scheduler's view of one choice. Only the scheduler writes here.
+
+    Attributes:
+        owner: identity of the gateway that submitted it.
+        arrival: order of submission; with the priority it orders all queues.
+        token_ids: prompt and every generated token whose value has arrived.
+        num_initial_tokens: tokens that came with the Submit, the same for all its choices.
+        max_num_tokens: length at which the request ends for its length.
+        min_num_tokens: length up to which no stop token ends it.
+        stop_ids: ids that end it.
+        life: raised when it leaves its row; results of steps of an earlier life are discarded.
+        num_computed_tokens: tokens whose keys and values are computed by the steps submitted so far.
+        num_pending: tokens sampled by steps in flight, whose values have not arrived.
+        prompt_step: the step that completed the initial tokens in this life; others may fork from later steps on.
+        leader, followers: while followers are HELD they wait for the leader's prompt; later the leader is the one
+            to fork from if it still runs.
+        follows_started: its leader had started when it let it go.
+        num_cached_tokens: prompt tokens that were not computed when it first started; None before that.
+        wants_prompt_logprobs: still owes the report on its prompt.
+        mu: what mirostat aims at after token_ids; None before the first token, and where it is not used.
+        constraint: what narrows its tokens, in step with token_ids once it is there; None: nothing.
+        repetition: follows its generated tokens; None: nobody looks for repetitions.
+        speculation: what may come next, by guess; None: nothing is drafted for it. Steps that nothing is drafted for do
+            not touch it.
+        is_drafting: the draft model has been asked about it, and has not answered.
+        draft_counts: what came of its drafts so far; None: none was verified.
+        embedding: pools the hidden states of its prompt, with which it ends: nothing is sampled. None: it generates.
+    """
+
+    __slots__ = (
+        "arrival",
+        "choice",
+        "constraint",
+        "deadline",
+        "draft_counts",
+        "embedding",
+        "followers",
+        "follows_started",
+        "is_drafting",
+        "leader",
+        "life",
+        "max_num_tokens",
+        "min_num_tokens",
+        "mu",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_initial_tokens",
+        "num_pending",
+        "num_prompt_tokens",
+        "owner",
+        "pages",
+        "priority",
+        "prompt_logprobs",
+        "prompt_step",
+        "repetition",
+        "reported_cached_tokens",
+        "request_id",
+        "row",
+        "sampling",
+        "speculation",
+        "status",
+        "stop_ids",
+        "token_ids",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(
+        self,
+        submit: Submit,
+        choice: int,
+        *,
+        owner: bytes,
+        arrival: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        pages: SequencePages,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.embedding = Embedding(submit.pooling) if submit.pooling is not None else None
+        sampling = submit.sampling if self.embedding is None else _SAMPLES_NOTHING
+        self.owner = owner
+        self.request_id = submit.request_id
+        self.choice = choice
+        self.sampling = sampling
+        self.priority = submit.priority
+        self.arrival = arrival
+        self.deadline = submit.deadline
+        self.token_ids = list(submit.token_ids)
+        self.num_prompt_tokens = submit.num_prompt_tokens
+        self.num_initial_tokens = len(submit.token_ids)
+        # An embedding may fill the context: it is never as long as a text that is to end.
+        most = max_model_len if self.embedding is None else max_model_len + 1
+        self.max_num_tokens = min(submit.num_prompt_tokens + sampling.max_tokens, most)
+        self.min_num_tokens = submit.num_prompt_tokens + sampling.min_tokens
+        own_stops = frozenset(sampling.stop_token_ids)
+        self.stop_ids = own_stops if sampling.ignore_eos else own_stops | eos_token_ids
+        self.status = Status.WAITING
+        self.life = 0
+        self.row = -1
+        self.num_computed_tokens = 0
+        self.num_pending = 0
+        self.mu: float | None = None
+        self.pages = pages
+        self.prompt_step: int | None = None
+        self.leader: Request | None = None
+        self.followers: list[Request] = []
+        self.follows_started = False
+        self.num_cached_tokens: int | None = None
+        self.reported_cached_tokens = False
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and choice == submit.choice
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.constraint = constraint
+        self.speculation: Speculation | None = None
+        self.is_drafting = False
+        self.draft_counts: DraftCounts | None = None
+        self.repetition: RepetitionWatch | None = None
+        if sampling.repetition_detection is not None:
+            self.repetition = RepetitionWatch(
+                sampling.repetition_detection, submit.token_ids[submit.num_prompt_tokens :]
+            )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in every queue: smaller runs first and is preempted last."""
+        return (self.priority, self.arrival)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it, or another choice of its Submit that read the prompt for it, has ever had a row."""
+        if self.num_cached_tokens is not None or self.follows_started:
+            return True
+        return self.leader is not None and self.leader.has_started
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all its tokens must be computed, those too whose pages are cached."""
+        return self.wants_prompt_logprobs or (self.embedding is not None and self.embedding.needs_all)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, those included whose value is still on the device."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def awaits_values(self) -> bool:
+        """Whether its next token can be chosen, or is to be drafted, only once those in flight have arrived."""
+        if self.num_pending == 0:
+            return self.is_drafting
+        if self.constraint is not None and self.num_pending >= self.constraint.num_free:
+            return True
+        return self.speculation is not None and self.speculation.is_promising
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitLimits:
+    """What a Submit is checked against."""
+
+    model_names: tuple[str, ...]
+    vocab_size: int
+
+
+def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
+    """Raises an InvalidRequestError or ModelNotFoundError naming what is wrong.
+
+    Types were checked by the decoder; lengths are the scheduler's to judge.
+    """
+    if submit.model not in limits.model_names:
+        raise ModelNotFoundError(f"the model {submit.model!r} is not served here", param="model")
+    num_tokens = len(submit.token_ids)
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt has no tokens", param="token_ids")
+    largest = max(submit.token_ids)
+    if largest >= limits.vocab_size or min(submit.token_ids) < 0:
+        raise InvalidRequestError(
+            f"token id {largest} is not below the vocabulary's size {limits.vocab_size}", param="token_ids"
+        )
+    if submit.prediction and max(submit.prediction) >= limits.vocab_size:
+        raise InvalidRequestError(
+            f"predicted token id {max(submit.prediction)} is not below the vocabulary's size {limits.vocab_size}",
+            param="prediction",
+        )
+    if not 1 <= submit.num_prompt_tokens <= num_tokens:
+        raise InvalidRequestError(
+            f"num_prompt_tokens is {submit.num_prompt_tokens}, but there are {num_tokens} tokens",
+            param="num_prompt_tokens",
+        )
+    if submit.choice + submit.num_choices > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"choices up to {submit.choice + submit.num_choices - 1} are asked for; they must be below {MAX_CHOICES}",
+            param="num_choices",
+        )
+    if submit.deadline is not None and not math.isfinite(submit.deadline):
+        raise InvalidRequestError("deadline must be a finite number", param="deadline")
+    submit.sampling.validate(limits.vocab_size)
+    if submit.pooling is not None:
+        _validate_embedding(submit)
+
+
+def _validate_embedding(submit: Submit) -> None:
+    """Refuses what has no meaning for an embedding."""
+    refused = {
+        "num_prompt_tokens": submit.num_prompt_tokens != len(submit.token_ids),
+        "num_choices": submit.num_choices != 1,
+        "grammar": bool(submit.grammar),
+        "prompt_logprobs": submit.sampling.prompt_logprobs is not None,
+        "prediction": bool(submit.prediction),
+    }
+    for name, is_there in refused.items():
+        if is_there:
+            raise InvalidRequestError(
+                f"{name} does not go with pooling: an embedding is of one prompt, and nothing is generated", param=name
+            )
+
+
+def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> None:
+    """Raises ContextLengthError where the request can never be computed.
+
+    Args:
+        max_model_len: tokens of prompt and completion together.
+        max_cached_tokens: what the whole KV cache holds.
+    """
+    num_tokens = len(submit.token_ids)
+    if submit.pooling is not None:
+        if num_tokens > min(max_model_len, max_cached_tokens):
+            raise ContextLengthError(
+                f"the input has {num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
+                f"and the KV cache holds {max_cached_tokens}"
+            )
+        return
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
+            "one of which is needed for the completion"
+        )
+    # The last token of a completion is never computed, so it needs no place in the cache.
+    longest = min(submit.num_prompt_tokens + submit.sampling.max_tokens, max_model_len) - 1
+    if max(num_tokens, longest) > max_cached_tokens:
+        raise ContextLengthError(
+            f"the prompt's {submit.num_prompt_tokens} tokens and a completion of {submit.sampling.max_tokens} "
+            f"do not fit the KV cache, which holds {max_cached_tokens} tokens"
+        )
