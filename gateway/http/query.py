@@ -18,8 +18,8 @@ from aiohttp import web
 from msgspec import inspect
 from multidict import MultiMapping
 
-from gateway.api.common.fields import invalid_field
 from gateway.http.app_keys import QUERY
+from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
 _MAX_SHOWN = 64
@@ -62,10 +62,7 @@ def parse_query(query: MultiMapping[str], kind: type[Query]) -> Query:
             message = f"The query parameter {shown!r} is given more than once."
             raise InvalidRequestError(message, param=shown, code="duplicate_parameter")
         values[name] = _value(text, types[name])
-    try:
-        return msgspec.convert(values, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise invalid_field(str(error)) from None
+    return convert(values, kind)
 
 
 @lru_cache(64)

@@ -10,7 +10,6 @@ from typing import Protocol, Self
 
 from aiohttp import web
 
-from gateway.api.common.logprobs import LARGE_REPORT
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.http.app_keys import DRAIN, LIMITS, log
@@ -18,6 +17,8 @@ from gateway.http.errors import dump_json, error_object
 from shared.errors import InternalError, PeltonError
 
 DONE = b"data: [DONE]\n\n"
+LARGE_REPORT = 512
+"""Number of prompt log-probabilities above which an event is encoded in a thread, so that others do not wait."""
 _KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -17,7 +17,6 @@ from gateway.api.anthropic.fields import (
     ToolDefinition,
     check_cache_control,
     check_choice,
-    convert,
     unsupported,
 )
 from gateway.api.common.fields import ChatFields
@@ -26,6 +25,7 @@ from gateway.api.common.reasoning_params import SWITCHES
 from gateway.api.common.structured_fields import JsonSchemaField, JsonSchemaFormat
 from gateway.api.common.tool_params import FunctionField, FunctionName, PlacedToolField, ToolChoiceField, ToolField
 from gateway.flow.requests import ModelEntryLike
+from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
 MIN_THINKING_TOKENS = 1024

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.anthropic.fields import CacheControl, check_cache_control, convert, unsupported, unsupported_kind
+from gateway.api.anthropic.fields import CacheControl, check_cache_control, unsupported, unsupported_kind
 from gateway.api.common.messages import MAX_NAME
+from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
 LEFT_OUT = ("redacted_thinking", "fallback")

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.api.common.fields import invalid_field
 from gateway.api.common.refused import SERVER, TEXT_ONLY
+from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
 _OTHER_THAN_TEXT = ("image", "document", "base64", "url", "file")
@@ -152,7 +152,6 @@ class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input_examples: list[dict[str, Any]] | None = None
 
 
-Kind = TypeVar("Kind", bound=msgspec.Struct)
 Body = TypeVar("Body", bound=ConversationFields)
 
 
@@ -180,14 +179,6 @@ def check_versions(versions: Sequence[str]) -> None:
     """Raises InvalidRequestError for a version of the API that there is not."""
     if not all(version in VERSIONS for version in versions):
         raise InvalidRequestError(f"{VERSION_HEADER} must be {' or '.join(VERSIONS)}.", param=VERSION_HEADER)
-
-
-def convert(value: object, kind: type[Kind], place: str = "") -> Kind:
-    """The struct that a value at `place` is. Raises InvalidRequestError naming the field at fault."""
-    try:
-        return msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise invalid_field(str(error), place) from None
 
 
 def check_cache_control(control: CacheControl | None, place: str) -> None:

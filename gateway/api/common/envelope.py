@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gateway.api.common.logprobs import LARGE_REPORT, TokenBytes, TokenNames, prompt_logprobs
+from gateway.api.common.logprobs import TokenBytes, TokenNames, prompt_logprobs
+from gateway.http.sse import LARGE_REPORT
 from shared.messages import TokenLogprobs, WorkerFacts
 
 

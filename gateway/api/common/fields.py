@@ -5,7 +5,6 @@ A field that is null counts as absent. A field that is known but not supported, 
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +13,7 @@ from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED, refusal_text
 from gateway.api.common.speculation_fields import PredictionField, SpeculativeField
 from gateway.api.common.structured_fields import ResponseFormat, StructuredOutputs
 from gateway.api.common.tool_params import ToolChoiceField, ToolField
+from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
 TokenIds = list[int]
@@ -169,11 +169,6 @@ class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
-_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`")
-_VALUE = re.compile(r"^Invalid (?:enum )?value (?P<value>.*)$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
-
 
 def parse_fields(body: dict[str, Any], kind: type[Fields]) -> Fields:
     """Converts a body to its struct. Raises InvalidRequestError naming the first parameter at fault."""
@@ -181,10 +176,7 @@ def parse_fields(body: dict[str, Any], kind: type[Fields]) -> Fields:
     for name in body:
         if name not in known and not _has_no_effect(name, body[name]):
             raise _refusal(name)
-    try:
-        return msgspec.convert({name: value for name, value in body.items() if name in known}, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise invalid_field(str(error)) from None
+    return convert({name: value for name, value in body.items() if name in known}, kind)
 
 
 def _has_no_effect(name: str, value: object) -> bool:
@@ -200,27 +192,3 @@ def _refusal(name: str) -> InvalidRequestError:
         return InvalidRequestError(what, param=name, code="unsupported_parameter")
     shown = name[:64]
     return InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
-
-
-def invalid_field(text: str, where: str = "") -> InvalidRequestError:
-    """The error for what msgspec says of a value that a body has at `where`; empty: of the body itself."""
-    place = _PLACE.search(text)
-    path = _joined(where, place["path"] if place else "")
-    what = text[: place.start()] if place else text
-    for pattern, code, words in (
-        (_UNKNOWN, "unknown_parameter", "Unknown parameter"),
-        (_MISSING, "missing_required_parameter", "Missing required parameter"),
-    ):
-        if found := pattern.match(what):
-            name = _joined(path, found["name"])
-            return InvalidRequestError(f"{words}: {name}.", param=name, code=code)
-    if found := _VALUE.match(what):
-        return InvalidRequestError(
-            f"Invalid value for {path}: {found['value'][:64]}.", param=path, code="invalid_value"
-        )
-    what = what.replace("`", "").replace(" | null", "").replace("NoneType", "null").replace("Expected", "expected")
-    return InvalidRequestError(f"Invalid type for {path}: {what}.", param=path, code="invalid_type")
-
-
-def _joined(where: str, path: str) -> str:
-    return f"{where}.{path}" if where and path and not path.startswith("[") else where + path

@@ -9,8 +9,6 @@ from typing import Any
 from shared.messages import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-LARGE_REPORT = 512
-"""Reports on so many tokens take so long to shape that other requests would notice."""
 
 TokenBytes = Callable[[int], bytes]
 
