@@ -1,11 +1,10 @@
-"""Writes what the documents take from the code: settings, metrics, and a line per source file.
+"""Generator of the tables in docs/configuration.md and docs/metrics.md.
 
-A document marks such a part with `<!-- NAME -->` and `<!-- /NAME -->`; what stands between is replaced.
+A document marks a generated table with `<!-- NAME -->` and `<!-- /NAME -->`; the lines between them are replaced.
 """
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,13 +16,12 @@ from shared.metrics import GatewayMetrics, WorkerCollector
 from shared.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/ARCHITECTURE.md")
-PACKAGES = ("shared", "gateway", "worker", "kernels", "scripts")
+DOCUMENTS = ("docs/configuration.md", "docs/metrics.md")
 _LABELS = {"counter": "_total"}
 
 
 def settings_table(*, of: type, without: Iterable[type] = ()) -> str:
-    """A row per setting of one class that none of the others has."""
+    """Return a Markdown table with one row per setting of a class, without the settings of other classes."""
     known = {name for other in without for name in describe(other)}
     rows = ["| flag | variable | default | |", "|---|---|---|---|"]
     for name, info in describe(of).items():
@@ -35,7 +33,7 @@ def settings_table(*, of: type, without: Iterable[type] = ()) -> str:
 
 
 def metrics_table() -> str:
-    """A row per metric, as /metrics names it."""
+    """Return a Markdown table with one row per metric, named as in /metrics."""
     registry = CollectorRegistry()
     GatewayMetrics(registry)
     registry.register(WorkerCollector(lambda: ()))
@@ -44,22 +42,6 @@ def metrics_table() -> str:
         name = family.name + _LABELS.get(family.type, "")
         rows.append(f"| `{name}` | {family.type} | {_cell(family.documentation)} |")
     return "\n".join(rows)
-
-
-def file_list(package: str) -> str:
-    """A line per file of a package: its path and the first sentence of its docstring."""
-    lines = []
-    for path in sorted((ROOT / package).rglob("*.py")):
-        relative = path.relative_to(ROOT)
-        if "__pycache__" not in relative.parts and path.name != "__init__.py":
-            lines.append(f"- `{relative}`: {_first_sentence(path)}")
-    return "\n".join(lines)
-
-
-def _first_sentence(path: Path) -> str:
-    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return paragraph if len(paragraph) <= 200 else paragraph.split(". ")[0].rstrip(".") + "."
 
 
 def _cell(text: str) -> str:
@@ -72,15 +54,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "settings of a worker": lambda: settings_table(of=WorkerSettings, without=[CommonSettings]),
     "settings of serve": lambda: settings_table(of=ServeSettings, without=[GatewaySettings, WorkerSettings]),
     "metrics": metrics_table,
-    **{f"files of {package}": lambda package=package: file_list(package) for package in PACKAGES},  # type: ignore[misc]
 }
 
 
 def filled(text: str) -> str:
-    """The document with every marked part as the code has it now.
+    """Return a document with every marked table regenerated from the code.
 
     Raises:
-        ValueError: a part's end is missing.
+        ValueError: The end mark of a table is missing.
     """
     for name, make in PARTS.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
@@ -93,12 +74,12 @@ def filled(text: str) -> str:
 
 
 def outdated() -> list[str]:
-    """Documents that differ from what the code says."""
+    """Return the documents whose tables differ from the code."""
     return [name for name in DOCUMENTS if (text := (ROOT / name).read_text("utf-8")) != filled(text)]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 1 when --check finds a document out of date."""
+    """Rewrite the documents; with --check only report outdated ones and return exit code 1."""
     names = outdated()
     if list(argv) == ["--check"]:
         print("".join(f"{name} is out of date: run scripts/document\n" for name in names), end="", file=sys.stderr)

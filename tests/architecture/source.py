@@ -31,22 +31,6 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"), str(path))
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, anywhere in it."""
-    names: set[str] = set()
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = path.relative_to(ROOT).parts[: -node.level]
-                base = ".".join([*package, base]).rstrip(".")
-            names.add(base)
-            names.update(f"{base}.{alias.name}" for alias in node.names)
-    return names
-
-
 def relative(path: Path) -> str:
     """For messages."""
     return str(path.relative_to(ROOT))
