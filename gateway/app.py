@@ -1,4 +1,4 @@
-"""The application: its routes, each with the scope that it demands, and what they need."""
+"""The application: its routes with their scopes, and the objects that they need."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from aiohttp import web
 from gateway.api.anthropic.fields import ConversationFields, MessagesFields
 from gateway.api.anthropic.models import ModelsQuery
 from gateway.api.anthropic.routes import count_tokens, create_message
-from gateway.api.common.cancellation import abort_request
 from gateway.api.common.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from gateway.api.common.ops import health, metrics, ready, version
-from gateway.api.common.page import page, page_file
+from gateway.api.common.ops import abort_request, health, metrics, page, page_file, ready, version
 from gateway.api.common.resumable import resume_stream
 from gateway.api.openai.answers import (
     AbortAnswer,
@@ -36,11 +34,9 @@ from gateway.api.openai.answers import (
 )
 from gateway.api.openai.chat import chat_completions
 from gateway.api.openai.completions import completions
-from gateway.api.openai.embedding_fields import EmbeddingFields
-from gateway.api.openai.embeddings import embeddings
+from gateway.api.openai.embeddings import EmbeddingFields, embeddings
 from gateway.api.openai.models import get_model, list_models
-from gateway.api.openai.render import render_chat, render_completion
-from gateway.api.openai.tokenize import detokenize, tokenize
+from gateway.api.openai.tokenize import detokenize, render_chat, render_completion, tokenize
 from gateway.api.responses.answers import (
     InputItemsAnswer,
     InputTokensAnswer,
@@ -70,6 +66,7 @@ from gateway.http.app_keys import (
     LIMITS,
     METRICS,
     MODELS,
+    RELAY,
     RESPONSES,
     SALTS,
     STREAMS,
@@ -81,7 +78,7 @@ from gateway.http.query import BetaQuery
 from gateway.http.route import Route
 from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
-from gateway.relay import RELAY, Relay, relayed, sibling_app
+from gateway.relay import Relay, relayed, sibling_app
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
@@ -124,7 +121,7 @@ FOLLOW_UPS = (
         headers=("Last-Event-ID",),
     ),
 )
-"""What is asked of the gateway process that has what the id names, whichever takes the connection."""
+"""Routes that are forwarded to the gateway process that holds the object which the id names."""
 
 ROUTES = (
     Route(
@@ -215,10 +212,10 @@ ROUTES = (
     Route("GET", "/ready", ready, Scope.PUBLIC, None, StatusAnswer, failures=(503,)),
     Route("GET", "/version", version, Scope.PUBLIC, None, VersionAnswer),
     Route("GET", "/openapi.json", openapi, Scope.PUBLIC),
-    # Links to it may carry what others count visits by.
+    # Links to the page may carry query parameters of visit counters.
     Route("GET", "/", page, Scope.PUBLIC, None, "text/html", query=None),
     Route("GET", "/page/{file}", page_file, Scope.PUBLIC, None, "text/javascript"),
-    # Open where the server is open; with keys configured any key reads it (Prometheus: `authorization`).
+    # On a server with keys any key may read it (Prometheus: `authorization`); on an open server, everyone.
     Route("GET", "/metrics", metrics, Scope.INFERENCE, None, "text/plain"),
     *(dataclasses.replace(route, handler=relayed(route.handler)) for route in FOLLOW_UPS),
 )
@@ -226,7 +223,7 @@ ROUTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """What the routes use; all of it is started and closed by whoever made it."""
+    """Objects that the routes use. The creator starts and closes them."""
 
     models: ModelsLike
     generator: AdmittingGeneratorLike
@@ -250,7 +247,7 @@ def build_app(
     cors_origins: Iterable[str] = (),
     routes: Iterable[Route] = ROUTES,
 ) -> web.Application:
-    """An application that is ready to be run by gateway.server.HttpRunner."""
+    """Return an application for gateway.server.HttpRunner."""
     registered: dict[web.AbstractRoute, Route] = {}
     around = Middleware(registered, check_host=check_host, cors_origins=tuple(cors_origins))
     app = web.Application(middlewares=[web.middleware(around)], client_max_size=limits.max_body_size)
@@ -279,12 +276,12 @@ def build_app(
 
 
 def follow_ups(public: web.Application) -> web.Application:
-    """The application that answers the other gateway processes."""
+    """Return the application that answers the other gateway processes."""
     return sibling_app([(route.method, route.path, route.handler) for route in FOLLOW_UPS], public)
 
 
 async def _stores(app: web.Application) -> AsyncIterator[None]:
-    """Forgets what is too old, also while nobody asks; ends what runs without a connection."""
+    """Forget expired objects in the background; at the end, stop everything that runs without a connection."""
     sweeping = asyncio.create_task(_sweep(app[RESPONSES]))
     yield
     sweeping.cancel()
@@ -299,6 +296,6 @@ async def _sweep(responses: ResponseStore) -> None:
 
 
 async def _expect(request: web.Request) -> None:
-    """`100 Continue` is sent by gateway.http.body, after authorization; other expectations fail."""
+    """Defer `100 Continue` to gateway.http.body, which sends it after authorization; other expectations fail."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         raise web.HTTPExpectationFailed

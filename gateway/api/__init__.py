@@ -1,0 +1,1 @@
+"""HTTP APIs of the gateway, one folder each, and what they share in common."""

@@ -19,7 +19,7 @@ from gateway.api.anthropic.fields import NO_EFFECT as TAKEN
 from gateway.api.anthropic.fields import REFUSED, ConversationFields, MessagesFields
 from gateway.api.common.fields import ChatFields, CompletionFields, DetokenizeFields, SamplingFields, TokenizeFields
 from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED
-from gateway.api.openai.embedding_fields import EmbeddingFields
+from gateway.api.openai.embeddings import EmbeddingFields
 from gateway.api.responses.fields import InputFields, InputTokensFields, ResponseFields
 from gateway.app import ROUTES
 from tests.architecture.source import ROOT

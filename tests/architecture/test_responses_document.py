@@ -23,7 +23,7 @@ from openai.types.responses.response_output_refusal_param import ResponseOutputR
 from openai.types.responses.response_output_text_param import ResponseOutputTextParam
 from openai.types.shared_params.reasoning import Reasoning
 
-from gateway.api.common.tool_params import FunctionField
+from gateway.api.common.fields import FunctionField
 from gateway.api.responses.fields import INCLUDABLE, InputTokensFields, ReasoningField, ResponseFields, TextField
 from gateway.api.responses.items import _FIELDS, _PARTS
 from gateway.api.responses.refused import REFUSED

@@ -118,7 +118,7 @@ async def test_reports_on_long_prompts_are_shaped_beside_the_loop_and_bounded(mo
         assert joined == [*expected, -0.5]
         _, body, _ = await gateway.chat(messages=[{"role": "user", "content": text}], prompt_logprobs=0)
         assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
-        monkeypatch.setattr("gateway.api.common.submission.MAX_PROMPT_VALUES", 12_000)
+        monkeypatch.setattr("gateway.api.common.prepared.MAX_PROMPT_LOGPROBS", 12_000)
         for fields, param in (
             ({"prompt_logprobs": 5, "n": 2}, "prompt_logprobs"),
             ({"prompt_logprobs": 6}, "prompt_logprobs"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.common import counting
+from gateway.api.common import chat_prompt
 from gateway.flow.events import TextDelta
 from shared.errors import WorkerLostError
 from tests.fakes.fake_generator import MODEL, FakeEntry, FakeGenerator, FakeModels, facts, spell
@@ -207,8 +207,8 @@ async def test_models():
 
 async def test_tokenize_counts_within_bounds(monkeypatch):
     # F28: long texts wait for each other
-    monkeypatch.setattr(counting, "MAX_TOKENS", 100)
-    monkeypatch.setattr(counting, "_CHARACTERS_PER_TOKEN", 2)
+    monkeypatch.setattr(chat_prompt, "MAX_COUNTED_TOKENS", 100)
+    monkeypatch.setattr(chat_prompt, "_CHARACTERS_PER_TOKEN", 2)
     async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=50)))) as gateway:
         for length, expected in ((80, 200), (120, 400), (201, 413)):
             for body in ({"prompt": "a" * length}, {"messages": [{"role": "user", "content": "a" * length}]}):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gateway.api.openai import embedding_batch
-from gateway.api.openai.embedding_inputs import MAX_INPUTS
+from gateway.api.openai.embeddings import MAX_INPUTS
 from gateway.flow.events import GenerationRequest, TextDelta
 from shared.errors import RateLimitError, UnavailableError, WorkerLostError
 from tests.fakes.fake_generator import (

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gateway.api.common import chat_prompt
+from gateway.api.common import messages
 from gateway.api.responses import input as response_input
 from gateway.api.responses import routes as responses
 from tests.fakes.http_gateway import Gateway, run_gateway
 from tests.integration.test_http_responses import ask, create
 
 LOOKED_AT = (
-    (chat_prompt, "check_messages"),
-    (chat_prompt, "conversation"),
+    (messages, "check_messages"),
+    (messages, "conversation"),
     (response_input, "input_items"),
     (response_input, "load_items"),
     (responses, "load_items"),

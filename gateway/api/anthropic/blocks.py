@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.common.kept_reasoning import packed_reasoning, unpacked_reasoning
+from gateway.api.common.reasoning import packed_reasoning, unpacked_reasoning
 from gateway.flow.events import TextDelta
 from shared.errors import InvalidRequestError
 

@@ -19,11 +19,19 @@ from gateway.api.anthropic.fields import (
     check_choice,
     unsupported,
 )
-from gateway.api.common.fields import ChatFields
-from gateway.api.common.ranges import MAX_INT32, check_range
-from gateway.api.common.reasoning_params import SWITCHES
-from gateway.api.common.structured_fields import JsonSchemaField, JsonSchemaFormat
-from gateway.api.common.tool_params import FunctionField, FunctionName, PlacedToolField, ToolChoiceField, ToolField
+from gateway.api.common.fields import (
+    MAX_INT32,
+    ChatFields,
+    FunctionField,
+    FunctionName,
+    JsonSchemaField,
+    JsonSchemaFormat,
+    PlacedToolField,
+    ToolChoiceField,
+    ToolField,
+    check_range,
+)
+from gateway.api.common.reasoning import SWITCHES
 from gateway.flow.requests import ModelEntryLike
 from gateway.http.convert import convert
 from shared.errors import InvalidRequestError

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.anthropic.fields import ContextManagement, check_choice, unsupported
-from gateway.api.common.ranges import MAX_INT32, check_range
+from gateway.api.common.fields import MAX_INT32, check_range
 from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 

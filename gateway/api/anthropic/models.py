@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.api.anthropic.chat import can_think, knows_effort, switches
-from gateway.api.common.reasoning_params import marks_are_tokens
+from gateway.api.common.reasoning import marks_are_tokens
 from gateway.flow.requests import ModelEntryLike
 from gateway.http.query import BetaQuery
 from shared.errors import InvalidRequestError

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from gateway.api.anthropic.blocks import THINKING, TOOL_USE, BlockBuilder, BlockFeed, BlockNews, Grown, Opened
-from gateway.api.common.envelope import Envelope
-from gateway.api.common.fan_in import Tally
+from gateway.api.common.envelope import Envelope, Tally
 from gateway.flow.events import TextDelta
 from gateway.http.errors import ErrorBodies, dump_json
 from shared.errors import PeltonError

@@ -1,38 +1,37 @@
-"""The prompt of a conversation: what the chat template is given, and whether the model goes on with reasoning."""
+"""Prompt of a conversation: messages, tools and template variables, rendered by the chat template and tokenized."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from gateway.api.common.messages import check_messages, check_template_kwargs
-from gateway.api.common.reasoning_params import effort_variables, ends_inside_reasoning
+import msgspec
+
+from gateway.api.common.fields import ChatFields, TokenizeFields
+from gateway.api.common.messages import check_template_kwargs, template_messages
+from gateway.api.common.reasoning import effort_variables, ends_inside_reasoning
+from gateway.api.common.tools import tool_request
 from gateway.flow.requests import ModelEntryLike
 from gateway.text.offload import aside, count_objects
+from gateway.text.pipeline import text_size
 from gateway.text.tools.format import ToolRequest
-from gateway.text.tools.prompting import conversation
-from shared.errors import InvalidRequestError
+from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 
 MAX_DOCUMENTS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFields:
-    """The fields of a request that shape its prompt, beside its messages and tools."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
+MAX_COUNTED_TOKENS = 131_072
+"""Length up to which prompts are counted, if the model's context is not longer."""
+_CHARACTERS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Attributes:
-    ids: the prompt.
-    opened: it ends inside reasoning.
+    """Tokenized conversation.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        opened: True if the prompt ends inside reasoning.
     """
 
     ids: list[int]
@@ -40,34 +39,38 @@ class ChatPrompt:
 
 
 async def chat_prompt(
+    fields: ChatFields | TokenizeFields,
     messages: list[dict[str, Any]],
     tools: ToolRequest | None,
-    fields: PromptFields,
     entry: ModelEntryLike,
-    *,
     max_tokens: int,
 ) -> ChatPrompt:
-    """Checks, renders and tokenizes a conversation.
+    """Check, render and tokenize a conversation.
 
     Args:
-        messages: as the client sent them; see check_messages.
-        max_tokens: of the prompt.
+        fields: The request.
+        messages: Messages of the request as the client sent them; see template_messages.
+        tools: Tools of the request.
+        entry: The model.
+        max_tokens: Limit on the length of the prompt.
 
-    Raises InvalidRequestError naming the message at fault, or the field that the model's template has no use for, and
-    with the template's own message where it refuses.
+    Raises:
+        InvalidRequestError: A message is invalid, the template does not use a field, or it rejects the conversation;
+            the template's own message is passed on.
+        ContextLengthError: The prompt certainly has more tokens than `max_tokens`.
     """
-
-    def work() -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]:
-        checked = check_messages(messages)
-        return *conversation(checked, tools, entry.formats.tools, entry.formats.template), _continued(checked, fields)
-
-    said, shown_tools, continued = await aside(count_objects(messages), work)
-    variables = check_template_kwargs(fields.chat_template_kwargs, entry.pipeline.template_variables)
-    variables = {**variables, **effort_variables(fields.reasoning_effort, variables, entry)}
+    work = partial(template_messages, messages, tools, entry.formats)
+    last, shown, shown_tools = await aside(count_objects(messages), work)
+    continued = _continued_content(last, fields) if fields.continue_final_message else ""
+    variables: dict[str, Any] = fields.chat_template_kwargs or {}
+    if variables:
+        check_template_kwargs(variables, entry.pipeline.template_variables)
+    if fields.reasoning_effort is not None:
+        variables = {**variables, **effort_variables(fields.reasoning_effort, variables, entry)}
     if fields.documents:
         _check_documents(fields.documents, entry)
     ids = await entry.pipeline.encode_chat(
-        said,
+        shown,
         shown_tools,
         fields.add_generation_prompt is not False and not fields.continue_final_message,
         variables,
@@ -78,29 +81,60 @@ async def chat_prompt(
     return ChatPrompt(ids, ends_inside_reasoning(ids, continued, entry))
 
 
-def _continued(messages: Sequence[Mapping[str, Any]], fields: PromptFields) -> str:
-    """The content that the model is to continue; empty where it begins a message of its own."""
+def _continued_content(last: Mapping[str, Any], fields: ChatFields | TokenizeFields) -> str:
+    """Return the content of the last message, which the model continues."""
     name = "continue_final_message"
-    if not fields.continue_final_message:
-        return ""
     if fields.add_generation_prompt:
-        raise InvalidRequestError(f"{name} and add_generation_prompt exclude each other.", param=name)
-    last = messages[-1]
+        raise InvalidRequestError(f"{name} cannot be combined with add_generation_prompt.", param=name)
     if last["role"] != "assistant" or not last["content"] or last.get("tool_calls"):
-        raise InvalidRequestError(
-            f"{name} needs the last message to be the assistant's, with content and without tool calls.", param=name
-        )
+        message = f"{name} requires the last message to be the assistant's, with content and without tool calls."
+        raise InvalidRequestError(message, param=name)
     return str(last["content"])
 
 
 def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntryLike) -> None:
     if len(documents) > MAX_DOCUMENTS:
-        raise InvalidRequestError(
-            f"documents has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed.", param="documents"
-        )
+        message = f"documents has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed."
+        raise InvalidRequestError(message, param="documents")
     if not entry.pipeline.takes_documents:
-        raise InvalidRequestError(
-            "documents are not supported by this model: its chat template does not read them.",
-            param="documents",
-            code="unsupported_parameter",
-        )
+        message = "documents are not supported by this model: its chat template does not read them. Leave them out."
+        raise InvalidRequestError(message, param="documents", code="unsupported_parameter")
+
+
+def max_counted_tokens(entry: ModelEntryLike) -> int:
+    """Return the length up to which prompts of a model are counted."""
+    return max(MAX_COUNTED_TOKENS, entry.facts.max_model_len)
+
+
+def check_counted_size(texts: object, entry: ModelEntryLike) -> None:
+    """Check the size of texts that are counted but not run: tokenizing takes a second for a few million characters.
+
+    Raises:
+        PayloadTooLargeError: The texts are too long.
+    """
+    size, limit = text_size(msgspec.to_builtins(texts)), _CHARACTERS_PER_TOKEN * max_counted_tokens(entry)
+    if size > limit:
+        raise PayloadTooLargeError(f"The text has {size} characters; at most {limit} are tokenized. Shorten it.")
+
+
+def check_counted_ids(ids: Sequence[int], param: str, entry: ModelEntryLike) -> None:
+    """Raise ContextLengthError if a text has more tokens than are counted."""
+    limit = max_counted_tokens(entry)
+    if len(ids) > limit:
+        message = f"The text has {len(ids)} tokens; at most {limit} are counted. Shorten it."
+        raise ContextLengthError(message, param=param)
+
+
+async def count_chat(fields: ChatFields, entry: ModelEntryLike) -> int:
+    """Return the number of tokens of a conversation, which may be longer than the model's context.
+
+    Raises:
+        InvalidRequestError: The conversation is invalid.
+        PayloadTooLargeError: The conversation has too many characters.
+        ContextLengthError: The conversation has more tokens than are counted.
+    """
+    check_counted_size([fields.messages, fields.tools], entry)
+    tools = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    prompt = await chat_prompt(fields, fields.messages, tools, entry, max_counted_tokens(entry))
+    check_counted_ids(prompt.ids, "messages", entry)
+    return len(prompt.ids)

@@ -1,68 +1,45 @@
-"""The generations of one HTTP request (one per prompt) as a single stream of events."""
+"""Generations of one HTTP request, one per prompt, merged into a single stream of events."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
+from aiohttp import web
 
+from gateway.api.common.envelope import Tally
+from gateway.api.common.prepared import PreparedRequest
+from gateway.flow.beam_search import BeamSearcher
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
 from gateway.flow.requests import GenerationLike, GeneratorLike
+from gateway.http.app_keys import DRAIN, GENERATOR, IDENTITY, REQUEST_ID, log
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
 
 _QUEUE_SIZE = 64
 _SUCCESSES = ("stop", "length", "tool_calls", "repetition")
-_NOWHERE = nullcontext()
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts tokens for `usage`: each prompt once, however many choices it has.
-
-    Accepted are drafted tokens that are in the completions, rejected the others; the latter are in no other count.
-    """
-
-    num_prompt_tokens: int
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_reasoning_tokens: int | None = None
-    num_accepted_tokens: int = 0
-    num_rejected_tokens: int = 0
-
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object. Reasoning is counted only where it is told from the rest."""
-        details = {
-            "accepted_prediction_tokens": self.num_accepted_tokens,
-            "rejected_prediction_tokens": self.num_rejected_tokens,
-        }
-        if self.num_reasoning_tokens is not None:
-            details["reasoning_tokens"] = self.num_reasoning_tokens
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": details,
-        }
 
 
 class FanIn:
-    """Submits all requests, yields (index, prompt index, delta) with index = prompt_index * n + choice.
+    """Asynchronous context manager and iterator over the events of all generations.
 
-    Iteration ends only after each choice has ended well; it raises PeltonError otherwise. Leaving the context cancels
-    every generation.
+    Entering it submits all requests; leaving it cancels every generation. Iteration yields
+    (index, prompt index, delta) with index = prompt_index * n + choice. It ends after every choice has ended
+    successfully and raises PeltonError otherwise.
 
     Args:
-        scores_only: only what is said of prompts counts; completions are thrown away.
-        place: entered and left by the task that runs the generations.
+        generator: Where requests are submitted.
+        requests: One request for each prompt.
+        eos_token_ids: End-of-sequence tokens of the model.
+        scores_only: True if only the report on the prompts is shown; completions are discarded.
+        in_flight: Returns the context in which the generations run; it is entered by the task that runs them.
     """
 
     __slots__ = (
@@ -71,6 +48,7 @@ class FanIn:
         "_first",
         "_generations",
         "_generator",
+        "_in_flight",
         "_num_open",
         "_place",
         "_queue",
@@ -89,23 +67,24 @@ class FanIn:
         eos_token_ids: Collection[int] = (),
         *,
         scores_only: bool = False,
-        place: AbstractContextManager[None] = _NOWHERE,
+        in_flight: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._generator = generator
-        self._place = place
+        self._in_flight = in_flight
+        self._place: AbstractContextManager[None] = nullcontext()
         self._requests = requests
         self._generations: list[GenerationLike] = []
         self._first: AsyncIterator[TextDelta]
-        # Of several prompts alone: a queue takes 3 KB, and thousands of streams may wait for a token.
+        # Only for several prompts: a queue takes 3 KB, and thousands of streams may wait for a token.
         self._tasks: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]]
-        # A bit for each choice, by its index.
+        # One bit per choice.
         self._unfinished = (1 << sum(request.n for request in requests)) - 1
         self._eos_token_ids = eos_token_ids
         self._scores_only = scores_only
-        # Of each choice with log-probabilities: their sum and number.
+        # (prompt index, choice) -> sum and number of its log-probabilities.
         self._scores: dict[tuple[int, int], tuple[float, int]] = {}
-        # A bit for each prompt whose cached tokens have been counted.
+        # One bit per prompt whose cached tokens have been counted.
         self._cached_known = 0
         self._num_open = len(requests)
         splits = any(request.format is not None and request.format.new_splitter is not None for request in requests)
@@ -114,6 +93,7 @@ class FanIn:
         )
 
     async def __aenter__(self) -> Self:
+        self._place = self._in_flight()
         self._place.__enter__()
         try:
             for request in self._requests:
@@ -144,7 +124,7 @@ class FanIn:
             self._close()
 
     def _close(self) -> None:
-        """Cancels what is left."""
+        """Cancel every generation that has not ended."""
         with ExitStack() as stack:
             stack.push(self._place)
             for generation in self._generations:
@@ -165,14 +145,15 @@ class FanIn:
         return self.event(prompt_index, delta)
 
     def pass_to(self, receiver: Receiver) -> None:
-        """From now on what comes while the iteration waits may go to `receiver`, which asks `event` what it is; the
-        ends of choices never do, and nothing does where there are several prompts.
+        """Pass deltas that arrive while the iteration waits to `receiver`, which calls `event` for each.
+
+        The last delta of a choice is always left to the iteration. Several prompts ignore the receiver.
         """
         if len(self._generations) == 1:
             self._generations[0].pass_to(receiver)
 
     def event(self, prompt_index: int, delta: TextDelta) -> tuple[int, int, TextDelta]:
-        """Counts a delta; what is shown of it, with its index and its prompt's."""
+        """Count a delta, and return (index, prompt index, delta) as the response shows it."""
         if self._scores_only:
             delta = _without_completion(delta)
         self._count(prompt_index, delta)
@@ -182,12 +163,12 @@ class FanIn:
         return prompt_index * self._requests[prompt_index].n + delta.choice, prompt_index, delta
 
     def mean_logprob(self, index: int) -> float:
-        """Of all tokens of a choice, the one that ended it included; of none at all, the least there is."""
+        """Return the mean log-probability of a choice's tokens, with its stop token; -inf without any token."""
         total, number = self._scores.get(divmod(index, self._requests[0].n), (-math.inf, 1))
         return total / number
 
     def _without_stop_token(self, logprobs: list[TokenLogprobs], request: GenerationRequest) -> list[TokenLogprobs]:
-        """Logprobs are of the tokens whose text is shown: joined, their bytes are the text."""
+        """Drop the entry of a stop token that is not shown, so that the joined bytes of all entries are the text."""
         last = logprobs[-1].token_id
         ends = last in request.sampling.stop_token_ids or last in self._eos_token_ids
         return logprobs[:-1] if ends and not request.include_stop_str_in_output else logprobs
@@ -208,7 +189,7 @@ class FanIn:
             async for delta in generation:
                 await self._queue.put((index, delta))
             await self._queue.put((index, None))
-        except Exception as error:  # noqa: BLE001 - handed over whole to whoever iterates
+        except Exception as error:  # noqa: BLE001 - the iterating task raises it
             await self._queue.put((index, error))
 
     def _count(self, prompt_index: int, delta: TextDelta) -> None:
@@ -236,6 +217,7 @@ class FanIn:
 
 
 def _without_completion(delta: TextDelta) -> TextDelta:
+    """Return only what a delta reports about the prompt."""
     reason = None if delta.finish_reason is None else "length"
     return TextDelta(
         delta.choice,
@@ -244,4 +226,24 @@ def _without_completion(delta: TextDelta) -> TextDelta:
         finish_reason=reason,
         num_cached_tokens=delta.num_cached_tokens,
         prompt_logprobs=delta.prompt_logprobs,
+    )
+
+
+def open_events(request: web.Request, prepared: PreparedRequest) -> FanIn:
+    """Return the events of a request, which is submitted when the result is entered.
+
+    While it runs it can be aborted by the id of the response or of the HTTP request.
+    """
+    options, entry, identifier = prepared.options, prepared.entry, prepared.envelope.identifier
+    generator: GeneratorLike = request.app[GENERATOR]
+    if options.beams is not None:
+        generator = BeamSearcher(generator, options.beams, entry.pipeline, entry.facts)
+    log.debug("submit", response_id=identifier, prompts=len(prepared.generations), n=options.n)
+    names = (identifier, request[REQUEST_ID])
+    return FanIn(
+        generator,
+        prepared.generations,
+        entry.facts.eos_token_ids,
+        scores_only=options.scores_only,
+        in_flight=partial(request.app[DRAIN].named, names, request[IDENTITY].key_hash),
     )

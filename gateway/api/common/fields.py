@@ -1,22 +1,145 @@
-"""The fields of each request body, strictly typed: a bool is no int, "2" is no 2, 1.5 is no int.
+"""Bodies of the OpenAI routes as strictly typed structs.
 
-A field that is null counts as absent. A field that is known but not supported, or unknown, is refused by name.
+null means the same as an absent field. Unknown fields and known but unsupported ones are refused by name.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED, refusal_text
-from gateway.api.common.speculation_fields import PredictionField, SpeculativeField
-from gateway.api.common.structured_fields import ResponseFormat, StructuredOutputs
-from gateway.api.common.tool_params import ToolChoiceField, ToolField
-from gateway.http.convert import convert
+from gateway.http.convert import Struct, convert
 from shared.errors import InvalidRequestError
 
-TokenIds = list[int]
+MAX_INT32 = 2**31 - 1
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"):
+    """`{"type": "text"}`: free text."""
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_object"):
+    """`{"type": "json_object"}`."""
+
+
+class JsonSchemaField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`response_format.json_schema`. The schema is enforced with and without `strict`.
+
+    `strict` also checks that the schema follows OpenAI's rules; see gateway.text.grammars.strict_schema.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """`{"type": "json_schema", "json_schema": {...}}`."""
+
+    json_schema: JsonSchemaField
+
+
+class StructuralTagFormat(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="structural_tag"
+):
+    """vLLM's `{"type": "structural_tag", ...}`; see gateway.text.grammars.structural_tags."""
+
+    format: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's `structured_outputs`: one kind of constraint, and options for the JSON kinds."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class SpeculativeField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`speculative`: `{"enabled": false}` turns drafts off."""
+
+    enabled: bool
+
+
+class PredictedPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Text part of a prediction."""
+
+    type: str
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class PredictionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's predicted output: `{"type": "content", "content": ...}`."""
+
+    type: str
+    content: str | list[PredictedPart]
+
+
+class FunctionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`tools[i].function`."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Entry of `tools`."""
+
+    type: str
+    function: FunctionField | None = None
+    custom: dict[str, Any] | None = None
+
+
+class PlacedToolField(ToolField, kw_only=True):
+    """Tool whose index in the request differs from its index among the tools shown to the model."""
+
+    place: str
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Function of a named tool_choice or of an allowed tool."""
+
+    name: str
+
+
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Entry of `tool_choice.allowed_tools.tools`."""
+
+    type: str
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`tool_choice.allowed_tools`."""
+
+    mode: str
+    tools: list[AllowedTool]
+
+
+class ToolChoiceField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`tool_choice` as an object."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: dict[str, Any] | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -29,7 +152,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class RepetitionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`repetition_detection`; null is the default, as everywhere."""
+    """`repetition_detection`."""
 
     max_pattern_size: int
     min_pattern_size: int | None = None
@@ -37,7 +160,7 @@ class RepetitionField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every request for a model's work takes: who asks, at what urgency, and how a prompt becomes tokens."""
+    """Fields of every request to a model: accounting, priority, and how prompts become tokens."""
 
     model: str
     priority: int | None = None
@@ -46,7 +169,7 @@ class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    # OpenAI's bookkeeping.
+    # OpenAI's accounting fields.
     service_tier: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -56,7 +179,7 @@ class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SamplingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
-    """What both generating endpoints take."""
+    """Fields that chat and completions share."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -78,10 +201,10 @@ class SamplingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculative: SpeculativeField | None = None
-    # Structured output: gateway.api.common.structured.
+    # Structured output; see gateway.api.common.structured.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Sampling as llama.cpp's users know it.
+    # Samplers of llama.cpp.
     typical_p: float | None = None
     typ_p: float | None = None
     top_n_sigma: float | None = None
@@ -97,7 +220,7 @@ class SamplingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: list[str] | None = None
-    # What vLLM's users send.
+    # Parameters of vLLM.
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionField | None = None
@@ -112,30 +235,30 @@ class SamplingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """/v1/chat/completions. Messages are checked by gateway.api.common.messages."""
+    """Body of /v1/chat/completions. gateway.api.common.messages checks the messages."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Tools: gateway.api.common.tool_params.
+    # Tools; see gateway.api.common.tools.
     tools: list[ToolField] | None = None
     tool_choice: str | ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
-    # Reasoning: gateway.api.common.reasoning_params.
+    # Reasoning; see gateway.api.common.reasoning.
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
     prediction: PredictionField | None = None
-    # How the prompt is made of the messages.
+    # Rendering of the prompt; see gateway.api.common.chat_prompt.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
 
 
 class CompletionFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """/v1/completions. The prompt is checked by gateway.api.common.prompts."""
+    """Body of /v1/completions. gateway.api.common.prompts checks the prompt."""
 
     prompt: str | list[Any]
     logprobs: int | None = None
@@ -145,7 +268,7 @@ class CompletionFields(SamplingFields, forbid_unknown_fields=True, kw_only=True)
 
 
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """/tokenize: `prompt` or `messages`."""
+    """Body of /tokenize, with either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -161,34 +284,35 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """/detokenize."""
+    """Body of /detokenize."""
 
     model: str | None = None
     tokens: list[int]
 
 
-Fields = TypeVar("Fields", bound=msgspec.Struct)
+def parse_fields(body: dict[str, Any], kind: type[Struct]) -> Struct:
+    """Convert a body to its struct.
 
-
-def parse_fields(body: dict[str, Any], kind: type[Fields]) -> Fields:
-    """Converts a body to its struct. Raises InvalidRequestError naming the first parameter at fault."""
+    Raises:
+        InvalidRequestError: A parameter is unknown, unsupported or of the wrong type; the error names the first one.
+    """
     known = kind.__struct_fields__
     for name in body:
-        if name not in known and not _has_no_effect(name, body[name]):
-            raise _refusal(name)
+        if name in known:
+            continue
+        if name not in UNSUPPORTED:
+            shown = name[:64]
+            raise InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
+        value, neutral = body[name], NO_EFFECT.get(name, ())
+        # Types are compared too, because 0 == False.
+        if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
+            raise InvalidRequestError(refusal_text(name), param=name, code="unsupported_parameter")
     return convert({name: value for name, value in body.items() if name in known}, kind)
 
 
-def _has_no_effect(name: str, value: object) -> bool:
-    if name not in UNSUPPORTED:
-        return False
-    # `==` alone would take 0 for False.
-    return value is None or any(value == idle and type(value) is type(idle) for idle in NO_EFFECT.get(name, ()))
-
-
-def _refusal(name: str) -> InvalidRequestError:
-    if name in UNSUPPORTED:
-        what = refusal_text(name)
-        return InvalidRequestError(what, param=name, code="unsupported_parameter")
-    shown = name[:64]
-    return InvalidRequestError(f"Unknown parameter: {shown!r}.", param=shown, code="unknown_parameter")
+def check_range(name: str, value: int, low: int, high: int) -> int:
+    """Return the value. Raises InvalidRequestError if it is outside [low, high]."""
+    if not low <= value <= high:
+        shown = str(value) if abs(value) < 2**63 else "a number beyond 64 bits"
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {shown}.", param=name)
+    return value

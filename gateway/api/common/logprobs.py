@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of chat and of completions."""
+"""Log-probabilities in the shapes of chat, of completions, and of vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ TokenBytes = Callable[[int], bytes]
 
 
 class TokenNames:
-    """How log-probabilities name tokens: by their text, or as `token_id:N`."""
+    """Names of tokens in log-probabilities: their text, or `token_id:N`.
+
+    Args:
+        token_bytes: Function that returns the bytes of a token id.
+        as_token_ids: True for `token_id:N`.
+    """
 
     def __init__(self, token_bytes: TokenBytes, *, as_token_ids: bool = False) -> None:
         self.token_bytes = token_bytes
         self._as_token_ids = as_token_ids
 
     def name(self, token_id: int) -> str:
-        """The name of a token."""
+        """Return the name of a token."""
         return f"token_id:{token_id}" if self._as_token_ids else token_string(self.token_bytes(token_id))
 
 
 def token_string(data: bytes) -> str:
-    """A token as text; one that is no whole text of its own (half a code point) as `bytes:\\xf0\\x9f`."""
+    r"""Return a token as text, or as `bytes:\xf0\x9f` if its bytes are not valid UTF-8 by themselves."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -34,12 +39,12 @@ def token_string(data: bytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinities: a probability of zero (or a NaN) is the least value instead."""
+    """Return the log-probability, or LEAST_LOGPROB for -inf and NaN, which JSON cannot express."""
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> list[dict[str, Any]]:
-    """OpenAI's `logprobs.content`. Joining the `bytes` of all entries gives the UTF-8 of the text."""
+    """Return OpenAI's `logprobs.content`. The joined `bytes` of all entries are the UTF-8 of the text."""
     return [
         {
             **_chat_entry(entry.token_id, LEAST_LOGPROB if entry.logprob is None else entry.logprob, names),
@@ -61,11 +66,11 @@ def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, A
 
 
 def prompt_logprobs(
-    entries: Sequence[TokenLogprobs], wanted: int, token_bytes: TokenBytes
+    entries: Sequence[TokenLogprobs], num_shown: int, token_bytes: TokenBytes
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token the likeliest ones and itself, by id; null for the first.
+    """Return vLLM's `prompt_logprobs`: for each prompt token the likeliest ones and itself, by id; None for the first.
 
-    Takes a second for half a million of them: call it in a thread where entries are LARGE_REPORT.
+    Half a million of them take a second: call it in a thread if there are LARGE_REPORT entries or more.
     """
     strings: dict[int, str] = {}
 
@@ -75,15 +80,15 @@ def prompt_logprobs(
             text = strings[token_id] = token_string(token_bytes(token_id))
         return text
 
-    return [None if entry.logprob is None else _prompt_entry(entry, wanted, text_of) for entry in entries]
+    return [None if entry.logprob is None else _prompt_entry(entry, num_shown, text_of) for entry in entries]
 
 
-def _prompt_entry(entry: TokenLogprobs, wanted: int, text_of: Callable[[int], str]) -> dict[str, Any]:
+def _prompt_entry(entry: TokenLogprobs, num_shown: int, text_of: Callable[[int], str]) -> dict[str, Any]:
     ranked = [
         (token_id, logprob, rank)
         for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
     ]
-    shown = {token_id: (logprob, rank) for token_id, logprob, rank in ranked[:wanted]}
+    shown = {token_id: (logprob, rank) for token_id, logprob, rank in ranked[:num_shown]}
     shown.setdefault(entry.token_id, (entry.logprob or 0.0, entry.rank))
     return {
         str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
@@ -92,25 +97,26 @@ def _prompt_entry(entry: TokenLogprobs, wanted: int, text_of: Callable[[int], st
 
 
 class CompletionLogprobs:
-    """Builds OpenAI's legacy `logprobs` of one choice, piece by piece.
+    """Incremental builder of the `logprobs` of one choice in OpenAI's completions.
 
-    `text_offset` counts characters of the choice's text; a token that does not complete a code point starts where the
-    code point does.
+    `text_offset` counts characters of the choice's text. A token that does not complete a code point has the offset of
+    the code point.
 
     Args:
-        num_unseen: characters of the first tokens that the text does not show, such as those of a beginning-of-text
-            token that the prompt was given; these tokens are where the text begins.
+        names: Names of tokens.
+        num_hidden: Number of characters of the first tokens that the text does not show, such as those of a
+            beginning-of-text token; these tokens have offset 0.
     """
 
-    def __init__(self, names: TokenNames, num_unseen: int = 0) -> None:
+    def __init__(self, names: TokenNames, num_hidden: int = 0) -> None:
         self._names = names
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = -num_unseen
+        self._offset = -num_hidden
 
-    def add(self, entries: Sequence[TokenLogprobs], wanted: int) -> dict[str, list[Any]]:
-        """The shape for the next tokens, with `wanted` alternatives.
+    def add(self, entries: Sequence[TokenLogprobs], num_shown: int) -> dict[str, list[Any]]:
+        """Return the fields for the next tokens, with `num_shown` alternatives.
 
-        The first token of a prompt has null for its logprob and its alternatives.
+        The first token of a prompt has None as its log-probability and its alternatives.
         """
         tokens: list[str] = []
         logprobs: list[float | None] = []
@@ -122,11 +128,11 @@ class CompletionLogprobs:
             offsets.append(max(self._offset, 0))
             self._offset += len(self._decoder.decode(self._names.token_bytes(entry.token_id)))
             logprobs.append(None if entry.logprob is None else finite(entry.logprob))
-            top.append(None if entry.logprob is None else self._alternatives(entry, wanted, token, entry.logprob))
+            top.append(None if entry.logprob is None else self._alternatives(entry, num_shown, token, entry.logprob))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def _alternatives(self, entry: TokenLogprobs, wanted: int, token: str, logprob: float) -> dict[str, float]:
-        ranked = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:wanted]
+    def _alternatives(self, entry: TokenLogprobs, num_shown: int, token: str, logprob: float) -> dict[str, float]:
+        ranked = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:num_shown]
         result = {self._names.name(token_id): finite(value) for token_id, value in ranked}
         result.setdefault(token, finite(logprob))
         return result

@@ -1,30 +1,31 @@
-"""The messages of a chat request, checked and reduced to what a template takes."""
+"""Messages of a chat request: checks, and conversion to what a chat template reads."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.common.cache_breakpoint import BREAKPOINT, check_breakpoint
+from gateway.text.formats import ModelFormats
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
+from gateway.text.tools.format import ToolRequest
+from gateway.text.tools.prompting import conversation
 from shared.errors import ContextLengthError, InvalidRequestError
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
 MAX_CALLS = 128
 MAX_NAME = 256
 MAX_ARGUMENT_MARKS = 300_000
-
+"""Limit on brackets, colons and commas in the arguments of all calls: bounds the time and memory of parsing them."""
+BREAKPOINT = "prompt_cache_breakpoint"
+_BREAKPOINT_VALUES: Mapping[str, tuple[str | None, ...]] = {"mode": ("explicit",), "ttl": (None, "30m", "12h")}
 _ASSISTANT = ("assistant",)
 _REASONING = ("reasoning_content", "reasoning")
 _EMPTY_ONLY = ("audio", "function_call", "annotations")
-"""Fields of an answer of OpenAI's that clients send back; taken when they hold nothing."""
-_DERIVED = "parsed"
-"""What `parse()` of OpenAI's library adds to a message that it makes of an answer: its content once more."""
-_DERIVED_ARGUMENTS = "parsed_arguments"
-"""Likewise, of a call."""
+"""Fields of OpenAI's responses that clients send back; accepted if they are empty."""
+_PARSED, _PARSED_ARGUMENTS = "parsed", "parsed_arguments"
+"""Copies of the content and of a call's arguments that `parse()` of OpenAI's library adds."""
 _FIELDS: dict[str, tuple[str, ...]] = {
     "name": ROLES,
     "tool_call_id": ("tool",),
@@ -33,7 +34,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_REASONING, _ASSISTANT),
     **dict.fromkeys(_EMPTY_ONLY, _ASSISTANT),
 }
-"""Field -> the roles whose messages may have it. null counts as absent."""
+"""Roles whose messages may have each field."""
 
 RESERVED_TEMPLATE_VARIABLES = frozenset(
     {
@@ -68,45 +69,63 @@ RESERVED_TEMPLATE_VARIABLES = frozenset(
         "unk_token",
     }
 )
-"""What the renderer itself fills in; a client must not (CVE-2025-62426)."""
+"""Template variables that the renderer sets; clients must not set them (CVE-2025-62426)."""
+
+
+def template_messages(
+    messages: list[dict[str, Any]], tools: ToolRequest | None, formats: ModelFormats
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Check messages and convert them to what the model's template reads.
+
+    Returns:
+        The last message as `check_messages` returns it, then the messages and the tools for the template.
+
+    Raises:
+        InvalidRequestError: A message is invalid; the error names its place.
+    """
+    checked = check_messages(messages)
+    return checked[-1], *conversation(checked, tools, formats.tools, formats.template)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as text.tools.prompting takes them: contents are strings, arguments of calls the text of an object.
+    """Check messages; contents become strings, and arguments of calls the text of an object.
 
-    Text parts are joined by line ends; empty system messages are dropped, `developer` becomes `system`. A template
-    shows what it knows of: the optional `name`, the id of an answered call (which is checked here) and former
-    reasoning are left out by many. Raises InvalidRequestError naming the place.
+    Text parts are joined by newlines. Empty system messages are dropped, and `developer` becomes `system`. Templates
+    render the fields that they know: many leave out the optional `name`, the id of the call that a tool message
+    answers (which is checked here), and earlier reasoning.
+
+    Raises:
+        InvalidRequestError: A message is invalid; the error names its place.
+        ContextLengthError: There are too many messages.
     """
     check_count(messages)
     _check_structure(messages)
     checked = []
     call_ids: set[str] = set()
     for index, message in enumerate(messages):
-        one = _check_message(message, f"messages[{index}]")
-        if one["role"] == "tool":
+        result = _check_message(message, f"messages[{index}]")
+        if result["role"] == "tool":
             _check_answers_a_call(message, call_ids, f"messages[{index}]")
-        call_ids.update(call["id"] for call in one.get("tool_calls", ()))
-        checked.append(one)
-    kept = [message for message in checked if message["role"] != "system" or message["content"]]
-    if not kept:
-        raise InvalidRequestError("messages has nothing but empty system messages.", param="messages")
-    return kept
+        call_ids.update(call["id"] for call in result.get("tool_calls", ()))
+        if result["role"] != "system" or result["content"]:
+            checked.append(result)
+    if not checked:
+        message_text = "messages has only empty system messages; at least one message must have content."
+        raise InvalidRequestError(message_text, param="messages")
+    return checked
 
 
 def check_count(messages: Sequence[object]) -> None:
-    """Raises InvalidRequestError where there are none, ContextLengthError where there are too many."""
+    """Raise InvalidRequestError if there are no messages, and ContextLengthError if there are too many."""
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
     if len(messages) > MAX_MESSAGES:
-        # As too long by its tokens: clients that shorten conversations, and `truncation`, know what to do.
-        raise ContextLengthError(
-            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", param="messages"
-        )
+        # The same error as for too many tokens: clients and `truncation` react to it by shortening the conversation.
+        message = f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed."
+        raise ContextLengthError(message, param="messages")
 
 
 def _check_structure(messages: list[dict[str, Any]]) -> None:
-    """Bounds the time and memory that parsing the arguments of all calls takes."""
     num_marks = 0
     for message in messages:
         calls = message.get("tool_calls")
@@ -116,8 +135,11 @@ def _check_structure(messages: list[dict[str, Any]]) -> None:
             if isinstance(text, str):
                 num_marks += sum(text.count(mark) for mark in "[{:,")
     if num_marks > MAX_ARGUMENT_MARKS:
-        what = f"The arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, colons and commas."
-        raise InvalidRequestError(what, param="messages", code="too_many_values")
+        message_text = (
+            f"The arguments of all tool calls have {num_marks} brackets, colons and commas; "
+            f"at most {MAX_ARGUMENT_MARKS} are allowed."
+        )
+        raise InvalidRequestError(message_text, param="messages", code="too_many_values")
 
 
 def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
@@ -128,7 +150,7 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     for name, value in message.items():
         if name in ("role", "content") or (value is None and name in _FIELDS):
             continue
-        if name == _DERIVED and role == "assistant":
+        if name == _PARSED and role == "assistant":
             continue
         wanted = _FIELDS.get(name)
         shown = f"{place}.{name[:64]}"
@@ -154,19 +176,21 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
         result["content"] = _content(content, f"{place}.content")
     if refusal:
         result["content"] += ("\n" if result["content"] else "") + refusal
-    _settle_reasoning(result, place)
+    _unify_reasoning(result, place)
     return result
 
 
-def _settle_reasoning(message: dict[str, Any], place: str) -> None:
-    """Templates know former reasoning by one name or another: it gets all of them, but for `thinking` where gpt-oss
-    would refuse the message, since there a call has either reasoning or content before it."""
-    given = {message[name] for name in _REASONING if name in message}
-    if len(given) > 1:
-        raise InvalidRequestError(
-            f"{place}.reasoning and {place}.reasoning_content are one field, and differ.", param=f"{place}.reasoning"
-        )
-    for text in given:
+def _unify_reasoning(message: dict[str, Any], place: str) -> None:
+    """Give earlier reasoning every name under which templates look for it.
+
+    gpt-oss's template rejects a message with both `thinking` and content before a call, so that such a message gets no
+    `thinking`.
+    """
+    texts = {message[name] for name in _REASONING if name in message}
+    if len(texts) > 1:
+        message_text = f"{place}.reasoning and {place}.reasoning_content are the same field but differ. Send one."
+        raise InvalidRequestError(message_text, param=f"{place}.reasoning")
+    for text in texts:
         message.update(dict.fromkeys(_REASONING, text))
         if not (message["content"] and "tool_calls" in message):
             message["thinking"] = text
@@ -184,7 +208,7 @@ def _tool_call(call: object, place: str) -> dict[str, Any]:
     call = _object(call, place, ("id", "type", "function", "index"))
     if call.get("type", "function") != "function":
         raise InvalidRequestError(f'{place}.type must be "function".', param=f"{place}.type")
-    function = _object(call.get("function"), f"{place}.function", ("name", "arguments", _DERIVED_ARGUMENTS))
+    function = _object(call.get("function"), f"{place}.function", ("name", "arguments", _PARSED_ARGUMENTS))
     return {
         "id": _text(call.get("id"), f"{place}.id"),
         "type": "function",
@@ -196,8 +220,10 @@ def _tool_call(call: object, place: str) -> dict[str, Any]:
 
 
 def _arguments(value: object, place: str) -> str:
-    """The arguments of a call, which a client sends as they came: as JSON text, none as those of no parameters. What a
-    model wrote need not be JSON, or whole: it stays as it is."""
+    """Return the arguments of a call; empty arguments become `{}`.
+
+    Clients send back what the model wrote, which may be incomplete or invalid JSON; such text is not changed.
+    """
     if not isinstance(value, str):
         raise InvalidRequestError(f"{place} must be a string of JSON.", param=place, code="invalid_type")
     try:
@@ -264,19 +290,36 @@ def _part_text(part: object, place: str, assistant: bool) -> str:
     return text
 
 
-def check_template_kwargs(kwargs: dict[str, Any] | None, known: frozenset[str]) -> dict[str, Any]:
-    """Variables for the template.
+def check_breakpoint(part: Mapping[str, Any], place: str) -> None:
+    """Check OpenAI's `prompt_cache_breakpoint` of a text part. It has no effect, since every prefix is cached.
+
+    Raises:
+        InvalidRequestError: The value is not one that OpenAI documents; null counts as absent.
+    """
+    value, place = part.get(BREAKPOINT), f"{place}.{BREAKPOINT}"
+    if value is None:
+        return
+    _object(value, place, tuple(_BREAKPOINT_VALUES))
+    for name, known in _BREAKPOINT_VALUES.items():
+        if value.get(name) not in known:
+            allowed = " or ".join(choice for choice in known if choice)
+            raise InvalidRequestError(f"{place}.{name} must be {allowed}.", param=f"{place}.{name}")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Check `chat_template_kwargs`.
 
     Args:
-        known: the names that the model's template reads.
+        kwargs: The field's value.
+        known: Names that the model's template reads.
 
-    Raises InvalidRequestError for names that the renderer fills in, and for those that would have no effect.
+    Raises:
+        InvalidRequestError: A name is set by the renderer, or the template does not read it.
     """
-    for name in kwargs or {}:
+    for name in kwargs:
         param = f"chat_template_kwargs.{name[:64]}"
         if name in RESERVED_TEMPLATE_VARIABLES or not name.isidentifier() or name.startswith("_"):
             raise InvalidRequestError(f"{param} cannot be set by a request.", param=param)
         if name not in known:
-            message = f"{param} is not used by the model's chat template."
+            message = f"{param} is not read by the model's chat template. Leave it out."
             raise InvalidRequestError(message, param=param, code="unknown_parameter")
-    return kwargs or {}

@@ -1,4 +1,4 @@
-"""Streams that survive their connection: begun by chat and completions, gone on with by GET /v1/streams/{id}."""
+"""Streams that survive their connection: chat and completions start them, GET /v1/streams/{id} resumes them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from gateway.stores.ids import shown_id
 from gateway.stores.streams import StreamLog
 from shared.errors import InvalidRequestError, NotFoundError, PeltonError
 
-_LAST_WORDS_SECONDS = 1.0
+_FINISH_SECONDS = 1.0
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
 async def stream(
     request: web.Request, identifier: str, events: FanIn, encoder: Encoder, *, resumable: bool
 ) -> web.StreamResponse:
-    """Enters a generation and streams it.
+    """Run a request and stream its events.
 
     Args:
-        resumable: it runs apart from its connection, and can be gone on with by its id.
+        request: The HTTP request.
+        identifier: Id of the response, by which a resumable stream is resumed.
+        events: The request's events, not yet entered.
+        encoder: Encoder of the events.
+        resumable: True if the request runs independently of its connection.
     """
     if not resumable:
         async with events:
@@ -34,20 +38,20 @@ async def stream(
     streams = request.app[STREAMS]
     record = streams.open(identifier, request[IDENTITY].key_hash)
     streams.run(identifier, fill(record, events, encoder, request.app[DRAIN], numbered))
-    return await stream_log(request, identifier, record, 0, _failed)
+    return await stream_log(request, identifier, record, 0, _failure)
 
 
 async def resume_stream(request: web.Request) -> web.StreamResponse:
-    """GET /v1/streams/{id}: what follows the event that `Last-Event-ID` names, or all; 204 where nothing will."""
+    """Stream the events after the one that `Last-Event-ID` names, or all of them; 204 if no event follows."""
     identifier = request.match_info["id"]
     if identifier.startswith("resp_"):
-        message = f"There is no stream with the id {shown_id(identifier)}: see /v1/responses/{{id}}?stream=true."
-        raise NotFoundError(message)
+        shown = shown_id(identifier)
+        raise NotFoundError(f"There is no stream with the id {shown}. Use /v1/responses/{{id}}?stream=true.")
     record = request.app[STREAMS].find(identifier, request[IDENTITY].key_hash)
-    return await stream_log(request, identifier, record, _last_seen(request, record), _failed)
+    return await stream_log(request, identifier, record, _last_seen(request, record), _failure)
 
 
-def _failed(error: PeltonError, _: int) -> bytes:
+def _failure(error: PeltonError, _num_sent: int) -> bytes:
     return failure(error)
 
 
@@ -57,17 +61,21 @@ def _last_seen(request: web.Request, record: StreamLog) -> int:
     if not value:
         return 0
     if not _EVENT_ID.fullmatch(value) or int(value) > record.last:
-        raise InvalidRequestError(f"{name} must be the id of an event of this stream.", param=name)
+        raise InvalidRequestError(f"{name} must be the id of an event of this stream, got {value[:32]!r}.", param=name)
     return int(value)
 
 
 async def stream_log(
     request: web.Request, identifier: str, record: StreamLog, seen: int, failed: Callable[[PeltonError, int], bytes]
 ) -> web.StreamResponse:
-    """Sends the events behind number `seen`, until the last; 204 where that was seen.
+    """Stream the events after number `seen`, up to the last; 204 if the client has seen the last.
 
     Args:
-        failed: the event that ends the stream where it cannot go on, behind so many.
+        request: The HTTP request.
+        identifier: Id of the stream.
+        record: Log of the stream's events.
+        seen: Number of the last event that the client has.
+        failed: Encodes an error as the last event; its second argument is the number of events before it.
     """
     if record.ended and record.error is None and seen >= record.last:
         return web.Response(status=204)
@@ -82,7 +90,7 @@ async def stream_log(
                 error = request.app[DRAIN].take_over_cancellation()
                 if error is None:
                     raise
-                await reader.last_words(failed, error)
+                await reader.finish(failed, error)
             except PeltonError as error:
                 await reader.fail(failed, error)
     await sse.response.write_eof()
@@ -90,7 +98,7 @@ async def stream_log(
 
 
 class _Reader:
-    """Sends the events of a log behind number `seen`."""
+    """Position of one client in a log of events."""
 
     def __init__(self, sse: SseResponse, record: StreamLog, seen: int) -> None:
         self._sse = sse
@@ -98,11 +106,11 @@ class _Reader:
         self._seen = seen
 
     async def follow(self) -> None:
-        """Until the last. Raises PeltonError where they do not go on."""
+        """Send all events. Raises PeltonError if the stream failed."""
         record = self._record
         while True:
             if events := record.after(self._seen):
-                self._seen += len(events)  # first: what is written is written, also where the wait for it is ended
+                self._seen += len(events)  # first: a cancelled wait does not undo the write
                 await self._sse.send(b"".join(events))
             elif record.error is not None:
                 raise record.error
@@ -111,10 +119,13 @@ class _Reader:
             else:
                 await record.news()
 
-    async def last_words(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
-        """All streams are ended, so what fills the log is too: its own last event says more than `error`."""
+    async def finish(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
+        """End the stream while the server shuts down, if possible with the last event of the log itself.
+
+        The task that fills the log is cancelled too, and its own error is more precise than `error`.
+        """
         try:
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+            async with asyncio.timeout(_FINISH_SECONDS):
                 await self.follow()
         except TimeoutError:
             await self.fail(failed, error)
@@ -122,7 +133,7 @@ class _Reader:
             await self.fail(failed, own)
 
     async def fail(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
-        """Ends the stream, as a plain response where nothing has been sent."""
+        """End the stream with an error event, or raise the error if nothing has been sent."""
         if not self._sse.begun:
             raise error
         await self._sse.send(failed(error, self._seen))
@@ -138,12 +149,16 @@ async def fill(
     on_admission: Callable[[], bytes] = bytes,
     on_cancel: Callable[[], bytes] = bytes,
 ) -> None:
-    """Runs a generation into a log. It counts as a request in flight, with or without a connection.
+    """Run a request and append its events to a log. It counts as in flight with and without a connection.
 
     Args:
-        framed: makes separate events of what the encoder gives.
-        on_admission: what the encoder gives first, as soon as the generation has its place.
-        on_cancel: what the encoder gives last where it is ended on demand.
+        record: The log.
+        events: The request's events, not yet entered.
+        encoder: Encoder of the events.
+        drain: Counter of requests in flight.
+        framed: Splits the encoder's bytes into the events of the log.
+        on_admission: Returns the first events, once the request has been admitted.
+        on_cancel: Returns the last events if the request is cancelled by its client.
     """
     error: PeltonError | None = None
     try:
@@ -165,7 +180,7 @@ async def fill(
                     raise
     except PeltonError as refusal:
         error = refusal
-    except Exception:  # noqa: BLE001 - handed over as an error to whoever reads
+    except Exception:  # noqa: BLE001 - clients that read the log get an error
         log.exception("stream failed")
         error = unexpected_error()
     finally:
@@ -173,7 +188,7 @@ async def fill(
             _append(record, framed(record, encoder.failed(error)))
             error = None
         record.end(error)
-        error = None  # its traceback holds this frame: together they would wait for the garbage collector
+        error = None  # break the reference cycle with the traceback, which holds this frame
 
 
 def _append(record: StreamLog, events: Iterator[bytes]) -> None:
@@ -182,12 +197,12 @@ def _append(record: StreamLog, events: Iterator[bytes]) -> None:
 
 
 def numbered(record: StreamLog, data: bytes) -> Iterator[bytes]:
-    """Each event with its number as its id. What is numbered next must have been appended."""
+    """Yield each event with its number as its id. Append each before asking for the next."""
     for event in separate(data):
         yield b"id: %d\n%b" % (record.last + 1, event)
 
 
 def separate(data: bytes) -> Iterator[bytes]:
-    """The events of framed data; JSON has no line ends of its own."""
+    """Yield the single events of encoded data; their JSON has no newlines."""
     for event in data.split(b"\n\n")[:-1]:
         yield event + b"\n\n"

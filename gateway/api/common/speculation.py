@@ -1,59 +1,53 @@
-"""What a request says of speculation: whether tokens may be drafted for it, and what it expects its output to be.
+"""Fields on speculative decoding: `speculative`, which allows drafts, and `prediction`, the expected output.
 
-Neither changes what may come out, or how likely it is. What would have no effect at all is refused like anything else
-that would be ignored.
+Neither changes the output or its distribution. A field that would have no effect is refused.
 """
 
 from __future__ import annotations
 
-from gateway.api.common.cache_breakpoint import BREAKPOINT, check_breakpoint
-from gateway.api.common.fields import ChatFields, SamplingFields
+from gateway.api.common.fields import ChatFields, PredictionField, SamplingFields
+from gateway.api.common.messages import BREAKPOINT, check_breakpoint
 from gateway.api.common.prompts import check_token_ids, context_limit
-from gateway.api.common.speculation_fields import PredictionField
 from gateway.flow.requests import ModelEntryLike
 from shared.errors import ContextLengthError, InvalidRequestError
 from shared.messages import WorkerFacts
 
 _OFF = "off"
-"""WorkerFacts.speculative_method of a server that drafts nothing."""
+"""WorkerFacts.speculative_method of a server without speculation."""
 
 
 def may_draft(fields: SamplingFields) -> bool:
-    """Whether the client lets tokens be drafted."""
+    """Return True if the request allows drafts."""
     return fields.speculative is None or fields.speculative.enabled
 
 
-def check_speculation(fields: SamplingFields, facts: WorkerFacts) -> None:
-    """Raises InvalidRequestError, naming it, for a field that asks for drafts where there are none."""
-    if fields.speculative is not None and fields.speculative.enabled:
-        _check_effect(fields, facts, "speculative", "cannot be enabled")
-    prediction = fields.prediction if isinstance(fields, ChatFields) else None
-    if prediction is None:
-        return
-    _check_shape(prediction)
-    if not may_draft(fields):
-        raise InvalidRequestError("prediction has no use where speculative.enabled is false.", param="prediction")
-    _check_effect(fields, facts, "prediction", "cannot be used")
-
-
 async def prediction_ids(fields: SamplingFields, entry: ModelEntryLike) -> list[int]:
-    """Token ids of the predicted output, without a beginning-of-text token; of none, none.
+    """Check the fields and return the token ids of the predicted output, without a beginning-of-text token.
 
-    Raises InvalidRequestError naming `prediction` where there are more than the model's context has room for.
+    Raises:
+        InvalidRequestError: A field asks for drafts where there are none, or the prediction exceeds the context.
     """
+    if fields.speculative is not None and fields.speculative.enabled:
+        _check_effect(fields, entry.facts, "speculative", "cannot be enabled")
     prediction = fields.prediction if isinstance(fields, ChatFields) else None
     if prediction is None:
         return []
+    _check_shape(prediction)
+    if not may_draft(fields):
+        message = "prediction cannot be combined with speculative.enabled = false. Send one of them."
+        raise InvalidRequestError(message, param="prediction")
+    _check_effect(fields, entry.facts, "prediction", "cannot be used")
     limit = context_limit(entry.facts)
     content = prediction.content
     text = content if isinstance(content, str) else "".join([part.text for part in content])
     too_long = InvalidRequestError(
-        f"prediction has more than {limit} tokens, which is all that prompt and output may have.", param="prediction"
+        f"prediction has more than {limit} tokens, the limit on prompt and output together. Shorten it.",
+        param="prediction",
     )
     try:
         ids = await entry.pipeline.encode(text, False, max_tokens=limit, param="prediction")
     except ContextLengthError:
-        # It speaks of the prompt, and clients that know the error would shorten that.
+        # Its message is about the prompt, and clients that recognize the error would shorten that.
         raise too_long from None
     if len(ids) > limit:
         raise too_long
@@ -70,15 +64,17 @@ def _check_shape(prediction: PredictionField) -> None:
         name = "prediction.content"
         raise InvalidRequestError(f"{name} must be a string or a non-empty list of text parts.", param=name)
     for index, part in enumerate(prediction.content):
+        place = f"prediction.content[{index}]"
         if part.type != "text":
-            name = f"prediction.content[{index}].type"
-            raise InvalidRequestError(f'{name} must be "text"; other parts are not supported.', param=name)
-        check_breakpoint({BREAKPOINT: part.prompt_cache_breakpoint}, f"prediction.content[{index}]")
+            message = f'{place}.type must be "text"; other parts are not supported.'
+            raise InvalidRequestError(message, param=f"{place}.type")
+        check_breakpoint({BREAKPOINT: part.prompt_cache_breakpoint}, place)
 
 
-def _check_effect(fields: SamplingFields, facts: WorkerFacts, name: str, what: str) -> None:
+def _check_effect(fields: SamplingFields, facts: WorkerFacts, name: str, problem: str) -> None:
     if facts.speculative_method == _OFF:
-        why = "this server drafts no tokens (--speculative-method is off)"
-        raise InvalidRequestError(f"{name} {what}: {why}.", param=name, code="unsupported_parameter")
+        message = f"{name} {problem}: this server does not use speculative decoding (--speculative-method is off)."
+        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
     if fields.mirostat in (1, 2):
-        raise InvalidRequestError(f"{name} {what} with mirostat, for which no tokens are drafted.", param=name)
+        message = f"{name} {problem} with mirostat, which excludes speculative decoding."
+        raise InvalidRequestError(message, param=name)

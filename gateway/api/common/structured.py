@@ -1,4 +1,4 @@
-"""Structured output: what `response_format` and `structured_outputs` demand of the content, as a grammar."""
+"""Structured output: `response_format` and `structured_outputs` as a grammar of the content."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gateway.api.common.structured_fields import (
+from gateway.api.common.fields import (
     JsonObjectFormat,
-    JsonSchemaField,
     JsonSchemaFormat,
     ResponseFormat,
     StructuralTagFormat,
@@ -30,65 +29,64 @@ _JSON_KINDS = ("json", "json_object", "structural_tag")
 
 
 class StructuredFields(Protocol):
-    """The fields that are read here; both generating endpoints have them."""
+    """Fields of a generating request that constrain the content."""
 
     @property
-    def response_format(self) -> ResponseFormat | None: ...
+    def response_format(self) -> ResponseFormat | None:
+        """OpenAI's field."""
+
     @property
-    def structured_outputs(self) -> StructuredOutputs | None: ...
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """Field of vLLM."""
 
 
 def structured_fragment(fields: StructuredFields, special_ids: Mapping[str, int] | None = None) -> Fragment | None:
-    """What the content must be; None where anything may be said. Its rules and terminals begin with `so_` or `st_`.
+    """Return the grammar of the content; None for free text. Its rules and terminals begin with `so_` or `st_`.
 
     Args:
-        special_ids: text of each special token of the model -> its id; for structural tags.
+        fields: The request.
+        special_ids: Id of each special token, by its text; for structural tags.
 
     Raises:
-        InvalidRequestError: names the field at fault. What only llguidance finds is left to
-            gateway.text.grammars.checker.
+        InvalidRequestError: A field is invalid; the error names it. gateway.text.grammars.checker finds the errors that
+            only llguidance detects.
     """
     special_ids = special_ids or {}
-    asked, outputs = fields.response_format, fields.structured_outputs
-    found = None if asked is None else _of_response_format(asked, special_ids)
+    response_format, outputs = fields.response_format, fields.structured_outputs
+    fragment = None if response_format is None else _format_fragment(response_format, special_ids)
     if outputs is None:
-        return found
-    if found is not None:
-        raise InvalidRequestError(
-            "response_format and structured_outputs exclude each other.", param="structured_outputs"
-        )
-    return _of_structured_outputs(outputs, special_ids)
+        return fragment
+    if fragment is not None:
+        message = "response_format and structured_outputs cannot be combined. Send one of them."
+        raise InvalidRequestError(message, param="structured_outputs")
+    return _outputs_fragment(outputs, special_ids)
 
 
-def _of_response_format(asked: ResponseFormat, special_ids: Mapping[str, int]) -> Fragment | None:
-    if isinstance(asked, JsonObjectFormat):
+def _format_fragment(field: ResponseFormat, special_ids: Mapping[str, int]) -> Fragment | None:
+    if isinstance(field, JsonObjectFormat):
         return _json({"type": "object"}, "response_format")
-    if isinstance(asked, JsonSchemaFormat):
-        return _json_schema(asked.json_schema)
-    if isinstance(asked, StructuralTagFormat):
-        value = {"format": asked.format, "structures": asked.structures, "triggers": asked.triggers}
+    if isinstance(field, StructuralTagFormat):
+        value = {"format": field.format, "structures": field.structures, "triggers": field.triggers}
         return structural_tag_fragment(value, "response_format", special_ids)
-    return None
-
-
-def _json_schema(field: JsonSchemaField) -> Fragment:
-    place = "response_format.json_schema"
-    if not _NAME.fullmatch(field.name):
+    if not isinstance(field, JsonSchemaFormat):
+        return None
+    place, schema = "response_format.json_schema", field.json_schema
+    if not _NAME.fullmatch(schema.name):
         message = f"{place}.name must have 1 to 64 letters, digits, underscores and dashes."
         raise InvalidRequestError(message, param=f"{place}.name")
     place = f"{place}.schema"
-    if field.strict:
-        check_strict(field.schema, place)
-    return _json(field.schema, place)
+    if schema.strict:
+        check_strict(schema.schema, place)
+    return _json(schema.schema, place)
 
 
-def _of_structured_outputs(outputs: StructuredOutputs, special_ids: Mapping[str, int]) -> Fragment:
+def _outputs_fragment(outputs: StructuredOutputs, special_ids: Mapping[str, int]) -> Fragment:
     given = [name for name in _KINDS if getattr(outputs, name) not in (None, False)]
     if len(given) != 1:
-        found = f"it has {' and '.join(given)}" if given else "it has none"
-        raise InvalidRequestError(
-            f"structured_outputs must have exactly one of {', '.join(_KINDS)}; {found}.", param="structured_outputs"
+        message = (
+            f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has {' and '.join(given) or 'none'}."
         )
+        raise InvalidRequestError(message, param="structured_outputs")
     place = f"structured_outputs.{given[0]}"
     whitespace = _whitespace(outputs, given[0])
     if outputs.regex is not None:
@@ -99,43 +97,41 @@ def _of_structured_outputs(outputs: StructuredOutputs, special_ids: Mapping[str,
         return grammar_fragment(outputs.grammar, "so_grammar", place)
     if outputs.structural_tag is not None:
         value = _object(outputs.structural_tag, place)
-        _only_structural(value, place)
+        _check_structural_tag(value, place)
         return structural_tag_fragment(value, place, special_ids, whitespace)
     schema = {"type": "object"} if outputs.json is None else _object(outputs.json, place)
     return _json(schema, place, whitespace=whitespace, close_objects=bool(outputs.disable_additional_properties))
 
 
 def _whitespace(outputs: StructuredOutputs, kind: str) -> str | None:
-    """Checks how JSON is to be written, which nothing else can heed."""
+    """Check the options on how JSON is written, and return the pattern of whitespace; None for the default."""
+    place = "structured_outputs.{}".format
     for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
-        given = getattr(outputs, name) not in (None, False)
-        heeded = ("json", "json_object") if name == "disable_additional_properties" else _JSON_KINDS
-        if given and kind not in heeded:
-            place = f"structured_outputs.{name}"
-            raise InvalidRequestError(f"{place} has no meaning for {kind}.", param=place)
-    pattern = outputs.whitespace_pattern
+        kinds = ("json", "json_object") if name == "disable_additional_properties" else _JSON_KINDS
+        if getattr(outputs, name) not in (None, False) and kind not in kinds:
+            raise InvalidRequestError(f"{place(name)} cannot be combined with {kind}.", param=place(name))
+    pattern, name = outputs.whitespace_pattern, place("whitespace_pattern")
     if pattern is not None and len(pattern) > MAX_WHITESPACE_PATTERN:
-        place = "structured_outputs.whitespace_pattern"
-        message = f"{place} has {len(pattern)} characters; at most {MAX_WHITESPACE_PATTERN} are possible."
-        raise InvalidRequestError(message, param=place)
+        message = f"{name} has {len(pattern)} characters; at most {MAX_WHITESPACE_PATTERN} are allowed."
+        raise InvalidRequestError(message, param=name)
     if pattern is not None:
-        check_size(pattern, "structured_outputs.whitespace_pattern")
+        check_size(pattern, name)
     if not outputs.disable_any_whitespace:
         return pattern
     if pattern:
-        place = "structured_outputs.disable_any_whitespace"
-        raise InvalidRequestError(f"{place} excludes whitespace_pattern.", param=place)
+        name = place("disable_any_whitespace")
+        raise InvalidRequestError(f"{name} cannot be combined with whitespace_pattern.", param=name)
     return ""
 
 
 def _object(value: str | dict[str, Any], place: str) -> dict[str, Any]:
     found = parsed_json(value, place) if isinstance(value, str) else value
     if not isinstance(found, dict):
-        raise InvalidRequestError(f"{place} must be an object, or the text of one.", param=place)
+        raise InvalidRequestError(f"{place} must be an object, or a string with the JSON of one.", param=place)
     return found
 
 
-def _only_structural(value: Mapping[str, Any], place: str) -> None:
+def _check_structural_tag(value: Mapping[str, Any], place: str) -> None:
     for name in value:
         if name not in ("type", "format", "structures", "triggers"):
             raise InvalidRequestError(f"{place}.{name[:64]} is not supported.", param=f"{place}.{name[:64]}")

@@ -1,0 +1,1 @@
+"""OpenAI's chat completions, completions, embeddings, models, and vLLM's tokenization routes."""

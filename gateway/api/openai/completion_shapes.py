@@ -1,4 +1,4 @@
-"""/v1/completions: events to a whole response, or to chunks."""
+"""Events of /v1/completions as a whole response or as chunks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.common.chunk_frame import ChunkFrame
-from gateway.api.common.envelope import Detail, Envelope, shaped_prompt_logprobs
-from gateway.api.common.fan_in import Tally
+from gateway.api.common.envelope import ChunkFrame, Detail, Envelope, Tally, shaped_prompt_logprobs
 from gateway.api.common.logprobs import CompletionLogprobs
 from gateway.flow.events import TextDelta
 from gateway.http.errors import dump_json
-from gateway.http.sse import is_large
+from gateway.http.sse import failure, is_large
 from shared.errors import PeltonError
 from shared.messages import TokenLogprobs
 
@@ -22,11 +20,13 @@ _PLAIN = b',"logprobs":null,"finish_reason":null}]'
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an event adds to a choice.
+    """Part of a choice that one event adds.
 
     Attributes:
-        prompt_token_ids: in the first of a choice, where asked for.
-        token_ids: where asked for.
+        text: Text of the choice.
+        logprobs: Log-probabilities in OpenAI's shape; None if the request does not ask for them.
+        token_ids: Generated token ids; None if the request does not ask for them.
+        prompt_token_ids: Token ids of the prompt, with the first event of a choice; None if not asked for.
     """
 
     text: str
@@ -36,51 +36,52 @@ class Shown:
 
 
 class Choices:
-    """What each choice shows: its prompt first where echo is on, then its text, with what was asked for beside it.
+    """Content of each choice: its prompt if echo is on, then its text, with log-probabilities and token ids.
 
     Args:
-        echoes: the text of each prompt, or None without echo.
+        echoes: Text of each prompt; None without echo.
+        detail: Settings on what the response reports besides text.
     """
 
     def __init__(self, echoes: Sequence[str] | None, detail: Detail) -> None:
         self._echoes = echoes
         self._detail = detail
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        # A bit for each choice.
-        self._begun = 0
+        # One bit per choice that has been shown.
+        self._started = 0
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     @property
-    def are_text_alone(self) -> bool:
-        """Whether nothing is told of generated tokens but their text."""
+    def only_text(self) -> bool:
+        """True if nothing but text is shown of generated tokens."""
         return self._detail.logprobs is None and not self._detail.token_ids
 
     def show(self, index: int, prompt_index: int, delta: TextDelta) -> Shown:
-        """What to show of an event."""
+        """Return the part that an event adds to its choice."""
         detail = self._detail
-        text, wanted = delta.text, detail.logprobs
+        text, num_shown = delta.text, detail.logprobs
         entries = list(delta.logprobs or ())
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
         prompt_token_ids = None
-        if not self._begun >> index & 1:
-            self._begun |= 1 << index
+        if not self._started >> index & 1:
+            self._started |= 1 << index
             if detail.token_ids:
                 prompt_token_ids = detail.prompts[prompt_index]
             if self._echoes is not None:
                 text = self._echoes[prompt_index] + text
                 entries = [*self._prompt_logprobs.get(prompt_index, ()), *entries]
         logprobs = None
-        if wanted is not None:
+        if num_shown is not None:
             builder = self._logprobs.get(index)
             if builder is None:
-                builder = CompletionLogprobs(detail.names, self._num_unseen(prompt_index))
+                builder = CompletionLogprobs(detail.names, self._num_hidden(prompt_index))
                 self._logprobs[index] = builder
-            logprobs = builder.add(entries, wanted)
+            logprobs = builder.add(entries, num_shown)
         return Shown(text, logprobs, delta.token_ids if detail.token_ids else None, prompt_token_ids)
 
-    def _num_unseen(self, prompt_index: int) -> int:
-        """How many characters the prompt's tokens have before its text."""
+    def _num_hidden(self, prompt_index: int) -> int:
+        """Return the number of characters before the prompt's text, such as those of a beginning-of-text token."""
         if self._echoes is None:
             return 0
         detail, text = self._detail, self._echoes[prompt_index]
@@ -88,7 +89,7 @@ class Choices:
         return max(len(whole.decode("utf-8", "replace")) - len(text), 0)
 
     async def prompt_fields(self, prompt_index: int) -> dict[str, Any]:
-        """What the choices of a whole response tell of their prompt."""
+        """Return the fields of a whole response's choices about their prompt."""
         wanted = self._detail.prompt_logprobs
         if wanted is None:
             return {}
@@ -97,35 +98,26 @@ class Choices:
 
 
 class CompletionChunks:
-    """Encodes events as streamed `text_completion`s."""
+    """Encoder of events as streamed `text_completion`s.
 
-    __slots__ = ("_choices", "_frame", "_text_alone")
+    Args:
+        envelope: Shared fields of the chunks.
+        tally: Counts for the usage.
+        choices: Content of the choices.
+    """
 
-    def __init__(
-        self,
-        envelope: Envelope,
-        tally: Tally,
-        choices: Choices,
-        *,
-        include_usage: bool,
-        continuous_usage: bool = False,
-    ) -> None:
-        self._frame = ChunkFrame(
-            envelope,
-            tally,
-            kind="text_completion",
-            opening=b'"text":',
-            include_usage=include_usage,
-            continuous_usage=continuous_usage,
-        )
+    __slots__ = ("_choices", "_frame", "_only_text")
+
+    def __init__(self, envelope: Envelope, tally: Tally, choices: Choices) -> None:
+        self._frame = ChunkFrame(envelope, tally, kind="text_completion", opening=b'"text":')
         self._choices = choices
-        self._text_alone = choices.are_text_alone
+        self._only_text = choices.only_text
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
-        """The chunk of one event; empty where it has nothing to show yet."""
+        """Return the chunk of one event; empty if it has nothing to show yet."""
         text = delta.text
-        if self._text_alone and delta.finish_reason is None and (head := self._frame.begun.get(index)) is not None:
-            # Most tokens of most streams. What a prompt adds is in a choice's first chunk.
+        if self._only_text and delta.finish_reason is None and (head := self._frame.heads.get(index)):
+            # Most tokens of most streams; the first chunk of a choice shows what the prompt adds.
             return b"".join((head, dump_json(text), _PLAIN, self._frame.tail)) if text else b""
         shown = self._choices.show(index, prompt_index, delta)
         text, logprobs = shown.text, shown.logprobs
@@ -138,16 +130,16 @@ class CompletionChunks:
         rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **_id_fields(shown)}
         if delta.finish_reason is not None:
             rest["stop_reason"] = delta.stop_reason
-        # What follows the text, without the brace that opens an object.
+        # The other fields follow the text, so the opening brace is cut off.
         return head + dump_json(text) + b"," + dump_json(rest)[1:] + b"]" + self._frame.tail
 
     def end(self) -> bytes:
-        """The usage chunk, where asked for, and the end marker."""
+        """Return the usage chunk, if the request asks for it, and the end marker."""
         return self._frame.end()
 
     def failed(self, error: PeltonError) -> bytes:
-        """The error, and the end marker."""
-        return self._frame.failed(error)
+        """Return the error event and the end marker."""
+        return failure(error)
 
 
 async def whole_completion_response(
@@ -157,7 +149,7 @@ async def whole_completion_response(
     tally: Tally,
     choices: Choices,
 ) -> dict[str, Any]:
-    """Collects all events into a `text_completion`."""
+    """Collect all events into a `text_completion`."""
     shown: list[list[Shown]] = [[] for _ in range(num_choices)]
     reasons: list[str | None] = [None] * num_choices
     stops: list[int | str | None] = [None] * num_choices
@@ -170,7 +162,7 @@ async def whole_completion_response(
         if delta.finish_reason is not None:
             reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
         prompts[index] = prompt_index
-    of_prompts = {prompt: await choices.prompt_fields(prompt) for prompt in set(prompts)}
+    prompt_fields = {prompt: await choices.prompt_fields(prompt) for prompt in set(prompts)}
     entries = [
         {
             "index": index,
@@ -179,7 +171,7 @@ async def whole_completion_response(
             "finish_reason": reasons[index],
             "stop_reason": stops[index],
             **_joined_ids(shown[index]),
-            **of_prompts[prompts[index]],
+            **prompt_fields[prompts[index]],
         }
         for index in range(num_choices)
     ]

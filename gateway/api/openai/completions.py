@@ -1,137 +1,238 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: the route, the best of several choices, and prompts that are filled in the middle."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
-from gateway.api.common.fan_in import FanIn
+from gateway.api.common.fan_in import FanIn, open_events
 from gateway.api.common.fields import CompletionFields, parse_fields
-from gateway.api.common.generation_params import Common, common_of_completion
-from gateway.api.common.prompts import MAX_CHOICES_IN_ALL, Prompt, check_token_ids, longest_text, split_prompts
-from gateway.api.common.request_grammar import request_grammar
-from gateway.api.common.resumable import stream
-from gateway.api.common.submission import (
+from gateway.api.common.grammar import request_grammar
+from gateway.api.common.options import RequestOptions, completion_options, max_text_tokens
+from gateway.api.common.prepare import find_model
+from gateway.api.common.prepared import PreparedRequest, build_request
+from gateway.api.common.prompts import (
     DEFAULT_MAX_TOKENS,
+    MAX_TOTAL_CHOICES,
+    Prompt,
     SizedPrompt,
-    detail_of,
+    check_token_ids,
     encode_prompt,
-    envelope_of,
-    find_model,
     fit_prompt,
-    submit_all,
+    split_prompts,
 )
-from gateway.api.openai.best_of import best_choices
+from gateway.api.common.resumable import stream
 from gateway.api.openai.completion_shapes import Choices, CompletionChunks, whole_completion_response
-from gateway.api.openai.fill_in_middle import can_fill_in_middle, fill_in_middle
 from gateway.flow.events import TextDelta
-from gateway.flow.requests import ModelEntryLike
-from gateway.http.app_keys import IDENTITY, SALTS
+from gateway.flow.outbox import merged
+from gateway.flow.requests import TextPipelineLike
+from gateway.http.app_keys import GRAMMARS, IDENTITY, SALTS
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from shared.errors import InvalidRequestError
 
+_ANCHOR = "\u263a"
+"""Character in front of a text that continues another: some tokenizers add a space at the start of a text."""
+
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Continues one or several prompts, whole or streamed; choice index = prompt index * n + choice."""
+    """Continue one or several prompts, whole or streamed; choice index = prompt index * n + choice."""
     fields = parse_fields(await read_json(request), CompletionFields)
     prepared = await prepare_completion(request, fields)
-    common, entry, texts, prompts = prepared.common, prepared.entry, prepared.texts, prepared.prompts
-    envelope, detail = envelope_of(request, "cmpl-", common, entry), detail_of(common, entry, prompts)
-    choices = Choices(await _echoes(texts, prompts, fields, entry), detail)
-    submitted = await submit_all(request, envelope, common, entry, prompts)
-    tally = submitted.tally
+    envelope, options = prepared.envelope, prepared.options
+    choices = Choices(await _echoes(fields, prepared) if fields.echo else None, prepared.detail)
+    events = open_events(request, prepared)
     if fields.stream:
-        chunks = CompletionChunks(
-            envelope,
-            tally,
-            choices,
-            include_usage=common.include_usage,
-            continuous_usage=common.continuous_usage,
-        )
-        return await stream(request, envelope.identifier, submitted, chunks, resumable=common.resumable)
-    async with submitted as events:
-        num_choices = len(prompts) * common.n
-        return json_response(
-            await whole_completion_response(envelope, num_choices, _best(events, common), tally, choices)
-        )
+        chunks = CompletionChunks(envelope, events.tally, choices)
+        return await stream(request, envelope.identifier, events, chunks, resumable=options.resumable)
+    async with events:
+        shown: AsyncIterator[tuple[int, int, TextDelta]] = events
+        if options.best_of > options.n and options.beams is None:
+            shown = best_choices(events, options.best_of, options.n)
+        num_choices = len(prepared.prompts) * options.n
+        return json_response(await whole_completion_response(envelope, num_choices, shown, events.tally, choices))
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCompletion:
-    """What gateway.api.common.submission.submit_all takes, and the prompts as the client sent them."""
+async def prepare_completion(request: web.Request, fields: CompletionFields) -> PreparedRequest:
+    """Run the pipeline of gateway.api.common.prepare for plain prompts.
 
-    common: Common
-    entry: ModelEntryLike
-    texts: Sequence[Prompt]
-    prompts: Sequence[SizedPrompt]
-
-
-async def prepare_completion(request: web.Request, fields: CompletionFields) -> PreparedCompletion:
-    """Checks the fields and makes the prompts. Raises InvalidRequestError, ContextLengthError, ModelNotFoundError."""
+    Raises:
+        InvalidRequestError: A field is invalid; the error names it.
+        ContextLengthError: A prompt exceeds the context.
+        ModelNotFoundError: No model has the name.
+    """
     entry = find_model(request, fields.model)
-    if fields.suffix == "" and not can_fill_in_middle(entry.pipeline):
-        fields.suffix = None  # nothing stands behind: that is how this model continues every prompt
-    common = common_of_completion(fields, request[IDENTITY], request.app[SALTS])
+    # An empty suffix is no suffix for models that cannot fill in the middle.
+    suffix = None if fields.suffix == "" and _fill_in_marks(entry.pipeline) is None else fields.suffix
+    options = completion_options(fields, suffix, request[IDENTITY], request.app[SALTS])
     texts = split_prompts(fields.prompt)
-    _check_number(len(texts), common)
-    common = dataclasses.replace(common, grammar=await request_grammar(request, common, entry))
+    _check_num_choices(len(texts), options)
+    grammar = await request_grammar(fields, None, entry, request.app[GRAMMARS], is_chat=False)
+    special, max_tokens = fields.add_special_tokens is not False, max_text_tokens(fields, entry.facts)
     prompts: list[SizedPrompt] = []
+    stop_token_ids: tuple[int, ...] = ()
     for index, text in enumerate(texts):
         param = f"prompt[{index}]" if len(texts) > 1 else "prompt"
-        ids, common = await _encode(text, fields, common, entry, param)
+        if suffix is None:
+            ids = await encode_prompt(text, entry, param, add_special_tokens=special, max_tokens=max_tokens)
+        else:
+            if not isinstance(text, str):
+                check_token_ids(text, entry.facts, param)
+            filled = await fill_in_middle(
+                text, suffix, entry.pipeline, add_special_tokens=special, max_tokens=max_tokens, param=param
+            )
+            ids, stop_token_ids = filled.token_ids, filled.end_ids
         if not ids:
             raise InvalidRequestError(f"{param} has no tokens.", param=param)
-        prompts.append(fit_prompt(ids, common, DEFAULT_MAX_TOKENS, entry, param))
-    return PreparedCompletion(common, entry, texts, prompts)
-
-
-def _check_number(num_prompts: int, common: Common) -> None:
-    if num_prompts * common.best_of > MAX_CHOICES_IN_ALL:
-        param = "n" if common.best_of == common.n else "best_of"
-        raise InvalidRequestError(
-            f"{num_prompts} prompts with {param} = {common.best_of} are {num_prompts * common.best_of} choices; "
-            f"at most {MAX_CHOICES_IN_ALL} are allowed.",
-            param=param,
-        )
-
-
-async def _encode(
-    text: Prompt, fields: CompletionFields, common: Common, entry: ModelEntryLike, param: str
-) -> tuple[list[int], Common]:
-    """Ids of a prompt, and the request with what ends the completion of such a prompt."""
-    special = fields.add_special_tokens is not False
-    most = longest_text(fields, entry.facts)
-    if fields.suffix is None:
-        return await encode_prompt(text, entry, param, add_special_tokens=special, max_tokens=most), common
-    if not isinstance(text, str):
-        check_token_ids(text, entry.facts, param)
-    filled = await fill_in_middle(
-        text, fields.suffix, entry.pipeline, add_special_tokens=special, max_tokens=most, param=param
+        prompts.append(fit_prompt(ids, options, DEFAULT_MAX_TOKENS, entry, param))
+    return await build_request(
+        request, options, entry, prompts, "cmpl-", grammar=grammar, stop_token_ids=stop_token_ids
     )
-    stops = {"stop_token_ids": tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *filled.end_ids)))}
-    return filled.token_ids, dataclasses.replace(common, sampling={**common.sampling, **stops})
 
 
-def _best(events: FanIn, common: Common) -> AsyncIterator[tuple[int, int, TextDelta]]:
-    if common.best_of == common.n or common.beams is not None:
-        return events
-    return best_choices(events, common.best_of, common.n)
+def _check_num_choices(num_prompts: int, options: RequestOptions) -> None:
+    if (total := num_prompts * options.best_of) > MAX_TOTAL_CHOICES:
+        param = "n" if options.best_of == options.n else "best_of"
+        message = (
+            f"{num_prompts} prompts with {param} = {options.best_of} are {total} choices; "
+            f"at most {MAX_TOTAL_CHOICES} are allowed."
+        )
+        raise InvalidRequestError(message, param=param)
 
 
-async def _echoes(
-    texts: Sequence[Prompt], prompts: Sequence[SizedPrompt], fields: CompletionFields, entry: ModelEntryLike
-) -> list[str] | None:
-    """The text of each prompt as the model has it, or None without echo."""
-    if not fields.echo:
-        return None
+async def _echoes(fields: CompletionFields, prepared: PreparedRequest) -> list[str]:
+    """Return the text of each prompt as the model reads it."""
     return [
         text
         if isinstance(text, str) and fields.truncate_prompt_tokens is None
-        else await asyncio.to_thread(entry.pipeline.decode, ids, False)
-        for text, (ids, _) in zip(texts, prompts, strict=True)
+        else await asyncio.to_thread(prepared.entry.pipeline.decode, prompt.token_ids, False)
+        for text, prompt in zip(split_prompts(fields.prompt), prepared.prompts, strict=True)
     ]
+
+
+async def best_choices(events: FanIn, best_of: int, n: int) -> AsyncIterator[tuple[int, int, TextDelta]]:
+    """Yield for each prompt the n choices with the highest mean log-probability, best first, as one event each.
+
+    The usage counts all `best_of` choices, as OpenAI's does.
+    """
+    deltas: dict[int, list[TextDelta]] = {}
+    async for index, _, delta in events:
+        deltas.setdefault(index, []).append(delta)
+    for prompt_index in range(len(deltas) // best_of):
+        indices = range(prompt_index * best_of, (prompt_index + 1) * best_of)
+        report = next((one.prompt_logprobs for index in indices for one in deltas[index] if one.prompt_logprobs), None)
+        for rank, index in enumerate(sorted(indices, key=events.mean_logprob, reverse=True)[:n]):
+            delta = msgspec.structs.replace(
+                merged(deltas[index]), choice=rank, prompt_logprobs=None if rank else report
+            )
+            yield prompt_index * n + rank, prompt_index, delta
+
+
+@dataclass(frozen=True, slots=True)
+class _FillInMarks:
+    """Tokens that a family of models was trained with to fill in the middle (Bavarian et al. 2022, arXiv:2207.14255).
+
+    Attributes:
+        prefix: Mark before the prefix.
+        suffix: Mark before the suffix.
+        middle: Mark before the completion; None if the suffix comes first.
+        ends: Further tokens that end the completion, if the model has them.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str | None
+    ends: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.prefix, self.suffix, self.middle) if mark is not None)
+
+
+_FAMILIES = (
+    # Qwen's coders, CodeGemma, Granite 4
+    _FillInMarks(
+        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>",
+        "<|file_separator|>", "<|repo_name|>"),
+    ),
+    # StarCoder, Granite, SantaCoder
+    _FillInMarks("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<fim_pad>", "<file_sep>")),
+    _FillInMarks("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>", "<fim-pad>")),
+    # DeepSeek-Coder, whose "hole" is the mark before the suffix
+    _FillInMarks("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+    # CodeLlama
+    _FillInMarks("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ("\u2581<EOT>",)),
+    # Codestral
+    _FillInMarks("[PREFIX]", "[SUFFIX]", None),
+)  # fmt: skip
+
+
+def _fill_in_marks(pipeline: TextPipelineLike) -> _FillInMarks | None:
+    """Return the marks of the model's family, which its vocabulary identifies; None if it has none."""
+    return next((one for one in _FAMILIES if all(pipeline.token_id(mark) is not None for mark in one.marks)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class FilledPrompt:
+    """Prompt to fill in the middle.
+
+    Attributes:
+        token_ids: Token ids of the whole prompt.
+        end_ids: Tokens that end the completion.
+    """
+
+    token_ids: list[int]
+    end_ids: tuple[int, ...]
+
+
+async def fill_in_middle(
+    prompt: Prompt,
+    suffix: str,
+    pipeline: TextPipelineLike,
+    *,
+    add_special_tokens: bool = True,
+    max_tokens: int | None = None,
+    param: str = "prompt",
+) -> FilledPrompt:
+    """Return the prompt for the text between `prompt` and `suffix`.
+
+    Args:
+        prompt: Text or token ids before the completion.
+        suffix: Text after the completion.
+        pipeline: The model's tokenizer.
+        add_special_tokens: True to start with the model's beginning-of-text token.
+        max_tokens: Limit on the length of each text.
+        param: The field that holds the prompt.
+
+    Raises:
+        InvalidRequestError: The model was not trained to fill in the middle.
+    """
+    family = _fill_in_marks(pipeline)
+    if family is None:
+        raise InvalidRequestError(
+            "suffix is not supported by this model: its vocabulary has no fill-in-the-middle tokens. Leave it out.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    before = prompt
+    if isinstance(before, str):
+        before = await pipeline.encode(before, False, max_tokens=max_tokens, param=param)
+    # The anchor keeps the tokenizer from adding a space to the suffix; it is cut off again.
+    anchor = await pipeline.encode(_ANCHOR, False)
+    after = await pipeline.encode(_ANCHOR + suffix, False, max_tokens=max_tokens, param="suffix")
+    if after[: len(anchor)] == anchor:
+        after = after[len(anchor) :]
+    else:
+        after = await pipeline.encode(suffix, False, max_tokens=max_tokens, param="suffix")
+    marks = {mark: pipeline.token_id(mark) or 0 for mark in family.marks}
+    opening = await pipeline.encode("", True) if add_special_tokens else []
+    if family.middle is None:
+        ids = [*opening, marks[family.suffix], *after, marks[family.prefix], *before]
+    else:
+        ids = [*opening, marks[family.prefix], *before, marks[family.suffix], *after, marks[family.middle]]
+    ends = [token_id for text in family.ends if (token_id := pipeline.token_id(text)) is not None]
+    return FilledPrompt(ids, (*ends, *marks.values()))

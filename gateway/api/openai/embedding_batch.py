@@ -1,4 +1,4 @@
-"""The inputs of one request for embeddings, run a bounded number at a time."""
+"""Batch of embedding inputs, of which a bounded number runs at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from shared.messages import WorkerFacts
 T = TypeVar("T")
 
 STEPS_IN_FLIGHT = 4
-"""So many full steps of a worker may be under way to it: enough that it never waits for us."""
+"""Limit on the tokens in flight, in full steps of a worker: enough that it never waits for the gateway."""
 SECONDS_IN_FLIGHT = 1.0
-"""And not more than it reads in this time, where that is less: others wait behind it."""
+"""Limit on the tokens in flight, as the time the workers need for them: other requests wait behind them."""
 RETRIES = 8
 RETRY_SECONDS = 0.25
-"""A worker whose step takes long is not ready for a moment: what a batch has already is not thrown away for that."""
+"""A worker in a long step is not ready for a moment; a batch retries instead of discarding its results."""
 
 
 class Window:
-    """What of a batch is at the workers: so many parts, and so many tokens of them, or one that is longer.
+    """Window of sub-requests in flight, bounded in number and in tokens. A longer sub-request runs alone.
 
     Args:
-        max_tokens: asked anew for each part.
+        max_parts: Limit on the number of sub-requests.
+        max_tokens: Returns the limit on their tokens; called for each sub-request.
     """
 
     def __init__(self, max_parts: int, max_tokens: Callable[[], float]) -> None:
@@ -39,7 +40,7 @@ class Window:
         self._left = asyncio.Event()
 
     async def enter(self, num_tokens: int) -> None:
-        """Waits for room. One at a time may wait."""
+        """Wait until a sub-request fits, and add it. Only one task at a time may wait."""
         while self._num_parts and (
             self._num_parts >= self._max_parts or self._num_tokens + num_tokens > self._max_tokens()
         ):
@@ -49,7 +50,7 @@ class Window:
         self._num_tokens += num_tokens
 
     def leave(self, num_tokens: int) -> None:
-        """Gives the room of a part back."""
+        """Remove a sub-request that has ended."""
         self._num_parts -= 1
         self._num_tokens -= num_tokens
         self._left.set()
@@ -61,30 +62,37 @@ async def embed(
     facts: WorkerFacts,
     shape: Callable[[bytes], T],
 ) -> list[T]:
-    """What `shape` makes of each embedding, in the order of the requests, which may end in any.
+    """Return `shape(embedding)` for each request, in the order of the requests.
 
-    What is at the workers at a time is bounded by what one of them runs at a time, by a few of its steps, and by what
-    it reads in a second; the next part is sent when one has ended. So what others send meanwhile has its turn between
-    them. To admission the whole is one request that has no more than this.
+    The sub-requests in flight are bounded by the number that one worker runs at a time, by a few of its steps, and by
+    the tokens that it reads in a second; a sub-request is sent when another has ended. Requests of other clients run
+    between them. Admission counts the batch as one request of this size.
 
-    Raises the first PeltonError of any part, after the others were cancelled; being cancelled cancels all.
+    Args:
+        generator: Where the sub-requests are submitted.
+        requests: The sub-requests.
+        facts: Facts about the model's workers.
+        shape: Converts an embedding to its shape in the response.
+
+    Raises:
+        PeltonError: The first error of any sub-request; the others are cancelled.
     """
     sizes = [len(request.prompt_token_ids) for request in requests]
     max_parts = min(facts.max_num_seqs, len(requests))
-    most = STEPS_IN_FLIGHT * facts.max_num_batched_tokens
-    num_tokens = min(max(most, *sizes), sum(heapq.nlargest(max_parts, sizes)))
-    room = generator.reserve(requests[0], num_sequences=max_parts, num_tokens=num_tokens)
+    step_tokens = STEPS_IN_FLIGHT * facts.max_num_batched_tokens
+    num_tokens = min(max(step_tokens, *sizes), sum(heapq.nlargest(max_parts, sizes)))
+    reservation = generator.reserve(requests[0], num_sequences=max_parts, num_tokens=num_tokens)
 
     def max_tokens() -> float:
-        speed = room.tokens_per_second
-        return min(most, speed * SECONDS_IN_FLIGHT) if speed else facts.max_num_batched_tokens
+        speed = reservation.tokens_per_second
+        return min(step_tokens, speed * SECONDS_IN_FLIGHT) if speed else facts.max_num_batched_tokens
 
     window = Window(max_parts, max_tokens)
     results: dict[int, T] = {}
 
     async def run(index: int) -> None:
         try:
-            results[index] = shape(await _embedding(room, requests[index]))
+            results[index] = shape(await _embedding(reservation, requests[index]))
         finally:
             window.leave(sizes[index])
 
@@ -93,21 +101,21 @@ async def embed(
             for index, size in enumerate(sizes):
                 await window.enter(size)
                 group.create_task(run(index))
-                await asyncio.sleep(0)  # it is sent now: between two of them others have their turn
-        room.complete(())
+                await asyncio.sleep(0)  # the task sends now; other tasks run between two sub-requests
+        reservation.complete(())
     except ExceptionGroup as failures:
         error = failures.exceptions[0]
         if isinstance(error, PeltonError):
-            room.fail(error)
+            reservation.fail(error)
         raise error from None
     finally:
-        room.close()
+        reservation.close()
     return [results[index] for index in range(len(requests))]
 
 
-async def _embedding(room: ReservationLike, request: GenerationRequest) -> bytes:
+async def _embedding(reservation: ReservationLike, request: GenerationRequest) -> bytes:
     found: bytes | None = None
-    async with await _submitted(room, request) as generation:
+    async with await _submitted(reservation, request) as generation:
         async for delta in generation:
             found = delta.embedding
     if found is None:
@@ -115,9 +123,9 @@ async def _embedding(room: ReservationLike, request: GenerationRequest) -> bytes
     return found
 
 
-async def _submitted(room: ReservationLike, request: GenerationRequest) -> GenerationLike:
+async def _submitted(reservation: ReservationLike, request: GenerationRequest) -> GenerationLike:
     for _ in range(RETRIES):
         with contextlib.suppress(UnavailableError):
-            return room.submit(request)
+            return reservation.submit(request)
         await asyncio.sleep(RETRY_SECONDS)
-    return room.submit(request)
+    return reservation.submit(request)

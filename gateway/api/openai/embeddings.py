@@ -1,63 +1,84 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings: fields, inputs, vectors and the route."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import math
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, get_args
 
+import numpy as np
+import orjson
 from aiohttp import web
 
-from gateway.api.common.accounting import Accounting, accounting
-from gateway.api.common.fields import parse_fields
-from gateway.api.common.generation_params import check_request_fields
-from gateway.api.common.submission import find_model
+from gateway.api.common.fields import RequestFields, check_range, parse_fields
+from gateway.api.common.options import accounting, check_request_fields, max_text_tokens
+from gateway.api.common.prepare import find_model
+from gateway.api.common.prompts import (
+    Prompt,
+    context_limit,
+    cut,
+    encode_prompt,
+    limit_name,
+    split_prompts,
+)
 from gateway.api.openai.embedding_batch import embed
-from gateway.api.openai.embedding_fields import EmbeddingFields, vector_params
-from gateway.api.openai.embedding_inputs import embedding_inputs
-from gateway.api.openai.embedding_shapes import embedding_response, shaped_vector
 from gateway.flow.events import GenerationRequest
+from gateway.flow.requests import ModelEntryLike
 from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, GENERATOR, IDENTITY, REQUEST_ID, SALTS, log
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from gateway.stores.ids import new_id
-from shared.messages import Pooling
+from shared.errors import ContextLengthError, InternalError, InvalidRequestError
+from shared.messages import Pooling, WorkerFacts
 from shared.sampling_params import SamplingParams
+
+ENCODINGS = ("float", "base64")
+MAX_INPUTS = 2048
+"""OpenAI's limit."""
+_POOLINGS: dict[str, Pooling] = {name: name for name in get_args(Pooling)}
+
+
+class EmbeddingFields(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/embeddings."""
+
+    input: str | list[Any]
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    # Parameters of vLLM.
+    pooling: str | None = None
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorParams:
+    """Parameters of the vectors of one request.
+
+    Attributes:
+        pooling: Pooling of the hidden states.
+        dimensions: Number of a vector's first values that are kept.
+        normalize: True to divide the kept values by their L2 norm.
+        as_base64: True for base64 of little-endian float32 instead of a list of numbers.
+    """
+
+    pooling: Pooling
+    dimensions: int
+    normalize: bool
+    as_base64: bool
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
-    """The vectors of one or several texts, or of token ids."""
+    """Return the vectors of one or several texts or lists of token ids."""
     fields = parse_fields(await read_json(request), EmbeddingFields)
     check_request_fields(fields)
     accounts = accounting(fields)
-    entry = find_model(request, fields.model)
-    facts = entry.facts
-    params = vector_params(fields, facts)
+    entry, identity = find_model(request, fields.model), request[IDENTITY]
+    params = vector_params(fields, entry.facts)
     inputs = await embedding_inputs(fields, entry)
     identifier = new_id("embd-", request.app[GATEWAY_INDEX])
-    requests = _requests(request, identifier, fields, accounts, inputs, params.pooling)
-    log.debug("submit", response_id=identifier, prompts=len(requests), n=1)
-    # The response has no id, so the request is aborted by its own.
-    with request.app[DRAIN].named((request[REQUEST_ID],), request[IDENTITY].key_hash):
-        vectors = await embed(
-            request.app[GENERATOR],
-            requests,
-            facts,
-            partial(shaped_vector, params=params, hidden_size=facts.hidden_size),
-        )
-    return json_response(embedding_response(fields.model, vectors, sum(map(len, inputs)), accounts))
-
-
-def _requests(
-    request: web.Request,
-    identifier: str,
-    fields: EmbeddingFields,
-    accounts: Accounting,
-    inputs: Sequence[list[int]],
-    pooling: Pooling,
-) -> list[GenerationRequest]:
-    identity = request[IDENTITY]
     salt = request.app[SALTS].derive(identity.key_hash, fields.cache_salt)
-    return [
+    requests = [
         GenerationRequest(
             request_id=f"{identifier}-{index}",
             model=fields.model,
@@ -68,7 +89,135 @@ def _requests(
             priority=accounts.priority,
             affinity=accounts.affinity,
             speculative=False,
-            pooling=pooling,
+            pooling=params.pooling,
         )
         for index, ids in enumerate(inputs)
     ]
+    log.debug("submit", response_id=identifier, prompts=len(requests), n=1)
+    shape = partial(shaped_vector, params=params, hidden_size=entry.facts.hidden_size)
+    # The response has no id: the request is aborted by the id of the HTTP request.
+    with request.app[DRAIN].named((request[REQUEST_ID],), identity.key_hash):
+        vectors = await embed(request.app[GENERATOR], requests, entry.facts, shape)
+    num_tokens = sum(map(len, inputs))
+    # Like OpenAI's response it has neither an id nor a time.
+    response: dict[str, Any] = {
+        "object": "list",
+        "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
+        "model": fields.model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    if accounts.tier is not None:
+        response["service_tier"] = accounts.tier
+    if accounts.metadata is not None:
+        response["metadata"] = accounts.metadata
+    return json_response(response)
+
+
+def vector_params(fields: EmbeddingFields, facts: WorkerFacts) -> VectorParams:
+    """Check the fields on vectors.
+
+    Raises:
+        InvalidRequestError: A field is invalid; the error names it.
+    """
+    if not facts.hidden_size:
+        raise InvalidRequestError("This model does not support embeddings.", param="model")
+    if fields.encoding_format not in (None, *ENCODINGS):
+        raise InvalidRequestError(f"encoding_format must be {' or '.join(ENCODINGS)}.", param="encoding_format")
+    pooling = _POOLINGS.get(facts.pooling if fields.pooling is None else fields.pooling)
+    if pooling is None:
+        raise InvalidRequestError(f"pooling must be {' or '.join(_POOLINGS)}.", param="pooling")
+    dimensions = facts.hidden_size
+    if fields.dimensions is not None:
+        dimensions = check_range("dimensions", fields.dimensions, 1, facts.hidden_size)
+    return VectorParams(
+        pooling=pooling,
+        dimensions=dimensions,
+        normalize=fields.normalize is not False,
+        as_base64=fields.encoding_format == "base64",
+    )
+
+
+async def embedding_inputs(fields: EmbeddingFields, entry: ModelEntryLike) -> list[list[int]]:
+    """Return the token ids of each input; texts get the model's special tokens.
+
+    Raises:
+        InvalidRequestError: An input is empty or has an id outside the vocabulary.
+        ContextLengthError: An input, or `truncate_prompt_tokens`, exceeds the context.
+    """
+    inputs = split_prompts(fields.input, "input", MAX_INPUTS)
+    limit, name, keep = context_limit(entry.facts), limit_name(entry.facts), fields.truncate_prompt_tokens
+    if keep is not None and keep > limit:
+        message = f"truncate_prompt_tokens is {keep}; the model's {name} is {limit} tokens."
+        raise ContextLengthError(message, param="truncate_prompt_tokens")
+    if keep == -1:
+        keep = limit
+    result = []
+    for index, value in enumerate(inputs):
+        param = f"input[{index}]" if len(inputs) > 1 else "input"
+        ids = await _token_ids(value, fields, entry, param, keep)
+        if not ids:
+            raise InvalidRequestError(f"{param} has no tokens.", param=param)
+        if len(ids) > limit:
+            # LangChain recognizes the error by its first words.
+            message = f"The prompt is too long: {param} has {len(ids)} tokens; the model's {name} is {limit} tokens."
+            raise ContextLengthError(message, param=param)
+        result.append(ids)
+    return result
+
+
+async def _token_ids(
+    value: Prompt, fields: EmbeddingFields, entry: ModelEntryLike, param: str, keep: int | None
+) -> list[int]:
+    special, side = fields.add_special_tokens is not False, fields.truncation_side
+    max_tokens = max_text_tokens(fields, entry.facts)
+    ids = await encode_prompt(value, entry, param, add_special_tokens=special, max_tokens=max_tokens)
+    if keep is None or len(ids) <= keep:
+        return ids
+    if isinstance(value, str) and special:
+        plain = await entry.pipeline.encode(value, False, max_tokens=max_tokens, param=param)
+        return _cut_between(ids, plain, keep, side)
+    return cut(ids, keep, side)
+
+
+def _cut_between(ids: list[int], plain: list[int], keep: int, side: str | None) -> list[int]:
+    """Return `keep` of the ids with all special tokens: a model made for embeddings is read at its end token.
+
+    Args:
+        ids: The text with special tokens around it.
+        plain: The text without them.
+        keep: Number of ids to keep.
+        side: End of the text that is cut; None is the left one.
+    """
+    num_special = len(ids) - len(plain)
+    for begin in range(num_special + 1):
+        end = begin + len(plain)
+        if num_special < keep and ids[begin:end] == plain:
+            return ids[:begin] + cut(plain, keep - num_special, side) + ids[end:]
+    return cut(ids, keep, side)
+
+
+def shaped_vector(embedding: bytes, params: VectorParams, hidden_size: int) -> str | orjson.Fragment:
+    """Return an embedding as the response shows it: cut, then normalized (L2), then encoded.
+
+    Numbers are written as the shortest that round to the same float32.
+
+    Args:
+        embedding: `hidden_size` values, little-endian float32.
+        params: Parameters of the vectors.
+        hidden_size: The model's hidden size.
+
+    Raises:
+        InternalError: The embedding has another size, or values that are not finite.
+    """
+    if len(embedding) != 4 * hidden_size:
+        raise InternalError("The worker sent an embedding of another size.")
+    # No square of a float32 overflows float64.
+    values = np.frombuffer(embedding, "<f4")[: params.dimensions].astype(np.float64)
+    length = math.sqrt(np.dot(values, values))
+    if not math.isfinite(length):
+        raise InternalError("The model's embedding has values that are not finite.")
+    if params.normalize and length > 0.0:
+        values /= length
+    if params.as_base64:
+        return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
+    return orjson.Fragment(orjson.dumps(values.astype(np.float32), option=orjson.OPT_SERIALIZE_NUMPY))

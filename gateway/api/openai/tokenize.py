@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""Routes that show how text is tokenized: vLLM's /tokenize and /detokenize, and the render routes.
+
+The render routes return the prompts of a chat or completion request without running it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import asyncio
 
 from aiohttp import web
 
-from gateway.api.common.chat_prompt import PromptFields, chat_prompt
-from gateway.api.common.counting import check_count, check_size, most_tokens
-from gateway.api.common.fields import DetokenizeFields, TokenizeFields, parse_fields
+from gateway.api.common.chat_prompt import chat_prompt, check_counted_ids, check_counted_size, max_counted_tokens
+from gateway.api.common.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields, parse_fields
 from gateway.api.common.logprobs import token_string
+from gateway.api.common.prepare import find_model, prepare_chat
+from gateway.api.common.prepared import PreparedRequest
 from gateway.api.common.prompts import check_token_ids
-from gateway.api.common.submission import find_model
-from gateway.api.common.tool_params import tool_request
+from gateway.api.common.tools import tool_request
+from gateway.api.openai.completions import prepare_completion
 from gateway.flow.requests import ModelEntryLike
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from shared.errors import ContextLengthError, InvalidRequestError
 
-_WITH_MESSAGES = (
+_ONLY_WITH_MESSAGES = (
     "add_generation_prompt",
     "chat_template_kwargs",
     "continue_final_message",
@@ -29,17 +33,15 @@ _WITH_MESSAGES = (
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """Token ids of a `prompt`, or of `messages` as the chat template renders them."""
+    """Return the token ids of a `prompt`, or of `messages` rendered by the chat template."""
     fields = parse_fields(await read_json(request), TokenizeFields)
     entry = find_model(request, fields.model)
-    check_size([fields.prompt, fields.messages, fields.tools, fields.documents], entry)
+    check_counted_size([fields.prompt, fields.messages, fields.tools, fields.documents], entry)
     ids = await _encode(fields, entry)
-    check_count(ids, "prompt" if fields.messages is None else "messages", entry)
-    token_strings = None
-    if fields.return_token_strs:
-        token_strings = await asyncio.to_thread(_token_strings, ids, entry)
+    check_counted_ids(ids, "prompt" if fields.messages is None else "messages", entry)
+    strings = await asyncio.to_thread(_token_strings, ids, entry) if fields.return_token_strs else None
     return json_response(
-        {"count": len(ids), "max_model_len": entry.facts.max_model_len, "tokens": ids, "token_strs": token_strings}
+        {"count": len(ids), "max_model_len": entry.facts.max_model_len, "tokens": ids, "token_strs": strings}
     )
 
 
@@ -50,39 +52,54 @@ def _token_strings(ids: list[int], entry: ModelEntryLike) -> list[str]:
 async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
     if fields.prompt is not None:
         if fields.messages is not None:
-            raise InvalidRequestError("Send either prompt or messages, not both.", param="messages")
-        for name in _WITH_MESSAGES:
+            raise InvalidRequestError("prompt and messages cannot be combined. Send one of them.", param="messages")
+        for name in _ONLY_WITH_MESSAGES:
             if getattr(fields, name) is not None:
-                raise InvalidRequestError(f"{name} goes with messages.", param=name)
+                raise InvalidRequestError(f"{name} requires messages.", param=name)
         special = fields.add_special_tokens is not False
-        return await entry.pipeline.encode(fields.prompt, special, max_tokens=most_tokens(entry))
+        return await entry.pipeline.encode(fields.prompt, special, max_tokens=max_counted_tokens(entry))
     if fields.messages is None:
         raise InvalidRequestError("Send prompt or messages.", param="prompt")
     if fields.add_special_tokens:
-        raise InvalidRequestError(
-            "add_special_tokens goes with prompt; a chat template adds its own.", param="add_special_tokens"
-        )
-    prompt_fields = PromptFields(
-        chat_template_kwargs=fields.chat_template_kwargs,
-        reasoning_effort=fields.reasoning_effort,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
-        documents=fields.documents,
-    )
+        name = "add_special_tokens"
+        message = f"{name} must not be true for messages: the chat template adds the special tokens."
+        raise InvalidRequestError(message, param=name)
     tools = tool_request(fields.tools, None, None)
-    prompt = await chat_prompt(fields.messages, tools, prompt_fields, entry, max_tokens=most_tokens(entry))
-    return prompt.ids
+    return (await chat_prompt(fields, fields.messages, tools, entry, max_counted_tokens(entry))).ids
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
-    """Text of token ids, special tokens included."""
+    """Return the text of token ids, with special tokens."""
     fields = parse_fields(await read_json(request), DetokenizeFields)
     entry = find_model(request, fields.model)
-    if len(fields.tokens) > entry.facts.max_model_len:
-        raise ContextLengthError(
-            f"tokens has {len(fields.tokens)} ids; the model's maximum context length is "
-            f"{entry.facts.max_model_len} tokens.",
-            param="tokens",
-        )
+    limit = entry.facts.max_model_len
+    if len(fields.tokens) > limit:
+        message = f"tokens has {len(fields.tokens)} ids; the model's maximum context length is {limit} tokens."
+        raise ContextLengthError(message, param="tokens")
     check_token_ids(fields.tokens, entry.facts, "tokens")
     return json_response({"prompt": await asyncio.to_thread(entry.pipeline.decode, fields.tokens, False)})
+
+
+async def render_chat(request: web.Request) -> web.StreamResponse:
+    """Return the prompt of a chat request."""
+    fields = parse_fields(await read_json(request), ChatFields)
+    return await _rendered(await prepare_chat(request, fields, "chatcmpl-"))
+
+
+async def render_completion(request: web.Request) -> web.StreamResponse:
+    """Return the prompts of a completion request."""
+    fields = parse_fields(await read_json(request), CompletionFields)
+    return await _rendered(await prepare_completion(request, fields))
+
+
+async def _rendered(prepared: PreparedRequest) -> web.StreamResponse:
+    prompts = [
+        {
+            "index": index,
+            "prompt": await asyncio.to_thread(prepared.entry.pipeline.decode, prompt.token_ids, False),
+            "token_ids": prompt.token_ids,
+            "max_tokens": prompt.max_tokens,
+        }
+        for index, prompt in enumerate(prepared.prompts)
+    ]
+    return json_response({"object": "rendered_prompts", "model": prepared.envelope.model, "prompts": prompts})

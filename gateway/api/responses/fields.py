@@ -8,16 +8,19 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gateway.api.common.fields import ChatFields, StreamOptions, parse_fields
-from gateway.api.common.ranges import MAX_INT32, check_range
-from gateway.api.common.structured_fields import (
+from gateway.api.common.fields import (
+    MAX_INT32,
+    ChatFields,
     JsonObjectFormat,
     JsonSchemaField,
     JsonSchemaFormat,
     ResponseFormat,
+    StreamOptions,
     TextFormat,
+    check_range,
+    parse_fields,
 )
-from gateway.api.common.tool_params import check_num_tools
+from gateway.api.common.tools import check_num_tools
 from gateway.api.responses.refused import without_refused
 from gateway.api.responses.tools import chat_tool, chat_tool_choice
 from shared.errors import InvalidRequestError, PeltonError

@@ -1,4 +1,4 @@
-"""The input of /v1/responses: what it continues and refers to, and the prompt that all of it makes."""
+"""Input of /v1/responses: resolution of references, earlier responses, and the prompt made of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.common.counting import count_chat
+from gateway.api.common.chat_prompt import count_chat
 from gateway.api.common.fields import ChatFields
-from gateway.api.common.prepared_chat import PreparedChat, SizedChat, size_chat, with_grammar
-from gateway.api.common.submission import find_model
+from gateway.api.common.prepare import RenderedChat, find_model, finish_chat, render_chat
+from gateway.api.common.prepared import PreparedRequest
 from gateway.api.responses.fields import InputFields, chat_fields, renamed
 from gateway.api.responses.items import REFERENCE, Conversation, input_items
 from gateway.api.responses.tools import with_strict, without_strict
-from gateway.http.app_keys import GATEWAY_INDEX, IDENTITY, RESPONSES
-from gateway.relay import RELAY
+from gateway.http.app_keys import GATEWAY_INDEX, IDENTITY, RELAY, RESPONSES
 from gateway.stores.ids import shown_id
 from gateway.stores.items import count_stored, find_items, load_items
 from gateway.text.offload import aside, count_objects
@@ -28,10 +27,11 @@ Items = Sequence[Mapping[str, Any]]
 
 
 async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of `input`, references resolved, wherever the items are kept.
+    """Return the items of `input`, with references replaced by the items, whichever gateway process stores them.
 
-    Raises InvalidRequestError, also for an item that is referred to twice, and NotFoundError for a reference to what
-    this key has not stored.
+    Raises:
+        InvalidRequestError: An item is invalid or referred to twice.
+        NotFoundError: A reference names an item that this key has not stored.
     """
     num_objects = count_objects(value) if isinstance(value, list) else 1
     items = await aside(num_objects, partial(input_items, value, request.app[GATEWAY_INDEX]))
@@ -43,10 +43,10 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
         if item["type"] == REFERENCE:
             place = f"input[{index}].id"
             if item["id"] not in wanted:
-                message = f"{place} names an item that was referred to before."
+                message = f"{place} refers to an item that an earlier entry refers to. Refer to each item once."
                 raise InvalidRequestError(message, param=place, code="duplicate_item")
             if item["id"] not in found:
-                message = f"There is no stored item with the id {shown_id(item['id'])}, which {place} names."
+                message = f"There is no stored item with the id {shown_id(item['id'])}, which {place} refers to."
                 raise NotFoundError(message, param=place, code="item_not_found")
             wanted.discard(item["id"])
             items[index] = found[item["id"]]
@@ -68,9 +68,11 @@ async def _stored_items(request: web.Request, wanted: Iterable[str]) -> dict[str
 
 
 async def history_of(request: web.Request, previous: str | None) -> tuple[bytes, ...]:
-    """What a response begins with that continues another, wherever that is kept.
+    """Return the conversation before a response that continues another, whichever gateway process stores that.
 
-    Raises InvalidRequestError for one that is not kept, as OpenAI does: clients know by it to send the conversation.
+    Raises:
+        InvalidRequestError: The response is not stored. OpenAI answers the same, and clients then send the whole
+            conversation.
     """
     if previous is None:
         return ()
@@ -82,33 +84,34 @@ async def history_of(request: web.Request, previous: str | None) -> tuple[bytes,
         return await relay.conversation(holder, previous, owner)
     except NotFoundError:
         name = "previous_response_id"
-        message = f"There is no response with the id {shown_id(previous)}, which previous_response_id names."
+        message = f"There is no response with the id {shown_id(previous)}, which previous_response_id refers to."
         raise InvalidRequestError(message, param=name, code="previous_response_not_found") from None
 
 
 async def prepare(
     request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
-) -> PreparedChat:
-    """What is asked of the model. From here on `fields.tools` say of each tool whether it is strict.
+) -> PreparedRequest:
+    """Run the pipeline of chat for a response. Afterwards `fields.tools` say of each tool whether it is strict.
 
-    A tool that does not say so itself is held to its schema where that is possible, as OpenAI documents.
+    As OpenAI documents, a tool without `strict` is enforced if its schema allows that. If a grammar of the enforced
+    schemas cannot be compiled, the stages run again with only the tools that the client marked as strict.
     """
-    asked = fields.tools or []
-    if asked:
-        # In a thread: schemas may be large.
-        fields.tools = await asyncio.to_thread(with_strict, asked)
+    given = fields.tools or []
+    if given:
+        # In a thread, because schemas may be large.
+        fields.tools = await asyncio.to_thread(with_strict, given)
     conversation = await _conversation(fields, history, items)
-    chat, sized = await _size(request, fields, model, conversation)
+    chat, rendered = await _render(request, fields, model, conversation)
     try:
         try:
-            return await with_grammar(request, chat, sized)
+            return await finish_chat(request, chat, rendered, "resp_")
         except InvalidRequestError:
-            relaxed = without_strict(fields.tools or [], asked)
+            relaxed = without_strict(fields.tools or [], given)
             if relaxed == (fields.tools or []):
                 raise
             fields.tools = relaxed
-            chat, sized = await _size(request, fields, model, conversation)
-            return await with_grammar(request, chat, sized)
+            chat, rendered = await _render(request, fields, model, conversation)
+            return await finish_chat(request, chat, rendered, "resp_")
     except PeltonError as error:
         raise renamed(error, ()) from None
 
@@ -116,19 +119,20 @@ async def prepare(
 async def num_tokens(
     request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
 ) -> int:
-    """How many tokens the prompt has, also one that is longer than the model's context, so that a client knows how much
-    to leave out. With `truncation` auto it has what is left then: no less than the last turn.
+    """Return the number of tokens of the prompt, also if it exceeds the context, so that a client knows the excess.
+
+    With `truncation` auto, the prompt is counted after truncation, but never less than its last turn.
     """
     conversation = await _conversation(fields, history, items)
     messages, places = conversation.messages, conversation.places
     starts = conversation.turns() if fields.truncation == "auto" else []
     if starts:
         try:
-            _, sized = await _size(request, fields, model, conversation)
+            _, rendered = await _render(request, fields, model, conversation)
         except ContextLengthError:
             messages, places = conversation.since(starts[-1]), []
         else:
-            return len(sized.prompt[0])
+            return len(rendered.prompt.token_ids)
     try:
         return await count_chat(chat_fields(fields, model, messages), find_model(request, model))
     except PeltonError as error:
@@ -145,13 +149,13 @@ async def _conversation(fields: InputFields, history: Sequence[bytes], items: It
     return await aside(count_stored(history) + count_objects(items), work)
 
 
-async def _size(
+async def _render(
     request: web.Request, fields: InputFields, model: str, conversation: Conversation
-) -> tuple[ChatFields, SizedChat]:
-    """The chat request, and its prompt. With `truncation` auto the oldest turns are left out until it fits."""
+) -> tuple[ChatFields, RenderedChat]:
+    """Return the chat request and its prompt. With `truncation` auto, drop the oldest turns until it fits."""
     chat = chat_fields(fields, model, conversation.messages)
     try:
-        return chat, await size_chat(request, chat)
+        return chat, await render_chat(request, chat)
     except ContextLengthError as error:
         starts = conversation.turns() if fields.truncation == "auto" else []
         if not starts:
@@ -163,21 +167,21 @@ async def _size(
 
 async def _truncated(
     request: web.Request, fields: InputFields, model: str, conversation: Conversation, starts: Sequence[int]
-) -> tuple[ChatFields, SizedChat]:
-    """With the first of these beginnings from which on the conversation fits, by bisection."""
+) -> tuple[ChatFields, RenderedChat]:
+    """Find the first of these starts from which the conversation fits, by bisection."""
     low, high = 0, len(starts) - 1
-    found: tuple[ChatFields, SizedChat] | None = None
+    fitting: tuple[ChatFields, RenderedChat] | None = None
     while low <= high:
         middle = (low + high) // 2
         chat = chat_fields(fields, model, conversation.since(starts[middle]))
         try:
-            found = chat, await size_chat(request, chat)
+            fitting = chat, await render_chat(request, chat)
         except ContextLengthError as error:
             if middle == len(starts) - 1:
                 raise renamed(error, ()) from None
             low = middle + 1
         else:
             high = middle - 1
-    if found is None:
-        raise ContextLengthError("The input does not fit the model's context.", param="input")
-    return found
+    if fitting is None:
+        raise ContextLengthError("The input exceeds the model's context, even its last turn alone.", param="input")
+    return fitting

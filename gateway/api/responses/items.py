@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.common.cache_breakpoint import BREAKPOINT, check_breakpoint
-from gateway.api.common.kept_reasoning import unpacked_reasoning
+from gateway.api.common.messages import BREAKPOINT, check_breakpoint
+from gateway.api.common.reasoning import unpacked_reasoning
 from gateway.stores.ids import new_id
 from shared.errors import InvalidRequestError
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses and what is asked of a response afterwards."""
+"""POST /v1/responses, and the routes that read, cancel and delete stored responses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.common.fan_in import FanIn
+from gateway.api.common.fan_in import FanIn, open_events
+from gateway.api.common.prepare import find_model
 from gateway.api.common.resumable import fill, separate, stream_log
-from gateway.api.common.submission import detail_of, envelope_of, find_model, submit_all
 from gateway.api.responses.fields import (
     ENCRYPTED_REASONING,
     ItemsQuery,
@@ -33,16 +33,16 @@ from shared.errors import InvalidRequestError, NotFoundError
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation, whole, streamed, or in the background."""
+    """Answer a conversation, whole, streamed, or in the background."""
     fields = parse_response_fields(await read_json(request))
     if fields.background and not request.app[RESPONSES].keeps:
-        raise InvalidRequestError("background is not possible here: no responses are kept.", param="background")
+        message = "background must be false: this server does not store responses (--response-store-size is 0)."
+        raise InvalidRequestError(message, param="background")
     items = await items_of(request, fields.input)
     history = await history_of(request, fields.previous_response_id)
     prepared = await prepare(request, fields, fields.model, history, items)
-    common, entry = prepared.common, prepared.entry
-    envelope, detail = envelope_of(request, "resp_", common, entry), detail_of(common, entry, [prepared.prompt])
-    events = await submit_all(request, envelope, common, entry, [prepared.prompt])
+    envelope, detail = prepared.envelope, prepared.detail
+    events = open_events(request, prepared)
     keeper = _Keeper(
         request.app[RESPONSES] if fields.store is not False else None,
         envelope.identifier,
@@ -50,10 +50,10 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         (*history, await aside(count_objects(items), partial(stored_items, items))),
         tuple(item["id"] for item in items),
         background=bool(fields.background),
-        told=bool(fields.background or fields.stream),
+        is_visible=bool(fields.background or fields.stream),
     )
     encoder = ResponseEvents(
-        response_head(fields, envelope.identifier, envelope.created, common.accounting.tier),
+        response_head(fields, envelope.identifier, envelope.created, envelope.tier),
         events.tally,
         None if detail.logprobs is None else detail.names,
         may_call=bool(fields.tools),
@@ -73,13 +73,16 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 class _Keeper:
-    """Stores the states of one response.
+    """Writer of one response's states to the store.
 
     Args:
-        store: None: it is not to be kept.
-        put_in: see StoredResponse.input.
-        item_ids: of the last part of `put_in`.
-        told: its client knows its id while it runs, and may ask for it.
+        store: The store; None if the response is not stored.
+        identifier: Id of the response.
+        owner: Hash of the client's key.
+        put_in: See StoredResponse.input.
+        item_ids: Ids of the items in the last part of `put_in`.
+        background: True if the response runs in the background.
+        is_visible: True if the client knows the id while the response runs and may ask for it.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class _Keeper:
         item_ids: tuple[str, ...],
         *,
         background: bool,
-        told: bool,
+        is_visible: bool,
     ) -> None:
         self._store = store
         self._identifier = identifier
@@ -99,14 +102,14 @@ class _Keeper:
         self._put_in = put_in
         self._item_ids = item_ids
         self._background = background
-        self._told = told
+        self._is_visible = is_visible
 
     def keep(self, response: dict[str, Any]) -> None:
-        """The response has another state."""
+        """Store the response, which has changed."""
         done = response["status"] not in ("queued", "in_progress")
-        if self._store is None or not (done or self._told):
+        if self._store is None or not (done or self._is_visible):
             return
-        # A call that was cut off is nothing to go on from: nobody can answer it.
+        # A conversation cannot continue after an incomplete call, because no output can answer it.
         items = [
             item
             for item in response["output"]
@@ -125,7 +128,7 @@ class _Keeper:
 
 
 async def _stream(request: web.Request, events: FanIn, encoder: ResponseEvents) -> web.StreamResponse:
-    """Who reads it may ask for the response while it runs; where they leave, it ends as cancelled."""
+    """Stream the events. If the client disconnects, the response is stored as cancelled."""
     try:
         return await stream_events(request, events, encoder)
     finally:
@@ -136,8 +139,9 @@ async def _stream(request: web.Request, events: FanIn, encoder: ResponseEvents) 
 async def _run_in_background(
     request: web.Request, identifier: str, events: FanIn, encoder: ResponseEvents, *, stream: bool
 ) -> web.StreamResponse:
-    """Runs a response apart from its connection; its events can be read until the grace period after its end. Where it
-    is not admitted, nothing is kept: refusals, which cost nothing, must not push out what others keep.
+    """Run a response independently of its connection; its events are kept until a grace period after its end.
+
+    A response that is not admitted is not stored: rejected requests must not evict the responses of others.
     """
     streams, owner = request.app[STREAMS], request[IDENTITY].key_hash
     queued = dict(encoder.response)
@@ -156,7 +160,7 @@ async def _run_in_background(
             )
 
     streams.run(identifier, run())
-    await asyncio.sleep(0)  # its first step is admission
+    await asyncio.sleep(0)  # the task's first step is admission
     if record.error is not None:
         raise record.error
     if stream:
@@ -165,31 +169,35 @@ async def _run_in_background(
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
-    """A stored response; with `stream=true` the events of one that was made in the background."""
+    """Return a stored response, or with `stream=true` the events of one that runs in the background."""
     identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
     query = query_of(request, RetrieveQuery)
     stored = request.app[RESPONSES].get(identifier, owner)
     if query.include_obfuscation:
         name = "include_obfuscation"
-        raise InvalidRequestError(f"{name} must be false.", param=name, code="unsupported_parameter")
+        raise InvalidRequestError(
+            f"{name} must be false: events are not padded.", param=name, code="unsupported_parameter"
+        )
     if not query.stream:
         if query.starting_after is not msgspec.UNSET:
-            raise InvalidRequestError("starting_after needs stream to be true.", param="starting_after")
+            raise InvalidRequestError("starting_after requires stream to be true.", param="starting_after")
         return web.Response(body=stored.body, content_type="application/json")
     try:
         record = request.app[STREAMS].find(identifier, owner)
     except NotFoundError:
-        message = "The events of this response are not kept: it was not made in the background, or has ended."
+        message = "The events of this response are not stored: it was not created with background = true, or has ended."
         raise InvalidRequestError(message, param="stream") from None
     seen = 0 if query.starting_after is msgspec.UNSET else query.starting_after + 1
     if seen > record.last:
         name = "starting_after"
-        raise InvalidRequestError(f"{name} must be the number of an event of this response.", param=name)
+        raise InvalidRequestError(
+            f"{name} must be the number of an event of this response, at most {record.last - 1}.", param=name
+        )
     return await stream_log(request, identifier, record, seen, stream_failure)
 
 
 async def delete_response(request: web.Request) -> web.StreamResponse:
-    """Forgets a response, and ends it if it still runs in the background."""
+    """Delete a response, and cancel it if it still runs in the background."""
     identifier = request.match_info["id"]
     request.app[RESPONSES].delete(identifier, request[IDENTITY].key_hash)
     await request.app[STREAMS].retire(identifier)
@@ -197,11 +205,13 @@ async def delete_response(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel_response(request: web.Request) -> web.StreamResponse:
-    """Ends a response that runs in the background; one that has ended stays as it is."""
+    """Cancel a response that runs in the background; a response that has ended does not change."""
     identifier, owner = request.match_info["id"], request[IDENTITY].key_hash
     stored = request.app[RESPONSES].get(identifier, owner)
     if not stored.background:
-        raise InvalidRequestError("Only a response that was made with background = true can be cancelled.", param="id")
+        raise InvalidRequestError(
+            "Only a response that was created with background = true can be cancelled.", param="id"
+        )
     if not stored.done:
         await request.app[STREAMS].stop(identifier)
         stored = request.app[RESPONSES].get(identifier, owner)
@@ -209,7 +219,7 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
 
 
 async def list_input_items(request: web.Request) -> web.StreamResponse:
-    """What was put into a response, with what it continues, a page at a time."""
+    """Return a page of the input items of a response, including those of the responses before it."""
     query = query_of(request, ItemsQuery)
     stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
     items = await aside(count_stored(stored.input), partial(load_items, stored.input))
@@ -226,7 +236,7 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
 
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
-    """How many tokens the prompt of such a response has, also of one that is longer than the model's context."""
+    """Count the tokens of a response's prompt, which may be longer than the model's context."""
     fields = parse_input_tokens_fields(await read_json(request))
     items = await items_of(request, fields.input)
     history = await history_of(request, fields.previous_response_id)

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fan_in import Tally
-from gateway.api.common.kept_reasoning import packed_reasoning
+from gateway.api.common.envelope import Tally
 from gateway.api.common.logprobs import TokenNames, chat_logprobs
+from gateway.api.common.reasoning import packed_reasoning
 from gateway.api.responses.fields import ResponseFields
 from gateway.api.responses.items import new_item_id
 from gateway.flow.events import TextDelta
@@ -80,7 +80,7 @@ class ResponseEvents:
         head: see response_head.
         names: how log-probabilities name tokens; None: they are not shown.
         may_call: white space at the end of what was said is held back, since around calls it belongs to no message.
-        packs_reasoning: reasoning is also given as a value to be sent back, see gateway.api.common.kept_reasoning.
+        packs_reasoning: reasoning is also given as a value to be sent back, see gateway.api.common.reasoning.
         gateway_index: of this process, in the ids of items.
         on_change: is given the response when it is queued, begins and has ended, before its event is sent.
     """

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fields import parse_fields
-from gateway.api.common.tool_params import (
+from gateway.api.common.fields import (
     AllowedTool,
     AllowedTools,
     FunctionField,
     FunctionName,
     ToolChoiceField,
     ToolField,
+    parse_fields,
 )
 from gateway.api.responses.refused import without_refused_of_tool
 from gateway.text.grammars.strict_schema import is_strict

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionContentPartTextParam
 
 from gateway.api.common.fields import ChatFields, CompletionFields, TokenizeFields, parse_fields
-from gateway.api.common.generation_params import common_of_chat, common_of_completion
 from gateway.api.common.messages import check_messages
-from gateway.api.common.prompts import completion_budget, split_prompts
+from gateway.api.common.options import chat_options, completion_options
+from gateway.api.common.prepared import sampling_params
+from gateway.api.common.prompts import SizedPrompt, fit_prompt, split_prompts
 from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, Scope
 from shared.errors import ContextLengthError, InvalidRequestError, PeltonError
-from tests.fakes.fake_generator import facts
+from tests.fakes.fake_generator import FakeEntry, facts
 
 IDENTITY = Identity("t", Scope.INFERENCE, b"k")
 SALTS = Salts(b"s", shared=False)
@@ -42,17 +43,16 @@ NAMES = sorted({*ChatFields.__struct_fields__, *CompletionFields.__struct_fields
 def test_any_body_is_taken_or_refused(body):
     try:
         chat = parse_fields({"model": "m", "messages": [{"role": "user", "content": "x"}], **body}, ChatFields)
-        common = common_of_chat(chat, IDENTITY, SALTS)
         check_messages(chat.messages)
-        request = common.generation_request("r", [1], common.wanted_tokens or 5, 258)
-        request.sampling.validate(258)
+        options = chat_options(chat, IDENTITY, SALTS)
+        sampling_params(options, options.max_tokens or 5, 258).validate(258)
     except InvalidRequestError as error:
         assert error.param
     try:
         fields = parse_fields({"model": "m", "prompt": "x", **body}, CompletionFields)
-        common = common_of_completion(fields, IDENTITY, SALTS)
+        options = completion_options(fields, fields.suffix, IDENTITY, SALTS)
         assert split_prompts(fields.prompt)
-        common.generation_request("r", [1], common.wanted_tokens or 5, 258).sampling.validate(258)
+        sampling_params(options, options.max_tokens or 5, 258).validate(258)
     except InvalidRequestError as error:
         assert error.param
 
@@ -66,25 +66,42 @@ def test_unsupported_fields_are_taken_only_where_they_ask_for_nothing(name):
     assert refused.value.param == name and refused.value.code == "unsupported_parameter"
 
 
-def test_completion_budget():
+def fitted(num_tokens, max_tokens, default, limits, **more) -> SizedPrompt:
+    fields = parse_fields({"model": "m", "messages": [], "max_tokens": max_tokens, **more}, ChatFields)
+    return fit_prompt([1] * num_tokens, chat_options(fields, IDENTITY, SALTS), default, FakeEntry(limits), "prompt")
+
+
+def test_the_budget_of_generated_tokens():
     limits = facts(max_model_len=100, num_pages=1000)
-    assert completion_budget(90, None, None, limits, "prompt") == 10
-    assert completion_budget(90, None, 16, limits, "prompt") == 10
-    assert completion_budget(10, None, 16, limits, "prompt") == 16
-    assert completion_budget(90, 10, 16, limits, "prompt") == 10
-    with pytest.raises(ContextLengthError, match=r"90 tokens and 11 .* 101 .*maximum context length is 100"):
-        completion_budget(90, 11, 16, limits, "prompt")
+    assert fitted(90, None, None, limits).max_tokens == 10
+    assert fitted(90, None, 16, limits).max_tokens == 10
+    assert fitted(10, None, 16, limits).max_tokens == 16
+    assert fitted(90, 10, 16, limits).max_tokens == 10
+    with pytest.raises(
+        ContextLengthError, match=r"90 tokens and max_tokens is 11, 101 .*maximum context length is 100"
+    ):
+        fitted(90, 11, 16, limits)
     with pytest.raises(ContextLengthError, match=r"100 tokens.*maximum context length is 100"):
-        completion_budget(100, None, 16, limits, "prompt")
+        fitted(100, None, 16, limits)
     # A cache smaller than the context is the limit, and is named.
     with pytest.raises(ContextLengthError, match=r"KV cache.* 32 tokens"):
-        completion_budget(32, None, 16, facts(max_model_len=100, num_pages=2), "prompt")
+        fitted(32, None, 16, facts(max_model_len=100, num_pages=2))
+
+
+@pytest.mark.parametrize(("wanted", "budget"), [(0, 0), (5, 5), (11, 10)])
+def test_a_clamped_limit_never_exceeds_the_context(wanted, budget):
+    fields = parse_fields({"model": "m", "messages": []}, ChatFields)
+    options = chat_options(fields, IDENTITY, SALTS, clamped_max_tokens=wanted)
+    prompt = fit_prompt([1] * 90, options, None, FakeEntry(facts(max_model_len=100)), "messages")
+    assert (prompt.max_tokens, prompt.room, options.scores_only) == (budget, 10, wanted == 0)
 
 
 def test_salts_differ_by_cache_salt():
     fields = parse_fields({"model": "m", "prompt": "x"}, CompletionFields)
     salted = parse_fields({"model": "m", "prompt": "x", "cache_salt": "a"}, CompletionFields)
-    assert common_of_completion(fields, IDENTITY, SALTS).salt != common_of_completion(salted, IDENTITY, SALTS).salt
+    assert (
+        completion_options(fields, None, IDENTITY, SALTS).salt != completion_options(salted, None, IDENTITY, SALTS).salt
+    )
 
 
 def test_errors_have_all_that_a_client_needs():

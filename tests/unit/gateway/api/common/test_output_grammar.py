@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.api.common.fields import ChatFields, CompletionFields, parse_fields
-from gateway.api.common.output_grammar import ToolGrammar, checked_grammar, output_grammar
+from gateway.api.common.grammar import ToolGrammar, checked_grammar, output_grammar
 from gateway.api.common.structured import structured_fragment
 from gateway.text.grammars.checker import GrammarChecker, Vocabulary
 from gateway.text.grammars.grammar import Fragment

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.common.accounting import accounting
 from gateway.api.common.fields import ChatFields, CompletionFields, parse_fields
-from gateway.api.common.generation_params import common_of_chat, common_of_completion
+from gateway.api.common.options import accounting, chat_options, completion_options
+from gateway.api.common.prepared import sampling_params
 from gateway.api.common.refused import NO_EFFECT
-from gateway.api.common.sampling_fields import WordIds, needs_words, word_ids
+from gateway.api.common.sampling import word_values
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, Scope
 from gateway.text.pipeline import TextPipeline, TextThreads
@@ -22,16 +22,16 @@ SALTS = Salts(b"s", shared=False)
 
 def completion(**body):
     fields = parse_fields({"model": "m", "prompt": "x", **body}, CompletionFields)
-    return common_of_completion(fields, IDENTITY, SALTS)
+    return completion_options(fields, fields.suffix, IDENTITY, SALTS)
 
 
 def chat(**body):
     fields = parse_fields({"model": "m", "messages": [{"role": "user", "content": "x"}], **body}, ChatFields)
-    return common_of_chat(fields, IDENTITY, SALTS)
+    return chat_options(fields, IDENTITY, SALTS)
 
 
 def sampling(make, **body) -> SamplingParams:
-    return make(seed=1, **body).generation_request("r", [1], 16, 500).sampling
+    return sampling_params(make(seed=1, **body), 16, 500)
 
 
 FLOATS = {
@@ -73,7 +73,7 @@ def test_a_nucleus_of_nothing_is_the_likeliest_token(make):
     """OpenAI takes top_p = 0."""
     got = sampling(make, top_p=0, top_k=40, temperature=0.8)
     assert (got.top_k, got.top_p, got.temperature) == (1, 1.0, 0.8)
-    with pytest.raises(InvalidRequestError, match="takes the place of top_p"):
+    with pytest.raises(InvalidRequestError, match="top_p cannot be combined with mirostat"):
         sampling(make, top_p=0, mirostat=1)
 
 
@@ -146,8 +146,7 @@ NUMBERS = [
 def test_numbers_of_another_kind(name, value):
     # CVE-2026-54235, CVE-2026-21869
     with pytest.raises(InvalidRequestError) as refused:
-        make = completion(use_beam_search=name == "length_penalty", **{name: value})
-        make.generation_request("r", [1], 16, 500)
+        sampling_params(completion(use_beam_search=name == "length_penalty", **{name: value}), 16, 500)
     assert refused.value.param == name
 
 
@@ -192,7 +191,7 @@ async def threads():
 async def test_bad_words_with_and_without_a_space(threads):
     pipeline = TextPipeline(make_bundle(), threads)
     fields = completion(bad_words=["fox", " quick", "qzx", "fox"]).fields
-    words = (await word_ids(fields, pipeline)).bad_words
+    words = (await word_values(fields, pipeline))["bad_words"]
     texts = [pipeline.decode(ids, False) for ids in words]
     for word in ("fox", "quick"):
         assert word in texts
@@ -201,30 +200,30 @@ async def test_bad_words_with_and_without_a_space(threads):
     assert "qzx" in texts and len(words) == len(set(words))
     # Where every text begins with a space of its own, one spelling is all there is.
     fallback = TextPipeline(make_bundle(byte_fallback_json()), threads)
-    (only,) = (await word_ids(completion(bad_words=["he"]).fields, fallback)).bad_words
+    (only,) = (await word_values(completion(bad_words=["he"]).fields, fallback))["bad_words"]
     assert fallback.token_bytes(only[0]).startswith(b" ")
     with pytest.raises(InvalidRequestError) as refused:
-        await word_ids(completion(bad_words=["a", " "]).fields, pipeline)
+        await word_values(completion(bad_words=["a", " "]).fields, pipeline)
     assert refused.value.param == "bad_words[1]"
 
 
 async def test_breakers_are_all_tokens_that_contain_them(threads, monkeypatch):
     pipeline = TextPipeline(make_bundle(), threads)
     table = [pipeline.token_bytes(token_id) for token_id in range(400)]
-    default = (await word_ids(completion(dry_multiplier=0.8).fields, pipeline)).dry_breakers
+    default = (await word_values(completion(dry_multiplier=0.8).fields, pipeline))["dry_breakers"]
     assert default == tuple(
         i for i, data in enumerate(table) if any(mark in data for mark in (b"\n", b":", b'"', b"*"))
     )
     assert default and await pipeline.tokens_containing(("\n", ":", '"', "*")) is default
-    own = (
-        await word_ids(completion(dry_multiplier=0.8, dry_sequence_breakers=["o", "."]).fields, pipeline)
-    ).dry_breakers
+    fields = completion(dry_multiplier=0.8, dry_sequence_breakers=["o", "."]).fields
+    own = (await word_values(fields, pipeline))["dry_breakers"]
     assert own == tuple(i for i, data in enumerate(table) if b"o" in data or b"." in data)
-    assert await word_ids(completion(dry_multiplier=1.0, dry_sequence_breakers=[]).fields, pipeline) == WordIds()
-    assert not needs_words(completion(dry_sequence_breakers=["x"]).fields)
-    monkeypatch.setattr("gateway.api.common.sampling_fields.MAX_DRY_BREAKERS", 3)
+    fields = completion(dry_multiplier=1.0, dry_sequence_breakers=[]).fields
+    assert await word_values(fields, pipeline) == {"dry_breakers": ()}
+    assert await word_values(completion(dry_sequence_breakers=["x"]).fields, pipeline) == {}
+    monkeypatch.setattr("gateway.api.common.sampling.MAX_DRY_BREAKERS", 3)
     with pytest.raises(InvalidRequestError) as refused:
-        await word_ids(completion(dry_multiplier=0.8).fields, pipeline)
+        await word_values(completion(dry_multiplier=0.8).fields, pipeline)
     assert refused.value.param == "dry_sequence_breakers"
     for number in range(40):
         await pipeline.tokens_containing((str(number),))
@@ -247,14 +246,13 @@ async def test_breakers_are_all_tokens_that_contain_them(threads, monkeypatch):
 def test_service_tiers(tier, priority, used):
     found = accounting(chat(service_tier=tier).fields)
     assert (found.priority, found.tier) == (priority, used)
-    assert chat(service_tier=tier).generation_request("r", [1], 5, 500).priority == priority
 
 
 def test_bookkeeping_that_changes_nothing():
     taken = {"user": "u", "safety_identifier": "s" * 128, "store": False, "prompt_cache_retention": "in_memory"}
     assert sampling(chat, **taken, metadata={"k" * 64: "v" * 512}) == sampling(chat)
     assert accounting(chat().fields).tier is None
-    assert chat(prompt_cache_key="k").generation_request("r", [1], 5, 500).affinity == "k"
+    assert chat(prompt_cache_key="k").accounting.affinity == "k"
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from gateway.api.common.fields import ChatFields, CompletionFields, parse_fields
-from gateway.api.common.generation_params import common_of_chat, common_of_completion
+from gateway.api.common.options import chat_options, completion_options
 from gateway.api.common.prompts import context_limit
-from gateway.api.common.speculation import check_speculation, may_draft, prediction_ids
+from gateway.api.common.speculation import may_draft, prediction_ids
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, Scope
 from gateway.text.pipeline import TextPipeline, TextThreads
@@ -34,6 +35,10 @@ def predicted(content="abc", **more):
 
 def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
+
+
+def check_speculation(fields, at):
+    return asyncio.run(prediction_ids(fields, FakeEntry(at)))
 
 
 def refused(fields, at):
@@ -128,9 +133,9 @@ def test_a_prediction_goes_with_what_openai_refuses_it_with():
 def test_beam_search_drafts_nothing(extra):
     identity, salts = Identity("t", Scope.INFERENCE, b"k"), Salts(b"s", shared=False)
     with pytest.raises(InvalidRequestError) as error:
-        common_of_chat(chat(use_beam_search=True, **extra), identity, salts)
+        chat_options(chat(use_beam_search=True, **extra), identity, salts)
     assert error.value.param == next(iter(extra))
-    common_of_completion(completion(use_beam_search=True, speculative={"enabled": False}), identity, salts)
+    completion_options(completion(use_beam_search=True, speculative={"enabled": False}), None, identity, salts)
 
 
 async def test_the_ids_of_a_prediction():
@@ -146,7 +151,7 @@ async def test_a_prediction_gets_no_beginning_of_text():
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     bundle = make_bundle(byte_fallback_json(), special_tokens=special, add_bos_token=True)
     pipeline = TextPipeline(bundle, TextThreads())
-    entry = FakeEntry(facts(vocab_size=2000), pipeline=pipeline)
+    entry = FakeEntry(facts(vocab_size=2000, speculative_method="ngram"), pipeline=pipeline)
     with_bos = await pipeline.encode("hello", True)
     ids = await prediction_ids(chat(**predicted("hello")), entry)
     assert with_bos[0] == pipeline.token_id("<s>") and ids == with_bos[1:]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.common.fields import ChatFields, parse_fields
-from gateway.api.common.output_grammar import checked_grammar
+from gateway.api.common.grammar import checked_grammar
 from gateway.api.common.structured import structured_fragment
 from gateway.text.grammars.checker import GrammarChecker, Vocabulary
 from shared.errors import InvalidRequestError

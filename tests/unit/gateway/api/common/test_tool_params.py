@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.api.common.fields import ChatFields, parse_fields
-from gateway.api.common.tool_params import MAX_TOOLS, check_tools, tool_grammar, tool_request
+from gateway.api.common.grammar import check_tools, tool_grammar
+from gateway.api.common.tools import MAX_TOOLS, tool_request
 from gateway.text.tools.format import ToolRequest
 from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import InvalidRequestError

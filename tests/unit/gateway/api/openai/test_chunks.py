@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.common.envelope import Detail, Envelope
-from gateway.api.common.fan_in import Tally
-from gateway.api.openai.chat_shapes import ChatChunks, whole_chat_response
+from gateway.api.common.envelope import Detail, Envelope, Tally
+from gateway.api.openai.chat import ChatChunks, whole_chat_response
 from gateway.api.openai.completion_shapes import Choices, CompletionChunks
 from gateway.flow.events import TextDelta
 from gateway.http.errors import dump_json
@@ -24,8 +23,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 DETAIL = Detail(token_bytes=lambda token_id: bytes([token_id]))
 
 
-def envelope(model):
-    return Envelope(identifier="id", created=7, model=model, fingerprint="fp")
+def envelope(model, usage=False):
+    return Envelope(identifier="id", created=7, model=model, fingerprint="fp", include_usage=usage)
 
 
 def events(data: bytes):
@@ -45,7 +44,7 @@ def end_of(reason, stop):
 
 @given(text=TEXT, model=TEXT, index=st.integers(0, 200), usage=st.booleans(), stop=STOPS)
 def test_chat_chunks(text, model, index, usage, stop):
-    chunks = ChatChunks(envelope(model), Tally(1), DETAIL, include_usage=usage)
+    chunks = ChatChunks(envelope(model, usage), Tally(1), DETAIL)
     sent = events(chunks.encode(index, 0, TextDelta(index, text, [1], finish_reason="stop", stop_reason=stop)))
     common = {**envelope(model).chunk("chat.completion.chunk")}
     deltas = [
@@ -66,8 +65,8 @@ def test_chat_chunks(text, model, index, usage, stop):
 @given(text=TEXT, reasoning=TEXT, arguments=TEXT, begins=st.booleans(), shown=st.booleans(), ids=st.booleans())
 def test_chunks_of_all_that_a_message_has(text, reasoning, arguments, begins, shown, ids):
     """26, 27: a chunk for each piece, in the order of a message; what is told of the tokens is in the first."""
-    detail = Detail(token_bytes=lambda token_id: bytes([token_id]), token_ids=ids, prompts=[[9]])
-    chunks = ChatChunks(envelope("m"), Tally(1), detail, include_usage=False, show_reasoning=shown)
+    detail = Detail(token_bytes=lambda token_id: bytes([token_id]), token_ids=ids, prompts=[[9]], reasoning=shown)
+    chunks = ChatChunks(envelope("m"), Tally(1), detail)
     chunks.encode(0, 0, TextDelta(0, "", []))
     call = ToolCallDelta(2, arguments, **({"id": "c", "name": "f"} if begins else {}))
     delta = TextDelta(0, text, [1, 2], reasoning=reasoning, tool_calls=[call], num_reasoning_tokens=1)
@@ -87,7 +86,7 @@ def test_chunks_of_all_that_a_message_has(text, reasoning, arguments, begins, sh
 
 @given(text=TEXT, model=TEXT, reason=st.sampled_from([None, "length"]), usage=st.booleans(), stop=STOPS)
 def test_completion_chunks(text, model, reason, usage, stop):
-    chunks = CompletionChunks(envelope(model), Tally(1), Choices(None, DETAIL), include_usage=usage)
+    chunks = CompletionChunks(envelope(model, usage), Tally(1), Choices(None, DETAIL))
     sent = events(chunks.encode(3, 1, TextDelta(1, text, [1], finish_reason=reason, stop_reason=stop)))
     if not text and reason is None:
         assert sent == []

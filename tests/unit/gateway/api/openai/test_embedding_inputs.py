@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from gateway.api.openai.embedding_fields import EmbeddingFields
-from gateway.api.openai.embedding_inputs import embedding_inputs
+from gateway.api.openai.embeddings import EmbeddingFields, embedding_inputs
 from gateway.text.pipeline import TextPipeline, TextThreads
 from shared.errors import ContextLengthError
 from tests.fakes.fake_generator import facts

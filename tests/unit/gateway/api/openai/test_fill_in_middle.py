@@ -7,7 +7,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.api.openai.fill_in_middle import fill_in_middle
+from gateway.api.openai.completions import fill_in_middle
 from gateway.text.pipeline import TextPipeline, TextThreads
 from shared.errors import ContextLengthError, InvalidRequestError
 from tests.fakes.tokenizers import byte_fallback_json, byte_level_json, make_bundle
@@ -76,7 +76,7 @@ async def test_a_suffix_begins_without_the_space_that_texts_begin_with(threads):
 
 async def test_models_without_marks_and_texts_that_are_too_long(threads):
     plain = TextPipeline(make_bundle(), threads)
-    with pytest.raises(InvalidRequestError, match="fill in the middle") as refused:
+    with pytest.raises(InvalidRequestError, match="fill-in-the-middle") as refused:
         await fill_in_middle("a", "b", plain)
     assert refused.value.param == "suffix" and refused.value.code == "unsupported_parameter"
     half = TextPipeline(with_marks(byte_level_json(), ("<fim_prefix>", "<fim_suffix>")), threads)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.api.common.fan_in import Tally
+from gateway.api.common.envelope import Tally
 from gateway.api.common.logprobs import TokenNames
 from gateway.api.responses.fields import ResponseFields
 from gateway.api.responses.shapes import ResponseEvents, response_head

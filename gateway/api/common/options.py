@@ -1,0 +1,353 @@
+"""Options of a generating request: its fields, checked as far as no model is needed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.common.fields import (
+    MAX_INT32,
+    ChatFields,
+    CompletionFields,
+    RequestFields,
+    SamplingFields,
+    check_range,
+)
+from gateway.api.common.sampling import beam_params, sampling_values
+from gateway.flow.beam_state import BeamParams
+from gateway.flow.salt import Salts
+from gateway.http.auth import Identity
+from gateway.text.stop_regex import check_stop_regexes
+from shared.errors import InvalidRequestError
+from shared.messages import MAX_CHOICES, WorkerFacts
+from shared.sampling_params import MAX_LOGPROBS
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_CACHE_SALT = 256
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_LENGTHS = {"safety_identifier": 128, "prompt_cache_key": 64}
+TIER_PRIORITIES = {"auto": 0, "default": 0, "flex": 1000, "priority": -1000, "fast": -1000}
+"""Scheduling priority of each service tier; lower runs first."""
+_TIERS_IN_RESPONSES = {"auto": "default", "fast": "priority"}
+"""Service tiers that OpenAI names differently in responses than in requests."""
+_MAX_TRUNCATED = 131_072
+"""Length up to which a prompt is tokenized to be truncated, if eight contexts are not longer."""
+RETENTIONS = ("in_memory", "in-memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    """Fields that say who asks and how urgently.
+
+    Attributes:
+        priority: Scheduling priority; lower runs first.
+        tier: Service tier as the response names it; None if the request names none.
+        metadata: Key-value pairs that the response repeats.
+        affinity: Requests with the same value prefer the same worker.
+    """
+
+    priority: int = 0
+    tier: str | None = None
+    metadata: Mapping[str, str] | None = None
+    affinity: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Checked options of a request, the same for each of its prompts.
+
+    Attributes:
+        fields: The fields as the client sent them.
+        identity: The client.
+        n: Number of choices in the response.
+        best_of: Number of choices that are generated; the response has the n best of them.
+        stop: Stop strings.
+        stop_regex: Regular expressions that stop generation.
+        salt: Salt of the prefix cache.
+        logit_bias: Bias of each token id.
+        sampling: Arguments of SamplingParams that need no model.
+        max_tokens: Limit on generated tokens as the client sent it; 0 scores the prompt without generating.
+        clamps: True if a limit that exceeds the context is reduced to what fits, instead of refused.
+        logprobs: Number of alternatives that the worker reports for each generated token.
+        prompt_logprobs: Number of alternatives that the worker reports for each prompt token.
+        shown_logprobs: Number of alternatives in the response; None omits log-probabilities.
+        shown_prompt_logprobs: Number of alternatives in the response's `prompt_logprobs`; None omits the field.
+        beams: Parameters of beam search; None samples tokens.
+        include_usage: True if the stream ends with a usage chunk.
+        continuous_usage: True if every chunk has the usage so far.
+        resumable: True if the stream survives its connection.
+        seed: Seed of sampling; random if the client sent none.
+        accounting: Priority, service tier and metadata.
+    """
+
+    fields: SamplingFields
+    identity: Identity
+    n: int
+    best_of: int
+    stop: tuple[str, ...]
+    stop_regex: tuple[str, ...]
+    salt: bytes
+    logit_bias: dict[int, float]
+    sampling: dict[str, Any]
+    max_tokens: int | None
+    clamps: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    shown_logprobs: int | None
+    shown_prompt_logprobs: int | None
+    beams: BeamParams | None
+    include_usage: bool
+    continuous_usage: bool
+    resumable: bool
+    seed: int
+    accounting: Accounting
+
+    @property
+    def scores_only(self) -> bool:
+        """True if the completion is discarded: a worker always generates at least one token."""
+        return self.max_tokens == 0
+
+
+def chat_options(
+    fields: ChatFields, identity: Identity, salts: Salts, clamped_max_tokens: int | None = None
+) -> RequestOptions:
+    """Check the fields of a chat request.
+
+    Args:
+        fields: The parsed body. If both max_tokens and max_completion_tokens are given, the smaller one holds.
+        identity: The client.
+        salts: Source of the prefix cache's salt.
+        clamped_max_tokens: Limit that is reduced to what fits the context and may be 0; replaces the fields' limits.
+    """
+    limits = [
+        check_range(name, value, 1, MAX_INT32)
+        for name, value in (("max_tokens", fields.max_tokens), ("max_completion_tokens", fields.max_completion_tokens))
+        if value is not None
+    ]
+    if fields.top_logprobs is not None:
+        check_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
+        if not fields.logprobs:
+            raise InvalidRequestError("top_logprobs requires logprobs to be true.", param="top_logprobs")
+    if fields.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens must not be true for chat: the chat template adds the special tokens.",
+            param="add_special_tokens",
+        )
+    clamps = clamped_max_tokens is not None
+    return _options(
+        fields,
+        identity,
+        salts,
+        best_of=None,
+        max_tokens=clamped_max_tokens if clamps else min(limits, default=None),
+        clamps=clamps,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+
+
+def completion_options(
+    fields: CompletionFields, suffix: str | None, identity: Identity, salts: Salts
+) -> RequestOptions:
+    """Check the fields of a completion request. max_tokens may be 0 if the response shows something of the prompt.
+
+    Args:
+        fields: The parsed body.
+        suffix: Text after the completion; None if the model continues the prompt.
+        identity: The client.
+        salts: Source of the prefix cache's salt.
+    """
+    if fields.max_tokens is not None:
+        shows_prompt = fields.echo or fields.prompt_logprobs is not None
+        check_range("max_tokens", fields.max_tokens, 0 if shows_prompt else 1, MAX_INT32)
+        if fields.max_tokens == 0:
+            for name, given in (
+                ("min_tokens", bool(fields.min_tokens)),
+                ("best_of", fields.best_of not in (None, 1)),
+                ("suffix", suffix is not None),
+                ("use_beam_search", bool(fields.use_beam_search)),
+            ):
+                if given:
+                    raise InvalidRequestError(f"{name} cannot be combined with max_tokens = 0.", param=name)
+    if fields.logprobs is not None:
+        check_range("logprobs", fields.logprobs, 0, MAX_LOGPROBS)
+    if fields.best_of is not None:
+        check_range("best_of", fields.best_of, 1, MAX_CHOICES)
+        if fields.best_of < (fields.n or 1):
+            raise InvalidRequestError(
+                f"best_of must be at least n = {fields.n}, got {fields.best_of}.", param="best_of"
+            )
+        if fields.best_of > (fields.n or 1) and fields.stream:
+            raise InvalidRequestError(
+                "best_of must equal n if stream is true: the best choices are known only at the end.", param="best_of"
+            )
+    if suffix is not None and fields.echo:
+        raise InvalidRequestError("echo cannot be combined with suffix.", param="echo")
+    if suffix is not None and fields.truncate_prompt_tokens is not None:
+        name = "truncate_prompt_tokens"
+        message = f"{name} cannot be combined with suffix: truncation would remove the fill-in-the-middle tokens."
+        raise InvalidRequestError(message, param=name)
+    echoed = fields.logprobs if fields.echo else None
+    return _options(
+        fields,
+        identity,
+        salts,
+        best_of=fields.best_of,
+        max_tokens=fields.max_tokens,
+        clamps=False,
+        logprobs=fields.logprobs,
+        prompt_logprobs=max((value for value in (echoed, fields.prompt_logprobs) if value is not None), default=None),
+    )
+
+
+def _options(
+    fields: SamplingFields,
+    identity: Identity,
+    salts: Salts,
+    *,
+    best_of: int | None,
+    max_tokens: int | None,
+    clamps: bool,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> RequestOptions:
+    n = 1 if fields.n is None else check_range("n", fields.n, 1, MAX_CHOICES)
+    best_of = n if best_of is None else best_of
+    check_request_fields(fields)
+    if fields.prompt_logprobs is not None:
+        check_range("prompt_logprobs", fields.prompt_logprobs, 0, MAX_LOGPROBS)
+        if fields.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+    if fields.spaces_between_special_tokens is False:
+        name = "spaces_between_special_tokens"
+        message = f"{name} must be true: text is exactly what the tokens decode to."
+        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+    include_usage, continuous_usage = _usage_options(fields)
+    accounts = accounting(fields)
+    stop = _stop(fields.stop)
+    return RequestOptions(
+        fields=fields,
+        identity=identity,
+        n=n,
+        best_of=best_of,
+        stop=stop,
+        stop_regex=() if fields.stop_regex is None else check_stop_regexes(fields.stop_regex, stop),
+        logit_bias=_logit_bias(fields.logit_bias),
+        sampling=sampling_values(fields),
+        beams=beam_params(fields, n, best_of),
+        max_tokens=max_tokens,
+        clamps=clamps,
+        # The best of several choices are found by their log-probabilities.
+        logprobs=0 if logprobs is None and best_of > n else logprobs,
+        prompt_logprobs=prompt_logprobs,
+        shown_logprobs=logprobs,
+        shown_prompt_logprobs=fields.prompt_logprobs,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        resumable=bool(fields.stream_options and fields.stream_options.resumable),
+        seed=random.getrandbits(63) if fields.seed is None else fields.seed,
+        accounting=accounts,
+        salt=salts.derive(identity.key_hash, fields.cache_salt),
+    )
+
+
+def check_request_fields(fields: RequestFields) -> None:
+    """Check the fields on caching and truncation, except for limits that depend on the model."""
+    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
+        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
+    if fields.truncate_prompt_tokens is not None:
+        name = "truncate_prompt_tokens"
+        check_range(name, fields.truncate_prompt_tokens, -1, MAX_INT32)
+        if fields.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(f"{name} must be at least 1, or -1 to keep what fits.", param=name)
+    if fields.truncation_side not in (None, "left", "right"):
+        raise InvalidRequestError('truncation_side must be "left" or "right".', param="truncation_side")
+    if fields.truncation_side is not None and fields.truncate_prompt_tokens is None:
+        raise InvalidRequestError("truncation_side requires truncate_prompt_tokens.", param="truncation_side")
+
+
+def max_text_tokens(fields: RequestFields, facts: WorkerFacts) -> int:
+    """Return the number of tokens above which a text is refused before it is tokenized and truncated."""
+    if fields.truncate_prompt_tokens is None:
+        return facts.max_model_len
+    return max(8 * facts.max_model_len, _MAX_TRUNCATED)
+
+
+def accounting(fields: RequestFields) -> Accounting:
+    """Check the accounting fields as OpenAI documents them."""
+    priority, tier = fields.priority or 0, fields.service_tier
+    if priority:
+        check_range("priority", priority, -(2**31), MAX_INT32)
+    if tier is not None:
+        if tier not in TIER_PRIORITIES:
+            message = f"service_tier must be one of {', '.join(TIER_PRIORITIES)}."
+            raise InvalidRequestError(message, param="service_tier")
+        if fields.priority is not None:
+            message = "service_tier cannot be combined with priority: it sets the priority itself. Send one of them."
+            raise InvalidRequestError(message, param="service_tier")
+        priority = TIER_PRIORITIES[tier]
+        tier = _TIERS_IN_RESPONSES.get(tier, tier)
+    if fields.store:
+        message = "store must be false: only /v1/responses stores its results."
+        raise InvalidRequestError(message, param="store", code="unsupported_parameter")
+    if len(fields.metadata or ()) > MAX_METADATA_PAIRS:
+        message = f"metadata has {len(fields.metadata or ())} pairs; at most {MAX_METADATA_PAIRS} are allowed."
+        raise InvalidRequestError(message, param="metadata")
+    for key, value in (fields.metadata or {}).items():
+        if not 1 <= len(key) <= MAX_METADATA_KEY:
+            message = f"Each key of metadata must have 1 to {MAX_METADATA_KEY} characters."
+            raise InvalidRequestError(message, param="metadata")
+        if len(value) > MAX_METADATA_VALUE:
+            message = f"Each value of metadata must have at most {MAX_METADATA_VALUE} characters."
+            raise InvalidRequestError(message, param="metadata")
+    for name, longest in MAX_LENGTHS.items():
+        text = getattr(fields, name)
+        if text is not None and not 1 <= len(text) <= longest:
+            raise InvalidRequestError(f"{name} must have 1 to {longest} characters.", param=name)
+    if fields.prompt_cache_retention not in (None, *RETENTIONS):
+        name = "prompt_cache_retention"
+        message = f"{name} must be in_memory: the prefix cache is in memory only."
+        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+    return Accounting(
+        priority=priority, tier=tier, metadata=fields.metadata or None, affinity=fields.prompt_cache_key or ""
+    )
+
+
+def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:
+    """Return (include_usage, continuous_usage)."""
+    options = fields.stream_options
+    if options is None:
+        return False, False
+    if not fields.stream:
+        raise InvalidRequestError("stream_options requires stream to be true.", param="stream_options")
+    if options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        message = f"{name} must be false: chunks are not padded."
+        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+    continuous = bool(options.continuous_usage_stats)
+    return continuous if options.include_usage is None else options.include_usage, continuous
+
+
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        message = f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed."
+        raise InvalidRequestError(message, param="stop")
+    if not all(1 <= len(string) <= MAX_STOP_LENGTH for string in strings):
+        raise InvalidRequestError(f"Each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
+    return strings
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
+    result: dict[int, float] = {}
+    for key, bias in (biases or {}).items():
+        # int() would also accept "+1", "1_0", " 1" and digits of other scripts.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequestError("The keys of logit_bias must be token ids in decimal digits.", param="logit_bias")
+        result[int(key)] = bias
+    return result

@@ -1,0 +1,180 @@
+"""Last stage of the pipeline of a generating request: the prepared request, built once and only read afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.common.envelope import Detail, Envelope, fingerprint
+from gateway.api.common.fields import ChatFields, CompletionFields
+from gateway.api.common.options import RequestOptions
+from gateway.api.common.prompts import SizedPrompt
+from gateway.api.common.sampling import word_values
+from gateway.api.common.speculation import may_draft, prediction_ids
+from gateway.flow.events import GenerationRequest
+from gateway.flow.requests import ModelEntryLike
+from gateway.http.app_keys import GATEWAY_INDEX
+from gateway.stores.ids import new_id
+from gateway.text.message_parser import MessageFormat
+from shared.errors import InvalidRequestError
+from shared.sampling_params import SamplingParams, ThinkingBudget
+
+MAX_PROMPT_LOGPROBS = 1_048_576
+"""Limit on log-probabilities of prompt tokens in a response: 20 alternatives for some 50,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """Checked request with everything that is needed to run it and to answer it.
+
+    Attributes:
+        options: Options of the request.
+        entry: The model.
+        envelope: Fields around the choices of the response.
+        detail: Settings on what the response reports about tokens.
+        prompts: Prompts, each with its budget.
+        generations: One request to a worker for each prompt.
+    """
+
+    options: RequestOptions
+    entry: ModelEntryLike
+    envelope: Envelope
+    detail: Detail
+    prompts: Sequence[SizedPrompt]
+    generations: Sequence[GenerationRequest]
+
+
+async def build_request(
+    request: web.Request,
+    options: RequestOptions,
+    entry: ModelEntryLike,
+    prompts: Sequence[SizedPrompt],
+    id_prefix: str,
+    *,
+    grammar: str = "",
+    message_format: MessageFormat | None = None,
+    thinking: ThinkingBudget | None = None,
+    stop_token_ids: Sequence[int] = (),
+) -> PreparedRequest:
+    """Run the last stage: build the requests to workers and check their sampling parameters.
+
+    Args:
+        request: The HTTP request.
+        options: Options of the request.
+        entry: The model.
+        prompts: Prompts with their budgets.
+        id_prefix: Prefix of the response's id.
+        grammar: Grammar of every choice; empty allows any output.
+        message_format: Parsers of reasoning and tool calls; None if the output is plain text.
+        thinking: Bound on reasoning.
+        stop_token_ids: Token ids that stop generation, in addition to those of the request.
+    """
+    fields, facts, accounts = options.fields, entry.facts, options.accounting
+    _check_report_size(options, prompts)
+    values: dict[str, Any] = {"thinking": thinking}
+    if fields.bad_words or fields.dry_multiplier:
+        values |= await word_values(fields, entry.pipeline)
+    if stop_token_ids:
+        values["stop_token_ids"] = tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *stop_token_ids)))
+    sampling: list[SamplingParams] = []
+    for prompt in prompts:
+        if sampling:
+            await asyncio.sleep(0)  # hundreds of prompts with long lists of ids must not block the event loop
+        sampling.append(sampling_params(options, prompt.max_tokens, facts.vocab_size, values))
+    speculative, prediction = may_draft(fields), await prediction_ids(fields, entry)
+    envelope = Envelope(
+        identifier=new_id(id_prefix, request.app[GATEWAY_INDEX]),
+        created=int(time.time()),
+        model=fields.model,
+        fingerprint=fingerprint(facts),
+        tier=accounts.tier,
+        metadata=accounts.metadata,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
+    )
+    generations = [
+        GenerationRequest(
+            request_id=f"{envelope.identifier}-{index}",
+            model=fields.model,
+            prompt_token_ids=prompt.token_ids,
+            sampling=params,
+            n=options.best_of if options.beams is None else options.n,
+            stop=options.stop,
+            stop_regex=options.stop_regex,
+            include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            salt=options.salt,
+            tenant=options.identity.tenant,
+            priority=accounts.priority,
+            affinity=accounts.affinity,
+            grammar=grammar,
+            format=message_format,
+            speculative=speculative,
+            prediction=prediction,
+        )
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
+    ]
+    detail = Detail(
+        token_bytes=entry.pipeline.token_bytes,
+        logprobs=options.shown_logprobs,
+        prompt_logprobs=options.shown_prompt_logprobs,
+        token_ids=bool(fields.return_token_ids),
+        as_token_ids=bool(fields.return_tokens_as_token_ids),
+        prompts=[prompt.token_ids for prompt in prompts],
+        reasoning=not isinstance(fields, ChatFields) or fields.include_reasoning is not False,
+    )
+    return PreparedRequest(
+        options=options, entry=entry, envelope=envelope, detail=detail, prompts=prompts, generations=generations
+    )
+
+
+def sampling_params(
+    options: RequestOptions, max_tokens: int, vocab_size: int, values: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
+    """Return the sampling parameters of one prompt.
+
+    Args:
+        options: Options of the request.
+        max_tokens: Budget of the prompt.
+        vocab_size: Size of the model's vocabulary.
+        values: Arguments of SamplingParams that depend on the model; they replace those of `options.sampling`.
+
+    Raises:
+        InvalidRequestError: A parameter is out of its range.
+    """
+    sampling = {
+        **options.sampling,
+        "logit_bias": options.logit_bias,
+        "seed": options.seed,
+        "max_tokens": max(max_tokens, 1),
+        "logprobs": options.logprobs,
+        "prompt_logprobs": options.prompt_logprobs,
+        **values,
+    }
+    params = SamplingParams(**sampling)
+    params.validate(vocab_size)
+    return params
+
+
+def _check_report_size(options: RequestOptions, prompts: Sequence[SizedPrompt]) -> None:
+    """Bound the response: completions repeat the report on a prompt for each choice, which could be gigabytes."""
+    fields, shown = options.fields, options.shown_prompt_logprobs
+    num_repeats = 1
+    per_token = 0 if shown is None else shown + 1
+    if isinstance(fields, CompletionFields):
+        num_repeats = options.n
+        if fields.echo and fields.logprobs is not None:
+            per_token += fields.logprobs + 1
+    num_values = sum(len(prompt.token_ids) for prompt in prompts) * per_token * num_repeats
+    if num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"The response would have {num_values} log-probabilities of prompt tokens; at most {MAX_PROMPT_LOGPROBS} "
+            "are allowed. Ask for fewer alternatives, choices or prompts.",
+            param="logprobs" if shown is None else "prompt_logprobs",
+        )
