@@ -1,0 +1,1 @@
+"""HTTP side of Pelton: authentication, admission, text processing and streaming."""

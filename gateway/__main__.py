@@ -1,7 +1,7 @@
-"""`python -m gateway`: the HTTP side.
+"""Entry point of the gateway process: `python -m gateway`.
 
-Exit code 0 after an orderly end, else one of shared.exit_codes: 1 for a configuration that cannot be used, 78 where
-`pelton serve` began it and the model cannot be served.
+The exit code is 0 after an orderly shutdown, or one of shared.errors: 1 for an unusable configuration, 78 if
+`pelton serve` started the process and the model cannot be served.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shared.settings import GatewaySettings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a gateway until it is stopped; returns the exit code."""
+    """Run a gateway until it is stopped and return the exit code."""
     try:
         settings = load_settings(GatewaySettings, argv, os.environ, prog="pelton gateway")
         writer = log.configure(settings.log_level, settings.log_format, process=f"gateway-{settings.gateway_index}")
         _raise_file_limit()
-        disable_created_metrics()  # a series beside each counter that says when it began
+        disable_created_metrics()  # prometheus_client would add a series with the creation time of each counter
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, writer))
     except ConfigurationError as error:
@@ -43,7 +43,7 @@ async def _serve(settings: GatewaySettings, writer: log.LogWriter) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Each client and each worker is a file descriptor; the soft limit is often 1024."""
+    """Raise the soft limit of file descriptors, which is often 1024. Each client and each worker needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

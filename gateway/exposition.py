@@ -1,4 +1,4 @@
-"""What GET /metrics shows: each worker once, and what the gateway processes count, apart where there are several."""
+"""Contents of GET /metrics: the metrics of all gateway processes, and those of each worker once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = get_logger("gateway.exposition")
 
 
 class Exposition:
-    """Renders the metrics.
+    """Renderer of the metrics.
 
     Args:
-        counted: what this process counts.
-        workers: what the workers report.
-        peers: the other processes; None where there is one.
+        counted: Metrics of this process.
+        workers: Metrics that the workers report.
+        peers: The other gateway processes; None if there is only one.
     """
 
     def __init__(self, counted: CollectorRegistry, workers: CollectorRegistry, peers: Peers | None = None) -> None:
@@ -30,7 +30,7 @@ class Exposition:
         self._peers = peers
 
     async def render(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         counted = generate_latest(self._counted) if self._peers is None else labelled(await self._peers.metrics())
         return counted + generate_latest(self._workers)
 
@@ -44,19 +44,19 @@ class _Labelled(Collector):
 
 
 def labelled(texts: Mapping[int, bytes]) -> bytes:
-    """The expositions of several processes as one, each sample with its process in the label `gateway`.
+    """Merge the metrics of several processes, with the index of the process in the label `gateway`.
 
-    What one says that is no exposition is left out: the others are shown without it.
+    Text that cannot be parsed is omitted.
 
-    Sums would not do: when a process dies its counts are gone, and a sum that falls looks like a counter that began
-    anew and has all of the others' counts since then.
+    The samples are not summed: when a process dies, its counts disappear, and Prometheus would take the falling sum for
+    a counter that was reset and count the remaining value again.
     """
     families: dict[str, Metric] = {}
     for index, text in sorted(texts.items()):
         try:
             parsed = list(text_string_to_metric_families(text.decode()))
         except ValueError as error:
-            log.warning("a gateway's metrics cannot be read", gateway=index, error=type(error).__name__)
+            log.warning("gateway_metrics_unreadable", gateway=index, error=type(error).__name__)
             continue
         for family in parsed:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))

@@ -1,4 +1,4 @@
-"""What happens around every request: its id, who asks, what failures look like, common headers."""
+"""Middleware of every request: request id, authentication, error responses, common headers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _EXPOSED_HEADERS = ", ".join(
 
 
 class Middleware:
-    """Wraps every handler, also those of routes that do not exist.
+    """Wrapper of every handler, including those of unknown routes.
 
     Args:
-        routes: what each registered route demands and takes; one that is not in it is denied.
-        check_host: refuse Host headers that do not name this machine's loopback (DNS rebinding).
-        cors_origins: origins that browsers may call from; "*" is any.
+        routes: Requirements of each registered route; others are denied.
+        check_host: Refuse Host headers that do not name the loopback interface (DNS rebinding).
+        cors_origins: Origins that browsers may call from; "*" allows any.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class Middleware:
         self._cors_origins = frozenset(cors_origins)
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers every request; only a client that went away, or a cancellation, leaves by an exception."""
+        """Answer a request. Only cancellation and a disconnected client leave by an exception."""
         _begin(request)
-        # For good: aiohttp gives each request a task of its own.
+        # The context is not restored: aiohttp gives each request a task of its own.
         bind_request_id(request[REQUEST_ID])
         metrics = request.app[METRICS]
         metrics.http_requests_in_flight.inc()
         try:
             response = await self._answer(request, handler)
         except (asyncio.CancelledError, ConnectionError):
-            # What it was answered, if anything, is not known to have arrived.
+            # The response, if there was one, may not have arrived.
             _write_line("connection_lost", request)
             raise
         finally:
             metrics.http_requests_in_flight.dec()
-        # Routes are our own patterns and statuses are few, so the labels are bounded.
+        # Routes are our own patterns and there are few statuses, so the labels are bounded.
         metrics.http_requests.labels(_route_name(request), str(response.status)).inc()
         _write_line("request", request, status=response.status)
         return response
@@ -73,7 +73,7 @@ class Middleware:
                 return preflight
             if (unmatched := request.match_info.http_exception) is not None:
                 if unmatched.status == 404:
-                    # Named, since what is wrong is often the base URL of a client.
+                    # The message repeats the path, because a wrong base URL of a client is a frequent cause.
                     raise NotFoundError(f"There is no route {request.method} {request.path[:_MAX_SHOWN_PATH]}.")
                 raise unmatched
             route = self._authorize(request)
@@ -96,7 +96,7 @@ class Middleware:
             raise
         except Exception:  # noqa: BLE001 - the last line: whatever it is, the client gets an error object
             log.exception("request failed", route=_route_name(request))
-            failure = InternalError("The server failed; the request id finds the details in its log.")
+            failure = InternalError("The server failed. Its log has the details under the request id.")
             return error_response(failure, error_bodies(request))
 
     def _check_headers(self, request: web.Request) -> None:
@@ -105,7 +105,8 @@ class Middleware:
             raise InvalidRequestError("A request must have exactly one Host header.", code="bad_host")
         if self._check_host and hosts and not is_loopback_host(hosts[0]):
             raise PermissionDeniedError(
-                "Without API keys the server answers only to Host headers that name this machine.",
+                "A server without API keys accepts only Host headers that name this machine. Use 127.0.0.1, or "
+                "configure a key.",
                 code="host_not_allowed",
             )
 
@@ -113,7 +114,7 @@ class Middleware:
         # The matched route decides, never the text of the URL or of the Host header.
         route = self._routes.get(request.match_info.route)
         if route is None:
-            raise PermissionDeniedError("This route is not open.")
+            raise PermissionDeniedError("This route is not available.")
         request[IDENTITY] = request.app[KEY_RING].authorize(route.scope, request.headers)
         return route
 
@@ -124,7 +125,8 @@ class Middleware:
             return None
         headers = {
             "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-            # What is asked for: OpenAI's SDK sends a dozen headers of its own, and none gives a page more than its key.
+            # Allow every requested header: OpenAI's SDK sends a dozen of its own, and none of them grants a page more
+            # than its key does.
             "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
             "Access-Control-Max-Age": "600",
         }
@@ -139,9 +141,9 @@ class Middleware:
         return origin if origin in self._cors_origins else None
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Signal handler for on_response_prepare: the headers of every response."""
+        """Set the headers of every response; signal handler for on_response_prepare."""
         if REQUEST_ID not in request:
-            # aiohttp refused it before the middleware had it (an unknown Expect).
+            # aiohttp refused the request before the middleware ran (an unknown Expect).
             _begin(request)
         headers = response.headers
         headers["x-request-id"] = request[REQUEST_ID]
@@ -151,7 +153,7 @@ class Middleware:
         headers["Server"] = "pelton"
         headers["openai-processing-ms"] = str(round((time.perf_counter() - request[STARTED]) * 1000))
         headers["X-Content-Type-Options"] = "nosniff"
-        # Nobody without a key learns how busy the server is.
+        # Clients without a key must not learn how busy the server is.
         if IDENTITY in request and self._routes[request.match_info.route].admitted:
             headers.update(rate_limit_headers(*request.app[GENERATOR].room()))
         if (origin := self._allowed_origin(request)) is not None:
@@ -160,7 +162,7 @@ class Middleware:
         if self._cors_origins:
             headers["Vary"] = "Origin"
         if request.app[DRAIN].draining:
-            # aiohttp has written its own Connection header by now, so force_close alone would not tell the client.
+            # aiohttp has already written its Connection header, so force_close alone would not inform the client.
             response.force_close()
             headers["Connection"] = "close"
 
@@ -172,14 +174,14 @@ def _begin(request: web.Request) -> None:
 
 def _write_line(event: str, request: web.Request, **fields: int) -> None:
     route = _route_name(request)
-    # Probes come every few seconds; their lines would bury the others.
+    # Probes arrive every few seconds; their log lines would hide the others.
     write = log.debug if route in _PROBES else log.info
     seconds = round(time.perf_counter() - request[STARTED], 4)
     write(event, method=request.method, route=route, **fields, seconds=seconds)
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """The client's id where it is fit to be repeated in a header and a log, else a new one."""
+    """Return the client's request id if it is safe to repeat in headers and logs, else a new one."""
     for name in ("X-Client-Request-Id", "X-Request-Id"):
         value = request.headers.get(name, "")
         if _REQUEST_ID.fullmatch(value):
@@ -188,12 +190,12 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 
 def new_request_id() -> str:
-    """An id for a request whose client named none."""
+    """Return an id for a request without one."""
     return f"req_{uuid.uuid4().hex}"
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether a Host header names the loopback interface, with or without a port."""
+    """Return True if a Host header names the loopback interface, with or without a port."""
     name = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?", host)
     if name is None:
         return False

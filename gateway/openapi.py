@@ -1,4 +1,4 @@
-"""/openapi.json: the API as OpenAPI 3.1 describes it, from the route table and the structs that decode requests."""
+"""/openapi.json: description of the API as OpenAPI 3.1, from the route table and the structs that decode requests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _REFERENCE = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 _STREAM = "text/event-stream"
 _STATUSES = {
-    400: "The request cannot be served as it is; `param` names the field at fault.",
-    401: "The API key is missing or not known.",
-    403: "The key's scope, or the Host header, does not allow it.",
-    404: "There is nothing of that name for this key.",
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or unknown.",
+    403: "The scope of the key, or the Host header, does not allow the request.",
+    404: "This key has no object with this name.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is no uncompressed JSON.",
+    415: "The body is not uncompressed JSON.",
     429: "A limit is reached; Retry-After says when to try again.",
     500: "The server failed.",
     503: "No worker can take the request; Retry-After says when to try again.",
@@ -43,7 +43,7 @@ _WITH_BODY = (404, 408, 413, 415)
 
 
 async def openapi(request: web.Request) -> web.StreamResponse:
-    """This description."""
+    """Answer with the OpenAPI document."""
     routes: Sequence[Route] = request.app[ROUTE_TABLE]
     return web.Response(body=_document(tuple(routes)), content_type="application/json")
 
@@ -54,7 +54,7 @@ def _document(routes: tuple[Route, ...]) -> bytes:
 
 
 def describe(routes: Iterable[Route]) -> dict[str, Any]:
-    """The document. Every route is in it, with its scope, parameters, body and answers."""
+    """Return the document: every route with its scope, parameters, body and responses."""
     routes = list(routes)
     structs: list[Any] = [ErrorAnswer, AnthropicErrorAnswer]
     for route in routes:
@@ -112,7 +112,7 @@ def _query_parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _json(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The content of an answer that is JSON of one of these, or of any, schema."""
+    """Return the content of a response that is JSON of one of the schemas, or any JSON."""
     if len(schemas) < 2:
         return {"application/json": {"schema": schemas[0]} if schemas else {}}
     return {"application/json": {"schema": {"anyOf": list(schemas)}}}
@@ -124,11 +124,11 @@ def _responses(route: Route, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     else:
         content = _json([schemas[kind] for kind in (route.answer, route.anthropic_answer) if kind is not None])
     if route.streams:
-        # OpenAPI 3.1 has no words for the events of a stream.
+        # OpenAPI 3.1 cannot describe the events of a stream.
         content[_STREAM] = {} if route.events is None else {"x-event-data": schemas[route.events]}
-    responses: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "The requested object.", "content": content}}
     if route.answer == _STREAM or (route.streams and route.method == "GET"):
-        responses["204"] = {"description": "Nothing will follow."}
+        responses["204"] = {"description": "No content."}
     statuses = {*_ALWAYS, *route.failures}
     if route.scope is not Scope.PUBLIC:
         statuses.update(_WITH_KEY)

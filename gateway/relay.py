@@ -1,8 +1,8 @@
-"""Requests about what another gateway process has: the id says which, and the request is passed on to it.
+"""Forwarding of requests for stored objects to the gateway process that holds them, which the id of the object names.
 
-Every process answers its siblings on its socket of the runtime directory (gateway.siblings). Whose request it is, the
-one
-that took the connection has found out; it says so in a header, which only processes of the same user can send here.
+Every process answers its siblings on a socket in the runtime directory (gateway.siblings). The process that accepted
+the connection has authenticated the client and passes the identity in headers. Only processes of the same user can
+reach the socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from gateway.http.app_keys import DRAIN, IDENTITY, LIMITS, RESPONSES, STREAMS, log
+from gateway.http.app_keys import DRAIN, IDENTITY, LIMITS, RELAY, RESPONSES, STREAMS, log
 from gateway.http.auth import Identity, Scope
 from gateway.http.body import check_no_fields
 from gateway.http.errors import error_response, json_response
@@ -30,7 +30,7 @@ from shared.errors import InvalidRequestError, NotFoundError, PeltonError, Unava
 
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
-_SILENT = "The gateway process that has it does not answer."
+_SILENT = "The gateway process that holds this object does not answer. Try again later."
 _OWNER = "x-pelton-owner"
 _SCOPE = "x-pelton-scope"
 _PASSED_ON = ("Last-Event-ID",)
@@ -38,11 +38,13 @@ _PASSED_BACK = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "Retry-Aft
 
 
 class Relay:
-    """Asks the gateway processes that an id names.
+    """Client of the sibling gateway processes.
 
     Args:
-        directory: where their sockets are; see gateway.siblings.peer_socket.
-        patience: seconds that one may say nothing, other than in a stream.
+        directory: Runtime directory with the sockets; see gateway.siblings.peer_socket.
+        index: Index of this process.
+        num_processes: Number of gateway processes.
+        patience: Seconds without data after which a sibling is considered hung; streams may be silent for longer.
     """
 
     def __init__(self, directory: Path, index: int, num_processes: int, *, patience: float = _ANSWER_SECONDS) -> None:
@@ -52,16 +54,16 @@ class Relay:
         self._patience = patience
 
     def holder(self, identifier: str) -> int | None:
-        """Which other process has it; None: this one, or nobody."""
+        """Return the index of the other process that an id names; None if it names this process or none."""
         index = gateway_of(identifier)
         return index if index is not None and index != self._index and index < self._num_processes else None
 
     async def pass_on(self, request: web.Request, holder: int) -> web.StreamResponse:
-        """Sends a request to a process, and what that answers to the client, as it comes."""
+        """Forward a request to a process and its response to the client, as it arrives."""
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         headers[_SCOPE] = request[IDENTITY].scope.value
         path, owner = request.rel_url.raw_path_qs, request[IDENTITY].key_hash
-        # A stream may be silent for long.
+        # A stream may be silent for a long time.
         streams = "stream" in request.query or request.path.startswith("/v1/streams/")
         async with self._ask(holder, request.method, path, owner, headers, streams=streams) as answer:
             response = web.StreamResponse(status=answer.status)
@@ -73,21 +75,25 @@ class Relay:
                 async for data in answer.content.iter_any():
                     await response.write(data)
             except aiohttp.ClientError:
-                # Its end would look like a whole answer.
-                raise ConnectionError("the other gateway process is gone") from None
+                # A regular end would look like a complete response.
+                raise ConnectionError("the other gateway process closed the connection") from None
             await response.write_eof()
             return response
 
     async def ask_all(self, request: web.Request) -> bool:
-        """Whether another process finds what a request names. Raises UnavailableError where one that may is silent."""
+        """Return True if another process finds the object that a request names.
+
+        Raises:
+            UnavailableError: A process that may have it does not answer.
+        """
         others = [index for index in range(self._num_processes) if index != self._index]
         answers = await asyncio.gather(*(self._finds(request, index) for index in others))
         if None in answers and True not in answers:
-            raise UnavailableError("A gateway process that may have it does not answer.")
+            raise UnavailableError("A gateway process that may hold this object does not answer. Try again later.")
         return True in answers
 
     async def _finds(self, request: web.Request, index: int) -> bool | None:
-        """None: it does not answer."""
+        """Return True if a process finds the object, False if it does not, None if it does not answer."""
         identity = request[IDENTITY]
         headers = {_SCOPE: identity.scope.value}
         try:
@@ -100,16 +106,19 @@ class Relay:
             return None
 
     async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
-        """What a response that continues this one begins with. Raises NotFoundError and UnavailableError."""
+        """Return the conversation that a stored response continues; see app_keys.SiblingStores."""
         async with self._ask(holder, "GET", f"/conversation/{identifier}", owner, {}) as answer:
             if answer.status == 400:
-                raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
+                raise InvalidRequestError(
+                    "previous_response_id names a response that has not ended yet; wait for its end.",
+                    param="previous_response_id",
+                )
             if answer.status != 200:
                 raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
             return (await _whole(answer),)
 
     async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
-        """The stored items with these ids, by id; those that are not there are left out. Raises UnavailableError."""
+        """Return the stored items with these ids; see app_keys.SiblingStores."""
         async with self._ask(holder, "POST", "/items", owner, {}, orjson.dumps(identifiers)) as answer:
             if answer.status != 200:
                 raise UnavailableError(_SILENT)
@@ -128,7 +137,7 @@ class Relay:
         *,
         streams: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Raises UnavailableError where it does not answer in time: a process may hang without dying."""
+        """Send a request to a sibling. Raise UnavailableError if it does not answer in time: a process may hang."""
         connector = aiohttp.UnixConnector(str(peer_socket(self._directory, holder)))
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=None if streams else self._patience
@@ -143,33 +152,32 @@ class Relay:
                     allow_redirects=False,
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.warning("a gateway does not answer", gateway=holder, error=type(error).__name__)
+                log.warning("gateway_does_not_answer", gateway=holder, error=type(error).__name__)
                 raise UnavailableError(_SILENT) from None
             async with answer:
                 yield answer
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    """The body. Raises UnavailableError where it is cut off: its process died meanwhile, or hangs."""
+    """Return the body. Raise UnavailableError if it is cut off because its process died or hangs."""
     try:
         return await answer.read()
     except aiohttp.ClientError:
         raise UnavailableError(_SILENT) from None
 
 
-RELAY = web.AppKey[Relay | None]("RELAY")
-
-
 def relayed(handler: Handler) -> Handler:
-    """The handler of a public route whose `id` may be another process's. What is posted has no body to be passed on."""
+    """Wrap the handler of a public route whose `id` may name another process. Bodies of POST are refused, not
+    forwarded.
+    """
 
     @functools.wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.method == "POST":
             await check_no_fields(request)
-        relay: Relay | None = request.app[RELAY]
+        relay = request.app[RELAY]
         holder = None if relay is None else relay.holder(request.match_info["id"])
-        if relay is None or holder is None:
+        if not isinstance(relay, Relay) or holder is None:
             return await handler(request)
         return await relay.pass_on(request, holder)
 
@@ -177,14 +185,14 @@ def relayed(handler: Handler) -> Handler:
 
 
 def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Application) -> web.Application:
-    """What siblings are answered by: the routes as they are here, over the stores of the public application."""
-    # Siblings have bounded what their clients sent.
+    """Return the application that answers siblings, over the stores of the public application."""
+    # The sibling has already limited the size of the client's body.
     app = web.Application(middlewares=[_from_sibling], client_max_size=0)
     for key in (DRAIN, LIMITS, RESPONSES, STREAMS):
         typed: web.AppKey[Any] = key
         app[typed] = public[typed]
-    between = (("GET", "/conversation/{id}", _answer_conversation), ("POST", "/items", _answer_items))
-    for method, path, handler in (*routes, *between):
+    internal = (("GET", "/conversation/{id}", _answer_conversation), ("POST", "/items", _answer_items))
+    for method, path, handler in (*routes, *internal):
         for each in ("GET", "HEAD") if method == "GET" else (method,):
             app.router.add_route(each, path, handler)
     return app
@@ -204,7 +212,7 @@ async def _from_sibling(request: web.Request, handler: Handler) -> web.StreamRes
 
 async def _answer_conversation(request: web.Request) -> web.StreamResponse:
     conversation = request.app[RESPONSES].continued(request.match_info["id"], request[IDENTITY].key_hash)
-    # Arrays put together as they are: they may be long.
+    # Concatenate the JSON arrays without parsing them: they may be long.
     items = b",".join(part[1:-1] for part in conversation if part != b"[]")
     return web.Response(body=b"[%b]" % items, content_type="application/json")
 

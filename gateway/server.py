@@ -1,4 +1,4 @@
-"""aiohttp's HTTP server with JSON for the failures that it answers itself, and limits on how long a client may take."""
+"""aiohttp's HTTP server with JSON error responses and time limits for clients."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gateway.middleware import OPENAI_VERSION, new_request_id, request_id_of
 from shared.errors import UnavailableError
 
 KEEPALIVE_SECONDS = 75.0
-"""How long a connection may have no request, before its first one too."""
+"""Seconds that a connection may stay open without a request, also before its first one."""
 
 _MIN_PROGRESS = 16_384
-"""Bytes that a client must take within the write timeout once it has fallen behind."""
+"""Bytes that a client must read within the write timeout once it has fallen behind."""
 
 
 class HttpProtocol(RequestHandler):
@@ -43,7 +43,7 @@ class HttpProtocol(RequestHandler):
         self._spoken = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Turns away what is too many; who is let in must begin to speak."""
+        """Refuse surplus connections and start the timer for the first request."""
         super().connection_made(transport)
         if self._server.overfull:
             error = UnavailableError("The server has too many connections. Try again later.")
@@ -52,7 +52,7 @@ class HttpProtocol(RequestHandler):
             self._header_timer = self._loop.call_later(self._keepalive_timeout, self._never_spoke)
 
     def data_received(self, data: bytes) -> None:
-        """Starts a timer with a request's first byte, and stops it when its headers are complete."""
+        """Start a timer with the first byte of a request, and stop it when its headers are complete."""
         if not self._spoken:
             self._spoken = True
             self._stop_header_timer()
@@ -64,18 +64,18 @@ class HttpProtocol(RequestHandler):
             self._header_timer = self._loop.call_later(self._header_timeout, self._headers_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The timers must not outlive the connection."""
+        """Stop the timers with the connection."""
         self._stop_header_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client takes less than it is sent: from here on it must make progress, whatever is being written."""
+        """Start the write timer: the client reads more slowly than data is sent and must make progress from now on."""
         super().pause_writing()
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Stop the write timer: the client has caught up."""
         self._stop_write_timer()
         super().resume_writing()
 
@@ -87,7 +87,7 @@ class HttpProtocol(RequestHandler):
         if self._unsent - self._num_unsent() >= _MIN_PROGRESS:
             self._watch_writing()
         elif isinstance(self.transport, asyncio.WriteTransport):
-            log.warning("client does not read; connection cut off")
+            log.warning("client_does_not_read")
             self.transport.abort()
 
     def _num_unsent(self) -> int:
@@ -106,7 +106,7 @@ class HttpProtocol(RequestHandler):
 
     def _headers_late(self) -> None:
         self._header_timer = None
-        # A request that came in meanwhile owns the connection; the half one behind it falls to the keep-alive timeout.
+        # A newer request owns the connection. The keep-alive timeout handles the incomplete one after it.
         if self.transport is None or self._request_in_progress or self._messages:
             return
         self._answer_and_close("408 Request Timeout", status_error_object(408))
@@ -116,7 +116,7 @@ class HttpProtocol(RequestHandler):
         self.force_close()
 
     def _answer_and_close(self, status: str, error: dict[str, Any], headers: str = "") -> None:
-        """Outside of any request."""
+        """Answer outside any request and close the connection."""
         body = dump_json(error)
         headers += f"x-request-id: {new_request_id()}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
         if self.transport is not None:
@@ -128,12 +128,15 @@ class HttpProtocol(RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Failures of the parser, and whatever got past the middleware. aiohttp's texts may hold raw input."""
+        """Answer errors of the parser, and exceptions that passed the middleware.
+
+        aiohttp's messages may contain raw input and are not sent.
+        """
         if request.writer.output_size > 0:
-            raise ConnectionError("a response was already begun")
+            raise ConnectionError("the response has already begun")
         request_id = request_id_of(request)
         if status >= 500:
-            log.error("request failed outside its handler", request_id=request_id, exc_info=exc)
+            log.error("request_failed_outside_handler", request_id=request_id, exc_info=exc)
         else:
             log.info("malformed request", request_id=request_id, error=type(exc).__name__)
         response = status_error_response(431 if isinstance(exc, LineTooLong) else status)
@@ -144,7 +147,7 @@ class HttpProtocol(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Exceptions that aiohttp raises outside the middleware (an unknown Expect) become JSON too."""
+        """Convert exceptions that aiohttp raises outside the middleware (an unknown Expect) to JSON."""
         if isinstance(resp, web.HTTPException):
             resp = http_exception_response(resp)
             _finish(resp, request_id_of(request))
@@ -158,7 +161,7 @@ def _finish(response: web.Response, request_id: str) -> None:
 
 
 class HttpServer(web.Server):
-    """Makes a HttpProtocol for each connection."""
+    """Factory of HttpProtocol objects, one per connection."""
 
     def __init__(
         self, server: web.Server, *, header_timeout: float, write_timeout: float, max_connections: int
@@ -174,22 +177,24 @@ class HttpServer(web.Server):
 
     @property
     def overfull(self) -> bool:
-        """Whether there are more connections than may be."""
+        """True if there are more connections than allowed."""
         return len(self._connections) > self._max_connections
 
     def __call__(self) -> RequestHandler:
-        """A protocol for a new connection."""
+        """Return a protocol for a new connection."""
         return HttpProtocol(self, loop=self._loop, **self._timeouts, **self._kwargs)
 
 
 class HttpRunner(web.AppRunner):
-    """Runs the application on HttpServer.
+    """Runner of the application on HttpServer.
 
     Args:
-        max_header_size: bytes of a header line, and of the request line.
-        header_timeout: seconds in which a request's headers must arrive.
-        write_timeout: seconds in which a client that has fallen behind must read on.
-        max_connections: further ones get 503; it leaves file descriptors for workers and files.
+        app: The application.
+        max_header_size: Bytes of a header line and of the request line.
+        header_timeout: Seconds within which the headers of a request must arrive.
+        write_timeout: Seconds within which a client that has fallen behind must read.
+        max_connections: Connections above which further ones get status 503, so that file descriptors remain for
+            workers and files.
     """
 
     __slots__ = ("_header_timeout", "_max_connections", "_write_timeout")
@@ -207,7 +212,7 @@ class HttpRunner(web.AppRunner):
             app,
             access_log=None,
             handler_cancellation=True,
-            # A compressed body is refused by its header; not even an unread one may be inflated (CVE-2026-54278).
+            # A compressed body is refused by its header. Even an unread body must not be inflated (CVE-2026-54278).
             auto_decompress=False,
             max_line_size=max_header_size,
             max_field_size=max_header_size,

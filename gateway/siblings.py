@@ -1,7 +1,7 @@
-"""The other gateway processes on this port: where each answers its siblings, and what it is asked.
+"""Communication with the other gateway processes on the same port.
 
-Every gateway listens on a socket of the runtime directory besides the port that they share. Only processes of the
-same user reach it.
+Besides the shared port, every gateway listens on a socket in the runtime directory. Only processes of the same user can
+reach it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ log = get_logger("gateway.siblings")
 
 
 def peer_socket(directory: Path, index: int) -> Path:
-    """Where gateway `index` answers."""
+    """Return the path of the socket of gateway `index`."""
     return directory / f"gateway-{index}.sock"
 
 
 class Peers:
-    """This process among its siblings.
+    """Server for the siblings of this process, and client of theirs.
 
     Args:
-        counted: gives what the process counts, in Prometheus' text format.
-        follow_ups: makes the application that answers siblings, of the one that answers clients.
+        directory: Runtime directory with the sockets.
+        index: Index of this process.
+        num_processes: Number of gateway processes.
+        counted: Function that returns the metrics of this process in Prometheus' text format.
+        follow_ups: Function that makes the application for siblings from the application for clients.
     """
 
     def __init__(
@@ -52,7 +55,11 @@ class Peers:
         self._state = _WAITING
 
     async def listening(self, public: web.Application) -> AsyncIterator[None]:
-        """For an application's cleanup_ctx. Raises ConfigurationError where a gateway of this index runs already."""
+        """Listen until the application is cleaned up; for its cleanup_ctx.
+
+        Raises:
+            ConfigurationError: A gateway with this index is already running.
+        """
         app = self._follow_ups(public)
         app.router.add_get("/metrics", self._answer_metrics)
         app.router.add_get("/state", self._answer_state)
@@ -61,7 +68,8 @@ class Peers:
         path = peer_socket(self._directory, self._index)
         if await asyncio.to_thread(_answers, path):
             raise ConfigurationError(
-                f"a gateway of --gateway-index {self._index} runs already in {self._directory}; each has its own"
+                f"a gateway with --gateway-index {self._index} is already running in {self._directory}; "
+                "give each gateway an index of its own"
             )
         path.unlink(missing_ok=True)
         await web.UnixSite(runner, path).start()
@@ -69,19 +77,19 @@ class Peers:
         await runner.cleanup()
 
     async def metrics(self) -> dict[int, bytes]:
-        """What each gateway that answers within a second has counted, by index; this one's too."""
+        """Return the metrics of each gateway that answers within a second, including this one, by index."""
         return {self._index: self._counted(), **await self._ask_all("metrics")}
 
     async def cover(self) -> bool:
-        """Whether another process takes the connections: one serves, or one of a lower index is to.
+        """Return True if another process accepts connections or has a lower index and will do so.
 
-        A process that no worker has joined must not take its share of them while the others have one.
+        A process without a worker must not accept its share of connections while other processes have one.
         """
         states = await self._ask_all("state")
         return any(state == _SERVING or index < self._index for index, state in states.items())
 
     def serve(self) -> None:
-        """From here on this process takes connections."""
+        """Record that this process accepts connections."""
         self._state = _SERVING
 
     async def _ask_all(self, what: str) -> dict[int, bytes]:
@@ -100,7 +108,7 @@ class Peers:
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if what == "metrics":
-                log.warning("a gateway does not answer", gateway=index, error=type(error).__name__)
+                log.warning("gateway_does_not_answer", gateway=index, error=type(error).__name__)
             return None
 
     async def _answer_metrics(self, _request: web.Request) -> web.StreamResponse:
@@ -111,7 +119,7 @@ class Peers:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens; a socket file alone may be left from a process that died."""
+    """Return True if a process listens; a socket file may be left over from a process that died."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PATIENCE_SECONDS)
         try:

@@ -1,0 +1,1 @@
+"""Connections to workers: discovery, sockets, and the registry of models."""

@@ -1,8 +1,10 @@
-"""The gateway's end of the connection to one life of one worker: its socket, its liveness, its streams.
+"""Connection of the gateway to one process of a worker: socket, liveness, streams.
 
-A link is used once: when it is lost it stays lost, and the registry makes another. Everything runs on the event loop;
-nothing here awaits. ZMQ_FD is edge-triggered, so the socket is read until it is empty whenever the loop reports it,
-and its EVENTS are looked at again after every send.
+A link is used once. After it is lost, the registry creates a new one. Everything runs on the event loop, and nothing
+here
+awaits. ZMQ_FD is edge-triggered, so the socket is read until it is empty whenever the loop reports it, and EVENTS is
+checked
+after every send.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ from shared.messages import (
 )
 
 MAX_FRAMES_PER_TURN = 256
-"""Frames read before other callbacks of the loop get their turn."""
+"""Frames read before other callbacks of the loop run."""
 REFRESH_SECONDS = 0.05
-"""After the last stream ended the worker is asked once more, so that its gauges show soon that it is idle."""
+"""Seconds after the end of the last stream at which the worker is pinged once more, so that its gauges soon show that
+it is idle.
+"""
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MAX_RECENT = 4096
 _MAX_UNANSWERED = 64
@@ -52,7 +56,7 @@ log = get_logger("gateway.cluster")
 
 @dataclass(frozen=True)
 class Liveness:
-    """Seconds: between pings; without a pong until a worker is not ready, and until it is lost."""
+    """Intervals in seconds: between pings, until a worker without a pong is not ready, and until it is lost."""
 
     ping_interval: float = 1.0
     not_ready_after: float = 5.0
@@ -60,12 +64,13 @@ class Liveness:
 
 
 class Stream(Protocol):
-    """Who takes the news of one submitted request. Neither method may raise or wait."""
+    """Consumer of the outputs of one submitted request. Neither method may raise or block."""
 
-    def on_output(self, output: Output) -> None: ...
+    def on_output(self, output: Output) -> None:
+        """Handle an output of the request."""
 
     def on_lost(self, error: WorkerLostError) -> None:
-        """Called once, after which the link knows the stream no more."""
+        """Handle the loss of the link. Called once; the link then forgets the stream."""
         ...
 
 
@@ -77,15 +82,19 @@ class _Submission:
 
 
 class WorkerLink:
-    """One DEALER to one worker.
+    """DEALER socket connected to one worker.
 
     Args:
-        on_lost: called once when the link is lost, after its streams were told.
-        on_bundle: called with each bundle that arrives.
-        on_welcome: called when the worker has introduced itself; from then on `facts` is set.
+        endpoint: ZeroMQ endpoint of the worker.
+        gateway_id: Identity of this gateway on the socket.
+        liveness: Intervals of the pings.
+        on_lost: Called once when the link is lost, after its streams were notified.
+        on_bundle: Called with each text bundle that arrives.
+        on_welcome: Called when the worker has introduced itself; `facts` is set from then on.
 
     Attributes:
-        foreign_sequences, foreign_tokens: choices, and waiting prompt tokens, of other gateways at its last report.
+        foreign_sequences: Choices of other gateways in the worker's last report.
+        foreign_tokens: Waiting prompt tokens of other gateways in that report.
     """
 
     def __init__(
@@ -113,12 +122,12 @@ class WorkerLink:
         self._submissions: dict[str, _Submission] = {}
         self._num_sequences = 0
         self._waiting_tokens = 0
-        # Ids that ended here; outputs that were on their way then are no surprise.
+        # Requests that ended on this side. Late outputs for them are expected.
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._delayed_cancels: list[Cancel] = []
         self._sequence = 0
         self._nonce = 0
-        # By nonce: sequences and waiting tokens of ours that the worker knew of when it was asked.
+        # By nonce: this gateway's sequences and waiting tokens that the worker knew when it was pinged.
         self._unanswered: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.foreign_sequences = 0
         self.foreign_tokens = 0
@@ -133,49 +142,52 @@ class WorkerLink:
         self._inside_message = False
         self._refresh_scheduled = False
 
-    # ---- state ------------------------------------------------------------------------------------------------
-
     @property
     def lost(self) -> bool:
+        """True if the link is lost."""
         return self._lost_reason is not None
 
     @property
     def lost_reason(self) -> str:
-        """Why, for logs; empty while the link lives."""
+        """Reason of the loss, for logs; empty while the link is alive."""
         return self._lost_reason or ""
 
     @property
     def ready(self) -> bool:
-        """Whether the worker has answered a round trip through its engine loop lately."""
+        """True if the worker recently answered a ping through its engine loop."""
         return not self.lost and self.facts is not None and self._silent_seconds() <= self._liveness.not_ready_after
 
     @property
     def num_streams(self) -> int:
-        """Requests whose outputs this gateway waits for."""
+        """Number of requests that this gateway has at the worker."""
         return len(self._submissions)
 
     @property
     def num_sequences(self) -> int:
-        """Choices of this gateway's requests there, or what the worker reported if that is more."""
+        """Number of this gateway's choices at the worker, or the number that the worker reported if it is larger."""
         return max(self._num_sequences, self.stats.num_running + self.stats.num_waiting)
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens sent there without an output yet, or what the worker reported if that is more."""
+        """Number of prompt tokens without an output yet, or the number that the worker reported if it is larger."""
         return max(self._waiting_tokens, self.stats.num_waiting_tokens)
 
     @property
     def page_size(self) -> int:
+        """Tokens per page of the worker's KV cache."""
         return self.facts.page_size if self.facts is not None else 1
 
     @property
     def max_num_seqs(self) -> int:
+        """Sequences that the worker runs at a time."""
         return self.facts.max_num_seqs if self.facts is not None else 0
 
-    # ---- life -------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Connects and says hello; the rest follows on the running loop. Raises ConfigurationError for the endpoint."""
+        """Connect and send the hello message; the rest follows on the running loop.
+
+        Raises:
+            ConfigurationError: The endpoint is invalid.
+        """
         self._loop = asyncio.get_running_loop()
         self._socket = sockets.make_dealer(self._context, self.endpoint, self._gateway_id.encode())
         self._monitor = self._socket.get_monitor_socket(_LOST_EVENTS)
@@ -185,12 +197,12 @@ class WorkerLink:
             self._fds.append(fd)
         self._send(Hello(version=PROTOCOL_VERSION, gateway_id=self._gateway_id))
         self._tick_handle = self._loop.call_later(self._liveness.ping_interval, self._tick)
-        # Until a first look found them empty, the sockets signal nothing.
+        # The sockets signal nothing until a first read found them empty.
         self._schedule_drain()
         self._drain_monitor()
 
     def close(self) -> None:
-        """Gives the worker up without further ado; its streams fail. Idempotent."""
+        """Give the worker up immediately and fail its streams. Idempotent."""
         self._lose("closed")
 
     def _lose(self, reason: str) -> None:
@@ -217,10 +229,12 @@ class WorkerLink:
             if submission is not None:
                 submission.stream.on_lost(WorkerLostError(message))
 
-    # ---- requests ---------------------------------------------------------------------------------------------
-
     def submit(self, message: Submit, stream: Stream) -> None:
-        """Sends a request; its outputs go to `stream` until `forget`. Raises UnavailableError if it cannot be sent."""
+        """Send a request. Its outputs go to `stream` until `forget`.
+
+        Raises:
+            UnavailableError: The request cannot be sent.
+        """
         if self.lost:
             raise UnavailableError("The worker was lost.")
         if not self._send(message):
@@ -230,22 +244,22 @@ class WorkerLink:
         self._waiting_tokens += len(message.token_ids)
 
     def cancel_choice(self, request_id: str, choice: int) -> None:
-        """Ends one choice at the worker; outputs of the others still come."""
+        """End one choice at the worker. Outputs of the other choices still arrive."""
         self._cancel(Cancel(request_id, choice))
 
     def forget(self, request_id: str, *, cancel: bool) -> None:
-        """Ends a stream on this side; with `cancel` on the worker's too. Unknown ids are ignored."""
+        """End a stream on this side and, with `cancel`, at the worker. Unknown ids are ignored."""
         if self._remove(request_id) is not None and cancel:
             self._cancel(Cancel(request_id))
 
     def request_bundle(self, bundle_hash: str) -> bool:
-        """Asks for a bundle; False if that could not be sent."""
+        """Request a text bundle; return False if the message could not be sent."""
         return self._send(BundleRequest(bundle_hash))
 
     def _cancel(self, message: Cancel) -> None:
         if self.lost or self._send(message):
             return
-        # The queue is full. A later tick tries again, so that the worker does not run on for nobody.
+        # The queue is full. A later tick tries again, so that the worker does not continue a request that nobody reads.
         if len(self._delayed_cancels) < _MAX_DELAYED_CANCELS:
             self._delayed_cancels.append(message)
 
@@ -260,7 +274,7 @@ class WorkerLink:
         return submission
 
     def refresh(self) -> None:
-        """Asks for a report soon, because the last one is known, or suspected, to be out of date."""
+        """Request a report soon, because the last one may be out of date."""
         if not self._refresh_scheduled and not self.lost:
             self._refresh_scheduled = True
             self._loop.call_later(REFRESH_SECONDS, self._refresh)
@@ -275,8 +289,6 @@ class WorkerLink:
         if len(self._recent) > _MAX_RECENT:
             self._recent.popitem(last=False)
 
-    # ---- socket -----------------------------------------------------------------------------------------------
-
     def _send(self, message: GatewayMessage) -> bool:
         if self._socket is None or self.lost:
             return False
@@ -290,7 +302,7 @@ class WorkerLink:
         return True
 
     def _schedule_drain(self) -> None:
-        """After a send the edge of a message that arrived meanwhile may have passed: look at EVENTS again."""
+        """Check EVENTS again after a send, which may have consumed the edge of an incoming message."""
         if not self._drain_scheduled and self._events() & zmq.POLLIN:
             self._drain_scheduled = True
             self._loop.call_soon(self._scheduled_drain)
@@ -303,7 +315,7 @@ class WorkerLink:
         return 0 if self._socket is None or self.lost else int(self._socket.getsockopt(zmq.EVENTS))
 
     def _drain(self) -> None:
-        """Reads until the socket is empty, or until others must have their turn."""
+        """Read until the socket is empty or MAX_FRAMES_PER_TURN frames were read."""
         for _ in range(MAX_FRAMES_PER_TURN):
             if self.lost or self._socket is None:
                 return
@@ -316,9 +328,9 @@ class WorkerLink:
             if is_first and not self._inside_message:
                 self._on_frame(frame)
             elif is_first:
-                # Our messages have one frame; what follows of this one is read past.
+                # Valid messages have one frame. Skip the rest of this one.
                 self.counters.malformed += 1
-            # Mostly it was the only one; to be told so by an exception takes longer than to ask.
+            # Usually this message was the only one. Checking is faster than catching an exception.
             if not self._events() & zmq.POLLIN:
                 return
         if not self._drain_scheduled and not self.lost:
@@ -336,13 +348,11 @@ class WorkerLink:
                 self._lose("disconnected")
 
     def _read_to_the_end(self) -> None:
-        """What the worker sent before it went still counts."""
+        """Read what the worker sent before it ended."""
         for _ in range(2 * sockets.HIGH_WATER_MARK // MAX_FRAMES_PER_TURN):
             if self.lost or not self._events() & zmq.POLLIN:
                 return
             self._drain()
-
-    # ---- messages ---------------------------------------------------------------------------------------------
 
     def _on_frame(self, frame: bytes) -> None:
         try:
@@ -369,7 +379,7 @@ class WorkerLink:
             return
         if self.epoch and message.epoch != self.epoch:
             self.counters.wrong_epoch += 1
-            self._lose("it is another life than its socket's name says")
+            self._lose("it is not the process that its socket's name announces")
             return
         self.epoch = message.epoch
         self.facts = message.facts
@@ -389,7 +399,9 @@ class WorkerLink:
         if message.sequence > expected:
             self.counters.sequence_gaps += 1
             log.error("messages_lost", worker=self.name, expected=expected, got=message.sequence)
-            self._fail_streams("Messages of the worker that ran this request were lost.", cancel=True)
+            self._fail_streams(
+                "Messages of the worker that ran this request were lost. Send the request again.", cancel=True
+            )
         for output in message.outputs:
             submission = self._submissions.get(output.request_id)
             if submission is None:
@@ -404,7 +416,7 @@ class WorkerLink:
             return
         self.counters.unknown_ids += 1
         if output.finish is None and 0 < len(output.request_id) <= 128:
-            # The worker runs a request that nobody here waits for: it must not run on.
+            # The worker runs a request that nobody here waits for: cancel it.
             self._remember(output.request_id)
             self._cancel(Cancel(output.request_id))
 
@@ -418,17 +430,19 @@ class WorkerLink:
         own_sequences, own_tokens = self._unanswered.pop(message.nonce)
         self._last_pong = time.monotonic()
         self.stats = stats = message.stats
-        # What ended on its way makes these too low, never too high: nobody is refused for requests that are over.
+        # Requests that ended meanwhile make these figures too low, never too high, so no request is refused because of
+        # finished ones.
         self.foreign_sequences = max(0, stats.num_running + stats.num_waiting - own_sequences)
         self.foreign_tokens = max(0, stats.num_waiting_tokens - own_tokens)
 
     def _on_wrong_epoch(self) -> None:
-        """A message of another life. Before Welcome it is a left-over; after it, the life that we knew is over."""
+        """Handle a message with the epoch of another process.
+
+        Before Welcome it is left over; later it shows that the worker was restarted.
+        """
         self.counters.wrong_epoch += 1
         if self.facts is not None:
-            self._lose("it has begun another life")
-
-    # ---- liveness ---------------------------------------------------------------------------------------------
+            self._lose("it was restarted")
 
     def _ping(self) -> None:
         self._nonce += 1
@@ -439,7 +453,7 @@ class WorkerLink:
 
     def _tick(self) -> None:
         if self.facts is not None and self._silent_seconds() > self._liveness.lost_after:
-            # This loop may have been busy itself, and the pongs lie unread.
+            # This event loop may have been busy itself, with pongs unread.
             self._read_to_the_end()
         if self.lost:
             return

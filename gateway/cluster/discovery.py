@@ -1,4 +1,4 @@
-"""Where the workers of one machine are found: their sockets in the runtime directory."""
+"""Discovery of the workers of one machine by their sockets in the runtime directory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 from shared import sockets
 
 _COARSE_NS = 100_000_000
-"""What changes a directory twice within some milliseconds may leave its time as it was."""
+"""Resolution of directory timestamps in nanoseconds.
+
+Two changes within some milliseconds may leave the same timestamp.
+"""
 
 
 class WorkerDirectory:
-    """The sockets in a directory, which is read again only where its time says that something came or went.
+    """Sockets in a directory.
 
-    It is asked some times a second for as long as a gateway lives.
+    The directory is read again only when its timestamp changes, because it is polled several times a second.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -23,7 +26,7 @@ class WorkerDirectory:
         self._seen: int | None = None
 
     def endpoints(self) -> list[str]:
-        """Of the workers whose sockets are there, oldest first; stale ones may be among them."""
+        """Return the endpoints of the workers' sockets, oldest first. Stale ones may be included."""
         try:
             changed = self._directory.stat().st_mtime_ns
         except FileNotFoundError:

@@ -1,9 +1,11 @@
-"""Which workers there are, which models they serve, and the text pipeline of each model.
+"""Registry of workers, of the models that they serve, and of the text pipeline of each model.
 
-Workers are found by their sockets in the runtime directory, or named by endpoints. A worker joins when it has
-introduced itself and its text bundle is parsed; it leaves when its link is lost. A restarted worker is a new socket,
-hence a new link. One model is served under one set of weights: a worker that uses a name with other weights or
-another tokenizer waits until those that have it are gone.
+Workers are found by their sockets in the runtime directory or configured as endpoints. A worker joins when it has
+introduced itself and its text bundle is parsed. It leaves when its link is lost. A restarted worker has a new socket
+and
+therefore a new link. One model name stands for one set of weights: a worker that uses a name with other weights or
+another
+tokenizer waits until the workers that hold the name are gone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from shared.metrics import GatewayMetrics, WorkerSnapshot
 
 SCAN_INTERVAL = 0.25
 _QUIET_INTERVALS = 4
-"""So many are between scans while all workers that are known have joined: one more may wait, others serve."""
+"""Number of scan intervals between scans while all known workers have joined.
+
+Another worker may wait, because some already serve.
+"""
 _MAX_IDLE_PIPELINES = 4
 _BUNDLE_RETRY = 5.0
 
@@ -36,9 +41,10 @@ log = get_logger("gateway.cluster")
 
 
 class ModelEntry:
-    """One served model: its names, its facts (what all its workers can do), its pipeline, its workers.
+    """One served model: its names, its facts, its pipeline and its workers.
 
-    Raises ConfigurationError where its worker asks for a format that is not known.
+    Raises:
+        ConfigurationError: The worker asks for an unknown format.
     """
 
     def __init__(self, facts: WorkerFacts, pipeline: TextPipeline) -> None:
@@ -55,7 +61,7 @@ class ModelEntry:
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """Canonical name."""
         return self._first_facts.model_names[0]
 
     @property
@@ -65,8 +71,10 @@ class ModelEntry:
 
     @property
     def facts(self) -> WorkerFacts:
-        """Those of the worker with the least room, so that what fits them fits every worker; tokens are drafted where
-        all workers draft."""
+        """Facts of the worker with the smallest limits, so that a request that fits them fits every worker.
+
+        Speculation is on only if all workers have it.
+        """
         facts = [worker.facts for worker in self.workers if worker.facts is not None]
         if not facts:
             return self._first_facts
@@ -76,11 +84,11 @@ class ModelEntry:
         return least
 
     def ready_workers(self) -> list[WorkerLink]:
-        """Those that answered lately."""
+        """Return the workers that answered recently."""
         return [worker for worker in self.workers if worker.ready]
 
     def matches(self, facts: WorkerFacts) -> bool:
-        """Whether a worker with these facts serves the same model."""
+        """Return True if a worker with these facts serves the same model."""
         mine = self._first_facts
         return _identity(mine) == _identity(facts)
 
@@ -96,14 +104,15 @@ def _identity(facts: WorkerFacts) -> tuple[object, ...]:
 
 
 class Registry:
-    """The workers of one gateway.
+    """Workers of one gateway.
 
     Args:
-        directory: the runtime directory to scan; None where endpoints are given.
-        endpoints: of workers to connect to instead.
-        gateway_id: this gateway's identity on the sockets, the same for its whole life and unique.
-        on_refused: called with the reason when a worker cannot be used, unless one has joined before.
-        on_loaded: called when a model's tokenizer and template have been parsed, before its workers join.
+        directory: Runtime directory to scan; None if endpoints are given.
+        endpoints: Endpoints of workers to connect to instead.
+        gateway_id: Unique identity of this gateway on the sockets, the same for its whole life.
+        liveness: Intervals of the pings.
+        on_refused: Called with the reason when a worker cannot be used, unless another one has joined before.
+        on_loaded: Called when the tokenizer and template of a model have been parsed, before its workers join.
     """
 
     def __init__(
@@ -131,28 +140,26 @@ class Registry:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, WorkerLink] = {}
         self._entries: list[ModelEntry] = []
-        # Names served before, so that a model whose workers are down is told from one that never was.
+        # Names served before, to distinguish a model whose workers are down from an unknown one.
         self._known_names: OrderedDict[str, None] = OrderedDict()
         self._pipelines: OrderedDict[str, TextPipeline] = OrderedDict()
         self._parsing: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, tuple[WorkerLink, float]] = {}
         self._unusable: dict[str, str] = {}
-        # Endpoints of workers with facts or flags that mean nothing here -> why. A restarted worker has another.
+        # Endpoints of workers with unusable facts or flags, with the reason. A restarted worker has another endpoint.
         self._refused: dict[str, str] = {}
         self._conflicts: set[str] = set()
         self._lost_counters = LinkCounters()
         self._wire_errors_shown = 0
         self._scanner: asyncio.Task[None] | None = None
 
-    # ---- life -------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
-        """Connects to the workers that are there and keeps looking for others."""
+        """Connect to the existing workers and keep looking for others."""
         self._scan()
         self._scanner = asyncio.create_task(self._scan_on(), name="worker-scan")
 
     async def close(self) -> None:
-        """Lets go of all workers; requests that still run fail."""
+        """Disconnect from all workers. Running requests fail."""
         tasks = [task for task in (self._scanner, *self._parsing.values()) if task is not None]
         for task in tasks:
             task.cancel()
@@ -162,32 +169,33 @@ class Registry:
             link.close()
         self._context.term()
 
-    # ---- questions --------------------------------------------------------------------------------------------
-
     def model(self, name: str) -> ModelEntry:
-        """The model with this name.
+        """Return the model with this name.
 
         Raises:
-            UnavailableError: its workers are gone, or none has come yet at all.
-            ModelNotFoundError: no worker serves it.
+            UnavailableError: Its workers are gone, or no worker has joined yet.
+            ModelNotFoundError: No worker serves it.
         """
         for entry in self._entries:
             if name in entry.names:
                 return entry
         if not self._known_names:
             raise UnavailableError(
-                "No worker has joined yet; one that was just started may still load.", retry_after=2.0
+                "No worker has joined yet. Workers that were just started may still be loading; try again later.",
+                retry_after=2.0,
             )
         if name in self._known_names:
-            raise UnavailableError("No worker of the model is there at the moment.", retry_after=2.0)
-        raise ModelNotFoundError(f"The model {name[:200]!r} does not exist.", param="model")
+            raise UnavailableError("The model has no worker at the moment. Try again later.", retry_after=2.0)
+        raise ModelNotFoundError(
+            f"The model {name[:200]!r} does not exist. GET /v1/models lists the available models.", param="model"
+        )
 
     def models(self) -> Sequence[ModelEntry]:
-        """The models that have a worker now."""
+        """Return the models that have a worker now."""
         return tuple(self._entries)
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a worker answered a round trip through its engine loop lately, and else why not."""
+        """Return whether a worker recently answered a ping through its engine loop, and the reason if not."""
         if any(worker.ready for entry in self._entries for worker in entry.workers):
             return True, "ok"
         if self._entries:
@@ -199,21 +207,19 @@ class Registry:
         return False, "no worker has joined" if not self._known_names else "all workers are gone"
 
     def snapshots(self) -> Iterator[WorkerSnapshot]:
-        """The workers that have joined, each once, for /metrics."""
+        """Return each worker that has joined once, for /metrics."""
         for entry in self._entries:
             for worker in entry.workers:
                 num_pages = worker.facts.num_pages if worker.facts is not None else 0
                 yield WorkerSnapshot(entry.name, worker.name, worker.ready, num_pages, worker.stats)
 
     def counters(self) -> LinkCounters:
-        """What went wrong on all links, gone ones included."""
+        """Return the error counts of all links, lost ones included."""
         total = LinkCounters()
         total.add(self._lost_counters)
         for link in self._links.values():
             total.add(link.counters)
         return total
-
-    # ---- finding workers --------------------------------------------------------------------------------------
 
     async def _scan_on(self) -> None:
         while True:
@@ -234,7 +240,7 @@ class Registry:
                 self._connect(endpoint)
         for endpoint, link in list(self._links.items()):
             if endpoint not in found and link.facts is None:
-                # The socket of a worker that was gone before it said anything.
+                # The socket of a worker that ended before it sent anything.
                 link.close()
             elif link.facts is not None and not self._joined(link):
                 self._try_to_join(link)
@@ -271,18 +277,16 @@ class Registry:
                 if not entry.workers:
                     self._entries.remove(entry)
 
-    # ---- joining ----------------------------------------------------------------------------------------------
-
     def _joined(self, link: WorkerLink) -> bool:
         return any(link in entry.workers for entry in self._entries)
 
     def _try_to_join(self, link: WorkerLink) -> None:
-        """Lets a worker in if its pipeline is there and its names are free; the next scan tries again if not."""
+        """Let a worker join if its pipeline is loaded and its names are free; otherwise the next scan tries again."""
         facts = link.facts
         if facts is None or link.lost or facts.bundle_hash in self._unusable or link.endpoint in self._refused:
             return
         if not facts.model_names or facts.page_size < 1 or facts.vocab_size < 1:
-            self._refused[link.endpoint] = reason = "its facts make no sense"
+            self._refused[link.endpoint] = reason = "its facts are invalid"
             self._refuse("worker_not_usable", reason, worker=link.name)
             return
         pipeline = self._pipelines.get(facts.bundle_hash)
@@ -296,7 +300,7 @@ class Registry:
             if names & set(entry.names):
                 if link.endpoint not in self._conflicts:
                     self._conflicts.add(link.endpoint)
-                    log.error("worker_kept_out", worker=link.name, reason="its model's name is taken by another")
+                    log.error("worker_kept_out", worker=link.name, reason="another model has the name of its model")
                 return
         else:
             try:
@@ -361,7 +365,7 @@ class Registry:
             del self._pipelines[bundle_hash]
 
     def _show_wire_errors(self) -> None:
-        # The sum of `counters`, without making it: this is done with each scan.
+        # Sum over `counters` without creating the object, because each scan computes it.
         errors = self._lost_counters.wire_errors + sum(link.counters.wire_errors for link in self._links.values())
         if self._metrics is not None and errors > self._wire_errors_shown:
             self._metrics.wire_errors.inc(errors - self._wire_errors_shown)

@@ -1,4 +1,4 @@
-"""What the gateway counts about its connections to workers."""
+"""Counters of a gateway's connections to workers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class LinkCounters:
-    """What went wrong on one link; each message counted here was dropped, except those after a gap.
+    """Errors on one link. Each counted message was dropped, except those after a gap.
 
     Attributes:
-        malformed: messages that are none, of a wrong number of frames, or not expected.
-        wrong_epoch: messages of another life of the worker.
-        repeated: step messages with a number that was had before.
-        sequence_gaps: how often step messages were missing; the streams of the link failed.
-        unknown_ids: outputs of requests that are not, or no longer, waited for.
-        send_failures: messages that found the queue to the worker full.
+        malformed: Messages that cannot be decoded, have a wrong number of frames, or are unexpected.
+        wrong_epoch: Messages of another process of the worker.
+        repeated: Step messages whose number was already received.
+        sequence_gaps: Gaps in the numbers of step messages; each failed the streams of the link.
+        unknown_ids: Outputs of requests that this gateway does not have, or no longer.
+        send_failures: Messages that were not sent because the queue to the worker was full.
     """
 
     malformed: int = 0
@@ -26,11 +26,11 @@ class LinkCounters:
     send_failures: int = 0
 
     def add(self, other: LinkCounters) -> None:
-        """Adds the counts of a link that is gone."""
+        """Add the counts of a lost link."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def wire_errors(self) -> int:
-        """Messages that were dropped because something was wrong with them, and gaps where some were missing."""
+        """Messages that were dropped as faulty, and gaps where messages were missing."""
         return self.malformed + self.wrong_epoch + self.repeated + self.sequence_gaps

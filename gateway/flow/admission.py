@@ -1,8 +1,9 @@
-"""Whether a request may enter, by requests and by waiting tokens; and if not, when to come again.
+"""Admission control by number of sequences and of waiting prompt tokens, with a computed Retry-After.
 
-A permit is held exactly as long as the generation. The limits are over all gateways of the workers: what others have
-there is known from the workers' reports, which are up to a second old. (How many HTTP requests one process holds, and
-draining, are gateway.http.drain's.)
+A permit is held exactly as long as the generation. The limits hold over all gateways of the workers: the share of other
+gateways is known from the workers' reports, which are up to a second old. The limit of HTTP requests per process, and
+the
+drain, are in gateway.http.drain.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ _WEIGHT_OF_NEWEST = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """What the workers together have reported.
+    """Sum of the workers' reports.
 
     Attributes:
-        capacity: sequences that they run at a time.
-        foreign_sequences, foreign_tokens: what other gateways have there, and of their prompts waiting.
-        tokens_per_second: at which they compute prompts; 0 while unknown.
+        capacity: Sequences that the workers run at a time.
+        foreign_sequences: Sequences of other gateways.
+        foreign_tokens: Waiting prompt tokens of other gateways.
+        tokens_per_second: Speed at which the workers compute prompts; 0 while unknown.
     """
 
     capacity: int
@@ -36,12 +38,12 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much of a limit is left.
+    """Remaining room of a limit.
 
     Attributes:
-        limit: what may be there at a time.
-        remaining: what may still be added now.
-        reset: seconds until, by the learned speed, all of it is free.
+        limit: Maximum amount at a time.
+        remaining: Amount that can be added now.
+        reset: Estimated seconds until the whole limit is free.
     """
 
     limit: int
@@ -50,7 +52,7 @@ class Room:
 
 
 class Permit:
-    """One admitted request. `first_token` ends its waiting, `release` its life; both are idempotent."""
+    """One admitted request. `first_token` ends its waiting and `release` its life; both are idempotent."""
 
     __slots__ = ("_admission", "_num_sequences", "_released", "_waiting_tokens")
 
@@ -61,12 +63,12 @@ class Permit:
         self._released = False
 
     def first_token(self) -> None:
-        """The prompt is computed."""
+        """Record that the prompt is computed."""
         self._admission.waiting_tokens -= self._waiting_tokens
         self._waiting_tokens = 0
 
     def release(self) -> None:
-        """The generation is over."""
+        """Record that the generation has ended."""
         if self._released:
             return
         self._released = True
@@ -75,7 +77,7 @@ class Permit:
 
 
 class PartPermit(Permit):
-    """Of a part of a request whose own permit somebody else holds."""
+    """Permit of a part of a request that is admitted as a whole; counts nothing."""
 
     __slots__ = ()
 
@@ -83,19 +85,19 @@ class PartPermit(Permit):
         pass
 
     def first_token(self) -> None:
-        """Counts nothing."""
+        """Do nothing."""
 
     def release(self) -> None:
-        """Counts nothing."""
+        """Do nothing."""
 
 
 class Admission:
-    """The counts of one gateway process, and the limits.
+    """Counts of one gateway process, compared with the limits.
 
     Attributes:
-        num_requests: admitted and not released.
-        num_sequences: their choices, which is what a worker's capacity counts.
-        waiting_tokens: their prompt tokens before the first output.
+        num_requests: Requests that were admitted and not released.
+        num_sequences: Their choices, which count against the workers' capacity.
+        waiting_tokens: Their prompt tokens before the first output.
     """
 
     def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int) -> None:
@@ -104,29 +106,33 @@ class Admission:
         self.num_requests = 0
         self.num_sequences = 0
         self.waiting_tokens = 0
-        # Mean seconds between ends of sequences while there is work, learned.
+        # Learned mean of the seconds between ends of sequences while there is work.
         self._seconds_per_sequence = _DEFAULT_SECONDS_PER_REQUEST
         self._last_release: float | None = None
 
     def admit(self, reported: Reported, *, num_sequences: int, num_tokens: int) -> Permit:
-        """Lets a request in.
+        """Admit a request.
 
         Args:
-            num_tokens: of its prompt.
+            reported: Sum of the workers' reports.
+            num_sequences: Choices of the request.
+            num_tokens: Tokens of its prompt.
 
         Raises:
-            RateLimitError: a limit is reached; `retry_after` is when, by the learned speed, there is room again.
+            RateLimitError: A limit is reached; `retry_after` is the estimated time until there is room.
         """
         most, present = self._sequences(reported)
         excess = present + num_sequences - most
         if excess > 0 and present > 0:
-            message = f"The server is busy: {present} sequences run or wait; the limit is {most}."
+            message = f"The server is busy: {present} sequences are running or waiting; the limit is {most}."
             raise RateLimitError(message, retry_after=_clamp(excess * self._seconds_per_sequence))
         waiting = self.waiting_tokens + reported.foreign_tokens
         excess_tokens = waiting + num_tokens - self._max_waiting_tokens
-        # A prompt alone may be larger than the limit: it is let in when nothing waits.
+        # A single prompt may be larger than the limit. It is admitted when no other prompt waits.
         if excess_tokens > 0 and waiting > 0:
-            message = f"{waiting} prompt tokens wait; with this prompt's {num_tokens} that is above the limit of "
+            message = (
+                f"{waiting} prompt tokens are waiting; with the {num_tokens} of this prompt that exceeds the limit of "
+            )
             retry_after = _clamp(excess_tokens / self._speed(reported))
             raise RateLimitError(message + f"{self._max_waiting_tokens}.", retry_after=retry_after)
         self.num_requests += 1
@@ -135,7 +141,7 @@ class Admission:
         return Permit(self, num_sequences, num_tokens)
 
     def room(self, reported: Reported) -> tuple[Room, Room]:
-        """What the two limits leave: of sequences, running or waiting, and of prompt tokens that wait."""
+        """Return the room of both limits: of running or waiting sequences, and of waiting prompt tokens."""
         most, present = self._sequences(reported)
         waiting = self.waiting_tokens + reported.foreign_tokens
         return (
@@ -148,21 +154,21 @@ class Admission:
         )
 
     def _sequences(self, reported: Reported) -> tuple[int, int]:
-        """How many there may be, and how many there are."""
+        """Return the limit of sequences and their number."""
         return reported.capacity + self._max_waiting_requests, self.num_sequences + reported.foreign_sequences
 
     def _speed(self, reported: Reported) -> float:
         return reported.tokens_per_second or self._max_waiting_tokens / MAX_RETRY_AFTER
 
     def on_release(self, num_sequences: int) -> None:
-        """Gives a permit's share back and learns how fast requests end. Only for Permit."""
+        """Return a permit's share and learn how fast requests end; called by Permit."""
         now = time.monotonic()
         if self._last_release is not None and self.num_requests > 1:
             gap = (now - self._last_release) / num_sequences
             self._seconds_per_sequence += _WEIGHT_OF_NEWEST * (gap - self._seconds_per_sequence)
         self.num_requests -= 1
         self.num_sequences -= num_sequences
-        # An idle stretch says nothing about speed.
+        # An idle period tells nothing about the speed.
         self._last_release = now if self.num_requests else None
 
 

@@ -1,7 +1,7 @@
-"""Whether the beams of a search find their pages again: a step that does not computes every beam from its beginning.
+"""Reuse of cached pages by the beams of a search.
 
-A worker's prefix cache drops what was used longest ago. Where the beams of a step have more pages than it holds, each
-beam's may be gone by the time its turn comes again, and a search costs the square of its length.
+The prefix cache of a worker evicts the least recently used pages. If the beams of a step have more pages than the cache
+holds, the pages of each beam may be gone before its next step, and a search costs the square of its length.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from gateway.flow.beam_state import Beam
 from shared.errors import InvalidRequestError
 
 MIN_RECOMPUTED_TOKENS = 32_768
-"""What any search may compute where the cache is too small, however short it is: as much as a long prompt."""
+"""Tokens that any search may recompute when the cache is too small, however short the search is: as many as a long
+prompt has.
+"""
 
 
 class BeamPages:
-    """The pages of one search's live beams, against those of a worker.
+    """Pages of the live beams of one search, compared with the cache of a worker.
 
     Args:
-        num_pages, page_size: of a worker's KV cache, whose pages hold as many tokens each.
-        num_prompt_tokens, max_tokens: of the search.
-        width: beams that live at a time.
-        param: the request field that an error names.
+        num_pages: Pages of the worker's KV cache.
+        page_size: Tokens per page.
+        num_prompt_tokens: Tokens of the prompt.
+        max_tokens: Maximum length of a hypothesis.
+        width: Number of beams that live at a time.
+        param: Request field that an error names.
     """
 
     def __init__(
@@ -36,16 +40,17 @@ class BeamPages:
         self._length = 0
         self._num_found = 0
         self._num_recomputed = 0
-        # A beam whose pages are found computes at most one page a step. Twice as much is too much.
+        # A beam whose pages are cached computes at most one page per step. Allow twice as much.
         self._max_recomputed = max(MIN_RECOMPUTED_TOKENS, 2 * width * page_size * max_tokens)
 
     def groups(self, beams: Sequence[Beam]) -> list[list[int]]:
-        """The indices of these beams, which are those of a step, in groups that run one after the other: no group
-        writes so many pages that it drives out what the others find again, where that can be.
+        """Divide the beams of a step into groups that run one after the other, and return their indices.
 
-        Relatives stand side by side, and every second step begins at the other end: what was used last is still there.
+        If possible, no group writes so many pages that it evicts pages that other groups need. Related beams are
+        adjacent, and
+        every second step starts at the other end, because the pages used last are still cached.
         """
-        # Of each beam's tokens those in full pages are found again, but never the last one.
+        # The tokens in full pages of each beam are found again, except its last token.
         self._length = len(beams[0].tokens)
         num_full = (self._num_prompt_tokens + self._length - 1) // self._page_size
         num_common = min(self._num_prompt_tokens // self._page_size, num_full)
@@ -58,9 +63,11 @@ class BeamPages:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def count(self, num_cached_tokens: int) -> None:
-        """A beam of this step has run, and found so many tokens in the cache.
+        """Record that a beam of this step has run and found `num_cached_tokens` tokens in the cache.
 
-        Raises InvalidRequestError, with the numbers, where the cache is too small and that has cost too much.
+        Raises:
+            InvalidRequestError: The cache is too small, and too many tokens were recomputed. The message has the
+                numbers.
         """
         if self._num_found < self._num_pages:
             return
@@ -68,13 +75,15 @@ class BeamPages:
         if self._num_recomputed > self._max_recomputed:
             raise InvalidRequestError(
                 f"After {self._length} tokens the {self._width} beams need {self._num_found + 1} pages of "
-                f"{self._page_size} tokens in the KV cache, which has {self._num_pages}: for each further token most "
-                "of them would be computed again. Ask for fewer beams or tokens.",
+                f"{self._page_size} tokens in the KV cache, which has {self._num_pages}, so most of them would be "
+                "recomputed for each further token. Ask for fewer beams or tokens.",
                 param=self._param,
             )
 
     def _num_own(self, beams: Sequence[Beam], pages: range) -> int:
-        """Different pages with these numbers. Beams have one page where they have the same beginning up to its end, and
-        then they have its last token in common, the very object."""
+        """Return the number of different pages with these indices.
+
+        Beams share a page if they are equal up to its end. They then share its last token, the same object.
+        """
         ends = [(page + 1) * self._page_size - self._num_prompt_tokens - 1 for page in pages]
         return len({id(beam.tokens[end]) for beam in beams for end in ends})

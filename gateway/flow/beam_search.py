@@ -1,7 +1,8 @@
-"""Beam search over workers that know nothing of it.
+"""Beam search on top of workers that do not implement it.
 
-Each step sends the live beams as requests for one token, and reads the likeliest tokens from the report on it. The
-workers' prefix cache makes that cheap: all but the newest tokens of a beam are there. Where it is small, the beams of a
+Each step sends the live beams as requests for one token and reads the likeliest tokens from the report. The workers'
+prefix cache makes this cheap, because all but the newest tokens of a beam are cached. If the cache is small, the beams
+of a
 step run in groups (flow.beam_pages).
 """
 
@@ -28,14 +29,20 @@ from shared.messages import Finish, FinishReason, Output, TokenLogprobs, WorkerF
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_TOKENS = 131_072
-"""Tokens of all beams of a prompt. In each step the worker finds every beam's pages again; others wait for that."""
+"""Maximum number of tokens of all beams of a prompt.
+
+In each step the worker looks up every beam's pages while other requests wait.
+"""
 
 
 class BeamSearcher:
-    """Takes requests in as flow.requests.GeneratorLike does, and answers each with the best hypotheses.
+    """Generator that answers each request with the best hypotheses; see flow.requests.GeneratorLike.
 
     Args:
-        facts: of the model.
+        generator: Generator that runs the steps.
+        params: Parameters of the search.
+        pipeline: Text pipeline of the model.
+        facts: Facts of the model.
     """
 
     def __init__(
@@ -57,14 +64,20 @@ class BeamSearcher:
         return self._generator.request_timeout
 
     def submit(self, request: GenerationRequest) -> BeamSearch:
-        """See GeneratorLike. Raises InvalidRequestError where workers do not report enough for so many beams, and for
-        stop strings where the model's text has reasoning, in which they do not count."""
+        """Start a search; see GeneratorLike.
+
+        Raises:
+            InvalidRequestError: Workers do not report enough alternatives for so many beams, or stop strings are
+                combined with a model
+                that reasons, because stop strings do not apply to reasoning.
+        """
         sampling = request.sampling
         new_scanner = scanners_of(request)
         if new_scanner is not None and request.format is not None and request.format.new_splitter is not None:
             param = "stop_regex" if request.stop_regex else "stop"
             raise InvalidRequestError(
-                f"{param} cannot be combined with use_beam_search and a model that reasons.", param=param
+                f"{param} cannot be combined with use_beam_search when the model reasons. Leave out {param}.",
+                param=param,
             )
         state = BeamState(
             self._params,
@@ -79,7 +92,7 @@ class BeamSearcher:
         excess = state.num_alternatives - MAX_LOGPROBS
         if excess > 0:
             raise InvalidRequestError(
-                f"Beam search has at most {width - excess} beams with this model's end-of-text tokens and these "
+                f"Beam search supports at most {width - excess} beams with this model's end-of-text tokens and these "
                 f"stop_token_ids, got {width}.",
                 param=param,
             )
@@ -87,7 +100,7 @@ class BeamSearcher:
         if num_tokens > MAX_BEAM_TOKENS:
             raise InvalidRequestError(
                 f"{width} beams of a prompt of {len(request.prompt_token_ids)} tokens and max_tokens = "
-                f"{sampling.max_tokens} are {num_tokens} tokens; beam search has at most {MAX_BEAM_TOKENS}.",
+                f"{sampling.max_tokens} have {num_tokens} tokens; beam search supports at most {MAX_BEAM_TOKENS}.",
                 param=param,
             )
         pages = BeamPages(
@@ -100,9 +113,9 @@ class BeamSearcher:
         )
         choices = choices_of(request, self._pipeline)
         if request.deadline is None:
-            # Its client sees nothing before the end, and so waits for the first token all the time.
+            # The client sees nothing before the end, so the whole search counts as waiting for the first token.
             request = dataclasses.replace(request, deadline=time.time() + self._generator.request_timeout)
-        # Last of all: who has the room must be there to give it back.
+        # Reserve last: from here on the search must exist to release the room.
         room = self._generator.reserve(dataclasses.replace(request, n=width))
         return BeamSearch(room, request, self._params, state, pages, choices, self._facts.vocab_size)
 
@@ -114,7 +127,7 @@ class BeamSearcher:
 
 
 class BeamSearch(ClosedOnExit):
-    """A running search, as flow.requests.GenerationLike: its deltas all come at the end, one a choice."""
+    """Running search; see flow.requests.GenerationLike. All deltas arrive at the end, one per choice."""
 
     def __init__(
         self,
@@ -138,13 +151,13 @@ class BeamSearch(ClosedOnExit):
         self._results: deque[TextDelta] | None = None
 
     def close(self) -> None:
-        """Cancels what runs and gives the room back. Idempotent."""
+        """Cancel running steps and release the room. Idempotent."""
         for part in self._parts:
             part.close()
         self._room.close()
 
     def pass_to(self, receiver: Receiver) -> None:
-        """See GenerationLike. Nothing comes before the ends."""
+        """Do nothing, because nothing arrives before the ends; see GenerationLike."""
 
     def __aiter__(self) -> Self:
         return self
@@ -164,7 +177,7 @@ class BeamSearch(ClosedOnExit):
         return self._results.popleft()
 
     async def _step(self) -> list[TokenLogprobs]:
-        """A report on each live beam."""
+        """Return a report on each live beam."""
         live = self._state.live
         reports: dict[int, TokenLogprobs] = {}
         for group in self._pages.groups(live):
@@ -172,9 +185,12 @@ class BeamSearch(ClosedOnExit):
         return [reports[index] for index in range(len(live))]
 
     async def _run(self, beams: Sequence[Beam]) -> list[TokenLogprobs]:
-        """Their reports, of one request each at the same time."""
+        """Run one request per beam concurrently and return their reports."""
         if self._request.deadline is not None and time.time() >= self._request.deadline:
-            raise UnavailableError("Beam search took too long.", code="request_timeout")
+            raise UnavailableError(
+                "Beam search took longer than the server's request timeout. Ask for fewer beams or tokens.",
+                code="request_timeout",
+            )
         async with AsyncExitStack() as stack:
             self._parts = []
             for beam in beams:
@@ -218,11 +234,11 @@ class BeamSearch(ClosedOnExit):
     def _deltas(self) -> list[TextDelta]:
         found = self._state.finished[: self._params.num_returned]
         if len(found) < self._params.num_returned:
-            raise InternalError("Beam search found fewer hypotheses than were asked for.")
+            raise InternalError("Beam search found fewer hypotheses than requested.")
         return [self._delta(index, beam) for index, beam in enumerate(found)]
 
     def _delta(self, index: int, beam: Beam) -> TextDelta:
-        """The delta of a hypothesis, as if a worker had sent it in one piece."""
+        """Return the delta of a hypothesis, as if a worker had sent it in one piece."""
         token_ids, first = beam.token_ids, self._first
         finish = Finish(FinishReason.LENGTH)
         if token_ids[-1] in self._state.stop_ids:

@@ -1,6 +1,7 @@
-"""Beam search itself: which beams live, which hypotheses are kept. Knows no workers.
+"""Algorithm of beam search: live beams and kept hypotheses, without workers.
 
-Scores and ends are those of `transformers`: a hypothesis scores the sum of its log-probabilities / length **
+Scores and ends follow `transformers`: the score of a hypothesis is the sum of its log-probabilities divided by length
+**
 length_penalty, and a stop string ends it as a stop token does.
 """
 
@@ -19,12 +20,14 @@ from shared.sampling_params import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """Attributes:
-    width: beams that live at a time, and hypotheses that are kept.
-    num_returned: the best of them, which are the choices.
-    length_penalty: above 0 favours long hypotheses, below 0 short ones.
-    early_stopping: True: end with the first `width` hypotheses; False: when no live beam scores higher at its
-        present length; "never": when none can at any length.
+    """Parameters of a search.
+
+    Attributes:
+        width: Beams that live at a time, and hypotheses that are kept.
+        num_returned: Number of best hypotheses that become choices.
+        length_penalty: Values above 0 favor long hypotheses, values below 0 short ones.
+        early_stopping: True ends with the first `width` hypotheses; False ends when no live beam scores higher at
+            its present length; "never" ends when none can at any length.
     """
 
     width: int
@@ -34,7 +37,7 @@ class BeamParams:
 
 
 class BeamText:
-    """The text of one beam, as far as stop strings ask for it."""
+    """Text of one beam, for the detection of stop strings."""
 
     __slots__ = ("_detokenizer", "_scanner")
 
@@ -44,11 +47,11 @@ class BeamText:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string has come."""
+        """True if a stop string was found."""
         return self._scanner.found is not None
 
     def continued(self, token_id: int, *, may_end: bool) -> BeamText:
-        """With one more token, whose text counts where `may_end`."""
+        """Return the text with one more token, whose text counts only if `may_end`."""
         other = BeamText(self._detokenizer.copy(), self._scanner.copy())
         piece = other._detokenizer.push(token_id)
         if may_end:
@@ -58,9 +61,11 @@ class BeamText:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """The tokens of one beam, or of a hypothesis; `score` is their sum, or the hypothesis's own.
+    """Tokens of one beam or hypothesis.
 
-    `text` is there where stop strings are looked for.
+    `score` is the sum of their log-probabilities, or the score of the hypothesis.
+
+    `text` is set if there are stop strings.
     """
 
     tokens: tuple[TokenLogprobs, ...]
@@ -69,18 +74,20 @@ class Beam:
 
     @property
     def token_ids(self) -> list[int]:
-        """The generated ids."""
+        """Generated ids."""
         return [token.token_id for token in self.tokens]
 
 
 class BeamState:
-    """The search itself, without workers: `advance` it with a report on each live beam until it is `done`.
+    """State of a search. Call `advance` with a report on each live beam until it is `done`.
 
     Args:
-        stop_ids: tokens that end a hypothesis.
-        min_tokens: hypotheses do not end before they have as many.
-        masked_ids: tokens that are never chosen.
-        text: of no token yet; None: there are no stop strings.
+        params: Parameters of the search.
+        max_tokens: Maximum length of a hypothesis.
+        stop_ids: Tokens that end a hypothesis.
+        min_tokens: Length before which hypotheses do not end.
+        masked_ids: Tokens that are never chosen.
+        text: Text of an empty beam; None if there are no stop strings.
     """
 
     def __init__(
@@ -105,14 +112,17 @@ class BeamState:
 
     @property
     def num_alternatives(self) -> int:
-        """How many of the likeliest tokens a report must have: each beam continues in `width` ways at most, and the
-        tokens that end or are masked come on top. How many make a stop string whole is not known: then as many as
-        there are."""
+        """Number of likeliest tokens that a report must contain.
+
+        Each beam continues in at most `width` ways, in addition to the tokens that end it or are masked. The number of
+        tokens that
+        complete a stop string is unknown; with stop strings the maximum is requested.
+        """
         least = self._params.width + len(self.stop_ids | self._masked_ids)
         return least if self.live[0].text is None else max(least, MAX_LOGPROBS)
 
     def advance(self, reports: Sequence[TokenLogprobs]) -> None:
-        """One more token; reports[i] is on what may follow live[i]."""
+        """Add one token; reports[i] contains the possible successors of live[i]."""
         width = self._params.width
         self._length += 1
         at_end = self._length >= self._max_tokens
@@ -122,7 +132,7 @@ class BeamState:
                 break
             text = self._text(index, reports[index].top_ids[place])
             if at_end or reports[index].top_ids[place] in self.stop_ids or (text is not None and text.ended):
-                # What ends below the first `width` has better ones before it, which go on.
+                # Ends below the first `width` are worse than continuations that stay alive.
                 if rank < width:
                     tokens = self._continued(index, reports[index], place)
                     self.finished.append(Beam(tokens, score / self._length**self._params.length_penalty))
@@ -134,7 +144,7 @@ class BeamState:
         self.done = at_end or not live or not self._can_improve()
 
     def _continuations(self, reports: Sequence[TokenLogprobs]) -> list[tuple[float, int, int]]:
-        """Score, index of the live beam and place in its report of whatever may follow, best first."""
+        """Return score, index of the live beam and place in its report of every possible successor, best first."""
         masked = self._masked_ids | (self.stop_ids if self._length <= self._min_tokens else frozenset())
         found = [
             (beam.score + logprob, index, place)

@@ -1,8 +1,8 @@
-"""One choice of a request: its ids, its text so far, whether it has ended.
+"""One choice of a request: its ids, its text so far, and its end.
 
-Tokens become text, text is split into reasoning and what is said aloud, that is cut at a stop string, and what is
-left of it is taken apart into content and tool calls. A request without a format has no need of the second and the
-last, and does not pay for them.
+Tokens become text, the text is split into reasoning and visible text, the visible text is cut at a stop string, and the
+rest
+is parsed into content and tool calls. A request without a format skips the second and the last stage.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from shared.messages import DraftCounts, Finish, Output, TokenLogprobs
 
 
 class Scanner(Protocol):
-    """Looks for what ends a choice. `found` is not None once it has been seen."""
+    """Search for the end of a choice. `found` is not None once it was found."""
 
     @property
-    def found(self) -> str | None: ...
+    def found(self) -> str | None:
+        """End that was found: the matched text, or None."""
 
     def push(self, text: str) -> str:
-        """What of this and earlier pieces is safe to show."""
+        """Return the part of this and earlier pieces that is safe to show."""
         ...
 
     def finish(self) -> str:
-        """What was held back when the text ended."""
+        """Return the text that was held back when the text ended."""
         ...
 
     def copy(self) -> Scanner:
-        """One that goes on from here by itself."""
+        """Return an independent copy."""
         ...
 
 
 class ChoicePipeline(Protocol):
-    """What choices need of a model's text pipeline."""
+    """Parts of a model's text pipeline that choices use."""
 
-    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer:
+        """Return a new detokenizer for one choice."""
 
 
 def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
-    """What looks for the request's stop strings, a new one for each choice; None where it has none."""
+    """Return a factory of scanners for the request's stop strings, one per choice; None if there are none."""
     if request.stop_regex:
         regexes = StopRegexes(request.stop_regex, request.stop, include_in_output=request.include_stop_str_in_output)
         return lambda: RegexScanner(regexes)
@@ -58,16 +60,19 @@ def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
 
 
 def detokenizer_of(request: GenerationRequest, pipeline: ChoicePipeline) -> Detokenizer:
-    """What makes text of a choice's tokens, before the first of them."""
+    """Return the detokenizer of a choice before its first token."""
     shown_ids = frozenset() if request.format is None else request.format.shown_ids
     return pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
 
 
 class Choice:
-    """Turns a worker's outputs into deltas; the concatenated texts are the completion, cut at a stop string.
+    """Conversion of a worker's outputs to deltas. The concatenated texts are the completion, cut at a stop string.
 
     Args:
-        scanner: of the request's stop strings, for this choice.
+        index: Index of the choice.
+        request: The request.
+        detokenizer: Detokenizer of this choice.
+        scanner: Scanner for the request's stop strings, for this choice.
     """
 
     __slots__ = (
@@ -90,7 +95,7 @@ class Choice:
         self.index = index
         self.token_ids: list[int] = []
         self.finished = False
-        # The worker's last word on drafted tokens.
+        # The worker's latest counts of drafted tokens.
         self._drafts: DraftCounts | None = None
         self._detokenizer = detokenizer
         self._scanner = scanner
@@ -101,9 +106,10 @@ class Choice:
         self._wants_logprobs = request.sampling.logprobs is not None
 
     def advance(self, output: Output, vocab_size: int) -> TextDelta:
-        """The delta of one output that is no failure. Sets `finished`.
+        """Return the delta of a successful output; sets `finished`.
 
-        Raises InternalError for an output that no correct worker sends.
+        Raises:
+            InternalError: No correct worker sends this output.
         """
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
         self._check(token_ids, logprobs, vocab_size)
@@ -135,14 +141,14 @@ class Choice:
         return last if last in self._stop_token_ids else None
 
     def _shown_of(self, token_ids: list[int], finish: Finish) -> list[int]:
-        """All but a token that ends the choice, where its text was not asked for."""
+        """Return all ids except a token that ends the choice and is not to be shown."""
         last = finish.stop_token_id
         if last is None or token_ids[-1:] != [last] or self._shows(last):
             return token_ids
         return token_ids[:-1]
 
     def _shows(self, stop_token_id: int) -> bool:
-        """Whether the text of a token that ends the choice is read."""
+        """Return True if the text of a token that ends the choice is shown."""
         return self._include_stop
 
     def _check(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, vocab_size: int) -> None:
@@ -150,12 +156,12 @@ class Choice:
             if not 0 <= token_id < vocab_size:
                 raise InternalError("The worker sent a token id outside the vocabulary.")
         if len(self.token_ids) + len(token_ids) > self._max_tokens:
-            raise InternalError("The worker sent more tokens than were asked for, without an end.")
+            raise InternalError("The worker sent more tokens than requested, without an end.")
         if self._wants_logprobs and _length(logprobs) != len(token_ids):
             raise InternalError("The worker sent tokens without their log-probabilities.")
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, int | None]:
-        """The text to show, and, if a stop string was found, how many of the ids it took."""
+        """Return the text to show and, if a stop string was found, the number of ids that it took."""
         push = self._detokenizer.push
         scanner = self._scanner
         if scanner is None:
@@ -165,7 +171,7 @@ class Choice:
         pieces = []
         for index, token_id in enumerate(token_ids):
             piece = push(token_id)
-            # Like stop tokens, stop strings do not count before min_tokens.
+            # Stop strings, like stop tokens, do not apply before min_tokens.
             if len(self.token_ids) + index + 1 > self._min_tokens:
                 piece = scanner.push(piece)
             pieces.append(piece)
@@ -174,7 +180,7 @@ class Choice:
         return "".join(pieces), None
 
     def _tail(self) -> tuple[str, bool]:
-        """What was held back, and whether it still made a stop string whole."""
+        """Return the text that was held back, and whether it completed a stop string."""
         tail = self._detokenizer.finish()
         if self._scanner is None:
             return tail, False
@@ -183,10 +189,10 @@ class Choice:
 
 
 class FormattedChoice(Choice):
-    """A choice whose text is taken apart: the text of its deltas is content.
+    """Choice with a format: the text of its deltas is content.
 
-    Stop strings are looked for in what is said aloud alone, tool calls included. What is found in a token, from
-    reasoning to calls, goes out with it.
+    Stop strings apply to the visible text, including tool calls. Everything that one token completes is part of one
+    delta.
     """
 
     __slots__ = (
@@ -248,7 +254,7 @@ class FormattedChoice(Choice):
         )
 
     def _calls_are_complete(self) -> bool:
-        """Whether there are calls to act upon; one that a stop string has cut off is none."""
+        """Return True if there are complete calls; a call that a stop string has cut is incomplete."""
         return self._parser is not None and 0 < self._num_calls == self._parser.num_complete
 
     def _shows(self, stop_token_id: int) -> bool:
@@ -290,7 +296,7 @@ class FormattedChoice(Choice):
         return self._content(tail) + self._end(), found
 
     def _content(self, aloud: str) -> str:
-        """The content in what is said aloud; calls are put aside."""
+        """Return the content of visible text and store its tool calls."""
         if self._parser is None or not aloud:
             return aloud
         content, calls = self._parser.push(aloud)
@@ -298,7 +304,7 @@ class FormattedChoice(Choice):
         return "" if self._only_calls else content
 
     def _end(self) -> str:
-        """The content that the parser held back; nothing follows."""
+        """Return the content that the parser held back at the end."""
         if self._parser is None:
             return ""
         content, calls = self._parser.finish()
@@ -307,7 +313,7 @@ class FormattedChoice(Choice):
 
 
 class EmbeddingChoice:
-    """The one "choice" of a request for an embedding: no token is generated, and no text is made."""
+    """The single "choice" of an embedding request, which has no tokens and no text."""
 
     __slots__ = ("finished", "index", "token_ids")
 
@@ -319,7 +325,7 @@ class EmbeddingChoice:
     def advance(self, output: Output, vocab_size: int) -> TextDelta:
         """See Choice."""
         if output.finish is None or output.embedding is None or output.token_ids:
-            raise InternalError("The worker sent something else than the embedding that was asked for.")
+            raise InternalError("The worker sent an output that is not the requested embedding.")
         self.finished = True
         return TextDelta(
             0,
@@ -332,7 +338,7 @@ class EmbeddingChoice:
 
 
 def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> Sequence[Choice | EmbeddingChoice]:
-    """The choices of a request, before their first token."""
+    """Return the choices of a request before their first token."""
     if request.pooling is not None:
         return [EmbeddingChoice()]
     new_scanner = scanners_of(request)
@@ -355,11 +361,16 @@ def _length(logprobs: list[TokenLogprobs] | None) -> int:
 
 
 def _shown_drafts(drafts: DraftCounts, before: DraftCounts | None, num_tokens: int, num_shown: int) -> DraftCounts:
-    """The counts after an output of which the first `num_shown` tokens are shown: an accepted draft that stands behind
-    a stop string is in no completion. The accepted drafts of a step are the first tokens of its output.
+    """Return the counts of drafts after an output of which the first `num_shown` tokens are shown.
+
+    An accepted draft after a stop string is in no completion. The accepted drafts of a step are the first tokens of its
+    output.
 
     Args:
-        drafts, before: the worker's counts with this output, and those that it sent before.
+        drafts: The worker's counts including this output.
+        before: The worker's counts before this output.
+        num_tokens: Tokens of the output.
+        num_shown: Tokens of the output that are shown.
     """
     num_accepted = drafts.num_accepted - (0 if before is None else before.num_accepted)
     num_cut = max(min(num_accepted, num_tokens) - num_shown, 0)

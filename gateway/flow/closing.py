@@ -1,4 +1,4 @@
-"""The async context of what has a `close`."""
+"""Base class of asynchronous contexts that call `close`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class ClosedOnExit(ABC):
-    """Leaving the `async with`, in any way, closes it."""
+    """Asynchronous context that calls `close` however it is left."""
 
     __slots__ = ()
 
@@ -22,4 +22,4 @@ class ClosedOnExit(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent; does not wait."""
+        """Release everything without waiting. Idempotent."""

@@ -1,4 +1,4 @@
-"""What a route hands to the generator, and what it gets back."""
+"""Requests that routes pass to the generator, and the deltas that they receive."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ class GenerationRequest:
     """One prompt and its choices.
 
     Attributes:
-        prompt_token_ids: the whole prompt, special tokens included.
-        n: choices 0 .. n - 1 are generated from the prompt.
-        stop: strings that end a choice; the text is cut before (or, on request, after) the first match.
-        salt: of the prefix cache; requests with different salts never share cached pages.
-        tenant: opaque name of who asks.
-        priority: lower runs first.
-        deadline: Unix time in seconds after which a request still waiting for its first token fails.
-        arrival: when it arrived, by time.monotonic; latencies are measured from there.
-        grammar: what the output must spell, as llguidance reads it; empty: anything.
-        stop_regex: regular expressions that end a choice as stop strings do.
-        affinity: requests with the same one rather go to the same worker; empty: no preference.
-        format: how the model's text is taken apart into reasoning, content and tool calls; None: it is all content.
-        speculative: whether tokens may be drafted.
-        prediction: what the output is expected to be, as tokens.
-        pooling: the prompt's embedding is asked for, pooled like this, and nothing is generated.
+        request_id: Id of the request at the worker.
+        model: Name of the model.
+        prompt_token_ids: The whole prompt including special tokens.
+        sampling: Sampling parameters.
+        n: Number of choices, 0 .. n - 1.
+        stop: Strings that end a choice; the text is cut before (or, on request, after) the first match.
+        include_stop_str_in_output: Cut after the stop string.
+        skip_special_tokens: Leave special tokens out of the text.
+        salt: Salt of the prefix cache; requests with different salts never share cached pages.
+        tenant: Opaque name of the client.
+        priority: Requests with a lower value run first.
+        deadline: Unix time in seconds after which a request that still waits for its first token fails.
+        arrival: Time of arrival by time.monotonic; latencies count from there.
+        grammar: Grammar of the output for llguidance; empty for none.
+        stop_regex: Regular expressions that end a choice as stop strings do.
+        affinity: Requests with the same value prefer the same worker; empty for no preference.
+        format: Format by which the text is parsed into reasoning, content and tool calls; None if it is all
+            content.
+        speculative: True if tokens may be drafted.
+        prediction: Tokens that the output is expected to contain.
+        pooling: Pooling of the requested embedding; nothing is generated then. None for generation.
     """
 
     request_id: str
@@ -57,23 +63,26 @@ class GenerationRequest:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """News of one choice. Concatenated over a choice, `text` is the whole completion, or, where the request has a
-    format, its visible content.
+    """New output of one choice.
+
+    Concatenated over a choice, `text` is the whole completion or, if the request has a format, its visible content.
 
     Attributes:
-        text: may be empty while bytes or a possible stop string are held back.
-        token_ids: generated since the last delta of this choice.
-        logprobs: one entry per token id, where asked for.
-        finish_reason: "stop", "length", "tool_calls" or "repetition" on the last delta of a choice, None before.
-        num_cached_tokens: prompt tokens found in the prefix cache; on the first delta of a choice.
-        prompt_logprobs: one entry per prompt token; on the first delta of choice 0, where asked for.
-        reasoning: of the model's reasoning; concatenated over a choice, all of it.
-        tool_calls: news of its tool calls, in order.
-        num_reasoning_tokens: how many of the token ids are reasoning.
-        stop_reason: with finish_reason, the stop string, the text that an expression matched, or the one of
-            stop_token_ids that ended the choice; None: something else did.
-        drafts: with finish_reason, the choice's drafted tokens, if there were any.
-        embedding: with finish_reason, where the request has a pooling: float32 in little endian, as the worker sent it.
+        choice: Index of the choice.
+        text: New text; may be empty while bytes or a possible stop string are held back.
+        token_ids: Ids generated since the last delta of this choice.
+        logprobs: One entry per token id, if requested.
+        finish_reason: "stop", "length", "tool_calls" or "repetition" on the last delta of a choice, else None.
+        num_cached_tokens: Prompt tokens found in the prefix cache; on the first delta of a choice.
+        prompt_logprobs: One entry per prompt token; on the first delta of choice 0, if requested.
+        reasoning: New reasoning text.
+        tool_calls: Changes of tool calls, in order.
+        num_reasoning_tokens: Number of the token ids that are reasoning.
+        stop_reason: With finish_reason: the stop string, the text that an expression matched, or the id of
+            stop_token_ids that ended the choice; None for other ends.
+        drafts: With finish_reason: counts of the choice's drafted tokens, if there were any.
+        embedding: With finish_reason, for requests with pooling: float32 values in little-endian order, as the
+            worker sent them.
     """
 
     choice: int

@@ -1,8 +1,10 @@
-"""One request's life in the gateway, from admission to its last delta.
+"""Life of one request in the gateway, from admission to its last delta.
 
-The dispatch from the socket calls `on_output`, which turns ids into text and never waits. The route iterates. Between
-them is the outbox: at most one delta per choice, into which more is merged while the route is busy. Whatever way the
-route leaves the `async with`, what is left at the worker is cancelled and the permit given back: nowhere else.
+The worker's link delivers outputs by callbacks, and the route iterates over deltas. An outbox between them holds at
+most one
+delta per choice, into which later ones are merged while the route is busy. However the route leaves the `async with`,
+the
+rest of the request is cancelled at the worker and the permit is released; no other module does this.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from gateway.flow.choice import ChoicePipeline, choices_of
 from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
-from gateway.flow.outbox import Outbox, Receiver, Turn
+from gateway.flow.outbox import FlushScheduler, Outbox, Receiver
 from gateway.flow.routing import Router
 from shared.errors import (
     ContextLengthError,
@@ -58,13 +60,16 @@ class _Models(Protocol):
 
 
 class Generator:
-    """Takes requests in: checks, admits, routes, sends.
+    """Entry for requests: validates, admits, routes and sends them.
 
     Args:
-        gateway_id: goes into the ids that workers see, so that those of two gateways differ.
-        request_timeout: seconds that a request may go without any token.
-        write_timeout: seconds that a full outbox may go unread.
-        metrics: where requests are counted; None counts them for nobody.
+        registry: Models and workers.
+        admission: Admission control.
+        router: Choice of the worker.
+        gateway_id: Part of the ids that workers see, so that those of two gateways differ.
+        request_timeout: Seconds that a request may go without any token.
+        write_timeout: Seconds that a full outbox may remain unread.
+        metrics: Metrics of requests; None for no metrics.
     """
 
     def __init__(
@@ -88,10 +93,10 @@ class Generator:
         self._measures: dict[str, ModelMeasures] = {}
         self._nobody = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
         self._numbers = itertools.count(1)
-        self.turn = Turn()
+        self.turn = FlushScheduler()
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Admits, routes and sends; enter the result at once. See flow.requests.GeneratorLike for the errors."""
+        """Admit, route and send a request; enter the result at once. See flow.requests.GeneratorLike for the errors."""
         try:
             return self._submit(request)
         except PeltonError as error:
@@ -101,7 +106,7 @@ class Generator:
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
     ) -> Reservation:
-        """Admits a request that its caller runs in parts. See flow.requests.GeneratorLike."""
+        """Admit a request that its caller runs in parts. See flow.requests.GeneratorLike."""
         try:
             entry, permit = self._enter(request, num_sequences, num_tokens)
         except PeltonError as error:
@@ -110,7 +115,7 @@ class Generator:
         return Reservation(self, entry, permit, self.measure(request, entry))
 
     def room(self) -> tuple[Room, Room]:
-        """What admission leaves. See flow.requests.AdmittingGeneratorLike."""
+        """Return the room that admission leaves. See flow.requests.AdmittingGeneratorLike."""
         return self._admission.room(_reported(self._everyone()))
 
     def _submit(self, request: GenerationRequest) -> Generation:
@@ -131,7 +136,7 @@ class Generator:
             raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
         check_context(request, entry.facts)
         if not entry.ready_workers():
-            raise UnavailableError("No worker of the model answers at the moment.")
+            raise UnavailableError("No worker of the model answers at the moment. Try again later.")
         if num_sequences is None:
             num_sequences = request.n
         if num_tokens is None:
@@ -139,41 +144,42 @@ class Generator:
         return entry, self._admit(num_sequences, num_tokens)
 
     def _admit(self, num_sequences: int, num_tokens: int) -> Permit:
-        """The limits are over all models."""
+        """Admit a request; the limits hold over all models."""
         everyone = self._everyone()
         try:
             return self._admission.admit(_reported(everyone), num_sequences=num_sequences, num_tokens=num_tokens)
         except RateLimitError:
             for worker in everyone:
                 if worker.foreign_sequences or worker.foreign_tokens:
-                    worker.refresh()  # what others had there may be over
+                    worker.refresh()  # requests of other gateways may have ended
             raise
 
     def _everyone(self) -> list[WorkerLink]:
         return [worker for one in self._models.models() for worker in one.ready_workers()]
 
     def measure(self, request: GenerationRequest, entry: _Entry) -> Measure:
-        """Times one request."""
+        """Return the timer of a request."""
         name = entry.facts.model_names[0]
         if name not in self._measures:
             self._measures[name] = ModelMeasures(self._metrics, name)
         return Measure(self._measures[name], request.arrival, request.n)
 
     def unmeasured(self, request: GenerationRequest) -> Measure:
-        """Counts for nobody: the parts of a request that is measured as one."""
+        """Return a timer that counts nothing, for the parts of a request that is measured as one."""
         return Measure(self._nobody, request.arrival, request.n)
 
     def dispatch(self, request: GenerationRequest, entry: _Entry, stream: Stream) -> tuple[WorkerLink, str]:
-        """Sends the request to the best worker that takes it; returns that and the id it has there.
+        """Send a request to the best worker that accepts it; return the link and the request's id there.
 
-        Raises UnavailableError if there is none.
+        Raises:
+            UnavailableError: No worker accepts it.
         """
         workers = entry.ready_workers()
-        # A new id for each attempt: late outputs of an earlier one must find nobody.
+        # Each attempt has a new id, so that late outputs of an earlier one are ignored.
         request_id = f"{request.request_id[:_MAX_ID_PREFIX]}.{self._gateway_id}.{next(self._numbers)}"
         message = _submit_message(request, request_id, entry.facts.model_names[0], self.request_timeout)
-        error = UnavailableError("No worker of the model answers at the moment.")
-        # A mean is read from its first token, whatever is cached, and its pages are not kept.
+        error = UnavailableError("No worker of the model answers at the moment. Try again later.")
+        # A mean is computed from the first token whatever is cached, and its pages are not kept.
         cacheable = [] if request.pooling == "mean" else request.prompt_token_ids
         while workers:
             worker = self._router.choose(workers, cacheable, request.salt, request.affinity)
@@ -188,10 +194,11 @@ class Generator:
 
 
 class Generation(ClosedOnExit):
-    """A running request: `async with generator.submit(request) as generation: async for delta in generation`.
+    """Running request: `async with generator.submit(request) as generation: async for delta in generation`.
 
-    Each choice ends with exactly one delta that has a finish_reason, or the iteration raises a PeltonError. What came
-    before a failure is still delivered.
+    Each choice ends with exactly one delta that has a finish_reason, or the iteration raises a PeltonError. Deltas
+    before a
+    failure are still delivered.
     """
 
     __slots__ = (
@@ -219,7 +226,7 @@ class Generation(ClosedOnExit):
         self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit, measure: Measure
     ) -> None:
         self.request = request
-        # The worker's news is handled outside of the route's task, which has the request's id on its lines by itself.
+        # Callbacks run outside the route's task, whose log lines carry the request's id by themselves.
         self._log_fields = {**structlog.contextvars.get_contextvars(), "generation": request.request_id}
         self._generator = generator
         self._entry = entry
@@ -237,8 +244,6 @@ class Generation(ClosedOnExit):
         self._closed = False
         self._last_progress = time.monotonic()
         self._watchdog: asyncio.TimerHandle | None = None
-
-    # ---- for the route ----------------------------------------------------------------------------------------
 
     def __aiter__(self) -> Self:
         return self
@@ -259,7 +264,7 @@ class Generation(ClosedOnExit):
         self._outbox.receiver = receiver
 
     def close(self) -> None:
-        """Cancels what is left at the worker and gives the permit back. Idempotent."""
+        """Cancel the rest at the worker and release the permit. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -270,13 +275,14 @@ class Generation(ClosedOnExit):
 
     @property
     def emitted_token_ids(self) -> list[list[int]]:
-        """Per choice the ids that have come from workers; with the prompt's, all that a resumption needs."""
+        """Ids that have arrived from workers, per choice.
+
+        Together with the prompt's ids they suffice to resume the request.
+        """
         return [choice.token_ids for choice in self._choices]
 
-    # ---- for the generator and the link -----------------------------------------------------------------------
-
     def send(self) -> None:
-        """Passes the request to a worker. Raises UnavailableError."""
+        """Send the request to a worker. Raises UnavailableError."""
         self._attempts += 1
         self._worker, self._worker_request_id = self._generator.dispatch(self.request, self._entry, self)
         if self._watchdog is None:
@@ -285,7 +291,7 @@ class Generation(ClosedOnExit):
             self._set_watchdog()
 
     def on_output(self, output: Output) -> None:
-        """News from the worker. A fault in here ends this request, not the worker's others."""
+        """Handle an output of the worker. A failure here ends this request only, not the worker's other requests."""
         if self._closed or self._error is not None:
             return
         try:
@@ -294,10 +300,10 @@ class Generation(ClosedOnExit):
             self._fail(error)
         except Exception:
             log.exception("output_not_handled", **self._log_fields)
-            self._fail(InternalError("The server failed; the request id finds the details in its log."))
+            self._fail(InternalError("The server failed. Its log has the details under the request id."))
 
     def on_lost(self, error: WorkerLostError) -> None:
-        """The worker is gone. What has shown no output is sent to another, once."""
+        """Handle the loss of the worker. A request without output is sent to another one, once."""
         self._worker = None
         if self._closed or self._error is not None:
             return
@@ -311,14 +317,12 @@ class Generation(ClosedOnExit):
         else:
             log.info("request_moved", **self._log_fields)
 
-    # ---- inside -----------------------------------------------------------------------------------------------
-
     def _take(self, output: Output) -> None:
         if not 0 <= output.choice < len(self._choices):
-            raise InternalError("The worker sent output of a choice that was not asked for.")
+            raise InternalError("The worker sent output of a choice that was not requested.")
         choice = self._choices[output.choice]
         if choice.finished:
-            # Tokens that were on their way when a stop string was found here.
+            # Tokens that were on their way when the gateway found a stop string.
             return
         self._last_progress = now = time.monotonic()
         if not self._started:
@@ -368,7 +372,12 @@ class Generation(ClosedOnExit):
             self._set_watchdog()
             return
         what = "next" if self._started else "first"
-        self._fail(UnavailableError(f"The request waited too long for its {what} token.", code="request_timeout"))
+        self._fail(
+            UnavailableError(
+                f"The request waited longer than the server's request timeout for its {what} token.",
+                code="request_timeout",
+            )
+        )
 
 
 class Reservation:
@@ -382,7 +391,7 @@ class Reservation:
         self._sent = False
 
     def submit(self, part: GenerationRequest) -> Generation:
-        """Sends a part."""
+        """Send a part."""
         generator, entry = self._generator, self._entry
         generation = Generation(generator, part, entry, PartPermit(), generator.unmeasured(part))
         generation.send()
@@ -393,26 +402,26 @@ class Reservation:
 
     @property
     def tokens_per_second(self) -> float:
-        """At which the model's workers together read prompts, lately; 0 while unknown."""
+        """Recent speed at which the model's workers together compute prompts; 0 while unknown."""
         return sum(worker.stats.prefill_tokens_per_second for worker in self._entry.ready_workers())
 
     def first_token(self) -> None:
-        """The prompt is computed."""
+        """Record that the prompt is computed."""
         self._permit.first_token()
 
     def complete(self, deltas: Sequence[TextDelta]) -> None:
-        """The request ended well."""
+        """Record success."""
         now = time.monotonic()
         for delta in deltas:
             self._measure.output(now, delta.choice, len(delta.token_ids), delta.finish_reason)
         self._measure.end(None, complete=True)
 
     def fail(self, error: PeltonError) -> None:
-        """The request failed."""
+        """Record failure."""
         self._measure.end(error, complete=False)
 
     def close(self) -> None:
-        """Gives the room back. Idempotent."""
+        """Release the room. Idempotent."""
         self._measure.end(None, complete=False)
         self._permit.release()
 
@@ -427,7 +436,12 @@ def _reported(workers: Sequence[WorkerLink]) -> Reported:
 
 
 def check_context(request: GenerationRequest, facts: WorkerFacts) -> None:
-    """Raises ContextLengthError, with the numbers, for what can never fit; InvalidRequestError for an empty prompt."""
+    """Check that a request can ever fit.
+
+    Raises:
+        ContextLengthError: The request can never fit; the message has the numbers.
+        InvalidRequestError: The prompt is empty.
+    """
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -479,7 +493,7 @@ _ERRORS_BY_CODE: dict[str | None, type[PeltonError]] = {
 
 
 def _failure(finish: Finish) -> PeltonError:
-    """What an unsuccessful end means for the client."""
+    """Return the error for an unsuccessful end."""
     if finish.reason is FinishReason.ABORT:
         return UnavailableError(finish.message or "The worker ended the request before it was complete.")
     kind = _ERRORS_BY_CODE.get(finish.code, InternalError)

@@ -1,4 +1,4 @@
-"""What /metrics tells of requests: counted where a generation's life is decided, once each."""
+"""Metrics of requests, counted once per request when its outcome is decided."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.metrics import GatewayMetrics
 
 
 class ModelMeasures:
-    """The metrics of one model, with the label resolved once."""
+    """Metrics of one model with the label resolved once."""
 
     def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
         self.accepted = metrics.requests_accepted.labels(model_name)
@@ -26,10 +26,11 @@ class ModelMeasures:
 
 
 class Measure:
-    """Times one accepted request. `end` counts it as exactly one of success, failure and abort.
+    """Timer of one accepted request. `end` counts it as exactly one of success, failure and abort.
 
     Args:
-        arrival: of the request, by time.monotonic.
+        metrics: Metrics of the model.
+        arrival: Arrival of the request, by time.monotonic.
     """
 
     __slots__ = ("_arrival", "_ended", "_first", "_last", "_measures", "_num_tokens", "_was_cut")
@@ -44,12 +45,12 @@ class Measure:
         self._ended = False
 
     def sent(self) -> None:
-        """A worker has it."""
+        """Record that a worker has the request."""
         self._measures.accepted.inc()
         self._measures.queue_time.observe(time.monotonic() - self._arrival)
 
     def output(self, now: float, choice: int, num_tokens: int, finish_reason: str | None) -> None:
-        """News of a choice, at `now` by time.monotonic."""
+        """Record an output of a choice at `now` (time.monotonic)."""
         if finish_reason == "length":
             self._was_cut = True
         if num_tokens == 0:
@@ -64,10 +65,11 @@ class Measure:
         self._last[choice] = now
 
     def slow_client(self) -> None:
+        """Count a stream that was cut because its client did not read."""
         self._measures.slow_clients.inc()
 
     def end(self, error: PeltonError | None, *, complete: bool) -> None:
-        """The request is over: with an error, complete, or left by its client. Only the first call counts."""
+        """Record the end: with an error, complete, or abandoned by the client. Only the first call counts."""
         if self._ended:
             return
         self._ended = True

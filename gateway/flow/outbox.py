@@ -1,7 +1,8 @@
-"""What a generation has for its route and the route has not taken yet.
+"""Bounded queue of deltas between a generation and its route.
 
-Most of what a stream sends is taken by a callback of the loop: a task that is woken for each token costs more than all
-else that is done with it.
+A callback of the event loop takes most deltas, because waking a task for each token would cost more than all other work
+on
+it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from gateway.text.message_parser import ToolCallDelta
 T = TypeVar("T")
 
 FULL_AT_TOKENS = 256
-"""From here on the consumer must take something within the write timeout."""
+"""Number of tokens from which on the consumer must take deltas within the write timeout."""
 
 
 _MERGE_AT = 64
-"""So many deltas of one choice become one, so that a slow reader costs little more than its text."""
+"""Number of deltas of one choice that are merged into one, so that a slow reader costs little more memory than its
+text.
+"""
 
 
 def merged(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Deltas of one choice, in order, as one."""
+    """Merge deltas of one choice, in order."""
     if len(deltas) == 1:
         return deltas[0]
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
@@ -47,7 +50,7 @@ def merged(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def _merged_calls(news: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-    """News of calls, in order, one for each call that they are about, or one more where it had begun before."""
+    """Merge changes of tool calls, in order: one for each call, or two if a call had begun before."""
     result: list[ToolCallDelta] = []
     pieces: list[str] = []
     for call in news:
@@ -68,24 +71,25 @@ def _last_known(values: Sequence[T | None]) -> T | None:
 
 
 def _nobody() -> None:
-    """Is told of slow consumers of what is closed."""
+    """Do nothing; callback of a closed outbox."""
 
 
 class Receiver(Protocol):
-    """Takes deltas without waiting, in the place of a consumer that waits."""
+    """Receiver of deltas that takes them without waiting, instead of a waiting consumer."""
 
     def ready(self) -> bool:
-        """Whether it can take some now."""
+        """Return True if it can take deltas now."""
         ...
 
     def receive(self, deltas: Sequence[TextDelta]) -> None:
-        """Takes some. What it raises is raised to the waiting consumer."""
+        """Take deltas. Exceptions are raised to the waiting consumer."""
         ...
 
 
-class Turn:
-    """Lets outboxes hand over once all that is being handled now has been: with one callback of the event loop, not one
-    for each. Shared by the outboxes of a loop.
+class FlushScheduler:
+    """Scheduler of one loop callback in which outboxes hand over their deltas after all pending events were handled.
+
+    The outboxes of a loop share it.
     """
 
     __slots__ = ("_outboxes",)
@@ -94,7 +98,7 @@ class Turn:
         self._outboxes: list[Outbox] = []
 
     def add(self, outbox: Outbox) -> None:
-        """Calls `outbox.hand_over` once."""
+        """Schedule one call of `outbox.hand_over`."""
         if not self._outboxes:
             asyncio.get_running_loop().call_soon(self._end)
         self._outboxes.append(outbox)
@@ -106,14 +110,16 @@ class Turn:
 
 
 class Outbox:
-    """One pending delta per choice, merged when it is taken, oldest first. One consumer.
+    """Queue with one pending delta per choice, merged when it is taken, oldest first. It has one consumer.
 
-    Its memory is bounded by the request's max_tokens; a consumer that leaves it full for `patience` seconds is
-    reported through `on_slow`, once.
+    Its memory is bounded by the request's max_tokens. A consumer that leaves it full for `patience` seconds is reported
+    once
+    through `on_slow`.
 
     Attributes:
-        receiver: where set, gets what comes while the consumer waits, but for the ends of choices and reports on
-            prompts; when it is not ready, the consumer gets that too.
+        receiver: Takes deltas while the consumer waits, except the ends of choices and reports on prompts. When it
+            is not
+            ready, the consumer takes those too.
     """
 
     __slots__ = (
@@ -130,14 +136,15 @@ class Outbox:
         "receiver",
     )
 
-    def __init__(self, patience: float, on_slow: Callable[[], None], turn: Turn) -> None:
+    def __init__(self, patience: float, on_slow: Callable[[], None], turn: FlushScheduler) -> None:
         self._patience = patience
         self._on_slow = on_slow
         self._turn = turn
         self._pending: dict[int, list[TextDelta]] = {}
-        # Choices whose pending delta is worth delivering, in the order in which it became so.
+        # Choices with a delta worth delivering, in the order in which they became so.
         self._urgent: dict[int, None] = {}
-        # Instead of these, where it is the only one and will be handed over: most tokens of most streams.
+        # Used instead of these if there is a single delta that will be handed over: the case of most tokens of most
+        # streams.
         self._single: TextDelta | None = None
         self._is_due = False
         self._num_tokens = 0
@@ -146,7 +153,7 @@ class Outbox:
         self.receiver: Receiver | None = None
 
     def put(self, delta: TextDelta) -> None:
-        """Never waits."""
+        """Add a delta without waiting."""
         may_pass = (
             self._waiter is not None
             and self.receiver is not None
@@ -169,7 +176,7 @@ class Outbox:
                 self._full_timer = asyncio.get_running_loop().call_later(self._patience, self._on_slow)
 
     def _keep(self, delta: TextDelta) -> bool:
-        """Whether there is something worth delivering now."""
+        """Store a delta; return True if there is something worth delivering."""
         choice = delta.choice
         pending = self._pending.get(choice)
         if pending is None:
@@ -179,7 +186,7 @@ class Outbox:
             if len(pending) >= _MERGE_AT:
                 pending[:] = [merged(pending)]
         self._num_tokens += len(delta.token_ids)
-        # Ids without text wait for the text that they become part of; the first of a choice do not.
+        # Ids without text wait for the text that they become part of, except the first ids of a choice.
         if (
             delta.text
             or delta.finish_reason
@@ -192,12 +199,12 @@ class Outbox:
         return choice in self._urgent
 
     def _plan_hand_over(self) -> None:
-        # Not at once: news of several steps that were read together goes out together.
+        # Deferred, so that outputs of several steps that were read together are delivered together.
         self._is_due = True
         self._turn.add(self)
 
     def hand_over(self) -> None:
-        """Gives the receiver what is worth delivering, if the consumer still waits. For Turn."""
+        """Pass deltas to the receiver if the consumer is still waiting; called by FlushScheduler."""
         self._is_due = False
         waiter, receiver = self._waiter, self.receiver
         if waiter is None or receiver is None or waiter.done():
@@ -221,7 +228,7 @@ class Outbox:
         return deltas
 
     def take(self) -> TextDelta | None:
-        """The oldest delta that is worth delivering, or None."""
+        """Return the oldest delta worth delivering, or None."""
         if self._single is not None:
             single, self._single = self._single, None
             return single
@@ -236,19 +243,20 @@ class Outbox:
         return None
 
     def news(self) -> asyncio.Future[None]:
-        """To be awaited: done when there is something to take, or something else happened to the generation."""
+        """Return a future that is done when there is a delta to take, or when the state of the generation changed."""
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         return waiter
 
     def wake(self) -> None:
-        """Lets the consumer look again."""
+        """Make the consumer check again."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def close(self) -> None:
-        """Drops what is pending, and lets go of whom it reports to, who has it: both would wait for the garbage
-        collector, and a whole prompt with them.
+        """Drop pending deltas and break the reference cycle with the callback's owner.
+
+        Otherwise both, and a whole prompt, would wait for the garbage collector.
         """
         self._on_slow = _nobody
         self.receiver = self._single = None

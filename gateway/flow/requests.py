@@ -1,6 +1,7 @@
-"""What the HTTP side needs of the rest of the gateway: the seams at which tests put fakes.
+"""Interfaces through which the HTTP side uses the rest of the gateway; tests replace them by fakes.
 
-The real ones are flow.generation.Generator and Generation, workers.registry.Registry and text.pipeline.TextPipeline.
+The implementations are flow.generation.Generator and Generation, cluster.registry.Registry and
+text.pipeline.TextPipeline.
 """
 
 from __future__ import annotations
@@ -19,26 +20,31 @@ from shared.messages import WorkerFacts
 
 
 class TextPipelineLike(Protocol):
-    """Text of one model to token ids and back."""
+    """Conversion between the text and the token ids of one model."""
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that `template_kwargs` may have: what the chat template reads and the renderer does not fill in."""
+        """Variables that the chat template reads and the renderer does not fill in; `template_kwargs` may set them."""
         ...
 
     @property
     def takes_documents(self) -> bool:
-        """Whether the chat template reads `documents`."""
+        """True if the chat template reads `documents`."""
         ...
 
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Ids of a plain prompt, tokenized in a thread; special-token text in it is special.
+        """Tokenize a plain prompt in a thread. Text of special tokens becomes special tokens.
 
         Args:
-            add_special_tokens: put the beginning-of-text id in front where the model wants one and text has none.
-            max_tokens: refuse, before tokenizing, text that certainly has more tokens (ContextLengthError).
+            text: The prompt.
+            add_special_tokens: Prepend the beginning-of-text id if the model expects one and the text has none.
+            max_tokens: Refuse, before tokenizing, text that certainly has more tokens.
+            param: Name of the field for error messages.
+
+        Raises:
+            ContextLengthError: The text has more than max_tokens tokens.
         """
         ...
 
@@ -53,111 +59,139 @@ class TextPipelineLike(Protocol):
         continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of a conversation by the model's chat template; special-token text in messages is ordinary text.
+        """Render a conversation with the model's chat template and tokenize it.
+
+        Text of special tokens in messages is ordinary text.
 
         Args:
-            documents: for templates that take them.
-            continue_final: the prompt ends inside the last message, whose content is a string, not behind it.
+            messages: The conversation.
+            tools: Tools for templates that support them.
+            add_generation_prompt: End the prompt where the assistant's message begins.
+            template_kwargs: Variables for the template.
+            documents: Documents for templates that support them.
+            continue_final: End the prompt inside the last message, whose content is a string.
+            max_tokens: Refuse, before tokenizing, text that certainly has more tokens.
 
-        Raises InvalidRequestError with the template's own message where it refuses.
+        Raises:
+            InvalidRequestError: The template refuses the conversation; the message is the template's.
+            ContextLengthError: The prompt has more than max_tokens tokens.
         """
         ...
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Convert token ids to text."""
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token."""
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so in the vocabulary."""
+        """Return the id of the token with this text in the vocabulary."""
         ...
 
     async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """Ids of all tokens whose bytes contain one of the texts, in order."""
+        """Return the ids, in order, of all tokens whose bytes contain one of the texts."""
         ...
 
     def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer:
-        """A new one for one choice."""
+        """Return a new detokenizer for one choice."""
         ...
 
 
 class ModelEntryLike(Protocol):
-    """One served model. `name` is canonical, `names` are all that clients may use."""
+    """One served model. `name` is canonical; `names` are all names that clients may use."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Canonical name."""
+
     @property
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """All names that clients may use."""
+
     @property
-    def facts(self) -> WorkerFacts: ...
+    def facts(self) -> WorkerFacts:
+        """Properties that all of its workers share."""
+
     @property
-    def pipeline(self) -> TextPipelineLike: ...
+    def pipeline(self) -> TextPipelineLike:
+        """Text pipeline of the model."""
+
     @property
-    def formats(self) -> ModelFormats: ...
+    def formats(self) -> ModelFormats:
+        """Reasoning and tool-call formats of the model."""
 
 
 class ModelsLike(Protocol):
-    """Which models are served now (Registry)."""
+    """Models that are served now (Registry)."""
 
     def model(self, name: str) -> ModelEntryLike:
-        """Raises ModelNotFoundError; UnavailableError where the model is known but no worker of it lives."""
+        """Return a model by name.
+
+        Raises:
+            ModelNotFoundError: No worker serves the model.
+            UnavailableError: The model is known but has no live worker.
+        """
         ...
 
-    def models(self) -> Sequence[ModelEntryLike]: ...
+    def models(self) -> Sequence[ModelEntryLike]:
+        """Return the models that have a worker now."""
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a worker answered a round trip through its engine loop lately, and else why not."""
+        """Return whether a worker recently answered a ping through its engine loop, and the reason if not."""
         ...
 
 
 class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):
-    """A running request. Leaving the `async with` in any way cancels what is left of it.
+    """Running request. Leaving the `async with` in any way cancels the rest of it.
 
-    Iteration yields TextDeltas, one with a finish_reason for each choice, and ends after the last of them; it raises
-    a PeltonError (WorkerLostError, UnavailableError, InternalError, ...) where the request failed.
+    Iteration yields TextDeltas, one with a finish_reason for each choice, and ends after the last of them. It raises a
+    PeltonError (WorkerLostError, UnavailableError, InternalError, ...) if the request failed.
     """
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
     def pass_to(self, receiver: Receiver) -> None:
-        """From now on what comes while the iteration waits may go to `receiver` instead; the ends never do."""
+        """Allow deltas that arrive while the iteration waits to go to `receiver` instead, except the ends of
+        choices.
+        """
         ...
 
     def close(self) -> None:
-        """What leaving the `async with` does; idempotent."""
+        """End the request as leaving the `async with` does; idempotent."""
         ...
 
 
 class ReservationLike(Protocol):
-    """Room for a request that its caller runs in parts (beam search, embeddings): admitted and measured as one."""
+    """Admitted room for a request that its caller runs in parts (beam search, embeddings). It counts as one request."""
 
     def submit(self, part: GenerationRequest) -> GenerationLike:
-        """Sends a part; enter the result at once. The errors are those of GeneratorLike, but for the limits."""
+        """Send a part; enter the result at once. Raises the errors of GeneratorLike except those of the limits."""
         ...
 
     @property
     def tokens_per_second(self) -> float:
-        """At which the model's workers together read prompts, lately; 0 while unknown."""
+        """Recent speed at which the model's workers together compute prompts; 0 while unknown."""
         ...
 
     def first_token(self) -> None:
-        """The prompt is computed."""
+        """Record that the prompt is computed."""
         ...
 
     def complete(self, deltas: Sequence[TextDelta]) -> None:
-        """The request ended well, with these as the last of its choices."""
+        """Record success, with the last deltas of the choices."""
         ...
 
     def fail(self, error: PeltonError) -> None:
-        """The request failed."""
+        """Record failure."""
         ...
 
     def close(self) -> None:
-        """Gives the room back; idempotent. A request that is not complete by then was left by its client."""
+        """Release the room; idempotent. A request that is not complete by then counts as abandoned by its client."""
         ...
 
 
 class GeneratorLike(Protocol):
-    """Takes requests in."""
+    """Entry for requests."""
 
     @property
     def request_timeout(self) -> float:
@@ -167,28 +201,31 @@ class GeneratorLike(Protocol):
     def reserve(
         self, request: GenerationRequest, *, num_sequences: int | None = None, num_tokens: int | None = None
     ) -> ReservationLike:
-        """Admits a request that its caller runs in parts. The errors are those of submit.
+        """Admit a request that its caller runs in parts. Raises the errors of submit.
 
         Args:
-            num_sequences, num_tokens: of the parts that run at a time and of their prompts; None: request.n, and the
-                request's prompt.
+            request: The whole request.
+            num_sequences: Sequences of the parts that run at a time; None for request.n.
+            num_tokens: Prompt tokens of these parts; None for the tokens of the request's prompt.
         """
         ...
 
     def submit(self, request: GenerationRequest) -> GenerationLike:
-        """Admits, routes and sends; enter the result at once: `async with generator.submit(request) as generation`.
+        """Admit, route and send a request. Enter the result at once.
 
         Raises:
-            ModelNotFoundError, ContextLengthError, InvalidRequestError: the request cannot be served.
-            RateLimitError: an admission limit is reached.
-            UnavailableError: no worker can take it.
+            ModelNotFoundError: No worker serves the model.
+            ContextLengthError: The prompt can never fit.
+            InvalidRequestError: The request is invalid.
+            RateLimitError: An admission limit is reached.
+            UnavailableError: No worker can take the request.
         """
         ...
 
 
 class AdmittingGeneratorLike(GeneratorLike, Protocol):
-    """The one that every request enters by."""
+    """Generator that applies admission control; every request enters through it."""
 
     def room(self) -> tuple[Room, Room]:
-        """What admission leaves now: of sequences, running or waiting, and of prompt tokens that wait."""
+        """Return the room of running or waiting sequences, and of waiting prompt tokens."""
         ...

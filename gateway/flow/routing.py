@@ -1,4 +1,4 @@
-"""Which worker of a model takes a request: the one where it costs least to get to its first token."""
+"""Routing of a request to the worker of its model that has the lowest cost until the first token."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from weakref import WeakKeyDictionary
 from shared.block_hash import page_hashes
 
 MAX_PAGES_PER_PROMPT = 512
-"""Pages of a prompt that are hashed for routing; a longer shared prefix decides nothing more."""
+"""Maximum number of pages of a prompt that are hashed for routing.
+
+A longer shared prefix would not change the choice.
+"""
 MAX_PAGES_PER_WORKER = 65_536
 TOKENS_PER_SEQUENCE = 64
-"""A running sequence delays a prompt about as much as computing this many more of its tokens."""
+"""Tokens of a prompt that take about as long as a running sequence delays the prompt."""
 
 
 class Load(Protocol):
-    """What routing asks of a worker."""
+    """Load of a worker."""
 
     @property
-    def page_size(self) -> int: ...
+    def page_size(self) -> int:
+        """Tokens per page of its KV cache."""
+
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens sent there and not yet computed."""
+        """Number of prompt tokens sent to it and not yet computed."""
         ...
 
     @property
-    def num_sequences(self) -> int: ...
+    def num_sequences(self) -> int:
+        """Number of sequences that run or wait there."""
+
     @property
     def name(self) -> str:
-        """The same for a worker's whole life, and after a restart."""
+        """Name that stays the same when the worker is restarted."""
         ...
 
 
@@ -39,16 +46,18 @@ _W = TypeVar("_W", bound=Load)
 
 
 class Router:
-    """Remembers, per worker, hashes of pages of prompts lately sent there. The worker's own cache is not asked: what
-    it evicted meanwhile costs a detour, never a wrong result."""
+    """Router that remembers, per worker, hashes of pages of recent prompts.
+
+    The worker's own cache is not consulted. A page that it has evicted costs time, never a wrong result.
+    """
 
     def __init__(self) -> None:
         self._pages: WeakKeyDictionary[Load, OrderedDict[bytes, None]] = WeakKeyDictionary()
 
     def choose(self, workers: Sequence[_W], token_ids: Sequence[int], salt: bytes, affinity: str = "") -> _W:
-        """The cheapest of the workers, of which there is at least one; the prompt counts as sent there.
+        """Return the cheapest of at least one workers and count the prompt as sent there.
 
-        Among equally cheap ones, requests with the same salt and affinity have the same one, whichever gateway asks.
+        Among equally cheap workers, requests with the same salt and affinity get the same one from every gateway.
         """
         if len(workers) == 1:
             return workers[0]
@@ -65,7 +74,10 @@ class Router:
         return best
 
     def _cost(self, worker: Load, num_tokens: int, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """In tokens to compute before the first of this prompt; then by sequences, so that equals take turns."""
+        """Return the cost in tokens until the first token of this prompt.
+
+        The number of sequences follows, so that workers of equal cost alternate.
+        """
         known = self._pages.get(worker) or OrderedDict()
         num_cached = 0
         for page in hashes:
@@ -85,6 +97,8 @@ class Router:
 
 
 def _rank(name: str, salt: bytes, affinity: str) -> bytes:
-    """Rendezvous hashing (Thaler and Ravishankar 1998): the lowest rank wins, and a worker more or less moves only the
-    requests that go to it."""
+    """Return the rank of rendezvous hashing (Thaler and Ravishankar 1998).
+
+    The lowest rank wins. A worker more or less moves only the requests that it serves.
+    """
     return hashlib.sha256(b"\0".join((name.encode(), salt, affinity.encode("utf-8", "replace")))).digest()

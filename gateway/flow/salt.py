@@ -1,5 +1,9 @@
-"""Salts of the prefix cache: whoever has another key (or another cache_salt) shares no cached page, so that nobody
-can find out by timing what others have asked (CVE-2025-46570)."""
+"""Salts of the prefix cache.
+
+Requests with another key or another cache_salt share no cached pages, so that nobody can learn by timing what others
+have
+asked (CVE-2025-46570).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ _SALT_BYTES = 32
 
 
 class Salts:
-    """Derives salts; equal in every gateway that has the same secret, and after a restart.
+    """Derivation of salts. They are equal in every gateway with the same secret, and after a restart.
 
     Args:
-        secret: the setting `cache_secret`, or what `kept_secret` gives.
-        shared: whether all keys share one cache (`shared_prefix_cache`).
+        secret: The setting `cache_secret`, or the result of `kept_secret`.
+        shared: All keys share one cache (`shared_prefix_cache`).
     """
 
     def __init__(self, secret: bytes, *, shared: bool) -> None:
@@ -30,24 +34,25 @@ class Salts:
         self._shared = shared
 
     def derive(self, key_hash: bytes, cache_salt: str | None = None) -> bytes:
-        """The salt for a request, 32 bytes (empty where the cache is shared and the client wants no own).
+        """Return the salt of a request, 32 bytes, or no bytes if the cache is shared and the client sent no salt.
 
         Args:
-            key_hash: hash of the API key; empty for an open server.
-            cache_salt: what the client sent to separate its requests further.
+            key_hash: Hash of the API key; empty on an open server.
+            cache_salt: The client's own salt, which separates its requests further.
         """
         if self._shared and not cache_salt:
             return b""
         owner = b"" if self._shared else key_hash
-        # Lengths in front: no two pairs give the same message.
+        # Length prefixes ensure that no two pairs give the same message.
         message = len(owner).to_bytes(4, "little") + owner + (cache_salt or "").encode("utf-8", "surrogatepass")
         return hmac.digest(self._secret, message, "sha256")[:_SALT_BYTES]
 
 
 def kept_secret(directory: Path) -> bytes:
-    """The secret of this runtime directory, made by whichever process comes first; its file has mode 0600.
+    """Return the secret of this runtime directory. The first process creates it, in a file with mode 0600.
 
-    Raises ConfigurationError where the file cannot be used.
+    Raises:
+        ConfigurationError: The file cannot be used.
     """
     path = directory / _SECRET_FILE
     try:
@@ -62,12 +67,17 @@ def kept_secret(directory: Path) -> bytes:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be used: {error.strerror}") from error
     if len(secret) != _SECRET_BYTES:
-        raise ConfigurationError(f"{path} has not {_SECRET_BYTES} bytes; remove it, and a new one is made")
+        raise ConfigurationError(f"{path} must have {_SECRET_BYTES} bytes; remove it, and a new one is created")
     return secret
 
 
 def _make(path: Path) -> None:
-    """Written aside and linked into place: nobody reads half of it, and the first of several processes wins."""
+    """Create the secret atomically.
+
+    It is written to a temporary file and linked into place: no process reads an incomplete file, and the first of
+    several
+    processes wins.
+    """
     aside = path.with_name(f"{_SECRET_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

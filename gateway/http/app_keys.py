@@ -1,13 +1,13 @@
-"""Typed keys for what an application and a request carry."""
+"""Typed keys of the objects that an application and a request carry."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from gateway.exposition import Exposition
 from gateway.flow.requests import AdmittingGeneratorLike, ModelsLike
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, KeyRing
@@ -28,6 +28,48 @@ class Limits:
     keepalive_interval: float
 
 
+class MetricsSource(Protocol):
+    """Renderer of /metrics (gateway.exposition.Exposition)."""
+
+    async def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        ...
+
+
+class SiblingStores(Protocol):
+    """Stores of the other gateway processes (gateway.relay.Relay)."""
+
+    def holder(self, identifier: str) -> int | None:
+        """Return the index of the other process that an id names; None if it names this process or none."""
+        ...
+
+    async def ask_all(self, request: web.Request) -> bool:
+        """Return True if another process finds the object that a request names.
+
+        Raises:
+            UnavailableError: A process that may have it does not answer.
+        """
+        ...
+
+    async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
+        """Return the conversation that a stored response continues.
+
+        Raises:
+            NotFoundError: The process has no such response.
+            InvalidRequestError: The response has not ended.
+            UnavailableError: The process does not answer.
+        """
+        ...
+
+    async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
+        """Return the stored items with these ids, by id, without those that do not exist.
+
+        Raises:
+            UnavailableError: The process does not answer.
+        """
+        ...
+
+
 LIMITS = web.AppKey("LIMITS", Limits)
 MODELS = web.AppKey[ModelsLike]("MODELS")
 GENERATOR = web.AppKey[AdmittingGeneratorLike]("GENERATOR")
@@ -36,7 +78,8 @@ SALTS = web.AppKey("SALTS", Salts)
 GRAMMARS = web.AppKey("GRAMMARS", GrammarChecker)
 GATEWAY_INDEX = web.AppKey("GATEWAY_INDEX", int)
 DRAIN = web.AppKey("DRAIN", Drain)
-EXPOSITION = web.AppKey("EXPOSITION", Exposition)
+EXPOSITION = web.AppKey[MetricsSource]("EXPOSITION")
+RELAY = web.AppKey[SiblingStores | None]("RELAY")
 METRICS = web.AppKey("METRICS", GatewayMetrics)
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
 STREAMS = web.AppKey("STREAMS", StreamStore)
@@ -45,6 +88,6 @@ REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 STARTED = web.RequestKey("STARTED", float)
 IDENTITY = web.RequestKey("IDENTITY", Identity)
 QUERY = web.RequestKey[Any]("QUERY")
-"""Its parameters, once they were parsed: see gateway.http.query."""
+"""Parsed query parameters; see gateway.http.query."""
 
 log = get_logger("gateway.http")

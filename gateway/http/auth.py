@@ -1,4 +1,4 @@
-"""API keys: who asks, and what that key may do."""
+"""API keys: authentication and the scope of each key."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from multidict import CIMultiDictProxy, MultiMapping
 from shared.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
 from shared.settings import GatewaySettings
 
-_REFUSAL = "The API key is missing or not known. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+_REFUSAL = "The API key is missing or unknown. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
 
 
 class Scope(enum.StrEnum):
-    """What a route demands and a key grants; admin keys may do what inference keys may."""
+    """Permission that a route requires and a key grants. Admin keys include the inference scope."""
 
     PUBLIC = "public"
     INFERENCE = "inference"
@@ -27,7 +27,7 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A known key, of which only the SHA-256 is kept."""
+    """Configured key. Only its SHA-256 digest is kept."""
 
     digest: bytes
     name: str
@@ -35,7 +35,11 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, scope: Scope, name: str = "") -> ApiKey:
-        """Raises ConfigurationError when no HTTP header could carry the key."""
+        """Return the key with a digest of its text.
+
+        Raises:
+            ConfigurationError: An HTTP header cannot carry the key.
+        """
         if not key or not all("!" <= character <= "~" for character in key):
             raise ConfigurationError("an API key must be printable ASCII without spaces")
         digest = hashlib.sha256(key.encode()).digest()
@@ -44,11 +48,11 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who asks.
+    """Authenticated client.
 
     Attributes:
-        tenant: opaque name for fairness and limits.
-        key_hash: SHA-256 of the key, from which the prefix cache's salt is derived; empty on an open server.
+        tenant: Opaque name for fairness and limits.
+        key_hash: SHA-256 of the key, from which the salt of the prefix cache is derived; empty on an open server.
     """
 
     tenant: str
@@ -57,31 +61,41 @@ class Identity:
 
 
 class KeyRing:
-    """Decides who a request is from; with no keys at all everyone may use the inference routes."""
+    """All configured keys. Without keys, everyone may use the inference routes."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = tuple(keys)
 
     @property
     def empty(self) -> bool:
-        """Whether the server is open."""
+        """True if the server has no keys and is open."""
         return not self._keys
 
     def authorize(self, scope: Scope, headers: CIMultiDictProxy[str]) -> Identity:
-        """Raises AuthenticationError or PermissionDeniedError; decides on headers alone."""
+        """Return the identity of a client from its headers alone.
+
+        Raises:
+            AuthenticationError: The key is missing or unknown.
+            PermissionDeniedError: The key lacks the scope.
+        """
         if scope is Scope.PUBLIC:
             return Identity("", Scope.PUBLIC, b"")
         if self.empty:
             if scope is Scope.ADMIN:
-                raise PermissionDeniedError("This route needs an admin key, and the server has none configured.")
+                raise PermissionDeniedError(
+                    "This route needs an admin key, and the server has no admin key. Start it with --admin-api-key."
+                )
             return Identity("", Scope.INFERENCE, b"")
         key = self._find(_sent_key(headers))
         if scope is Scope.ADMIN and key.scope is not Scope.ADMIN:
-            raise PermissionDeniedError("This route needs an admin key.")
+            raise PermissionDeniedError(
+                "This route needs an admin key; the key of this request has the scope inference."
+            )
         return Identity(key.name, key.scope, key.digest)
 
     def _find(self, token: bytes) -> ApiKey:
-        # Every stored digest is compared, as bytes and in constant time: compare_digest raises on non-ASCII text.
+        # Compare with every stored digest, as bytes and in constant time. compare_digest raises an error on non-ASCII
+        # text.
         digest = hashlib.sha256(token).digest()
         found: ApiKey | None = None
         for key in self._keys:
@@ -93,8 +107,12 @@ class KeyRing:
 
 
 def _sent_key(headers: MultiMapping[str]) -> bytes:
-    """The one key that a request names. Anthropic's clients send it as `x-api-key`, and some the bearer token besides;
-    where there are two they must be the same, since what stands before this server may have looked at either."""
+    """Return the one key that a request names.
+
+    Anthropic's clients send it as `x-api-key`, and some also send a bearer token. Two values must be equal, because a
+    proxy
+    in front of this server may have checked either of them.
+    """
     sent = {_bearer_token(value) for value in headers.getall("Authorization", [])}
     sent |= {value.strip() for value in headers.getall("x-api-key", [])}
     key = sent.pop() if len(sent) == 1 else ""
@@ -104,19 +122,23 @@ def _sent_key(headers: MultiMapping[str]) -> bytes:
 
 
 def _bearer_token(value: str) -> str:
-    """Empty where there is none."""
+    """Return the bearer token, or an empty string."""
     scheme, _, token = value.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def load_keys(settings: GatewaySettings) -> list[ApiKey]:
-    """Keys from flags, environment and key file. Raises ConfigurationError; messages never hold a key."""
+    """Load keys from flags, environment and key file.
+
+    Raises:
+        ConfigurationError: A key cannot be used. The message never contains a key.
+    """
     keys = [ApiKey.of(key, Scope.INFERENCE) for key in settings.api_key]
     keys += [ApiKey.of(key, Scope.ADMIN) for key in settings.admin_api_key]
     if settings.api_key_file:
         from_file = list(_read_key_file(Path(settings.api_key_file)))
         if not from_file:
-            # Without any key the server would be open, which nobody who names a file wants.
+            # A file without keys would leave the server open, which cannot be intended.
             raise ConfigurationError(f"--api-key-file {settings.api_key_file} has no keys")
         keys += from_file
     return list(_without_conflicts(keys))
@@ -154,5 +176,7 @@ def _without_conflicts(keys: Iterable[ApiKey]) -> Iterable[ApiKey]:
     for key in keys:
         earlier = seen.setdefault(key.digest, key)
         if earlier.scope is not key.scope:
-            raise ConfigurationError(f"the same key is given with two scopes ({earlier.name} and {key.name})")
+            raise ConfigurationError(
+                f"the same key has two scopes ({earlier.name} and {key.name}); give each key one scope"
+            )
     return seen.values()

@@ -1,4 +1,4 @@
-"""A request's body, strictly: uncompressed UTF-8 JSON, one object, no key twice, nothing that JSON does not know."""
+"""Strict parsing of request bodies: uncompressed UTF-8 JSON, one object, no repeated key, no extensions of JSON."""
 
 from __future__ import annotations
 
@@ -20,25 +20,33 @@ from shared.errors import (
 )
 
 MAX_VALUES = 1_000_000
-"""Commas in a body."""
+"""Maximum number of commas in a body."""
 MAX_STRUCTURE = 100_000
-"""Objects, arrays and keys in a body. Both bound how long the parser may hold the interpreter (under 100 ms), and how
-much memory its result takes, whatever the body's limit: 16 MB of brackets take seconds and 600 MB."""
+"""Maximum number of objects, arrays and keys in a body. Both limits bound how long the parser blocks the interpreter
+(under 100 ms) and how much memory its result takes, whatever the size limit of the body: 16 MB of brackets take
+seconds and 600 MB.
+"""
 MAX_STRINGS = 200_000
 
 LARGE = 65_536
-"""Bytes of a body above which what looks at all its values belongs in a thread: that takes milliseconds."""
+"""Size of a body in bytes above which code that visits all of its values runs in a thread, because it takes
+milliseconds.
+"""
 _MAX_NAME = 64
 _MAX_PATH = 256
-"""Characters of keys, and of paths, that errors repeat. Of a longer path they name the key."""
+"""Maximum number of characters of keys and paths that errors repeat. For a longer path they name only the key."""
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
 _MEDIA_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)", re.IGNORECASE)
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """The body as a dict.
+    """Return the body as a dict.
 
-    Raises InvalidRequestError, UnsupportedMediaTypeError, PayloadTooLargeError, RequestTimeoutError.
+    Raises:
+        InvalidRequestError: The body is not a valid JSON object.
+        UnsupportedMediaTypeError: The content type or the encoding is not supported.
+        PayloadTooLargeError: The body is larger than the limit.
+        RequestTimeoutError: The body did not arrive in time.
     """
     _check_media_type(request)
     body = await _read(request)
@@ -48,9 +56,10 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 
 async def check_no_fields(request: web.Request) -> None:
-    """A body of a route that takes none: there is none, or an object without fields, as some clients send.
+    """Accept no body, or an object without fields, which some clients send to routes that take no body.
 
-    Raises InvalidRequestError naming a field, and what `read_json` raises.
+    Raises:
+        InvalidRequestError: The body has a field.
     """
     if request.can_read_body and await _read(request):
         for name in await read_json(request):
@@ -61,9 +70,11 @@ async def check_no_fields(request: web.Request) -> None:
 def _check_media_type(request: web.Request) -> None:
     encodings = request.headers.getall("Content-Encoding", [])
     if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
-        raise UnsupportedMediaTypeError("Compressed request bodies are not taken; leave out Content-Encoding.")
+        raise UnsupportedMediaTypeError(
+            "Compressed request bodies are not supported; send the body without Content-Encoding."
+        )
     if request.headers.get("Content-Type") == "application/json":
-        # As most clients say it. What aiohttp makes of other ways takes 800 bytes until the response has ended.
+        # Fast path for the usual spelling. aiohttp's parsed content type takes 800 bytes until the response has ended.
         return
     if not _MEDIA_TYPE.fullmatch(request.content_type) or "Content-Type" not in request.headers:
         raise UnsupportedMediaTypeError("The body must be JSON: send Content-Type: application/json.")
@@ -91,12 +102,12 @@ async def _read(request: web.Request) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parses strictly; the messages say where, never what, so that nothing of the body is repeated."""
+    """Parse a body strictly. Messages give positions and never repeat contents of the body."""
     if body.count(b",") > MAX_VALUES:
         raise InvalidRequestError(f"The body has more than {MAX_VALUES} values.", code="too_many_values")
     _check_structure(body)
     try:
-        # json's own handling of bytes would let surrogates and UTF-16 pass.
+        # The json module would accept surrogates and UTF-16 in bytes.
         text = body.decode("utf-8")
         if _LONE_SURROGATE_HINT.search(body):
             orjson.loads(body)
@@ -108,7 +119,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         message = f"The body is not valid JSON (line {error.lineno}, column {error.colno})."
         raise InvalidRequestError(message, code="invalid_json") from None
     except (ValueError, RecursionError):
-        message = "The body is not valid JSON: a number is too long, or it is nested too deep."
+        message = "The body is not valid JSON: a number is too long, or the nesting is too deep."
         raise InvalidRequestError(message, code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
@@ -121,7 +132,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def _check_structure(body: bytes) -> None:
     if _num_structural(body) <= MAX_STRUCTURE:
         return
-    # Texts may have as many; what stands outside of strings counts. Without escapes each quote begins or ends one.
+    # Only characters outside strings count, because text may contain any number of them. Without escapes, each quote
+    # opens or closes a string.
     quotes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if quotes.count(b'"') > 2 * MAX_STRINGS or _num_structural(b"".join(quotes.split(b'"')[::2])) > MAX_STRUCTURE:
         message = f"The body has more than {MAX_STRUCTURE} objects, arrays and keys, or {MAX_STRINGS} strings."
@@ -133,14 +145,14 @@ def _num_structural(text: bytes) -> int:
 
 
 class _Keys:
-    """Makes objects for the parser, which does not say where they are, and knows those that have a key twice."""
+    """Factory of objects for the parser that detects repeated keys. The parser does not report positions."""
 
     def __init__(self) -> None:
-        # By identity. They are kept, so that no other object has it.
+        # Objects by identity. They are kept alive so that no other object gets the same identity.
         self._repeating: dict[int, tuple[dict[str, Any], str]] = {}
 
     def collect(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """The object with these members."""
+        """Return the object with these members."""
         result = dict(pairs)
         if len(result) != len(pairs):
             left = set(result)
@@ -152,10 +164,14 @@ class _Keys:
         return result
 
     def check(self, whole: dict[str, Any]) -> None:
-        """Raises InvalidRequestError naming the outermost key that is given twice, by its path."""
+        """Check for repeated keys.
+
+        Raises:
+            InvalidRequestError: A key is repeated; the message names the outermost one by its path.
+        """
         if not self._repeating:
             return
-        # Each value with the index of what it is in, and the step from there: paths themselves may be long.
+        # Each value with the index of its container and the step from there, because whole paths may be long.
         nodes: list[tuple[Any, int, str]] = [(whole, 0, "")]
         for index, (value, _, _) in enumerate(nodes):
             if id(value) in self._repeating:

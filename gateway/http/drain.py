@@ -1,4 +1,4 @@
-"""Orderly end: counts requests in flight, lets them finish for a while, then ends what is left truthfully."""
+"""Orderly shutdown: counts requests in flight, gives them time to finish, and then ends the rest with an error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shared.errors import InvalidRequestError, PeltonError, RateLimitError, Unav
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """That of a task among the requests in flight, held as a context."""
+class InFlightSlot:
+    """A task's slot in the in-flight counter, as a context manager."""
 
     _drain: Drain
     _task: asyncio.Task[object]
@@ -24,11 +24,12 @@ class Place:
 
 
 class Named:
-    """A request in flight by the names that its client knows it by; for the task that enters it, until that leaves.
+    """Context in which the running task can be aborted by the names that its client knows.
 
     Args:
-        names: the id of its response, and that of the HTTP request.
-        owner: hash of the key whose request it is.
+        drain: Registry of requests in flight.
+        names: Id of the response and id of the HTTP request.
+        owner: Hash of the key that sent the request.
     """
 
     __slots__ = ("_drain", "names", "owner", "task")
@@ -48,16 +49,17 @@ class Named:
 
 
 class Drain:
-    """Requests in flight of one gateway, and whether it still takes new ones.
+    """Requests in flight of one gateway process, and whether it accepts new ones.
 
     Args:
-        max_requests: above it new ones are refused with 429.
+        max_requests: Number of requests above which new ones get status 429.
+        retry_after: Seconds after which a client may try again.
     """
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._tasks: set[asyncio.Task[object]] = set()
-        # An HTTP request's id is its client's choice: several may have the same.
+        # Clients choose the ids of HTTP requests, so several requests may have the same id.
         self._named: dict[str, list[Named]] = {}
         self._aborted: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
@@ -68,69 +70,77 @@ class Drain:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were admitted and have not ended."""
+        """Number of requests that were admitted and have not ended."""
         return len(self._tasks)
 
-    def admit(self) -> Place:
-        """Holds a place for the running task. Raises UnavailableError while draining, RateLimitError when full."""
+    def admit(self) -> InFlightSlot:
+        """Reserve a slot for the running task.
+
+        Raises:
+            UnavailableError: The server is shutting down.
+            RateLimitError: The limit of requests in flight is reached.
+        """
         if self.draining:
             raise self.error()
         if len(self._tasks) >= self._max_requests:
             raise RateLimitError(
-                f"The server has {self._max_requests} requests in flight, its limit. Try again later.", retry_after=1.0
+                f"The server has {self._max_requests} requests in flight, which is its limit. Try again later.",
+                retry_after=1.0,
             )
         task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("admit is for a running task")
+            raise RuntimeError("admit must be called from a task")
         self._tasks.add(task)
         self._idle.clear()
-        return Place(self, task)
+        return InFlightSlot(self, task)
 
     def leave(self, task: asyncio.Task[object]) -> None:
-        """Gives a place back. Only for Place."""
+        """Release a task's slot; called by InFlightSlot."""
         self._tasks.discard(task)
         self._aborted.discard(task)
         if not self._tasks:
             self._idle.set()
 
     def named(self, names: Sequence[str], owner: bytes) -> Named:
-        """A context in which the running task can be aborted by any of the names."""
+        """Return a context in which the running task can be aborted by any of the names."""
         return Named(self, names, owner)
 
     def add_named(self, named: Named) -> None:
-        """Only for Named."""
+        """Register names; called by Named."""
         for name in named.names:
             self._named.setdefault(name, []).append(named)
 
     def remove_named(self, named: Named) -> None:
-        """Only for Named."""
+        """Remove names; called by Named."""
         for name in named.names:
             self._named[name].remove(named)
             if not self._named[name]:
                 del self._named[name]
 
     def abort(self, name: str, owner: bytes | None) -> int:
-        """Ends the requests of that name, which answer with an error; returns how many there were.
+        """Abort the requests with a name and return their number. They answer with an error.
 
         Args:
-            owner: whose requests are meant; None: everybody's.
+            name: Id of a response or of an HTTP request.
+            owner: Hash of the key whose requests are meant; None for all keys.
         """
         found = [named for named in self._named.get(name, ()) if owner in (None, named.owner)]
         for task in {named.task for named in found}:
-            # Cancelled twice it could not say how it ended.
+            # A second cancellation would hide how the request ended.
             if task in self._tasks and task not in self._aborted:
                 self._aborted.add(task)
                 task.cancel()
         return len(found)
 
     def begin(self) -> None:
-        """From now on new requests get 503."""
+        """Refuse new requests with status 503 from now on."""
         self.draining = True
 
     async def wait(self, timeout: float) -> bool:
-        """Lets requests finish for `timeout` seconds, then cancels the rest, which end with `error()`.
+        """Let requests finish for `timeout` seconds, then cancel the rest, which end with `error()`.
 
-        Returns whether all had finished.
+        Returns:
+            True if all requests had finished.
         """
         try:
             async with asyncio.timeout(timeout) as self._deadline:
@@ -141,28 +151,31 @@ class Drain:
             for task in self._tasks:
                 task.cancel()
         if self._tasks:
-            # Each has an error event to write; a client that does not read must not hold up the exit.
+            # Each cancelled request has an error event to write. A client that does not read must not delay the exit.
             await asyncio.wait(list(self._tasks), timeout=2.0)
         return False
 
     def hurry(self) -> None:
-        """Ends a `wait` under way as if its time were up."""
+        """End a running `wait` as if its time were up."""
         if self._deadline is not None and not self.expired:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     def take_over_cancellation(self) -> PeltonError | None:
-        """Called with CancelledError caught: if this drain cancelled the task, the error to answer with, else None."""
+        """Return the error to answer with if this drain cancelled the running task, else None.
+
+        Call it with CancelledError caught.
+        """
         task = asyncio.current_task()
         if task is None or task not in self._tasks:
             return None
         error: PeltonError | None = self.error() if self.expired else None
         if task in self._aborted:
-            error = InvalidRequestError("The request was aborted on demand.", code="request_aborted")
+            error = InvalidRequestError("The request was aborted by a client's request.", code="request_aborted")
         if error is not None:
             task.uncancel()
         return error
 
     @staticmethod
     def error() -> UnavailableError:
-        """What a request gets that cannot be served or finished any more."""
+        """Return the error for a request that cannot be accepted or finished because of the shutdown."""
         return UnavailableError("The server is shutting down. Try again.", retry_after=1.0)

@@ -1,5 +1,7 @@
-"""Bodies and headers that every route shares. The one place that turns a failure into OpenAI's error object,
-or into a response with another API's."""
+"""JSON bodies, error objects and headers of responses.
+
+This module alone converts failures to the error object of OpenAI, or of another API.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from shared.errors import AuthenticationError, PeltonError, RateLimitError, Requ
 
 _STATUS_MESSAGES = {
     400: ("The HTTP request is malformed.", "bad_request"),
-    405: ("This route does not take that method.", "method_not_allowed"),
+    405: ("This route does not support that method.", "method_not_allowed"),
     408: ("The request did not arrive in time.", "request_timeout"),
     413: ("The request body is too large.", "request_too_large"),
-    417: ("Only the expectation 100-continue can be met.", "expectation_failed"),
+    417: ("The only supported expectation is 100-continue.", "expectation_failed"),
     431: ("The request line or a header is too large.", "headers_too_large"),
 }
 _MAX_SHOWN_METHOD = 32
@@ -28,43 +30,49 @@ _UNSAFE = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80
 
 
 def dump_json(value: object) -> bytes:
-    """JSON on one line, also for clients that use str.splitlines: U+0085, U+2028 and U+2029 are escaped."""
+    """Encode a value as JSON on one line. U+0085, U+2028 and U+2029 are escaped for clients that use str.splitlines."""
     data = orjson.dumps(value)
     if data.isascii():
         return data
-    # UTF-8 is self-synchronizing, so these bytes are nothing but these characters, and they occur in strings alone.
+    # UTF-8 is self-synchronizing, so these bytes stand for these characters only, and they occur only in strings.
     for raw, escaped in _UNSAFE:
         data = data.replace(raw, escaped)
     return data
 
 
 def kept_json(value: object) -> bytes:
-    """The same for what is kept a while: orjson's own bytes hold the buffer that they were written to, of 4 KB or more,
-    up to sixteen times their length.
+    """Encode a value for storage in a bytes object of exactly its length.
+
+    orjson's own bytes object keeps its write buffer, which may be 16 times larger.
     """
     return bytes(memoryview(dump_json(value)))
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
-    """A whole response."""
+    """Return a complete JSON response."""
     return web.Response(body=dump_json(value), status=status, content_type="application/json")
 
 
 def error_object(error: PeltonError) -> dict[str, Any]:
-    """OpenAI's error object; all four keys are there."""
+    """Return OpenAI's error object with all four keys."""
     message = error.message.encode("utf-8", "replace").decode()
     return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 class ErrorBodies(Protocol):
-    """How an API says what failed."""
+    """Error bodies of one API."""
 
     def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
-        """Status and body."""
+        """Return the status and the body for an error."""
         ...
 
     def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
-        """The body for a failure that HTTP itself defines, with another message than its own where there is one."""
+        """Return the body for a failure that HTTP itself defines.
+
+        Args:
+            status: HTTP status.
+            message: Text that replaces the usual one.
+        """
         ...
 
 
@@ -80,7 +88,7 @@ OPENAI_ERRORS: ErrorBodies = _OpenAIErrors()
 
 
 def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
-    """A whole response for a failure before the first byte."""
+    """Return a complete response for a failure before the first byte."""
     status, body = bodies.of_error(error)
     response = json_response(body, status)
     if isinstance(error, RateLimitError | UnavailableError):
@@ -88,7 +96,7 @@ def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> w
         response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
         response.headers["retry-after-ms"] = str(math.ceil(seconds * 1000))
     if isinstance(error, RequestTimeoutError):
-        # The rest of the body may still come; it must not be taken for another request.
+        # The rest of the body may still arrive and must not be parsed as another request.
         response.force_close()
     if isinstance(error, AuthenticationError):
         response.headers["WWW-Authenticate"] = 'Bearer realm="pelton"'
@@ -96,9 +104,10 @@ def error_response(error: PeltonError, bodies: ErrorBodies = OPENAI_ERRORS) -> w
 
 
 def rate_limit_headers(sequences: Room, prompt_tokens: Room) -> dict[str, str]:
-    """What admission leaves, in the headers of OpenAI's API reference (a reset is like `6m0s`).
+    """Return the admission limits as the x-ratelimit headers of OpenAI's API (a reset looks like `6m0s`).
 
-    OpenAI counts by the minute; here `requests` are choices that run or wait, and `tokens` those of waiting prompts.
+    OpenAI counts per minute. Here `requests` counts choices that run or wait, and `tokens` counts tokens of waiting
+    prompts.
     """
     values = []
     for room in (sequences, prompt_tokens):
@@ -108,7 +117,7 @@ def rate_limit_headers(sequences: Room, prompt_tokens: Room) -> dict[str, str]:
 
 
 def status_error_object(status: int, message: str | None = None) -> dict[str, Any]:
-    """The error object for a failure that HTTP itself defines (wrong method, malformed request)."""
+    """Return the error object for a failure that HTTP itself defines, such as a wrong method or a malformed request."""
     usual, code = _STATUS_MESSAGES.get(
         status, ("The request failed.", "server_error" if status >= 500 else "bad_request")
     )
@@ -117,16 +126,16 @@ def status_error_object(status: int, message: str | None = None) -> dict[str, An
 
 
 def status_error_response(status: int) -> web.Response:
-    """A whole response for such a failure."""
+    """Return a complete response for a failure that HTTP itself defines."""
     return json_response(status_error_object(status), status)
 
 
 def http_exception_response(error: web.HTTPException, bodies: ErrorBodies = OPENAI_ERRORS) -> web.Response:
-    """The same for an exception of aiohttp's; keeps the Allow header of a 405."""
+    """Return a complete response for an exception of aiohttp. Keeps the Allow header of a 405."""
     message = None
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " and ".join(sorted(error.allowed_methods))
-        message = f"This route takes {allowed}, not {error.method[:_MAX_SHOWN_METHOD]}."
+        message = f"This route supports {allowed}, not {error.method[:_MAX_SHOWN_METHOD]}."
     response = json_response(bodies.of_status(error.status, message), error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]

@@ -1,9 +1,10 @@
-"""Query parameters, as strictly typed as bodies: an unknown one, one given twice and one of a wrong type are refused.
+"""Query parameters, as strictly typed as bodies: unknown, repeated and mistyped parameters are refused.
 
-A route's parameters are the fields of a struct. gateway.middleware refuses what the struct does not take, before the
-route runs; the route has them from `query_of`. Fields are strings, literals of strings, integers or booleans, each
-with a description in its `msgspec.Meta`. A query cannot say null: what may be left out and has no default is
-`msgspec.UNSET`.
+The parameters of a route are the fields of a struct. gateway.middleware refuses parameters that the struct does not
+have
+before the route runs, and the route reads them with `query_of`. Fields are strings, literals of strings, integers or
+booleans, each with a description in its `msgspec.Meta`. A query cannot express null: an optional parameter without a
+default is `msgspec.UNSET`.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _BOOLEANS: dict[str, bool | str] = {"true": True, "false": False}
 
 
 class NoQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """No parameter."""
+    """Query without parameters."""
 
 
 class BetaQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What Anthropic's clients send where features are used that it calls beta."""
+    """Query of Anthropic's clients when they use features that Anthropic calls beta."""
 
-    beta: Annotated[bool, msgspec.Meta(description="Changes nothing: there is one version of each route.")] = False
+    beta: Annotated[bool, msgspec.Meta(description="Has no effect: each route has one version.")] = False
 
 
 Query = TypeVar("Query", bound=msgspec.Struct)
 
 
 def query_of(request: web.BaseRequest, kind: type[Query]) -> Query:
-    """The parameters of a request, parsed when they are first asked for. Raises InvalidRequestError as parse_query."""
+    """Return the parameters of a request, parsed at the first call. Raises the errors of parse_query."""
     known = request.get(QUERY)
     if isinstance(known, kind):
         return known
@@ -50,7 +51,11 @@ def query_of(request: web.BaseRequest, kind: type[Query]) -> Query:
 
 
 def parse_query(query: MultiMapping[str], kind: type[Query]) -> Query:
-    """The parameters of a request. Raises InvalidRequestError naming the first at fault."""
+    """Parse the parameters of a request.
+
+    Raises:
+        InvalidRequestError: A parameter is invalid; the error names the first one.
+    """
     types = _types(kind)
     values: dict[str, Any] = {}
     for name, text in query.items():
@@ -67,7 +72,7 @@ def parse_query(query: MultiMapping[str], kind: type[Query]) -> Query:
 
 @lru_cache(64)
 def _types(kind: type[msgspec.Struct]) -> Mapping[str, inspect.Type]:
-    """The type of each parameter."""
+    """Return the type of each parameter."""
     found = cast(inspect.StructType, inspect.type_info(kind))
     return {
         field.encode_name: field.type.type if isinstance(field.type, inspect.Metadata) else field.type
@@ -76,7 +81,10 @@ def _types(kind: type[msgspec.Struct]) -> Mapping[str, inspect.Type]:
 
 
 def _value(text: str, kind: inspect.Type) -> object:
-    """What the text stands for; itself where it is not of this type, so that converting it names the fault."""
+    """Convert text to a type.
+
+    Return the text itself if it does not match, so that the conversion of the struct reports the error.
+    """
     if isinstance(kind, inspect.BoolType):
         return _BOOLEANS.get(text, text)
     if isinstance(kind, inspect.IntType) and _INTEGER.fullmatch(text):

@@ -1,4 +1,4 @@
-"""One route: where it is, who may use it, and what it takes and answers."""
+"""Description of a route."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route and who may use it, and what gateway.openapi says of it.
+    """A route, the scope it requires, and its description for gateway.openapi.
 
     Attributes:
-        body: the struct that decodes the request.
-        answer: the struct that describes the response, or its media type; None: a JSON object.
-        streams: the response may be an event stream instead.
-        events: the structs of that stream's data; None: they are not described.
-        headers: that are read beside those of every route.
-        failures: statuses that its scope and its body do not explain.
-        anthropic_answer: the struct of the response to those who send the header anthropic-version, on a route that
-            the API of Anthropic shares.
-        query: the struct of its query parameters (see gateway.http.query); any other is refused. None: it answers the
-            same whatever the query is.
-        admitted: the limits of admission hold for it; its responses say what is left of them.
+        method: HTTP method.
+        path: Path pattern of aiohttp.
+        handler: Coroutine function that answers the request.
+        scope: Scope that the API key must have.
+        body: Struct that decodes the request body.
+        answer: Struct that describes the response, or its media type; None for any JSON object.
+        streams: True if the response may be an event stream instead.
+        events: Structs of the stream's data; None if they are not described.
+        headers: Request headers that the route reads besides those of every route.
+        failures: Statuses that do not follow from the scope and the body.
+        anthropic_answer: Struct of the response to clients that send the header anthropic-version, on routes that
+            both APIs share.
+        query: Struct of the query parameters (see gateway.http.query); others are refused. None accepts and ignores
+            any query.
+        admitted: True if admission limits apply; the response headers then contain what is left of them.
     """
 
     method: str

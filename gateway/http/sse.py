@@ -1,4 +1,4 @@
-"""Server-sent events: framing, when headers go out, keep-alive comments, failures after the first byte."""
+"""Server-sent events: framing, time of the headers, keep-alive comments, failures after the first byte."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ HEADERS = {
 
 
 class Encoder(Protocol):
-    """Turns events into framed chunks of one endpoint."""
+    """Conversion of deltas to the framed events of one endpoint."""
 
     def encode(self, index: int, prompt_index: int, delta: TextDelta) -> bytes:
-        """Zero or more whole `data:` events."""
+        """Return zero or more complete `data:` events for a delta."""
 
     def end(self) -> bytes:
-        """What follows the last event of a stream that succeeded."""
+        """Return the events that end a successful stream."""
 
     def failed(self, error: PeltonError) -> bytes:
-        """What follows the last event of a stream that failed."""
+        """Return the events that end a failed stream."""
 
 
 class Events(Protocol):
-    """The events of a request's generations; see api.fan_in.FanIn."""
+    """Events of the generations of a request; see api.common.fan_in.FanIn."""
 
     def __aiter__(self) -> AsyncIterator[tuple[int, int, TextDelta]]: ...
 
     def pass_to(self, receiver: Receiver) -> None:
-        """Lets `receiver` have what comes while the iteration waits."""
+        """Pass deltas that arrive while the iteration waits to `receiver`."""
         ...
 
     def event(self, prompt_index: int, delta: TextDelta) -> tuple[int, int, TextDelta]:
-        """What the iteration makes of a delta; for the receiver."""
+        """Convert a delta to the event that the iteration would yield; for the receiver."""
         ...
 
 
 class SseResponse:
     """One event stream.
 
-    Headers go out with the first event, so that a failure before it can still be answered with its own status, or
-    with the first keep-alive comment after `keepalive_interval` seconds of silence.
+    Headers are sent with the first event, so that an earlier failure gets a status of its own, or with the first
+    keep-alive
+    comment after `keepalive_interval` seconds of silence.
 
     Args:
-        keep_alive: what fills the silence instead of the comment.
+        request: The HTTP request.
+        keep_alive: Function that returns the bytes to send instead of the comment.
     """
 
     __slots__ = (
@@ -89,7 +91,7 @@ class SseResponse:
 
     @property
     def begun(self) -> bool:
-        """Whether the status is out."""
+        """True if the status line has been sent."""
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
@@ -106,8 +108,10 @@ class SseResponse:
             await asyncio.gather(self._keepalive, return_exceptions=True)
 
     async def send(self, data: bytes) -> None:
-        """One write. Raises ConnectionError when the client is gone; a client that does not read is cut off by
-        HttpProtocol, and so is gone.
+        """Write data. A client that does not read is disconnected by HttpProtocol.
+
+        Raises:
+            ConnectionError: The client has disconnected.
         """
         self._last_write = time.monotonic()
         if not self.response.prepared:
@@ -116,18 +120,19 @@ class SseResponse:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether what is sent goes in chunks of HTTP/1.1, which `write` makes; known once something was sent."""
+        """True if the response uses HTTP/1.1 chunks, which `write` produces. Known after the first send."""
         return self.response.headers.get("Transfer-Encoding") == "chunked"
 
     @property
     def writable(self) -> bool:
-        """Whether the client is there and takes what it is sent."""
+        """True if the client is connected and reads."""
         transport = self._protocol.transport
         return transport is not None and not self._protocol.writing_paused and not transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """What `send` does, while `has_chunks` and `writable`, without the coroutines around it: for each token, they
-        take longer than all else that happens here.
+        """Write data as `send` does, without its coroutines, while `has_chunks` and `writable` are true.
+
+        The coroutines take longer per token than everything else in this module.
         """
         transport = self._protocol.transport
         if transport is not None:
@@ -144,7 +149,7 @@ class SseResponse:
         self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Most streams are never silent for so long: only those that are have a task for it."""
+        """Few streams are silent for that long. Only those get a task for it."""
         if time.monotonic() - self._last_write >= self._interval:
             self._keepalive = asyncio.create_task(self._send_keepalive())
         else:
@@ -158,7 +163,10 @@ class SseResponse:
 async def stream_events(
     request: web.Request, events: Events, encoder: Encoder, *, keep_alive: Callable[[], bytes] | None = None
 ) -> web.StreamResponse:
-    """Writes a generation as events. Raises what fails before the first byte; later failures become an error event."""
+    """Write the deltas of a generation as events.
+
+    Failures before the first byte are raised; later ones become an error event.
+    """
     async with SseResponse(request, keep_alive) as sse:
         try:
             await _send_events(sse, events, encoder)
@@ -182,7 +190,7 @@ async def stream_events(
 
 
 async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> None:
-    """The first event and the last ones, and all while the client is behind, from here; the others by _Passed."""
+    """Write the first event, the last ones, and all while the client is behind; _Passed writes the others."""
     passes = False
     async for index, prompt_index, delta in events:
         if is_large(delta):
@@ -197,8 +205,9 @@ async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> No
 
 
 class _Passed:
-    """Writes the events that come while the stream's task waits: waking it for each token would cost more than all else
-    that is done with one. See flow.outbox.Receiver.
+    """Receiver that writes events while the stream's task waits.
+
+    Waking the task for each token would cost more than all other work on it. See flow.outbox.Receiver.
     """
 
     __slots__ = ("_encode", "_event", "_sse")
@@ -221,7 +230,7 @@ class _Passed:
 
 
 def is_large(delta: TextDelta) -> bool:
-    """Whether shaping an event takes so long that it belongs in a thread."""
+    """Return True if encoding a delta takes so long that it must run in a thread."""
     return delta.prompt_logprobs is not None and len(delta.prompt_logprobs) >= LARGE_REPORT
 
 
@@ -232,15 +241,15 @@ async def _fail(sse: SseResponse, encoder: Encoder, error: PeltonError) -> None:
 
 
 def unexpected_error() -> InternalError:
-    """What a client is told of an exception that nobody foresaw."""
-    return InternalError("The server failed; the request id finds the details in its log.")
+    """Return the error that a client sees for an unexpected exception."""
+    return InternalError("The server failed. Its log has the details under the request id.")
 
 
 def failure(error: PeltonError) -> bytes:
-    """How streams of chunks end where they fail."""
+    """Return the events that end a failed stream of chunks."""
     return data_event(error_object(error)) + DONE
 
 
 def data_event(value: object) -> bytes:
-    """One `data:` event."""
+    """Return one `data:` event."""
     return b"data: " + dump_json(value) + b"\n\n"

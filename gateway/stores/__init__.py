@@ -1,0 +1,1 @@
+"""Stores of responses and streams that clients may request again."""

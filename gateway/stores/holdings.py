@@ -1,4 +1,4 @@
-"""How much of a store each key has, and which has most: that one gives way first where room is needed."""
+"""Sizes of stored objects by API key. The key with the most data loses data first."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ _SLACK = 64
 
 
 class Holdings:
-    """Amounts by owner, the hash of a key. A change takes constant time, and `largest` logarithmic, amortized.
+    """Amounts by owner, the hash of a key. `add` takes constant time, `largest` amortized logarithmic time.
 
     Attributes:
-        total: of all owners.
+        total: Sum over all owners.
     """
 
     def __init__(self) -> None:
         self.total = 0
         self._amounts: dict[bytes, int] = {}
-        # Largest first, as negative amounts. Each owner's amount is among them, or the owner among the changed; others
-        # are of former amounts.
+        # Heap of negative amounts. An owner's current amount is in the heap, or the owner is in the set of changed
+        # owners; other entries are outdated.
         self._heap: list[tuple[int, bytes]] = []
         self._changed: set[bytes] = set()
 
     def __len__(self) -> int:
-        """How many owners have anything."""
+        """Return the number of owners with a positive amount."""
         return len(self._amounts)
 
     def add(self, owner: bytes, amount: int) -> None:
-        """So much more; less where it is negative."""
+        """Add an amount, which may be negative."""
         self.total += amount
         now = self._amounts.get(owner, 0) + amount
         if now:
@@ -38,7 +38,7 @@ class Holdings:
             self._changed.discard(owner)
 
     def largest(self) -> bytes:
-        """Who has most; there must be somebody."""
+        """Return the owner with the largest amount; there must be one."""
         for owner in self._changed:
             heapq.heappush(self._heap, (-self._amounts[owner], owner))
         self._changed.clear()

@@ -1,7 +1,7 @@
-"""Responses that clients may ask for again, in memory, for a while after their last use.
+"""In-memory store of responses that clients may retrieve or continue.
 
-Where room is needed, the key that has most of it loses its least recently used ones: who stores little loses nothing to
-one who stores much.
+A response is kept for a while after its last use. When the store is full, the key with the most data loses its least
+recently used responses, so that a key with little data loses nothing to others.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from shared.errors import InvalidRequestError, NotFoundError
 
 MAX_RESPONSES = 100_000
 _OVERHEAD = 1024
-"""Bytes that a response takes beside its texts, about."""
+"""Approximate bytes of a response besides its texts."""
 _PART_OVERHEAD = 192
-"""Bytes that a part of a conversation takes beside its text, about."""
+"""Approximate bytes of a part of a conversation besides its text."""
 _ITEM_OVERHEAD = 256
-"""Bytes that the id of an item takes, about."""
+"""Approximate bytes of the id of an item."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
-    """One response. Texts of a conversation are shared by those that continue it. None of them may have more room than
-    its length says, so that what is counted is what is taken: see gateway.http.errors.kept_json.
+    """One response. Responses that continue one another share the texts of their conversation.
 
-    It holds nothing but texts, so that the garbage collector need not look at it: there may be a hundred thousand.
+    The texts occupy exactly their length (see gateway.http.errors.kept_json), so that the counted size is the real one.
+    All
+    fields are strings and bytes, so that the garbage collector need not track the object: there may be a hundred
+    thousand.
 
     Attributes:
-        owner: hash of the key that made it.
-        body: the response as it is sent, JSON.
-        input: what was put in, JSON arrays of items; first those of the responses that it continues.
-        output: its own items, a JSON array; empty while it runs.
-        background: it was made to run without a connection.
-        done: it will not change any more.
-        item_ids: of the last part of the input, and of the output.
+        owner: Hash of the key that created it.
+        body: The response as JSON.
+        input: Input items as JSON arrays, first those of the responses that it continues.
+        output: Its output items, a JSON array; empty while it runs.
+        background: True if it runs without a connection.
+        done: True if it will not change any more.
+        item_ids: Ids of the last part of the input and of the output.
     """
 
     owner: bytes
@@ -51,18 +53,18 @@ class StoredResponse(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
-        """What a response that continues this one begins with."""
+        """Conversation that a continuing response starts with."""
         return (*self.input, self.output)
 
     @property
     def own_size(self) -> int:
-        """Bytes beside the parts of its conversation, which others may share."""
+        """Bytes without the parts of the conversation, which other responses may share."""
         items = sum(len(identifier) + _ITEM_OVERHEAD for identifier in self.item_ids)
         return _OVERHEAD + len(self.body) + 8 * len(self.input) + items
 
     @property
     def size(self) -> int:
-        """Bytes of all that it has."""
+        """Bytes of the response including its conversation."""
         return self.own_size + sum(map(_part_size, self.conversation))
 
 
@@ -70,14 +72,13 @@ def _part_size(part: bytes) -> int:
     return len(part) + _PART_OVERHEAD
 
 
-class _Share:
-    """What one key has.
+class _KeyResponses:
+    """Responses of one key.
 
     Attributes:
-        responses: least recently used first.
-        items: which of the responses has an item, by its id: the newest.
-        sharers: how many of the responses have a part of a conversation, by its id: those that continue one another
-            have the same.
+        responses: Responses by id, least recently used first.
+        items: Id of the newest response that contains an item, by the item's id.
+        sharers: Number of responses that contain a part of a conversation, by the identity of the part.
     """
 
     __slots__ = ("items", "responses", "sharers")
@@ -88,7 +89,7 @@ class _Share:
         self.sharers: dict[int, int] = {}
 
     def add(self, identifier: str, response: StoredResponse) -> int:
-        """How many bytes that takes."""
+        """Add a response and return the bytes that it takes."""
         self.responses[identifier] = response
         self.items.update(dict.fromkeys(response.item_ids, identifier))
         size = response.own_size
@@ -100,7 +101,7 @@ class _Share:
         return size
 
     def remove(self, identifier: str) -> int:
-        """How many bytes that frees."""
+        """Remove a response and return the bytes that this frees."""
         response = self.responses.pop(identifier)
         for item in response.item_ids:
             if self.items.get(item) == identifier:
@@ -115,12 +116,12 @@ class _Share:
 
 
 class ResponseStore:
-    """The responses of one gateway process.
+    """Responses of one gateway process.
 
     Args:
-        max_bytes: of all responses; 0 keeps none.
-        time_to_live: seconds after its last use that one is forgotten.
-        clock: seconds; never goes back.
+        max_bytes: Maximum size of all responses; 0 stores none.
+        time_to_live: Seconds after its last use at which a response expires.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -135,22 +136,22 @@ class ResponseStore:
         self._max_responses = max_responses
         self._time_to_live = time_to_live
         self._clock = clock
-        self._shares: dict[bytes, _Share] = {}
+        self._shares: dict[bytes, _KeyResponses] = {}
         self._bytes = Holdings()
         self._counts = Holdings()
-        # Whose each response is, and the time of its last use; least recently used first.
+        # Owner and time of last use of each response, least recently used first.
         self._used: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
-        # Those that were deleted while they ran, until they end.
+        # Responses that were deleted while they ran, until they end.
         self._deleted: set[str] = set()
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept at all."""
+        """True if the store keeps responses at all."""
         return self._max_bytes > 0
 
     @property
     def num_bytes(self) -> int:
-        """Of all responses; what several of one key share is counted once."""
+        """Bytes of all responses. Parts that several responses of a key share count once."""
         return self._bytes.total
 
     def __len__(self) -> int:
@@ -160,8 +161,11 @@ class ResponseStore:
         return identifier in self._used
 
     def put(self, identifier: str, response: StoredResponse) -> None:
-        """Keeps a response, in the place of an earlier state of it; not one that is larger than all room, nor one that
-        was deleted while it ran. One that was put before it was done must be put when it is.
+        """Store a response and replace its earlier state.
+
+        A response that is larger than the store, or that was deleted while it ran, is not stored. A response that was
+        stored
+        while it ran must be stored again when it is done.
         """
         if identifier in self._deleted:
             if response.done:
@@ -171,7 +175,7 @@ class ResponseStore:
         if response.size > self._max_bytes:
             return
         owner = response.owner
-        self._bytes.add(owner, self._shares.setdefault(owner, _Share()).add(identifier, response))
+        self._bytes.add(owner, self._shares.setdefault(owner, _KeyResponses()).add(identifier, response))
         self._counts.add(owner, 1)
         self._used[identifier] = owner, self._clock()
         while self._bytes.total > self._max_bytes:
@@ -181,7 +185,11 @@ class ResponseStore:
         self.expire()
 
     def get(self, identifier: str, owner: bytes) -> StoredResponse:
-        """Raises NotFoundError, also for a response of another key."""
+        """Return a response.
+
+        Raises:
+            NotFoundError: There is no such response, or it belongs to another key.
+        """
         self.expire()
         share = self._shares.get(owner)
         if share is None or identifier not in share.responses:
@@ -192,27 +200,39 @@ class ResponseStore:
         return share.responses[identifier]
 
     def continued(self, identifier: str, owner: bytes) -> tuple[bytes, ...]:
-        """What a response that continues this one begins with. Raises NotFoundError, InvalidRequestError if it runs."""
+        """Return the conversation that a continuing response starts with.
+
+        Raises:
+            NotFoundError: There is no such response for this key.
+            InvalidRequestError: The response is still running.
+        """
         stored = self.get(identifier, owner)
         if not stored.done:
-            raise InvalidRequestError("The response has not ended yet.", param="previous_response_id")
+            raise InvalidRequestError(
+                "previous_response_id names a response that has not ended yet; wait for its end.",
+                param="previous_response_id",
+            )
         return stored.conversation
 
     def with_item(self, item_id: str, owner: bytes) -> StoredResponse:
-        """The newest response that has this among its own items. Raises NotFoundError."""
+        """Return the newest response that contains this item.
+
+        Raises:
+            NotFoundError: This key has no such item.
+        """
         share = self._shares.get(owner)
         if share is None or item_id not in share.items:
             raise NotFoundError(f"There is no stored item with the id {shown_id(item_id)}.")
         return self.get(share.items[item_id], owner)
 
     def delete(self, identifier: str, owner: bytes) -> None:
-        """Raises NotFoundError as `get` does."""
+        """Delete a response. Raises NotFoundError as `get` does."""
         if not self.get(identifier, owner).done:
             self._deleted.add(identifier)
         self._remove(identifier)
 
     def expire(self) -> None:
-        """Forgets those whose time is over."""
+        """Remove expired responses."""
         oldest = self._clock() - self._time_to_live
         while self._used:
             identifier = next(iter(self._used))

@@ -1,10 +1,10 @@
-"""Events of streams that outlive their connections: they are kept for a while, so that a client may come back for them.
+"""Store of the events of resumable streams.
 
-A stream runs in a task of its own and writes to its log; every connection only reads. Whoever reads claims the stream;
-one that nobody has claimed for the grace period is cancelled, if it still runs, and forgotten.
+A stream runs in a task of its own and writes to its log. Connections only read the log. A reader claims the stream. A
+stream that nobody has claimed for the grace period is cancelled, if it still runs, and removed.
 
-Where room is needed, the key that has most of it loses its oldest events: who streams little loses nothing to one who
-streams much.
+When the store is full, the key with the most data loses its oldest events, so that a key with little data loses nothing
+to others.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from gateway.stores.ids import shown_id
 from shared.errors import NotFoundError, PeltonError
 
 _EVENT_OVERHEAD = 128
-"""Bytes that an event takes beside its own, about."""
+"""Approximate bytes of an event besides its text."""
 _LOG_OVERHEAD = 1536
-"""Bytes that a stream takes beside its events, about; counted with its first event."""
+"""Approximate bytes of a stream besides its events; counted with its first event."""
 _STREAM_SHARE = 16
-"""One stream may take this part of all room."""
+"""Divisor of the store's size that gives the maximum size of one stream."""
 _SLACK = 1024
 _PIECE = 65_536
-"""Bytes of events that a reader takes at a time: what a client does not read waits in its connection's buffer, and
-thousands may read a long stream."""
+"""Bytes of events that a reader takes at a time.
+
+Unread data stays in the connection's buffer, and thousands of clients may read a long stream.
+"""
 
 
 class StreamLog:
-    """The events of one stream, numbered from 1, of which the oldest may be gone.
+    """Events of one stream, numbered from 1. The oldest ones may have been removed.
 
     Attributes:
-        owner: hash of the key whose stream it is.
-        ended: no event will follow.
-        first: the number of the oldest event that is kept.
+        owner: Hash of the key that created the stream.
+        ended: True if no event will follow.
+        first: Number of the oldest event that is kept.
     """
 
     __slots__ = (
@@ -59,7 +61,7 @@ class StreamLog:
         self.ended = False
         self._error: PeltonError | None = None
         self.num_bytes = 0
-        # For the store.
+        # The rest is for the store.
         self.num_claims = 0
         self.timer: asyncio.TimerHandle | None = None
         self._store = store
@@ -69,16 +71,16 @@ class StreamLog:
 
     @property
     def error(self) -> PeltonError | None:
-        """Why it ended before its last event, where it did. A new one for each who asks."""
+        """New exception that explains a premature end; None if the stream ended regularly."""
         return None if self._error is None else self._error.untouched()
 
     @property
     def last(self) -> int:
-        """The number of the last event; 0: there was none."""
+        """Number of the last event; 0 if there was none."""
         return self.first + len(self._events) - 1
 
     def append(self, event: bytes) -> None:
-        """The next event, framed. Nothing where it has ended: it was deleted while it ran."""
+        """Append a framed event. Does nothing after the end, because the stream may have been deleted while it ran."""
         if self.ended:
             return
         self._events.append(event)
@@ -86,7 +88,7 @@ class StreamLog:
         self._wake()
 
     def end(self, error: PeltonError | None = None) -> None:
-        """Nothing follows. `error` is for a stream whose events do not say how it ended. The first end counts."""
+        """Mark the end. `error` is for a stream whose events do not tell how it ended. Only the first call counts."""
         if self.ended:
             return
         self.ended = True
@@ -94,14 +96,19 @@ class StreamLog:
         self._wake()
 
     def after(self, number: int) -> Sequence[bytes]:
-        """The events behind that of this number, as many as are sent at a time. Raises NotFoundError where the next
-        is not kept any more: trying again, as clients do after a 503, would not bring it back.
+        """Return events after a number, as many as are sent at a time.
+
+        Raises:
+            NotFoundError: The next event has been removed. The status is not 503, because a retry would not bring
+                it back.
         """
         if number + 1 < self.first:
-            raise NotFoundError("The stream has gone on too far: what follows is not kept.", code="stream_expired")
+            raise NotFoundError(
+                "The events after this number are no longer kept. Send the request again.", code="stream_expired"
+            )
         found: list[bytes] = []
         size = 0
-        # By index: it takes a deque no time at its ends, and most read at the newer one.
+        # Index the deque: access is fast at its ends, and most readers are at the newer end.
         for index in range(number + 1 - self.first, len(self._events)):
             found.append(self._events[index])
             size += len(found[-1])
@@ -110,28 +117,30 @@ class StreamLog:
         return found
 
     async def news(self) -> None:
-        """Returns when something was appended, or the stream has ended."""
+        """Return when an event was appended or the stream has ended."""
         if self._news is None:
             self._news = asyncio.Event()
         await self._news.wait()
 
     def has(self, number: int) -> bool:
-        """Whether the event is kept."""
+        """Return True if an event is kept."""
         return self.first <= number <= self.last
 
     def drop_oldest(self, number: int) -> int:
-        """Forgets the event of this number, if it is the oldest; returns how many bytes that frees. For the store."""
+        """Remove the event with this number if it is the oldest, and return the bytes that this frees; for the
+        store.
+        """
         if number != self.first or not self._events:
             return 0
         self.first += 1
         return _size(number, self._events.popleft())
 
     def clear(self) -> int:
-        """Forgets all, and ends where it has not; returns how many events there were. For the store."""
+        """Remove all events, end the stream if it runs, and return the number of removed events; for the store."""
         count = len(self._events)
         self.first += count
         self._events.clear()
-        self.end(NotFoundError("The stream was deleted while it ran."))
+        self.end(NotFoundError("The stream was deleted while it was running."))
         return count
 
     def _wake(self) -> None:
@@ -144,12 +153,12 @@ def _size(number: int, event: bytes) -> int:
     return len(event) + _EVENT_OVERHEAD + (_LOG_OVERHEAD if number == 1 else 0)
 
 
-class _Share:
-    """The events of one key's streams, in the order in which they came.
+class _KeyEvents:
+    """Events of one key's streams in the order of their arrival.
 
     Attributes:
-        order: each by its number; those that are gone already are passed over.
-        num_events: that are kept.
+        order: The stream and number of each event. Entries of removed events are skipped.
+        num_events: Number of events that are kept.
     """
 
     __slots__ = ("num_events", "order")
@@ -159,17 +168,17 @@ class _Share:
         self.num_events = 0
 
     def forget_passed(self) -> None:
-        """Drops what is passed over, where that is most."""
+        """Remove outdated entries if they are the majority."""
         if len(self.order) > 2 * self.num_events + _SLACK:
             self.order = deque((log, number) for log, number in self.order if log.has(number))
 
 
 class StreamStore:
-    """The streams of one gateway process.
+    """Streams of one gateway process.
 
     Args:
-        max_bytes: of all events. One stream may have a sixteenth of it.
-        grace: seconds that a stream is kept without a reader.
+        max_bytes: Maximum size of all events. One stream may have a sixteenth of it.
+        grace: Seconds that a stream is kept without a reader.
     """
 
     def __init__(self, *, max_bytes: int, grace: float) -> None:
@@ -177,29 +186,33 @@ class StreamStore:
         self._grace = grace
         self._logs: dict[str, StreamLog] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._shares: dict[bytes, _Share] = {}
+        self._shares: dict[bytes, _KeyEvents] = {}
         self._bytes = Holdings()
 
     @property
     def num_bytes(self) -> int:
-        """Of all events."""
+        """Bytes of all events."""
         return self._bytes.total
 
     def __len__(self) -> int:
         return len(self._logs)
 
     def open(self, identifier: str, owner: bytes) -> StreamLog:
-        """A new log, which `run` fills."""
+        """Create a log that `run` fills."""
         log = self._logs[identifier] = StreamLog(identifier, owner, self)
         return log
 
     def run(self, identifier: str, work: Coroutine[None, None, None]) -> None:
-        """Runs what fills a log, until it ends or nobody wants it."""
+        """Run the coroutine that fills a log, until it ends or the stream is removed."""
         task = self._tasks[identifier] = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._on_done(identifier))
 
     def find(self, identifier: str, owner: bytes) -> StreamLog:
-        """Raises NotFoundError, also for a stream of another key."""
+        """Return a stream.
+
+        Raises:
+            NotFoundError: There is no such stream, or it belongs to another key.
+        """
         log = self._logs.get(identifier)
         if log is None or log.owner != owner:
             raise NotFoundError(f"There is no stream with the id {shown_id(identifier)}.")
@@ -207,7 +220,7 @@ class StreamStore:
 
     @contextmanager
     def claim(self, identifier: str, log: StreamLog) -> Iterator[None]:
-        """While it is held, the stream is kept."""
+        """Keep the stream while the context is entered."""
         if log.timer is not None:
             log.timer.cancel()
             log.timer = None
@@ -220,18 +233,21 @@ class StreamStore:
                 if self._logs.get(identifier) is not log:
                     self._clear(log)
                 elif log.ended and not log.last:
-                    self.drop(identifier)  # it was refused, and whoever asked for it knows
+                    self.drop(identifier)  # the request was refused, and its client knows
                 else:
                     log.timer = asyncio.get_running_loop().call_later(self._grace, self.drop, identifier)
 
     async def stop(self, identifier: str) -> None:
-        """Ends what fills a log, and waits for that; what it has written is kept."""
+        """Stop the coroutine that fills a log and wait for it. Its events are kept."""
         if (task := self._tasks.get(identifier)) is not None:
             task.cancel()
             await asyncio.wait([task])
 
     async def retire(self, identifier: str) -> None:
-        """Ends what fills a log, and forgets it; whoever reads it is sent all that it has, its end too."""
+        """Stop the coroutine that fills a log and remove the stream.
+
+        Current readers receive all events including the end.
+        """
         await self.stop(identifier)
         log = self._logs.get(identifier)
         if log is not None and log.num_claims:
@@ -240,7 +256,7 @@ class StreamStore:
             self.drop(identifier)
 
     def drop(self, identifier: str) -> None:
-        """Forgets a stream at once, and ends what fills it."""
+        """Remove a stream at once and stop the coroutine that fills it."""
         if (task := self._tasks.pop(identifier, None)) is not None:
             task.cancel()
         if (log := self._logs.pop(identifier, None)) is not None:
@@ -252,10 +268,10 @@ class StreamStore:
         self._free(log, log.num_bytes, log.clear())
 
     def on_append(self, log: StreamLog, size: int) -> None:
-        """Counts an event, and makes room for it. For StreamLog."""
+        """Count an event and make room for it; called by StreamLog."""
         log.num_bytes += size
         self._bytes.add(log.owner, size)
-        share = self._shares.setdefault(log.owner, _Share())
+        share = self._shares.setdefault(log.owner, _KeyEvents())
         share.num_events += 1
         share.order.append((log, log.last))
         most = max(self._max_bytes // _STREAM_SHARE, size)
@@ -265,7 +281,7 @@ class StreamStore:
             self._drop_oldest(*self._shares[self._bytes.largest()].order.popleft())
 
     async def close(self) -> None:
-        """Ends all that runs."""
+        """Stop all running streams."""
         tasks = list(self._tasks.values())
         for identifier in list(self._logs):
             self.drop(identifier)
@@ -276,13 +292,13 @@ class StreamStore:
     def _on_done(self, identifier: str) -> None:
         self._tasks.pop(identifier, None)
         if (log := self._logs.get(identifier)) is not None:
-            log.end()  # one that was cancelled before it began has not
+            log.end()  # a task that was cancelled before it started has not removed it
 
     def _drop_oldest(self, log: StreamLog, number: int) -> None:
         if size := log.drop_oldest(number):
             self._free(log, size, 1)
             if log.ended and not log.num_claims and log.last < log.first:
-                self.drop(log.identifier)  # nothing is left that a client could come back for
+                self.drop(log.identifier)  # nothing is left that a client could resume
 
     def _free(self, log: StreamLog, size: int, num_events: int) -> None:
         if not num_events:

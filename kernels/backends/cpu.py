@@ -6,23 +6,21 @@ from typing import Any
 
 import torch
 
+from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.activation import cpu as activation_cpu
-from kernels.ops.activation import reference as activation_reference
 from kernels.ops.activation.reference import Activation
 from kernels.ops.attention import cpu as attention_cpu
 from kernels.ops.attention import reference as attention_reference
 from kernels.ops.attention.cpu import PagedAttention, PreparedAttention
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages
-from kernels.ops.embedding import reference as embedding_reference
 from kernels.ops.norm import cpu as norm_cpu
-from kernels.ops.norm import reference as norm_reference
 from shared.errors import ConfigurationError
 
 
-class CpuOps:
-    """See kernels.backends.select.Ops. Kernels are compiled, or read from numba's cache, at their first use."""
+class CpuOps(DecoderOps):
+    """Decoder operations on the CPU. Kernels are compiled, or read from numba's cache, at their first use."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         """deterministic: refuse what the kernels do not cover; they themselves are so always."""
@@ -30,12 +28,6 @@ class CpuOps:
         self._norms: dict[tuple[int, torch.dtype], norm_cpu.AddRMSNorm] = {}
         self._activations: dict[tuple[int, torch.dtype], activation_cpu.SiluAndMul] = {}
         self._attentions: dict[tuple[AttentionGeometry, torch.dtype, torch.dtype, bool], PagedAttention] = {}
-
-    def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """kernels/ops/embedding."""
-        return embedding_reference.embed(token_ids, weight, scale, dtype)
 
     def add_rms_norm(
         self,
@@ -48,12 +40,12 @@ class CpuOps:
     ) -> Activations:
         """kernels/ops/norm."""
         if quantization is not None:
-            return norm_reference.add_rms_norm(delta, residual, weight, eps, dtype, quantization)
+            return super().add_rms_norm(delta, residual, weight, eps, dtype, quantization)
         hidden = residual.shape[-1]
         norm = self._norms.get((hidden, dtype))
         if norm is None:
             if not norm_cpu.supported(hidden, dtype):
-                return norm_reference.add_rms_norm(delta, residual, weight, eps, dtype)
+                return super().add_rms_norm(delta, residual, weight, eps, dtype)
             norm = self._norms[hidden, dtype] = norm_cpu.AddRMSNorm(hidden, dtype)
         return norm(delta, residual, weight, eps)
 
@@ -63,7 +55,7 @@ class CpuOps:
         """kernels/ops/activation."""
         width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
         if quantization is not None or not activation_cpu.supported(width, dtype, activation):
-            return activation_reference.activation_and_mul(gate_up, activation, quantization)
+            return super().activation_and_mul(gate_up, activation, quantization)
         op = self._activations.get((width, dtype))
         if op is None:
             op = self._activations[width, dtype] = activation_cpu.SiluAndMul(width, dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernels.backends.gpu_attention import TritonAttention
+from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.activation import triton as activation_triton
 from kernels.ops.activation.reference import Activation
@@ -16,7 +17,7 @@ from kernels.ops.embedding import triton as embedding
 from kernels.ops.norm import triton as norm
 
 
-class TritonOps:
+class TritonOps(DecoderOps):
     """See kernels.backends.select.Ops. In the interpreter the same kernels run on tensors of the CPU.
 
     Args:

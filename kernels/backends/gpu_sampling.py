@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.backends.sampling import ReferenceOps
+from kernels.backends.reference import SamplingOps
 from kernels.common.triton.scratch import Scratch
 from kernels.ops.logprobs import triton as logprobs_kernels
 from kernels.ops.logprobs.tensors import LogprobTensors
@@ -21,7 +21,7 @@ from kernels.ops.sampling.inputs import (
 from kernels.ops.sampling.row_arguments import scratch_size
 
 
-class TritonSamplingOps(ReferenceOps):
+class TritonSamplingOps(SamplingOps):
     """What has no kernel of its own runs on a GPU as the reference has it.
 
     Owns the scratch of sampling, which grows to the most rows seen; the steps of one stream may share it.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from kernels.backends.gpu_sampling import one_row
-from kernels.backends.speculative import ReferenceOps
+from kernels.backends.reference import SpeculativeOps
 from kernels.common.triton.scratch import Scratch
 from kernels.ops.sampling.inputs import SamplingInputs
 from kernels.ops.sampling.row_arguments import scratch_size
@@ -15,7 +15,7 @@ from kernels.ops.speculative import triton as kernels
 from kernels.ops.speculative.inputs import DraftInputs, Verified
 
 
-class TritonSpeculativeOps(ReferenceOps):
+class TritonSpeculativeOps(SpeculativeOps):
     """Counts of kept tokens are added as the reference has it.
 
     Owns the scratch of the kernels, which grows to the most rows seen; the steps of one stream may share it.

@@ -1,105 +1,42 @@
-"""Which implementation of each op a device gets: the one place that knows.
+"""The choice of a backend for a device; the only place that makes it.
 
-Every op has one signature. The reference runs anywhere; the CPU has kernels of its own where its dtypes and shapes
-are covered, GPUs have Triton's.
+triton and numba are imported only where they run, because a machine may have only one of them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from kernels.common.quantized import ActivationQuantization, Activations
-from kernels.ops.activation import reference as activation_reference
-from kernels.ops.activation.reference import Activation
-from kernels.ops.attention import reference as attention_reference
-from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
-from kernels.ops.attention.kv_pages import KVPages
-from kernels.ops.embedding import reference as embedding_reference
-from kernels.ops.norm import reference as norm_reference
+from kernels.backends.reference import DecoderOps, SamplingOps, SpeculativeOps
+from kernels.ops.step_inputs.cpu import CpuStepOps
+from kernels.ops.step_inputs.inputs import StepBuffers, StepShape
 
 
-class Ops(Protocol):
-    """The ops of a decoder that are not linear; see the reference of each for shapes."""
+class StepOps(Protocol):
+    """Operations on the buffers of a step; see kernels/ops/step_inputs/reference.py."""
 
-    def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """kernels/ops/embedding."""
+    def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
+        """Apply packed changes to the state of the rows."""
         ...
 
-    def add_rms_norm(
-        self,
-        delta: torch.Tensor | None,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        dtype: torch.dtype,
-        quantization: ActivationQuantization | None = None,
-    ) -> Activations:
-        """kernels/ops/norm."""
+    def step_inputs(self, shape: StepShape) -> None:
+        """Compute the model's inputs from the state of the rows."""
         ...
 
-    def activation_and_mul(
-        self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
-    ) -> Activations:
-        """kernels/ops/activation."""
-        ...
-
-    def prepare_attention(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> Any:
-        """Once per step and KV group: what `paged_attention` needs of the inputs."""
-        ...
-
-    def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
-        """kernels/ops/attention."""
+    def append(self, num_sampled: int, token_ids: torch.Tensor) -> None:
+        """Append sampled tokens to their rows."""
         ...
 
 
-class ReferenceOps:
-    """Plain torch, on any device."""
-
-    def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """kernels/ops/embedding/reference.py."""
-        return embedding_reference.embed(token_ids, weight, scale, dtype)
-
-    def add_rms_norm(
-        self,
-        delta: torch.Tensor | None,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        dtype: torch.dtype,
-        quantization: ActivationQuantization | None = None,
-    ) -> Activations:
-        """kernels/ops/norm/reference.py."""
-        return norm_reference.add_rms_norm(delta, residual, weight, eps, dtype, quantization)
-
-    def activation_and_mul(
-        self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
-    ) -> Activations:
-        """kernels/ops/activation/reference.py."""
-        return activation_reference.activation_and_mul(gate_up, activation, quantization)
-
-    def prepare_attention(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> Any:
-        """The inputs as they are."""
-        return inputs, geometry
-
-    def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
-        """kernels/ops/attention/reference.py."""
-        inputs, geometry = prepared
-        return attention_reference.paged_attention(qkv, pages, inputs, geometry, layer)
-
-
-def select_ops(device: torch.device, *, deterministic: bool = False) -> Ops:
-    """The ops of a device.
+def select_ops(device: torch.device, *, deterministic: bool = False) -> DecoderOps:
+    """Return the decoder operations for a device.
 
     Args:
-        deterministic: a token's result may not depend on the batch or on how its request is cut into chunks.
+        device: Device of the tensors.
+        deterministic: The result of a token must not depend on the batch or on how its prompt is split into chunks.
     """
-    # Both take their time to import, and a machine may have only one of them.
     if device.type == "cpu":
         from kernels.backends.cpu import CpuOps
 
@@ -108,4 +45,41 @@ def select_ops(device: torch.device, *, deterministic: bool = False) -> Ops:
         from kernels.backends.gpu import TritonOps
 
         return TritonOps(device, deterministic)
-    return ReferenceOps()
+    return DecoderOps()
+
+
+def sampling_ops(device: torch.device, num_threads: int, vocab_size: int = 0) -> SamplingOps:
+    """Return the fastest sampling operations for a device.
+
+    Args:
+        device: Device of the logits.
+        num_threads: Threads that share the rows on the CPU.
+        vocab_size: Vocabulary size for which `compile` compiles on a GPU; 0 compiles kernels at their first use.
+    """
+    if device.type == "cpu":
+        from kernels.backends.cpu_sampling import CpuSamplingOps
+
+        return CpuSamplingOps(num_threads)
+    from kernels.backends.gpu_sampling import TritonSamplingOps
+
+    return TritonSamplingOps(device, vocab_size)
+
+
+def speculative_ops(device: torch.device, num_threads: int, vocab_size: int = 0) -> SpeculativeOps:
+    """Return the fastest verification of drafts for a device. See sampling_ops for the arguments."""
+    if device.type == "cpu":
+        from kernels.backends.cpu_speculative import CpuSpeculativeOps
+
+        return CpuSpeculativeOps(num_threads)
+    from kernels.backends.gpu_speculative import TritonSpeculativeOps
+
+    return TritonSpeculativeOps(device, vocab_size)
+
+
+def step_ops(buffers: StepBuffers) -> StepOps:
+    """Return the fastest step operations for the device of the buffers."""
+    if buffers.state.device.type == "cpu":
+        return CpuStepOps(buffers)
+    from kernels.ops.step_inputs.triton import TritonStepOps
+
+    return TritonStepOps(buffers)

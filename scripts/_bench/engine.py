@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.sampling import sampling_ops
+from kernels.backends.select import sampling_ops
 from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
 from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps, sampling
 from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import zmq
 
-from kernels.backends.sampling import SamplingOps
+from kernels.backends.reference import SamplingOps
 from shared import sockets, wire
 from shared.messages import (
     PROTOCOL_VERSION,

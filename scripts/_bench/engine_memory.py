@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kernels.backends.sampling import sampling_ops
+from kernels.backends.select import sampling_ops
 from scripts._bench.engine_loop import Loop, LoopError, engine_loop
 from scripts._bench.goals import Goal, slope
 from scripts._bench.gpu_check_model import RandomWeights

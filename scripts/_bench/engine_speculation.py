@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.text.tokenizer import TextTokenizer
-from kernels.backends.sampling import SamplingOps
+from kernels.backends.reference import SamplingOps
 from scripts._bench.engine_loop import Loop, LoopError, engine_loop
 from scripts._bench.goals import Goal
 from scripts._distill.prompt_texts import HELD_OUT

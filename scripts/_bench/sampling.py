@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.sampling import CpuOps
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from shared.sampling_params import SamplingParams
 from worker.executor.device import CpuDevice
 from worker.executor.request_rows import RequestRows
@@ -41,7 +41,9 @@ EVERY_KIND: tuple[dict[str, Any], ...] = (
 class SampledBatch:
     """16 requests on rows of their own, each with a text that repeats itself, sampled from given logits."""
 
-    def __init__(self, wishes: Sequence[dict[str, Any]], logits: torch.Tensor, context: int, ops: CpuOps) -> None:
+    def __init__(
+        self, wishes: Sequence[dict[str, Any]], logits: torch.Tensor, context: int, ops: CpuSamplingOps
+    ) -> None:
         vocab = logits.shape[1]
         self._rows = RequestRows(
             max_num_seqs=NUM_REQUESTS,
@@ -80,7 +82,7 @@ class SampledBatch:
 
 def sampling_runs(logits: torch.Tensor, context: int, num_threads: int) -> dict[str, Callable[[], object]]:
     """What is timed, by name; logits: [16, vocab] float32."""
-    ops = CpuOps(num_threads)
+    ops = CpuSamplingOps(num_threads)
     ops.compile()
     plain, mixed = (SampledBatch(wishes, logits, context, ops) for wishes in ((PLAIN,), EVERY_KIND))
     few = torch.zeros((NUM_REQUESTS, -(-logits.shape[1] // 32)), dtype=torch.int32)

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from shared.errors import ConfigurationError
+from worker.kv.geometry import KVGroupSpec
 from worker.model.families import required_shapes
 from worker.model.loading.weights import WeightSource
 from worker.model.rope import rope_table
-from worker.model.spec import DecoderSpec, KVGroupSpec
+from worker.model.spec import DecoderSpec
 
 PROJECTION = "projection"
 """Name of the map from the last norm to the target's head."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels.backends.sampling import sampling_ops
+from kernels.backends.select import sampling_ops
 from kernels.ops.sampling.inputs import NO_CUT, SamplingInputs
 from shared.settings import WorkerSettings
 from worker.executor.resolve import resolve_dtype, resolve_kv_dtype

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kernels.backends.sampling import SamplingOps, sampling_ops
+from kernels.backends.reference import SamplingOps
+from kernels.backends.select import sampling_ops
 from kernels.common.cpu.pool import use_cache_directory
 from scripts._distill.prompts import tokenize
 from shared.messages import FinishReason, Submit
@@ -25,11 +26,11 @@ from worker.executor.device import CpuDevice
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models, load_decoder
 from worker.executor.resolve import cache_directory
+from worker.kv.geometry import KVGroupSpec
 from worker.kv.manager import KVManager
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.open_model import open_model
-from worker.model.spec import KVGroupSpec
 from worker.parallel import ParallelContext
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.scheduler.speculator import SpeculationConfig

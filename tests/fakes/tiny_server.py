@@ -10,9 +10,7 @@ import torch
 import worker.executor.request_rows
 import worker.model.decoder
 import worker.model.linear
-from kernels.backends.sampling import ReferenceOps as ReferenceSamplingOps
-from kernels.backends.select import ReferenceOps
-from kernels.backends.speculative import ReferenceOps as ReferenceSpeculativeOps
+from kernels.backends.reference import DecoderOps, SamplingOps, SpeculativeOps
 from kernels.ops.attention.kv_pages import KVFormat
 from kernels.ops.step_inputs.reference import ReferenceStepOps
 from shared.messages import Submit
@@ -25,9 +23,10 @@ from worker.executor.local import LocalExecutor
 from worker.executor.model_runner import ModelRunner
 from worker.executor.plan_runner import PlanRunner
 from worker.executor.request_rows import RequestRows
+from worker.kv.geometry import KVGroupSpec
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
-from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
+from worker.model.spec import DecoderSpec, RopeSpec
 from worker.quant.dense import DenseScheme
 from worker.sampling.sampler import Sampler
 from worker.scheduler.speculator import SpeculationConfig
@@ -113,7 +112,7 @@ class TinyServer(Harness):
         rejection = speculation is not None and speculation.rejection
         options = {"max_model_len": MAX_MODEL_LEN, "num_groups": len(spec.kv_groups)} | options
         super().__init__(depth=2 if late else 1, speculation=speculation, **options)
-        monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: ops or ReferenceOps())
+        monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: ops or DecoderOps())
         monkeypatch.setattr(
             worker.model.linear, "linear_scheme", lambda dtype, device, *_, **__: DenseScheme(dtype, device)
         )
@@ -134,9 +133,7 @@ class TinyServer(Harness):
             distributions=Distributions() if rejection else None,
         )
         rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
-        sampler = Sampler(
-            rows.sampling, sampling_ops or ReferenceSamplingOps(), ReferenceSpeculativeOps(), rejection=rejection
-        )
+        sampler = Sampler(rows.sampling, sampling_ops or SamplingOps(), SpeculativeOps(), rejection=rejection)
         decoder = self._decoder(spec, 0, device)
         self.runner = ModelRunner(decoder, storage, rows, sampler, self.device)
         draft = None

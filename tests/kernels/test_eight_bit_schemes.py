@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.backends.gpu import TritonOps
-from kernels.backends.select import ReferenceOps
+from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.quantize.reference import dequantize, quantize
@@ -172,7 +172,7 @@ class PlainScheme(DenseScheme):
         return F.linear(dequantize(x), self.weight).to(x.dtype)
 
 
-class WatchedOps(ReferenceOps):
+class WatchedOps(DecoderOps):
     """Notes how norms and activations were asked to write."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ def test_a_checkpoint_gives_the_logits_of_plain_torch(
     torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02 * largest)
 
 
-class TritonCodes(ReferenceOps):
+class TritonCodes(DecoderOps):
     """Norms and activations by Triton, attention by plain torch."""
 
     def __init__(self, device: torch.device) -> None:
@@ -253,7 +253,7 @@ def test_triton_writes_the_codes_that_it_multiplies(
         return DenseScheme(place.dtype, place.device) if raws[0].plain else scheme_for(raws, place.device)
 
     monkeypatch.setattr(Placement, "scheme", scheme)
-    for ops in (ReferenceOps(), TritonCodes(device)):
+    for ops in (DecoderOps(), TritonCodes(device)):
         monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, ops=ops, **__: ops)
         found.append(logits(opened(tmp_path / "m"), device).float())
     assert float((found[1] - found[0]).abs().mean()) < 0.01 * float(found[0].abs().max())

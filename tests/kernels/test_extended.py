@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.sampling import CpuOps
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.ops.sampling import extended
 from kernels.ops.sampling.inputs import ExtendInputs, Feature
 from kernels.ops.sampling.philox import XTC_STREAM, philox4x32
@@ -86,7 +86,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def cpu():
-    ops = CpuOps(2)
+    ops = CpuSamplingOps(2)
     ops.compile()
     return ops
 
@@ -369,7 +369,7 @@ def test_the_coin_falls_as_often_as_it_should():
 
 
 def test_what_few_ask_for_is_compiled_when_one_asks():
-    ops = CpuOps(1)
+    ops = CpuSamplingOps(1)
     ops.compile_usual()
     logits, inputs = make(ROWS, 60)
     expected, found = logits.clone(), logits.clone()
@@ -421,8 +421,8 @@ def test_mirostat_aims_on_by_what_was_sampled(cpu):
     # Rows of the logits in another order than those of the parameters.
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
     inputs = replace(inputs, rows=order.argsort())
-    aims = extended.next_aims(logits[order], inputs, log_mass, token_ids[order])
-    assert torch.equal(cpu.next_aims(logits[order], inputs, log_mass, token_ids[order]), aims)
+    aims = extended.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order])
+    assert torch.equal(cpu.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order]), aims)
     for i, wish in enumerate(ROWS):
         expected = wish.get("mu", 0.0)
         if "mirostat" in wish and i != failed:

@@ -9,7 +9,7 @@ import torch
 
 from kernels.backends.gpu import TritonOps
 from kernels.backends.gpu_attention import TritonAttention
-from kernels.backends.select import Ops, ReferenceOps
+from kernels.backends.reference import DecoderOps
 from kernels.common.tolerances import TOLERANCES, of_attention
 from kernels.ops.attention.cascade import SharedPrefix, cascade_work
 from kernels.ops.attention.cases import Case, Step, make_step
@@ -37,7 +37,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def check(case: Case, dtype: torch.dtype, kv_format: KVFormat, ops: Ops, device: torch.device) -> None:
+def check(case: Case, dtype: torch.dtype, kv_format: KVFormat, ops: DecoderOps, device: torch.device) -> None:
     step = make_step(case, dtype, kv_format, device)
     expected = step.copy_of_pages()
     # Queries are rounded between the two kernels, as keys are in the cache.
@@ -61,7 +61,7 @@ def cells_of(pages: KVPages) -> list[torch.Tensor]:
     return [pages.keys.view(torch.uint8), pages.values.view(torch.uint8)]
 
 
-def run(ops: Ops, step: Step) -> torch.Tensor:
+def run(ops: DecoderOps, step: Step) -> torch.Tensor:
     prepared = ops.prepare_attention(step.inputs, step.geometry)
     return ops.paged_attention(step.qkv, step.pages, prepared, step.layer)
 
@@ -188,7 +188,7 @@ def test_a_step_without_tokens(device: torch.device) -> None:
 
 
 def test_the_other_ops_are_the_references(device: torch.device) -> None:
-    ops, reference = TritonOps(device), ReferenceOps()
+    ops, reference = TritonOps(device), DecoderOps()
     generator = torch.Generator().manual_seed(0)
     table, delta, residual = (torch.randn((5, 96), generator=generator).to(device) for _ in range(3))
     weight = torch.rand(96, generator=generator).to(device)

@@ -11,8 +11,9 @@ from kernels.common.tolerances import TOLERANCES
 from kernels.common.triton.compilations import Target
 from kernels.ops.linear_weight_only import reference
 from kernels.ops.linear_weight_only.cases import CASES, Case, make
-from kernels.ops.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.ops.linear_weight_only.triton import compilations, linear, split_blocks, tile, values_step
+from kernels.ops.weight_values.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
+from kernels.ops.weight_values.reference import codes as stored_codes
 from tests.kernels.last_program import run_only_the_last_program
 
 
@@ -54,8 +55,8 @@ def test_packing_keeps_every_code(device: torch.device) -> None:
         pack_rows(words, 2, codes)
         scales = torch.ones((num_groups(num_in, 0), 7), dtype=torch.float16, device=device)
         weight = PackedWeight(words, scales, None, bits, 0, num_in, new_counters(7, device))
-        assert torch.equal(reference.codes(weight)[2:], codes.long())
-        assert not reference.codes(weight)[:2].any()
+        assert torch.equal(stored_codes(weight)[2:], codes.long())
+        assert not stored_codes(weight)[:2].any()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

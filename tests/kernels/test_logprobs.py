@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
-from kernels.backends.sampling import CpuOps
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.logprobs import reference
 from kernels.ops.logprobs import triton as kernels
@@ -16,7 +16,7 @@ RTOL, ATOL = TOLERANCES[torch.float32]
 
 @pytest.fixture(scope="module")
 def cpu():
-    ops = CpuOps(2)
+    ops = CpuSamplingOps(2)
     ops.compile()
     return ops
 

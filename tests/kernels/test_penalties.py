@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
-from kernels.backends.sampling import CpuOps
 from kernels.ops.penalties import triton as kernels
 from kernels.ops.penalties.cases import on, penalties
 from kernels.ops.sampling import reference
@@ -61,7 +61,7 @@ def test_adjustments_interleaved_in_one_table(device):
 
 @pytest.mark.parametrize("num_tables, width", [(9, 9), (1, 1)])
 def test_the_cpu_adjusts_as_the_reference_does(num_tables, width):
-    ops = CpuOps(2)
+    ops = CpuSamplingOps(2)
     ops.compile()
     inputs = adjustments(1, width, 20, torch.int32, num_tables)
     table = torch.stack((inputs.ids, inputs.values.view(torch.int32), inputs.until), dim=-1)
@@ -128,7 +128,7 @@ def test_drafts_count_as_if_the_table_had_them(num_rows, vocab, num_extra, devic
     expected = logits.clone()
     reference.penalize(expected, replace(inputs, output_counts=counts, extra=None))
     kept = inputs.output_counts.clone()
-    cpu = CpuOps(1)
+    cpu = CpuSamplingOps(1)
     cpu.compile()
     for penalize in (reference.penalize, cpu.penalize):
         result = logits.clone()

@@ -12,8 +12,8 @@ from kernels.ops.linear_dense.triton import linear_dense
 from kernels.ops.linear_fp8.inputs import Fp8Weight
 from kernels.ops.linear_fp8.triton import linear_fp8
 from kernels.ops.linear_int8.triton import linear_int8
-from kernels.ops.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.ops.linear_weight_only.triton import linear
+from kernels.ops.weight_values.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.ops.weight_values.triton import values_of
 from tests.kernels.test_attention_decode import run
 

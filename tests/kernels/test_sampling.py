@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.sampling import CpuOps, sampling_ops
+from kernels.backends.cpu_sampling import CpuSamplingOps
+from kernels.backends.select import sampling_ops
 from kernels.ops.sampling import reference
 from kernels.ops.sampling.cases import CASES, SamplingCase, make_case
 from kernels.ops.sampling.inputs import PenaltyInputs
@@ -16,7 +17,7 @@ from kernels.ops.sampling.philox import MAX_NOISE, gumbel_noise
 
 @pytest.fixture(scope="module")
 def cpu():
-    ops = CpuOps(2)
+    ops = CpuSamplingOps(2)
     ops.compile()
     return ops
 

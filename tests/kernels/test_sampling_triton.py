@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
-from kernels.backends.sampling import CpuOps
 from kernels.ops.logprobs.triton import tiles
 from kernels.ops.sampling import reference, row_arguments
 from kernels.ops.sampling import triton as kernels
@@ -162,7 +162,7 @@ def test_a_grammar_allows_what_its_mask_says(indexed, tiny_splits, device):
     assert expected[3] == -2 and (expected[4:] >= 0).all()
     assert torch.equal(reference.sample(logits, inputs), expected)
     assert torch.equal(sample(logits, inputs, device), expected)
-    cpu = CpuOps(2)
+    cpu = CpuSamplingOps(2)
     cpu.compile()
     assert torch.equal(cpu.sample(logits, inputs), expected)
 
@@ -191,7 +191,7 @@ def test_parameters_are_read_from_tables_of_32_bits(tiny_splits, device):
     )
     expected = reference.sample(logits, inputs)
     assert torch.equal(reference.sample(logits, tables), expected)
-    cpu = CpuOps(1)
+    cpu = CpuSamplingOps(1)
     cpu.compile()
     assert torch.equal(cpu.sample(logits, tables), expected)
     table_on_device = table.to(device)  # keeps the strides

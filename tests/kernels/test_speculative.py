@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.backends.cpu_speculative import CpuSpeculativeOps
 from kernels.backends.gpu_speculative import TritonSpeculativeOps
-from kernels.backends.speculative import CpuOps, ReferenceOps, speculative_ops
+from kernels.backends.reference import SpeculativeOps
+from kernels.backends.select import speculative_ops
 from kernels.ops.sampling import reference as sampling
 from kernels.ops.sampling import row_arguments
 from kernels.ops.sampling.cases import SamplingCase, make_case
@@ -23,7 +25,7 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def cpu():
-    ops = CpuOps(2)
+    ops = CpuSpeculativeOps(2)
     ops.compile()
     return ops
 
@@ -221,7 +223,7 @@ def test_probabilities(case, ops):
     torch.testing.assert_close(result, reference.probabilities(logits, inputs).float(), rtol=1e-5, atol=1e-9)
     bad = logits.clone()
     bad[0, 0] = bad[3, 0] = NAN
-    for implementation in (ops, ReferenceOps()):
+    for implementation in (ops, SpeculativeOps()):
         result = implementation.probabilities(bad, inputs)
         assert result.isnan().all(dim=1).nonzero().flatten().tolist() == [0, 3]
 
@@ -294,7 +296,7 @@ def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
         told = torch.full_like(told, NAN if kind == "NaN" else 0.0)
     rows = torch.full_like(ids, -1 if kind == "one-hot" else 0)
     drafts = DraftInputs(torch.full_like(ids, -1)) if kind == "none" else DraftInputs(ids, told, rows)
-    for ops in (ReferenceOps(), cpu):
+    for ops in (SpeculativeOps(), cpu):
         result = ops.reject(logits, inputs, drafts)
         statistic, limit = chi_squared(torch.bincount(result, minlength=len(TARGET)).double(), exact)
         assert statistic < limit
@@ -368,7 +370,7 @@ def test_other_tensors_are_refused(device):
 
 
 def test_each_device_has_its_own(device):
-    assert isinstance(speculative_ops(torch.device("cpu"), 1), CpuOps)
+    assert isinstance(speculative_ops(torch.device("cpu"), 1), CpuSpeculativeOps)
     logits, inputs, drafts = make_rejection(CASES[4])
     plain = speculative_ops(torch.device("cpu"), 1)  # before it is compiled
     assert torch.equal(plain.reject(logits, inputs, drafts), reference.reject(logits, inputs, drafts))

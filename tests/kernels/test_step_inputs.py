@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from kernels.backends.step_inputs import step_ops
+from kernels.backends.select import step_ops
 from kernels.ops.step_inputs.cases import CASES, Case, fill
 from kernels.ops.step_inputs.cpu import CpuStepOps
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape

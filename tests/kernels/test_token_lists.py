@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.sampling import CpuOps
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.ops.sampling import dry, reference
 from kernels.ops.sampling.inputs import (
     MAX_DRY_EXPONENT,
@@ -25,7 +25,7 @@ STRIDE = 700
 
 @pytest.fixture(scope="module")
 def compiled():
-    ops = CpuOps(2)
+    ops = CpuSamplingOps(2)
     ops.compile()
     return ops
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.select import ReferenceOps
+from kernels.backends.reference import DecoderOps
 from kernels.common.tolerances import TOLERANCES
 from tests.fakes.weights import make_batch, on_device
 from tests.unit.worker.model.loading.test_gptq_awq import Made, opened, write
@@ -161,7 +161,7 @@ def test_a_checkpoint_gives_the_logits_of_its_dense_weights(
     tmp_path: Path, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain torch around the integers' product, which is Triton's."""
-    monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ReferenceOps())
+    monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: DecoderOps())
     config: dict[str, Any] = {"quant_method": "awq" if kind == "awq" else "gptq", "bits": 4, "group_size": 32}
 
     def leaves(made: Made) -> dict[str, np.ndarray]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from worker.costs import CostTable
 from worker.drafting.proposal import Proposal
 from worker.row_costs import RowCosts, next_count, on_grid
-from worker.scheduler.budget import CostTable
 
 MARGIN = 1.04
 """Drafts are verified where that is expected to be faster by this factor than not to: estimates err."""

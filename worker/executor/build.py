@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.backends.sampling import SamplingOps, sampling_ops
-from kernels.backends.speculative import speculative_ops
+from kernels.backends.reference import SamplingOps
+from kernels.backends.select import sampling_ops, speculative_ops
 from kernels.common.cpu import bf16
 from kernels.common.cpu.pool import use_cache_directory
 from shared.log import get_logger

@@ -133,10 +133,10 @@ def compile_usual(head_kinds: Callable[[], Iterable[Kind]]) -> None:
     Args:
         head_kinds: returns when the model's files have been opened.
     """
-    from kernels.backends.sampling import CpuOps
+    from kernels.backends.cpu_sampling import CpuSamplingOps
     from kernels.ops.linear_panels.cpu import Result, panel_linear
 
-    CpuOps(1).compile()
+    CpuSamplingOps(1).compile()
     for kind in head_kinds():
         panel_linear(*kind, Result.FLOAT32)
 

@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from kernels.backends.sampling import sampling_ops
+from kernels.backends.select import sampling_ops
 from shared import supervisor_pipe
 from shared.errors import ConfigurationError
 from worker.executor.build import make_runner, measure_memory

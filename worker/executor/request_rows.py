@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.backends.step_inputs import step_ops
+from kernels.backends.select import step_ops
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
 from shared.sampling_params import MAX_BAD_WORD_TOKENS
 from worker.executor.decode_graphs import Size

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kernels.backends.step_inputs import StepOps
+from kernels.backends.select import StepOps
 from kernels.ops.step_inputs.inputs import SEGMENT_WORDS, Field, StepBuffers
 from worker.executor.device import Device
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.ops.attention.kv_pages import KVFormat, KVPages, stored_in_pairs
-from worker.model.spec import DecoderSpec
+from worker.kv.geometry import KVGeometry
 from worker.parallel import ParallelContext
 
 
@@ -26,7 +26,7 @@ class CopyBatch:
     targets: torch.Tensor
 
 
-def kv_heads_per_rank(spec: DecoderSpec, parallel: ParallelContext) -> int:
+def kv_heads_per_rank(spec: KVGeometry, parallel: ParallelContext) -> int:
     """KV heads that one rank holds; at least one, replicated where there are fewer than ranks."""
     return max(1, spec.num_kv_heads // parallel.tp_size)
 
@@ -61,7 +61,7 @@ class KVStorage:
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        spec: KVGeometry,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
@@ -113,7 +113,7 @@ class KVStorage:
 
     @staticmethod
     def bytes_per_page(
-        spec: DecoderSpec,
+        spec: KVGeometry,
         page_size: int,
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,

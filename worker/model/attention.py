@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.select import Ops
+from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.attention.inputs import AttentionGeometry, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages
@@ -52,7 +52,7 @@ def attention_geometry(
 class Attention:
     """One layer's attention block."""
 
-    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
         dim = spec.head_dim
         heads = split_evenly(spec.num_heads, place.parallel, "attention heads")

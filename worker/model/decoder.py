@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kernels.backends.select import Ops, select_ops
+from kernels.backends.reference import DecoderOps
+from kernels.backends.select import select_ops
 from kernels.common.quantized import ActivationQuantization, Activations, dense
 from kernels.ops.attention.inputs import AttentionInputs
 from kernels.ops.attention.kv_pages import KVPages
@@ -29,7 +30,7 @@ from worker.parallel import ParallelContext
 class FeedForward:
     """One layer's gated feed-forward block."""
 
-    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
         width, hidden = spec.intermediate_size, spec.hidden_size
         rows = split_evenly(width, place.parallel, "feed-forward features")
@@ -62,7 +63,7 @@ class FeedForward:
 class DecoderLayer:
     """Attention and feed-forward, each behind a norm, around the residual stream."""
 
-    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         self._attention = Attention(spec, layer, weights, place, ops)
         self._feed_forward = FeedForward(spec, layer, weights, place, ops)
         # Each norm writes what the layer behind it multiplies: codes, where that layer's weights are codes.
@@ -97,7 +98,7 @@ def load_norm(
     name: str,
     spec: DecoderSpec,
     place: Placement,
-    ops: Ops,
+    ops: DecoderOps,
     quantization: ActivationQuantization | None = None,
 ) -> RMSNorm:
     """Reads a norm's weight, kept in float32. quantization: how the layer behind it wants its input."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.backends.select import Ops
+from kernels.backends.reference import DecoderOps
 from worker.model.linear import Placement, check_shape
 from worker.model.loading.weights import WeightSource
 from worker.quant.dense import DenseScheme
@@ -29,7 +29,9 @@ def keeps_format(device: torch.device) -> bool:
 class VocabularyParallelEmbedding:
     """Looks tokens up; each rank contributes the rows it holds."""
 
-    def __init__(self, weights: WeightSource, vocab_size: int, hidden_size: int, place: Placement, ops: Ops) -> None:
+    def __init__(
+        self, weights: WeightSource, vocab_size: int, hidden_size: int, place: Placement, ops: DecoderOps
+    ) -> None:
         check_shape(weights, "embed.weight", (vocab_size, hidden_size))
         self._ops = ops
         self._parallel = place.parallel

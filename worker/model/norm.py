@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.backends.select import Ops
+from kernels.backends.reference import DecoderOps
 from kernels.common.quantized import ActivationQuantization, Activations
 
 
@@ -16,7 +16,7 @@ class RMSNorm:
         weight: torch.Tensor,
         eps: float,
         dtype: torch.dtype,
-        ops: Ops,
+        ops: DecoderOps,
         quantization: ActivationQuantization | None = None,
     ) -> None:
         """weight: [hidden] float32; dtype: of the result, or of the activations that `quantization` makes codes of."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from worker.kv.geometry import KVGroupSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
@@ -33,14 +35,6 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     truncate: bool = True
     frequency_factors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVGroupSpec:
-    """Layers that share a window and so a block table. One group for Llama."""
-
-    layers: tuple[int, ...]
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.common.quantized import ActivationQuantization, Activations, dense
-from kernels.ops.linear_weight_only.layout import (
+from kernels.ops.weight_values.layout import (
     BLOCK,
     STEP,
     PackedWeight,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.backends.sampling import SamplingOps
-from kernels.backends.speculative import SpeculativeOps
+from kernels.backends.reference import SamplingOps, SpeculativeOps
 from kernels.ops.logprobs.tensors import LogprobTensors
 from kernels.ops.sampling.inputs import Feature
 from kernels.ops.speculative.inputs import DraftInputs
@@ -130,7 +129,7 @@ class Sampler:
         token_ids = self._draw(logits, sampled)
         if sampled.trial or not inputs.features & Feature.MIROSTAT:
             return token_ids, None
-        mu = ops.next_aims(logits, inputs, log_mass, token_ids)
+        mu = ops.update_mirostat_mu(logits, inputs, log_mass, token_ids)
         parameters.store_mu(sampled.rows_of(extended), mu)
         return token_ids, mu
 

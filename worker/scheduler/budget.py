@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may carry, from a cost table that is learned while serving.
+"""Number of prompt tokens that a step may carry, from cost tables that are learned while serving.
 
 A step's time is modelled as decode(d) + prompt(p): what d decoding rows take alone, plus what p prompt tokens beside
 them add. Both tables are exponentially weighted means over buckets of the token count, read by interpolation.
@@ -6,8 +6,7 @@ them add. Both tables are exponentially weighted means over buckets of the token
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from itertools import accumulate
+from worker.costs import GROWTH, WEIGHT, CostTable
 
 MIN_CHUNK = 8
 """Prompt tokens that a step takes whatever it costs, so that prompts always progress."""
@@ -29,78 +28,10 @@ _FIRST_ALONE = 512
 _BULK = 64
 """Prompt tokens of a step alone that tell how fast prompts are read, and that such a step takes whatever it costs."""
 
-_WEIGHT = 0.25
-_GROWTH = 2.0
-_FAR_BELOW = 2 / 3
 _FIRST_PROBE = 1
 _PROBE_EVERY = 32
 """Steps with prompt tokens after which one goes without, to measure again what the decoding rows take alone. The
 first such steps follow each other closely, because one slow step must not be believed for long."""
-
-
-class CostTable:
-    """Token count -> milliseconds, never falling with the count.
-
-    Args:
-        lean_low: whether to take high measurements for slow moments. Where a count was dearer than a larger one, the
-            larger one is believed; and a measurement far below what was believed replaces it.
-    """
-
-    def __init__(self, *, lean_low: bool = False) -> None:
-        self._lean_low = lean_low
-        self._points: dict[int, tuple[float, float]] = {}
-        # Sorted by tokens, milliseconds made monotone; rebuilt after each observation (some 20 buckets).
-        self._tokens: list[float] = []
-        self._ms: list[float] = []
-
-    @property
-    def largest(self) -> float:
-        """The largest token count seen (mean of its bucket); 0 while the table is empty."""
-        return self._tokens[-1] if self._tokens else 0.0
-
-    def observe(self, num_tokens: int, milliseconds: float) -> None:
-        """One more measurement."""
-        # Two buckets per power of two.
-        exponent = num_tokens.bit_length()
-        bucket = 2 * exponent + (num_tokens >> max(exponent - 2, 0) & 1)
-        old = self._points.get(bucket)
-        if old is None or (self._lean_low and milliseconds < _FAR_BELOW * old[1]):
-            self._points[bucket] = (float(num_tokens), milliseconds)
-        else:
-            tokens, ms = old
-            self._points[bucket] = (tokens + _WEIGHT * (num_tokens - tokens), ms + _WEIGHT * (milliseconds - ms))
-        points = sorted(self._points.values())
-        self._tokens = [tokens for tokens, _ in points]
-        ms_by_count = [ms for _, ms in points]
-        if self._lean_low:
-            self._ms = list(accumulate(reversed(ms_by_count), min))[::-1]
-        else:
-            self._ms = list(accumulate(ms_by_count, max))
-
-    def cost(self, num_tokens: float) -> float | None:
-        """Milliseconds for a count; beyond the largest seen in proportion to it. None while the table is empty."""
-        if not self._tokens:
-            return None
-        index = bisect_left(self._tokens, num_tokens)
-        if index == 0:
-            return self._ms[0]
-        if index == len(self._tokens):
-            return self._ms[-1] * num_tokens / self._tokens[-1]
-        share = (num_tokens - self._tokens[index - 1]) / (self._tokens[index] - self._tokens[index - 1])
-        return self._ms[index - 1] + share * (self._ms[index] - self._ms[index - 1])
-
-    def count_within(self, milliseconds: float, limit: int) -> int:
-        """The largest count up to `limit` whose cost is within the time; at most twice what was seen before."""
-        limit = min(limit, int(self.largest * _GROWTH))
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            cost = self.cost(middle)
-            if cost is not None and cost <= milliseconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
 
 class StepBudget:
@@ -139,9 +70,9 @@ class StepBudget:
             return
         if num_prompt >= MIN_CHUNK and milliseconds > 0:
             rate = num_prompt * 1000.0 / milliseconds
-            self._prefill_rate += (_WEIGHT if self._prefill_rate else 1.0) * (rate - self._prefill_rate)
+            self._prefill_rate += (WEIGHT if self._prefill_rate else 1.0) * (rate - self._prefill_rate)
             if num_decode == 0 and num_prompt >= _BULK:
-                self._alone_rate += (_WEIGHT if self._alone_rate else 1.0) * (rate - self._alone_rate)
+                self._alone_rate += (WEIGHT if self._alone_rate else 1.0) * (rate - self._alone_rate)
         alone = self._decode.cost(num_decode) if num_decode else None
         if alone is not None:
             self._num_beside += 1
@@ -165,7 +96,7 @@ class StepBudget:
             return min(room, most)
         if room <= MIN_CHUNK:
             return room
-        if num_decode >= _GROWTH * max(self._decode.largest, self._probed):
+        if num_decode >= GROWTH * max(self._decode.largest, self._probed):
             self._probed = num_decode
             self._probe_gap = _FIRST_PROBE
             return 0

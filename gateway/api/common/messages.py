@@ -36,39 +36,13 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Roles whose messages may have each field."""
 
-RESERVED_TEMPLATE_VARIABLES = frozenset(
-    {
-        "add_generation_prompt",
-        "add_special_tokens",
-        "bos_token",
-        "chat_template",
-        "cls_token",
-        "continue_final_message",
-        "conversation",
-        "date_string",
-        "documents",
-        "eos_token",
-        "mask_token",
-        "max_length",
-        "messages",
-        "namespace",
-        "pad_token",
-        "padding",
-        "raise_exception",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "sep_token",
-        "strftime_now",
-        "tokenize",
-        "tokenizer",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-        "unk_token",
-    }
-)
+RESERVED_TEMPLATE_VARIABLES = frozenset((
+    "add_generation_prompt", "add_special_tokens", "bos_token", "chat_template", "cls_token",
+    "continue_final_message", "conversation", "date_string", "documents", "eos_token", "mask_token", "max_length",
+    "messages", "namespace", "pad_token", "padding", "raise_exception", "return_assistant_tokens_mask",
+    "return_dict", "return_tensors", "self", "sep_token", "strftime_now", "tokenize", "tokenizer",
+    "tokenizer_kwargs", "tools", "truncation", "unk_token",
+))  # fmt: skip
 """Template variables that the renderer sets; clients must not set them (CVE-2025-62426)."""
 
 

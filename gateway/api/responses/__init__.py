@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: fields, items, shapes and routes."""

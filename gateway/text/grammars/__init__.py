@@ -1,0 +1,1 @@
+"""Grammars of the output: conversion from what clients send, and trial compilation."""

@@ -1,1 +1,1 @@
-"""Tool calls: how each family of models writes them, how they are read, enforced and prompted for."""
+"""Formats of tool calls: prompting, grammars and incremental parsers."""

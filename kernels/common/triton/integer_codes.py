@@ -1,4 +1,4 @@
-"""Integer weights inside kernels: codes of 4 and 8 bits in the layout of kernels/ops/linear_weight_only/layout.py."""
+"""Integer weights inside kernels: codes of 4 and 8 bits in the layout of kernels/ops/weight_values/layout.py."""
 
 from __future__ import annotations
 

@@ -1,31 +1,15 @@
-"""Shapes of the products with integer weights, for test and benchmark."""
+"""Shapes of products with integer weights, for tests and benchmarks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 
 from kernels.common.triton.benchmark import Benchmark
-from kernels.ops.linear_weight_only.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One product; group 0: one scale for all inputs of an output feature."""
-
-    rows: int
-    num_out: int
-    num_in: int
-    bits: Literal[4, 8] = 4
-    group: int = 128
-    minimum: bool = False
-    bias: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    scales: torch.dtype = torch.float16
-
+from kernels.ops.weight_values.cases import LAYERS, Case, make
+from kernels.ops.weight_values.layout import num_groups
 
 CASES = [
     Case(1, 64, 128),
@@ -43,32 +27,7 @@ CASES = [
     Case(130, 40, 200, bits=4, group=64, minimum=True, dtype=torch.float16),
 ]
 
-
-def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, PackedWeight, torch.Tensor | None]:
-    """x [rows, in], a weight of random codes, and the bias."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=generator, device=device)
-
-    codes = torch.randint(
-        0, 1 << case.bits, (case.num_out, case.num_in), generator=generator, device=device, dtype=torch.uint8
-    )
-    words = empty_words(case.num_out, case.num_in, case.bits, device)
-    pack_rows(words, 0, codes)
-    shape = (num_groups(case.num_in, case.group), case.num_out)
-    scales = ((0.5 + uniform(*shape)) / (1 << case.bits) / case.num_in**0.5).to(case.scales)
-    minimums = ((uniform(*shape) - 0.5) / case.num_in**0.5).to(case.scales) if case.minimum else None
-    x = (uniform(case.rows, case.num_in) * 4 - 2).to(case.dtype)
-    bias = (uniform(case.num_out) - 0.5).to(case.dtype) if case.bias else None
-    counters = new_counters(case.num_out, device)
-    weight = PackedWeight(words, scales, minimums, case.bits, case.group, case.num_in, counters)
-    return x, weight, bias
-
-
-# The layers of Llama-3.1-8B: output features and inputs.
 _ROWS = (1, 16, 64, 256, 2048)
-LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:

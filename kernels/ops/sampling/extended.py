@@ -185,7 +185,7 @@ def tossed(inputs: ExtendInputs) -> torch.Tensor:
     return philox4x32(counter, inputs.key.t())[:, 0] >> 8 < inputs.integer_column(XTC_COIN)
 
 
-def next_aims(
+def update_mirostat_mu(
     logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
     """What mirostat aims at after the tokens of a step; rows without it, or without a token, keep what they have.

@@ -415,8 +415,8 @@ def extend_rows(logits, rows, words, position, mask, mask_rows, claims, log_mass
 
 
 @njit(**options)
-def next_aims(logits, rows, words, log_masses, token_ids, aims):  # type: ignore[no-untyped-def]
-    """extended.next_aims; fills aims."""
+def update_mirostat_mu(logits, rows, words, log_masses, token_ids, aims):  # type: ignore[no-untyped-def]
+    """extended.update_mirostat_mu; fills aims."""
     for e in range(len(rows)):
         mu = word_float(words[e, MIROSTAT_MU])
         token = token_ids[rows[e]]

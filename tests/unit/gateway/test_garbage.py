@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from gateway.garbage import give_back, settle
+from gateway.service import freeze_long_lived_objects, trim_malloc
 from scripts._bench.process_memory import resident_bytes
 
 
@@ -30,7 +30,7 @@ def seen(one: object) -> bool:
 
 def test_what_is_there_is_not_looked_at_again_and_what_comes_is():
     before = Cycle()
-    settle()
+    freeze_long_lived_objects()
     after = Cycle()
     assert not seen(before) and seen(after)
     gone = weakref.ref(after)
@@ -41,10 +41,10 @@ def test_what_is_there_is_not_looked_at_again_and_what_comes_is():
 
 def test_what_was_left_meanwhile_goes_with_the_next_time():
     old = Cycle()
-    settle()
+    freeze_long_lived_objects()
     gone = weakref.ref(old)
     del old
-    settle()
+    freeze_long_lived_objects()
     assert gone() is None
 
 
@@ -54,6 +54,6 @@ def test_what_was_freed_is_given_back():
     held = texts[::50]  # what is between them malloc keeps
     del texts
     before = resident_bytes(os.getpid())
-    give_back()
+    trim_malloc()
     assert before - resident_bytes(os.getpid()) > 50_000_000
     assert len(held) == 20

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shared.errors import ModelFileError
+from worker.kv.geometry import KVGroupSpec
 from worker.model.families import BY_GGUF_ARCHITECTURE, Family, gguf_names
 from worker.model.loading.checks import (
     MAX_HEAD_DIM,
@@ -25,7 +26,7 @@ from worker.model.loading.checks import (
 from worker.model.loading.fields import Fields
 from worker.model.loading.gguf_reader import GGUFFile, TensorInfo
 from worker.model.loading.weights import WeightSource
-from worker.model.spec import DecoderSpec, KVGroupSpec, RopeSpec
+from worker.model.spec import DecoderSpec, RopeSpec
 from worker.quant.gguf_formats import PLAIN_DTYPES
 from worker.quant.raw_weight import RawWeight, bounds, slice_columns
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shared.errors import ModelFileError
+from worker.kv.geometry import KVGroupSpec
 from worker.model.families import BY_MODEL_TYPE, Family
 from worker.model.loading.checks import (
     MAX_HEAD_DIM,
@@ -18,7 +19,7 @@ from worker.model.loading.checks import (
 from worker.model.loading.fields import Fields, shown
 from worker.model.loading.quantized_checkpoint import quantization_of
 from worker.model.loading.rope_config import rope_from_config
-from worker.model.spec import DecoderSpec, KVGroupSpec
+from worker.model.spec import DecoderSpec
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.flow.events import TextDelta
-from gateway.flow.outbox import FULL_AT_TOKENS, Outbox, Turn
+from gateway.flow.outbox import FULL_AT_TOKENS, Outbox, FlushScheduler
 from gateway.text.message_parser import ToolCallDelta
 from shared.messages import DraftCounts, TokenLogprobs
 
@@ -20,7 +20,7 @@ def never() -> None:
 
 
 async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in (1, 2)]
     outbox.put(TextDelta(1, "a", [1], entries[:1], None, 7, entries))
     outbox.put(TextDelta(0, "x", [5]))
@@ -31,7 +31,7 @@ async def test_deltas_of_a_choice_are_merged_and_choices_are_not() -> None:
 
 
 async def test_ids_without_text_wait_for_their_text() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     outbox.put(TextDelta(0, "", [1]))
     assert outbox.take() is None
     outbox.put(TextDelta(0, "🛑", [2]))
@@ -42,7 +42,7 @@ async def test_ids_without_text_wait_for_their_text() -> None:
 
 
 async def test_reasoning_and_calls_are_worth_delivering() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     for news in (
         TextDelta(0, "", [1], reasoning="Hm"),
         TextDelta(0, "", [2], tool_calls=[ToolCallDelta(0, id="c", name="f")]),
@@ -57,7 +57,7 @@ async def test_reasoning_and_calls_are_worth_delivering() -> None:
 
 
 async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     ids = [1]
     outbox.put(TextDelta(0, "a", ids))
     outbox.put(TextDelta(0, "b", [2]))
@@ -68,7 +68,7 @@ async def test_what_was_taken_is_not_changed_by_what_follows() -> None:
 
 
 async def test_a_waiting_consumer_is_woken() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     waiting = outbox.news()
     outbox.put(TextDelta(0, "", [1]))
     await asyncio.sleep(0)
@@ -79,7 +79,7 @@ async def test_a_waiting_consumer_is_woken() -> None:
 
 async def test_a_full_outbox_is_reported_once_unless_something_is_taken() -> None:
     reports: list[int] = []
-    outbox = Outbox(0.05, lambda: reports.append(1), Turn())
+    outbox = Outbox(0.05, lambda: reports.append(1), FlushScheduler())
     outbox.put(TextDelta(0, "a", [1] * FULL_AT_TOKENS))
     assert outbox.take() is not None
     await asyncio.sleep(0.1)
@@ -136,7 +136,7 @@ async def turns(count: int = 4) -> None:
 
 
 async def test_a_receiver_gets_what_comes_while_the_consumer_waits_a_turn_at_a_time() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     taker = Taker(outbox)
     await turns()
     outbox.put(TextDelta(0, "a", [1]))
@@ -152,7 +152,7 @@ async def test_a_receiver_gets_what_comes_while_the_consumer_waits_a_turn_at_a_t
 
 
 async def test_ends_and_reports_on_prompts_are_the_consumers() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     taker = Taker(outbox)
     await turns()
     report = TextDelta(0, "a", [1], prompt_logprobs=[TokenLogprobs(1, None, 1, [], [])])
@@ -167,7 +167,7 @@ async def test_ends_and_reports_on_prompts_are_the_consumers() -> None:
 
 
 async def test_a_receiver_that_is_not_ready_leaves_it_to_the_consumer_until_that_waits_again() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     taker = Taker(outbox)
     taker.is_ready = False
     taker.may_go_on.clear()
@@ -189,7 +189,7 @@ async def test_a_receiver_that_is_not_ready_leaves_it_to_the_consumer_until_that
 
 
 async def test_what_a_receiver_raises_is_raised_to_the_consumer() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     taker = Taker(outbox)
     taker.error = KeyError("of the receiver")
     await turns()
@@ -199,7 +199,7 @@ async def test_what_a_receiver_raises_is_raised_to_the_consumer() -> None:
 
 
 async def test_nothing_is_handed_over_past_a_consumer_that_was_cancelled() -> None:
-    outbox = Outbox(10, never, Turn())
+    outbox = Outbox(10, never, FlushScheduler())
     taker = Taker(outbox)
     await turns()
     taker.task.cancel()
@@ -220,7 +220,7 @@ ACTIONS = st.one_of(
 @given(actions=st.lists(ACTIONS, max_size=40))
 def test_whoever_takes_it_each_choice_comes_whole_and_in_order(actions: list[tuple[str, int, str]]) -> None:
     async def run() -> None:
-        outbox = Outbox(10, never, Turn())
+        outbox = Outbox(10, never, FlushScheduler())
         taker = Taker(outbox)
         sent: dict[int, list[int]] = {0: [], 1: [], 2: []}
         texts = {0: "", 1: "", 2: ""}

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.backends.sampling import ReferenceOps
+from kernels.backends.reference import SamplingOps
 from worker.executor.device import CpuDevice
 from worker.executor.model_runner import ModelRunner
 from worker.executor.request_rows import RequestRows
@@ -75,5 +75,5 @@ def make_runner(max_num_seqs=4, max_model_len=64, num_pages=64, late=False):
         device=device,
     )
     decoder, kv = FakeDecoder(max_model_len), FakeKV(num_pages)
-    runner = ModelRunner(decoder, kv, rows, Sampler(rows.sampling, ReferenceOps()), device, graphs=False)
+    runner = ModelRunner(decoder, kv, rows, Sampler(rows.sampling, SamplingOps()), device, graphs=False)
     return runner, decoder, rows, kv

@@ -7,8 +7,7 @@ import torch
 import worker.executor.request_rows
 import worker.model.decoder
 import worker.model.linear
-from kernels.backends.sampling import ReferenceOps as ReferenceSamplingOps
-from kernels.backends.select import ReferenceOps
+from kernels.backends.reference import DecoderOps, SamplingOps
 from kernels.ops.step_inputs.reference import ReferenceStepOps
 from shared.sampling_params import SamplingParams
 from tests.fakes.tiny_server import MAX_MODEL_LEN, tiny_spec, tiny_weights
@@ -30,7 +29,7 @@ PAGES_OF_A_ROW = 12
 
 def use_references(monkeypatch) -> None:
     """Plain torch for everything: no kernel is compiled."""
-    monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: ReferenceOps())
+    monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: DecoderOps())
     monkeypatch.setattr(
         worker.model.linear, "linear_scheme", lambda dtype, device, *_, **__: DenseScheme(dtype, device)
     )
@@ -71,7 +70,7 @@ class Pair:
             self.rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
         self.groups = groups
         self.step = 0
-        sampler = Sampler(self.rows.sampling, ReferenceSamplingOps())
+        sampler = Sampler(self.rows.sampling, SamplingOps())
         kv = self._storage(target)
         runner = ModelRunner(target, kv, self.rows, sampler, self.device)
         self.draft_kv = None

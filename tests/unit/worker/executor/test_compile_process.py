@@ -35,8 +35,8 @@ import sys
 from pathlib import Path
 from kernels.common.cpu.pool import use_cache_directory
 use_cache_directory(Path(sys.argv[1]))
-from kernels.backends.sampling import CpuOps
-CpuOps(1).compile()
+from kernels.backends.cpu_sampling import CpuSamplingOps
+CpuSamplingOps(1).compile()
 from kernels.ops.sampling import cpu
 print(sum(f.stats.cache_misses.total() for f in (cpu.sample_rows, cpu.penalize_rows)))
 print(sum(f.stats.cache_hits.total() for f in (cpu.sample_rows, cpu.penalize_rows)))

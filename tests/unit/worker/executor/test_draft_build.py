@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from kernels.backends.sampling import sampling_ops
+from kernels.backends.select import sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings

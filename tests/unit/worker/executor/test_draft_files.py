@@ -13,8 +13,8 @@ from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.fakes.tiny_model import write_tiny_model
 from worker.executor.draft_files import check_draft, open_draft
+from worker.kv.geometry import KVGroupSpec
 from worker.model.loading.open_model import open_model
-from worker.model.spec import KVGroupSpec
 
 VOCAB = 263
 

@@ -19,7 +19,7 @@ from tests.unit.worker.executor.test_model_runner import new_row
 from worker.executor.build import make_prefixes
 from worker.executor.memory import KVPlan
 from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
-from worker.model.spec import KVGroupSpec
+from worker.kv.geometry import KVGroupSpec
 from worker.parallel import ParallelContext
 from worker.plan import BlockTableUpdate, ScheduledTokens, StepPlan
 

@@ -11,8 +11,8 @@ from kernels.common.cpu import bf16
 from kernels.ops.attention.kv_pages import key_cells, stored_in_pairs, value_cells
 from tests.unit.worker.model.test_decoder import make_pair
 from worker.executor.request_rows import independent_copies
+from worker.kv.geometry import KVGroupSpec
 from worker.kv.storage import CopyBatch, KVStorage
-from worker.model.spec import KVGroupSpec
 from worker.parallel import ParallelContext
 from worker.plan import PageCopy
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.backends.select import ReferenceOps
+from kernels.backends.reference import DecoderOps
 from shared.errors import ConfigurationError, ModelFileError
 from tests.fakes.weights import MemoryWeights, make_batch
 from worker.kv.storage import KVStorage
@@ -194,7 +194,7 @@ def test_the_ops_and_weights_of_other_devices_compute_the_same(
     monkeypatch: pytest.MonkeyPatch, chunks: list[int]
 ) -> None:
     """What runs where there is no kernel of our own, a GPU's part of the code included, here on the CPU."""
-    monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: ReferenceOps())
+    monkeypatch.setattr("worker.model.decoder.select_ops", lambda *_, **__: DecoderOps())
     monkeypatch.setattr(
         Placement, "scheme", lambda place, raws, unrounded=False: DenseScheme(place.dtype, place.device)
     )

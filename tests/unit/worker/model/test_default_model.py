@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from kernels.backends.sampling import sampling_ops
+from kernels.backends.select import sampling_ops
 from kernels.common.cpu import bf16
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit

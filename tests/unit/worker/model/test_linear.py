@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.backends.select import ReferenceOps
+from kernels.backends.reference import DecoderOps
 from kernels.common.cpu import bf16
 from shared.errors import ConfigurationError
 from tests.fakes.weights import MemoryWeights
@@ -110,7 +110,7 @@ def test_vocabulary_over_ranks(tied: bool, size: int, in_file_format: bool, monk
     x = random(2, 6)
     embedded, logits = torch.zeros(5, 6), []
     for rank in range(size):
-        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), ReferenceOps())
+        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), DecoderOps())
         embedded += embedding(ids, torch.float32, 3.0)
         logits.append(VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding if tied else None)(x))
     torch.testing.assert_close(embedded, weights.tensors["embed.weight"][ids.long()] * 3)
@@ -141,7 +141,7 @@ def test_panels_are_split_over_ranks(size: int) -> None:
         for out, part in zip(outs, column(x).split([3, 2], dim=1)):
             out.append(part)
         total += row(y[:, cols])
-        embedding = VocabularyParallelEmbedding(weights, vocab, hidden, here, ReferenceOps())
+        embedding = VocabularyParallelEmbedding(weights, vocab, hidden, here, DecoderOps())
         logits.append(VocabularyParallelHead(weights, vocab, hidden, here, embedding)(x))
 
     def near(actual: torch.Tensor, given: torch.Tensor, name: str) -> bool:
@@ -163,7 +163,7 @@ def test_a_tied_dense_head_takes_no_memory_of_its_own(size: int, monkeypatch: py
     table, x, logits = random(11, 6), random(2, 6), []
     weights = MemoryWeights({"embed.weight": table.clone()})
     for rank in range(size):
-        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), ReferenceOps())
+        embedding = VocabularyParallelEmbedding(weights, 11, 6, place(rank, size), DecoderOps())
         head = VocabularyParallelHead(weights, 11, 6, place(rank, size), embedding)
         logits.append(head(x))
         embedding.values.zero_()

@@ -1,6 +1,7 @@
 """A sampler over a small vocabulary."""
 
-from kernels.backends.sampling import CpuOps, ReferenceOps
+from kernels.backends.cpu_sampling import CpuSamplingOps
+from kernels.backends.reference import SamplingOps
 from shared.sampling_params import SamplingParams
 from worker.executor.device import CpuDevice
 from worker.executor.request_rows import RequestRows
@@ -9,7 +10,7 @@ from worker.sampling.sampler import Sampler
 
 
 def compiled_ops():
-    ops = CpuOps(1)
+    ops = CpuSamplingOps(1)
     ops.compile()
     return ops
 
@@ -28,7 +29,7 @@ class SmallSampler:
             vocab_size=vocab_size,
             device=CpuDevice(),
         )
-        self.sampler = Sampler(self.rows.sampling, ops or ReferenceOps())
+        self.sampler = Sampler(self.rows.sampling, ops or SamplingOps())
 
     def add(self, row, token_ids=(1, 2, 3), num_prompt_tokens=None, eos=(), choice=0, mu=None, **sampling):
         sampling.setdefault("max_tokens", 100)

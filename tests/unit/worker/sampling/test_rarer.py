@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.backends.sampling import ReferenceOps
+from kernels.backends.reference import SamplingOps
 from kernels.ops.sampling import inputs
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
 from worker import plan
@@ -49,7 +49,7 @@ TEXT = [4, 5, 6, 9, 4, 5, 6, 9]  # of 8 tokens
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def ops(request):
-    return ReferenceOps() if request.param == "reference" else compiled_ops()
+    return SamplingOps() if request.param == "reference" else compiled_ops()
 
 
 def logits_like(seed=0, rows=1, vocab=40, spread=2.0):
@@ -90,7 +90,7 @@ def test_tables_on_a_device_give_the_same_tokens():
     steps = [logits_like(step, rows=len(KINDS)) for step in range(8)]
     expected, small = [], None
     for host in (True, False):
-        small = SmallSampler(ops=ReferenceOps())
+        small = SmallSampler(ops=SamplingOps())
         fill(small, KINDS, first_row=3)
         if not host:
             small.rows.sampling._host_words = None
@@ -119,7 +119,7 @@ class NoReads(TorchDispatchMode):
 def test_nothing_is_read_on_the_host_while_sampling():
     # Log-probabilities have a kernel of their own there.
     kinds = [{name: value for name, value in kind.items() if name != "logprobs"} for kind in KINDS]
-    small = SmallSampler(ops=ReferenceOps())
+    small = SmallSampler(ops=SamplingOps())
     small.rows.sampling._host_words = None
     fill(small, kinds)
     items = [ScheduledTokens(row, len(TEXT) - 1, 1, True) for row in range(len(kinds))]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.sampling import ReferenceOps
+from kernels.backends.reference import SamplingOps
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
 from worker.plan import ScheduledTokens, StepPlan
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def ops(request):
-    return ReferenceOps() if request.param == "reference" else compiled_ops()
+    return SamplingOps() if request.param == "reference" else compiled_ops()
 
 
 def logits_like(seed=0, rows=1, vocab=40, spread=2.0):

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from worker.scheduler.budget import MAX_ALONE_SECONDS, MAX_STRETCH, MIN_CHUNK, MIN_STRETCH, CostTable, StepBudget
+from worker.costs import CostTable
+from worker.scheduler.budget import MAX_ALONE_SECONDS, MAX_STRETCH, MIN_CHUNK, MIN_STRETCH, StepBudget
 
 
 def test_an_empty_table_knows_nothing():

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from shared.errors import ConfigurationError, ModelFileError
 from tests.unit.worker.model.loading.forge import tiny_gguf
+from worker.kv.geometry import KVGroupSpec
 from worker.model.families import hf_names, required_shapes
 from worker.model.loading import ModelFiles, open_model
 from worker.model.loading.fields import Fields
 from worker.model.loading.hf_config import spec_from_config, token_ids
 from worker.model.loading.rope_config import rope_from_config
-from worker.model.spec import KVGroupSpec, RopeSpec
+from worker.model.spec import RopeSpec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

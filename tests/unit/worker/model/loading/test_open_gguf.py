@@ -12,8 +12,8 @@ import pytest
 
 from shared.errors import ConfigurationError, ModelFileError
 from tests.unit.worker.model.loading.forge import TINY_METADATA, TINY_VOCAB, f32_tensor, tiny_gguf, tiny_tensors
+from worker.kv.geometry import KVGroupSpec
 from worker.model.loading import ModelFiles, default_model_path, open_model
-from worker.model.spec import KVGroupSpec
 
 
 def _open(tmp_path: Path, content: bytes, name: str = "tiny.gguf") -> ModelFiles:

@@ -1,4 +1,4 @@
-"""Which implementation of the sampling op runs, by device."""
+"""Sampling on the CPU: functions compiled by numba, with plain torch until they are compiled."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from kernels.backends.reference import SamplingOps
 from kernels.common.cpu.row_threads import Claims, RowThreads, claims_of
-from kernels.ops.logprobs import reference as logprobs_reference
 from kernels.ops.logprobs.tensors import LogprobTensors, empty_logprobs
-from kernels.ops.sampling import dry, extended, reference
 from kernels.ops.sampling.inputs import (
     AdjustInputs,
     AllowedInputs,
@@ -29,105 +28,7 @@ from kernels.ops.sampling.inputs import (
 from kernels.ops.step_inputs.inputs import SAMPLING_WORDS
 
 
-class SamplingOps(Protocol):
-    """The functions of the references, and what must come before they are at their fastest."""
-
-    def compile(self) -> None:
-        """Compiles what is not; may run in another thread meanwhile."""
-        ...
-
-    def compile_usual(self) -> None:
-        """The same for what most requests need; the rest may follow when one first needs it."""
-        ...
-
-    def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
-        """See reference.adjust."""
-        ...
-
-    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-        """See reference.penalize."""
-        ...
-
-    def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
-        """See dry.py."""
-        ...
-
-    def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
-        """See reference.allow_only."""
-        ...
-
-    def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
-        """See reference.forbid_words."""
-        ...
-
-    def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-        """See extended.extend."""
-        ...
-
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-        """See reference.sample."""
-        ...
-
-    def next_aims(
-        self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """See extended.next_aims."""
-        ...
-
-    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-        """See kernels/ops/logprobs/reference.py."""
-        ...
-
-
-class ReferenceOps:
-    """Plain torch, on any device."""
-
-    def compile(self) -> None:
-        """Nothing to do."""
-
-    def compile_usual(self) -> None:
-        """Nothing to do."""
-
-    def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
-        """See reference.adjust."""
-        reference.adjust(logits, inputs)
-
-    def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-        """See reference.penalize."""
-        reference.penalize(logits, inputs)
-
-    def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
-        """See dry.py."""
-        dry.penalize_repetitions(logits, inputs)
-
-    def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
-        """See reference.allow_only."""
-        reference.allow_only(logits, inputs)
-
-    def forbid_words(self, logits: torch.Tensor, inputs: BadWordsInputs) -> None:
-        """See reference.forbid_words."""
-        reference.forbid_words(logits, inputs)
-
-    def extend(self, logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-        """See extended.extend."""
-        return extended.extend(logits, inputs)
-
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-        """See reference.sample."""
-        return reference.sample(logits, inputs)
-
-    def next_aims(
-        self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """See extended.next_aims."""
-        return extended.next_aims(logits, inputs, log_mass, token_ids)
-
-    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-        """See kernels/ops/logprobs/reference.py."""
-        return logprobs_reference.compute_logprobs(logits, token_ids, num_top)
-
-
-class _WhenAsked:
+class LazyKernels:
     """Compiled functions that few requests ask for.
 
     Args:
@@ -189,7 +90,7 @@ def _compile_extended() -> Any:
     wishes = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
     columns, masses = _extend_columns(wishes), np.zeros(1, np.float32)
     _extend_rows(extended_cpu, logits, columns, masses, claims_of(1))
-    extended_cpu.next_aims(logits, *columns[:2], masses, zero.numpy(), masses)
+    extended_cpu.update_mirostat_mu(logits, *columns[:2], masses, zero.numpy(), masses)
     return extended_cpu
 
 
@@ -199,7 +100,7 @@ def _one_row() -> tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.zeros((1, 8)).numpy(), torch.zeros(1, dtype=torch.int64), bits, words
 
 
-class CpuOps(ReferenceOps):
+class CpuSamplingOps(SamplingOps):
     """The compiled functions, rows shared out among threads; plain torch until they are compiled.
 
     Compiling takes seconds when the cache is empty, and greedy requests do not need it; so `compile_usual` may run in
@@ -210,9 +111,9 @@ class CpuOps(ReferenceOps):
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
         self._beside = False
-        self._logprobs = _WhenAsked(_compile_logprobs, "compile-logprobs")
-        self._lists = _WhenAsked(_compile_lists, "compile-lists")
-        self._extended = _WhenAsked(_compile_extended, "compile-extended")
+        self._logprobs = LazyKernels(_compile_logprobs, "compile-logprobs")
+        self._lists = LazyKernels(_compile_lists, "compile-lists")
+        self._extended = LazyKernels(_compile_extended, "compile-extended")
         self._threads = RowThreads(num_threads, "sampling")
 
     def compile(self) -> None:
@@ -236,28 +137,28 @@ class CpuOps(ReferenceOps):
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
         self._compiled = cpu
 
-    def _ask_for(self, rarer: _WhenAsked) -> Any:
+    def _ask_for(self, rarer: LazyKernels) -> Any:
         """What few requests ask for, or None while it is not compiled."""
         return None if self._compiled is None else rarer.get(beside=self._beside)
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See reference.adjust."""
         if self._compiled is None:
-            reference.adjust(logits, inputs)
+            super().adjust(logits, inputs)
         else:
             _adjust_rows(self._compiled, logits, inputs)
 
     def penalize(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         """See reference.penalize."""
         if self._compiled is None:
-            reference.penalize(logits, inputs)
+            super().penalize(logits, inputs)
         else:
             _penalize_rows(self._compiled, logits, inputs)
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """See reference.sample."""
         if self._compiled is None:
-            return reference.sample(logits, inputs)
+            return super().sample(logits, inputs)
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
         run = partial(_sample_rows, self._compiled, sampling_arrays(logits, inputs.gathered()), ids.numpy())
         self._threads.run(run, logits.shape[0])
@@ -276,7 +177,7 @@ class CpuOps(ReferenceOps):
         """See dry.py."""
         compiled = self._ask_for(self._lists)
         if compiled is None:
-            dry.penalize_repetitions(logits, inputs)
+            super().penalize_repetitions(logits, inputs)
         else:
             compiled.dry_rows(logits.numpy(), *_columns(inputs))
 
@@ -284,7 +185,7 @@ class CpuOps(ReferenceOps):
         """See reference.allow_only."""
         compiled = self._ask_for(self._lists)
         if compiled is None:
-            reference.allow_only(logits, inputs)
+            super().allow_only(logits, inputs)
         else:
             compiled.allow_rows(logits.numpy(), *_columns(inputs))
 
@@ -292,7 +193,7 @@ class CpuOps(ReferenceOps):
         """See reference.forbid_words."""
         compiled = self._ask_for(self._lists)
         if compiled is None:
-            reference.forbid_words(logits, inputs)
+            super().forbid_words(logits, inputs)
         else:
             compiled.forbid_rows(logits.numpy(), *_columns(inputs))
 
@@ -300,23 +201,23 @@ class CpuOps(ReferenceOps):
         """See extended.extend."""
         compiled = self._ask_for(self._extended)
         if compiled is None:
-            return extended.extend(logits, inputs)
+            return super().extend(logits, inputs)
         log_masses = torch.zeros(len(inputs.rows))
         columns = _extend_columns(inputs)
         run = partial(_extend_rows, compiled, logits.numpy(), columns, log_masses.numpy())
         self._threads.run(run, len(inputs.rows))
         return log_masses
 
-    def next_aims(
+    def update_mirostat_mu(
         self, logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """See extended.next_aims."""
+        """See extended.update_mirostat_mu."""
         compiled = self._ask_for(self._extended)
         if compiled is None:
-            return super().next_aims(logits, inputs, log_mass, token_ids)
+            return super().update_mirostat_mu(logits, inputs, log_mass, token_ids)
         aims = torch.empty_like(log_mass)
         arrays = [tensor.numpy() for tensor in (logits, inputs.rows, inputs.words, log_mass, token_ids, aims)]
-        compiled.next_aims(*arrays)
+        compiled.update_mirostat_mu(*arrays)
         return aims
 
 
@@ -409,17 +310,3 @@ def inputs_of_one(one: torch.Tensor, zero: torch.Tensor) -> SamplingInputs:
         any_random=True,
         any_filter=True,
     )
-
-
-def sampling_ops(device: torch.device, num_threads: int, vocab_size: int = 0) -> SamplingOps:
-    """The fastest implementation for a device.
-
-    Args:
-        num_threads: among which the CPU shares rows.
-        vocab_size: for which `compile` is to compile on a GPU; 0: when the kernels are first needed.
-    """
-    if device.type == "cpu":
-        return CpuOps(num_threads)
-    from kernels.backends.gpu_sampling import TritonSamplingOps  # triton is imported only where it runs
-
-    return TritonSamplingOps(device, vocab_size)
