@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.backends.select import sampling_ops
+from kernels.common.cpu import bf16
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
@@ -181,6 +182,9 @@ def test_heads_that_cannot_be_stored_are_said_to_be_the_drafts(settings):
         models.load_models(config, files, odd, CpuDevice(), ParallelContext())
 
 
+@pytest.mark.skipif(
+    not bf16.supported(), reason="deterministic bfloat16 on the CPU needs AVX512-BF16; other levels refuse to start"
+)
 def test_drafts_change_no_bit_where_deterministic_is_asked_for_in_bfloat16(settings, tmp_path, monkeypatch):
     """Five drafts each in one step, of which two rows have a wrong one, beside tokens one at a time."""
     # Heads as wide as the kernel asks for.
