@@ -14,7 +14,7 @@ from gateway.api.common.messages import check_template_kwargs, template_messages
 from gateway.api.common.reasoning import effort_variables, ends_inside_reasoning
 from gateway.api.common.tools import tool_request
 from gateway.flow.requests import ModelEntryLike
-from gateway.text.offload import aside, count_objects
+from gateway.text.offload import count_objects, run_in_thread_if_large
 from gateway.text.pipeline import text_size
 from gateway.text.tools.format import ToolRequest
 from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
@@ -60,7 +60,7 @@ async def chat_prompt(
         ContextLengthError: The prompt certainly has more tokens than `max_tokens`.
     """
     work = partial(template_messages, messages, tools, entry.formats)
-    last, shown, shown_tools = await aside(count_objects(messages), work)
+    last, shown, shown_tools = await run_in_thread_if_large(count_objects(messages), work)
     continued = _continued_content(last, fields) if fields.continue_final_message else ""
     variables: dict[str, Any] = fields.chat_template_kwargs or {}
     if variables:

@@ -43,22 +43,9 @@ class FanIn:
     """
 
     __slots__ = (
-        "_cached_known",
-        "_eos_token_ids",
-        "_first",
-        "_generations",
-        "_generator",
-        "_in_flight",
-        "_num_open",
-        "_place",
-        "_queue",
-        "_requests",
-        "_scores",
-        "_scores_only",
-        "_tasks",
-        "_unfinished",
-        "tally",
-    )
+        "_cached_known", "_eos_token_ids", "_first", "_generations", "_generator", "_in_flight", "_num_open",
+        "_place", "_queue", "_requests", "_scores", "_scores_only", "_tasks", "_unfinished", "tally",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -126,9 +126,8 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
             continue
         if name == _PARSED and role == "assistant":
             continue
-        wanted = _FIELDS.get(name)
         shown = f"{place}.{name[:64]}"
-        if wanted is None or role not in wanted:
+        if role not in _FIELDS.get(name, ()):
             raise InvalidRequestError(f"Unknown or invalid parameter: {shown}.", param=shown, code="unknown_parameter")
         if name in _EMPTY_ONLY:
             if value != []:
@@ -141,13 +140,14 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
         else:
             result[name] = value
     refusal = result.pop("refusal", None)
-    content = message.get("content")
-    if content is not None:
-        result["content"] = _content(content, f"{place}.content", assistant=role == "assistant")
-    elif role == "assistant" and (refusal is not None or "tool_calls" in result or "reasoning_content" in result):
-        result["content"] = ""
-    else:
-        result["content"] = _content(content, f"{place}.content")
+    content, is_assistant = message.get("content"), role == "assistant"
+    if (
+        content is None
+        and is_assistant
+        and (refusal is not None or {"tool_calls", "reasoning_content"} & result.keys())
+    ):
+        content = ""
+    result["content"] = _content(content, f"{place}.content", assistant=is_assistant)
     if refusal:
         result["content"] += ("\n" if result["content"] else "") + refusal
     _unify_reasoning(result, place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,71 +40,46 @@ RETENTIONS = ("in_memory", "in-memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accounting:
-    """Fields that say who asks and how urgently.
-
-    Attributes:
-        priority: Scheduling priority; lower runs first.
-        tier: Service tier as the response names it; None if the request names none.
-        metadata: Key-value pairs that the response repeats.
-        affinity: Requests with the same value prefer the same worker.
-    """
-
-    priority: int = 0
-    tier: str | None = None
-    metadata: Mapping[str, str] | None = None
-    affinity: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Checked options of a request, the same for each of its prompts.
 
     Attributes:
         fields: The fields as the client sent them.
-        identity: The client.
+        tenant: Name of the client.
         n: Number of choices in the response.
         best_of: Number of choices that are generated; the response has the n best of them.
         stop: Stop strings.
         stop_regex: Regular expressions that stop generation.
         salt: Salt of the prefix cache.
-        logit_bias: Bias of each token id.
         sampling: Arguments of SamplingParams that need no model.
         max_tokens: Limit on generated tokens as the client sent it; 0 scores the prompt without generating.
         clamps: True if a limit that exceeds the context is reduced to what fits, instead of refused.
-        logprobs: Number of alternatives that the worker reports for each generated token.
-        prompt_logprobs: Number of alternatives that the worker reports for each prompt token.
         shown_logprobs: Number of alternatives in the response; None omits log-probabilities.
-        shown_prompt_logprobs: Number of alternatives in the response's `prompt_logprobs`; None omits the field.
         beams: Parameters of beam search; None samples tokens.
         include_usage: True if the stream ends with a usage chunk.
         continuous_usage: True if every chunk has the usage so far.
         resumable: True if the stream survives its connection.
-        seed: Seed of sampling; random if the client sent none.
-        accounting: Priority, service tier and metadata.
+        priority: Scheduling priority; lower runs first.
+        tier: Service tier as the response names it; None if the request names none.
     """
 
     fields: SamplingFields
-    identity: Identity
+    tenant: str
     n: int
     best_of: int
     stop: tuple[str, ...]
     stop_regex: tuple[str, ...]
     salt: bytes
-    logit_bias: dict[int, float]
     sampling: dict[str, Any]
     max_tokens: int | None
     clamps: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
     shown_logprobs: int | None
-    shown_prompt_logprobs: int | None
     beams: BeamParams | None
     include_usage: bool
     continuous_usage: bool
     resumable: bool
-    seed: int
-    accounting: Accounting
+    priority: int
+    tier: str | None
 
     @property
     def scores_only(self) -> bool:
@@ -228,30 +202,32 @@ def _options(
         message = f"{name} must be true: text is exactly what the tokens decode to."
         raise InvalidRequestError(message, param=name, code="unsupported_parameter")
     include_usage, continuous_usage = _usage_options(fields)
-    accounts = accounting(fields)
+    priority, tier = accounting(fields)
     stop = _stop(fields.stop)
     return RequestOptions(
         fields=fields,
-        identity=identity,
+        tenant=identity.tenant,
         n=n,
         best_of=best_of,
         stop=stop,
         stop_regex=() if fields.stop_regex is None else check_stop_regexes(fields.stop_regex, stop),
-        logit_bias=_logit_bias(fields.logit_bias),
-        sampling=sampling_values(fields),
+        sampling={
+            **sampling_values(fields),
+            "logit_bias": _logit_bias(fields.logit_bias),
+            "seed": random.getrandbits(63) if fields.seed is None else fields.seed,
+            # The best of several choices are found by their log-probabilities.
+            "logprobs": 0 if logprobs is None and best_of > n else logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        },
         beams=beam_params(fields, n, best_of),
         max_tokens=max_tokens,
         clamps=clamps,
-        # The best of several choices are found by their log-probabilities.
-        logprobs=0 if logprobs is None and best_of > n else logprobs,
-        prompt_logprobs=prompt_logprobs,
         shown_logprobs=logprobs,
-        shown_prompt_logprobs=fields.prompt_logprobs,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         resumable=bool(fields.stream_options and fields.stream_options.resumable),
-        seed=random.getrandbits(63) if fields.seed is None else fields.seed,
-        accounting=accounts,
+        priority=priority,
+        tier=tier,
         salt=salts.derive(identity.key_hash, fields.cache_salt),
     )
 
@@ -278,8 +254,12 @@ def max_text_tokens(fields: RequestFields, facts: WorkerFacts) -> int:
     return max(8 * facts.max_model_len, _MAX_TRUNCATED)
 
 
-def accounting(fields: RequestFields) -> Accounting:
-    """Check the accounting fields as OpenAI documents them."""
+def accounting(fields: RequestFields) -> tuple[int, str | None]:
+    """Check the accounting fields as OpenAI documents them.
+
+    Returns:
+        The scheduling priority, and the service tier as the response names it; None if the request names none.
+    """
     priority, tier = fields.priority or 0, fields.service_tier
     if priority:
         check_range("priority", priority, -(2**31), MAX_INT32)
@@ -313,9 +293,7 @@ def accounting(fields: RequestFields) -> Accounting:
         name = "prompt_cache_retention"
         message = f"{name} must be in_memory: the prefix cache is in memory only."
         raise InvalidRequestError(message, param=name, code="unsupported_parameter")
-    return Accounting(
-        priority=priority, tier=tier, metadata=fields.metadata or None, affinity=fields.prompt_cache_key or ""
-    )
+    return priority, tier
 
 
 def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:

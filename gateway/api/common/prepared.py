@@ -75,7 +75,7 @@ async def build_request(
         thinking: Bound on reasoning.
         stop_token_ids: Token ids that stop generation, in addition to those of the request.
     """
-    fields, facts, accounts = options.fields, entry.facts, options.accounting
+    fields, facts = options.fields, entry.facts
     _check_report_size(options, prompts)
     values: dict[str, Any] = {"thinking": thinking}
     if fields.bad_words or fields.dry_multiplier:
@@ -93,8 +93,8 @@ async def build_request(
         created=int(time.time()),
         model=fields.model,
         fingerprint=fingerprint(facts),
-        tier=accounts.tier,
-        metadata=accounts.metadata,
+        tier=options.tier,
+        metadata=fields.metadata or None,
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,
     )
@@ -110,9 +110,9 @@ async def build_request(
             include_stop_str_in_output=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
             salt=options.salt,
-            tenant=options.identity.tenant,
-            priority=accounts.priority,
-            affinity=accounts.affinity,
+            tenant=options.tenant,
+            priority=options.priority,
+            affinity=fields.prompt_cache_key or "",
             grammar=grammar,
             format=message_format,
             speculative=speculative,
@@ -123,7 +123,7 @@ async def build_request(
     detail = Detail(
         token_bytes=entry.pipeline.token_bytes,
         logprobs=options.shown_logprobs,
-        prompt_logprobs=options.shown_prompt_logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
         token_ids=bool(fields.return_token_ids),
         as_token_ids=bool(fields.return_tokens_as_token_ids),
         prompts=[prompt.token_ids for prompt in prompts],
@@ -148,23 +148,14 @@ def sampling_params(
     Raises:
         InvalidRequestError: A parameter is out of its range.
     """
-    sampling = {
-        **options.sampling,
-        "logit_bias": options.logit_bias,
-        "seed": options.seed,
-        "max_tokens": max(max_tokens, 1),
-        "logprobs": options.logprobs,
-        "prompt_logprobs": options.prompt_logprobs,
-        **values,
-    }
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**{**options.sampling, **values, "max_tokens": max(max_tokens, 1)})
     params.validate(vocab_size)
     return params
 
 
 def _check_report_size(options: RequestOptions, prompts: Sequence[SizedPrompt]) -> None:
     """Bound the response: completions repeat the report on a prompt for each choice, which could be gigabytes."""
-    fields, shown = options.fields, options.shown_prompt_logprobs
+    fields, shown = options.fields, options.fields.prompt_logprobs
     num_repeats = 1
     per_token = 0 if shown is None else shown + 1
     if isinstance(fields, CompletionFields):

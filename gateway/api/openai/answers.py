@@ -1,4 +1,4 @@
-"""What endpoints answer, as gateway.openapi declares it. Answers are built field by field for speed; tests compare."""
+"""Schemas of responses for gateway.openapi. Responses are built field by field for speed; tests compare them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What failed, whose fault it is, and the parameter at fault."""
+    """OpenAI's error object."""
 
     message: str
     type: str
@@ -17,13 +17,13 @@ class ErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ErrorAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Every failure."""
+    """Response to a request that failed."""
 
     error: ErrorBody
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of prompts and completions."""
+    """Token counts of a response."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -33,7 +33,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """What the model said."""
+    """Message of the assistant."""
 
     role: Literal["assistant"]
     content: str | None
@@ -42,7 +42,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer to a conversation."""
+    """Choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -52,7 +52,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):
-    """A whole chat completion."""
+    """Chat completion."""
 
     id: str
     object: Literal["chat.completion"]
@@ -64,7 +64,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One continuation of a prompt."""
+    """Choice of a completion."""
 
     index: int
     text: str
@@ -74,7 +74,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
-    """Whole completions."""
+    """Completions of one or several prompts."""
 
     id: str
     object: Literal["text_completion"]
@@ -86,7 +86,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingVector(msgspec.Struct, kw_only=True):
-    """Of one input; float32 in little endian where it is base64."""
+    """Vector of one input; little-endian float32 if it is base64."""
 
     object: Literal["embedding"]
     index: int
@@ -94,14 +94,14 @@ class EmbeddingVector(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Tokens of all inputs."""
+    """Token counts of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingAnswer(msgspec.Struct, kw_only=True):
-    """Vectors, in the order of the inputs."""
+    """Vectors in the order of the inputs."""
 
     object: Literal["list"]
     data: list[EmbeddingVector]
@@ -110,7 +110,7 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
 
 
 class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What failed; the message names the field at fault. Details are for what clients go on without."""
+    """Anthropic's error object; the message names the field at fault."""
 
     type: str
     message: str
@@ -118,7 +118,7 @@ class AnthropicErrorBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AnthropicErrorAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Every failure of Anthropic's API."""
+    """Response of Anthropic's API to a request that failed."""
 
     type: Literal["error"]
     error: AnthropicErrorBody
@@ -126,7 +126,7 @@ class AnthropicErrorAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a message and its prompt."""
+    """Token counts of a message and its prompt."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -137,7 +137,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A whole message of Anthropic's API."""
+    """Message of Anthropic's API."""
 
     id: str
     type: Literal["message"]
@@ -150,13 +150,13 @@ class MessageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenCountAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How many tokens a prompt has."""
+    """Number of tokens of a prompt."""
 
     input_tokens: int
 
 
 class RenderedPrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One prompt as the model would be given it."""
+    """Prompt as the model reads it."""
 
     index: int
     prompt: str
@@ -165,7 +165,7 @@ class RenderedPrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RenderAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The prompts of a request."""
+    """Prompts of a request."""
 
     object: Literal["rendered_prompts"]
     model: str
@@ -173,7 +173,7 @@ class RenderAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AbortAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request was aborted."""
+    """Confirmation that a request was aborted."""
 
     id: str
     object: Literal["request"]
@@ -181,7 +181,7 @@ class AbortAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A name that a model answers to."""
+    """Name of a served model."""
 
     id: str
     object: Literal["model"]
@@ -193,14 +193,14 @@ class ModelAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelListAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """All of them."""
+    """Names of all served models."""
 
     object: Literal["list"]
     data: list[ModelAnswer]
 
 
 class ModelInfoAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A name that a model answers to, for clients of Anthropic."""
+    """Name of a served model in Anthropic's shape."""
 
     type: Literal["model"]
     id: str
@@ -216,7 +216,7 @@ class ModelInfoAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelPageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Some of them."""
+    """Page of names of served models in Anthropic's shape."""
 
     data: list[ModelInfoAnswer]
     first_id: str | None
@@ -225,7 +225,7 @@ class ModelPageAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Tokens of a text."""
+    """Token ids of a text."""
 
     count: int
     max_model_len: int
@@ -234,13 +234,13 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text of tokens."""
+    """Text of token ids."""
 
     prompt: str
 
 
 class StatusAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a probe."""
+    """Result of a health or readiness probe."""
 
     status: str
 

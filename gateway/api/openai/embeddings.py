@@ -72,7 +72,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     """Return the vectors of one or several texts or lists of token ids."""
     fields = parse_fields(await read_json(request), EmbeddingFields)
     check_request_fields(fields)
-    accounts = accounting(fields)
+    priority, tier = accounting(fields)
     entry, identity = find_model(request, fields.model), request[IDENTITY]
     params = vector_params(fields, entry.facts)
     inputs = await embedding_inputs(fields, entry)
@@ -86,8 +86,8 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
             sampling=SamplingParams(max_tokens=1),
             salt=salt,
             tenant=identity.tenant,
-            priority=accounts.priority,
-            affinity=accounts.affinity,
+            priority=priority,
+            affinity=fields.prompt_cache_key or "",
             speculative=False,
             pooling=params.pooling,
         )
@@ -106,10 +106,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         "model": fields.model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-    if accounts.tier is not None:
-        response["service_tier"] = accounts.tier
-    if accounts.metadata is not None:
-        response["metadata"] = accounts.metadata
+    if tier is not None:
+        response["service_tier"] = tier
+    if fields.metadata:
+        response["metadata"] = fields.metadata
     return json_response(response)
 
 

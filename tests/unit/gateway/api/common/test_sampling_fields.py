@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.api.common.fields import ChatFields, CompletionFields, parse_fields
-from gateway.api.common.options import accounting, chat_options, completion_options
+from gateway.api.common.options import chat_options, completion_options
 from gateway.api.common.prepared import sampling_params
 from gateway.api.common.refused import NO_EFFECT
 from gateway.api.common.sampling import word_values
@@ -244,15 +244,14 @@ async def test_breakers_are_all_tokens_that_contain_them(threads, monkeypatch):
     ],
 )
 def test_service_tiers(tier, priority, used):
-    found = accounting(chat(service_tier=tier).fields)
-    assert (found.priority, found.tier) == (priority, used)
+    options = chat(service_tier=tier)
+    assert (options.priority, options.tier) == (priority, used)
 
 
 def test_bookkeeping_that_changes_nothing():
     taken = {"user": "u", "safety_identifier": "s" * 128, "store": False, "prompt_cache_retention": "in_memory"}
     assert sampling(chat, **taken, metadata={"k" * 64: "v" * 512}) == sampling(chat)
-    assert accounting(chat().fields).tier is None
-    assert chat(prompt_cache_key="k").accounting.affinity == "k"
+    assert chat().tier is None
 
 
 @pytest.mark.parametrize(
