@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from gateway.stores.responses import ResponseStore, StoredResponse
-from gateway.text.offload import aside
+from gateway.text.offload import run_in_thread_if_large
 from shared.errors import NotFoundError
 
 _BYTES_OF_OBJECT = 256
@@ -46,7 +46,7 @@ async def find_items(store: ResponseStore, wanted: Iterable[str], owner: bytes) 
         await asyncio.sleep(0)
         # Keep only the wanted items, because there may be many others.
         parts = [*stored.input[-1:], stored.output]
-        for item in await aside(count_stored(parts), partial(load_items, parts)):
+        for item in await run_in_thread_if_large(count_stored(parts), partial(load_items, parts)):
             if item["id"] in identifiers:
                 found[item["id"]] = item
     return found

@@ -1,1 +1,1 @@
-"""Text of a model: chat templates, tokenization, detokenization, stop conditions, reasoning, tool calls and grammars."""
+"""Text of a model: chat templates, tokenization, stop conditions, reasoning, tool calls and grammars."""

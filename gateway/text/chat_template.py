@@ -1,8 +1,10 @@
 """Chat templates: Jinja in a sandbox, with limits on source, loops, values, output and time.
 
-A template comes with the model's files, so it is trusted no more than they are. Python threads cannot be stopped from
-outside; therefore the limits are checked by the template's own operations: loops are wrapped, and operators, calls
-and filters are intercepted, so that no single operation takes long or grows large.
+A template comes with the model's files and is trusted no more than they are. Python threads cannot be stopped from
+outside.
+Therefore the operations of the template check the limits themselves: loops are wrapped, and operators, calls and
+filters are
+intercepted, so that no single operation takes long or produces a large value.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from jinja2.parser import Parser
 from shared.errors import InvalidRequestError
 
 MAX_SOURCE = 1_048_576
-"""Characters of a template."""
+"""Maximum number of characters of a template."""
 MAX_RANGE = 100_000
 MAX_OUTPUT = 33_554_432
-"""Characters of a rendered conversation, and of any string or list that a template makes on its way."""
+"""Maximum number of characters of a rendered conversation, and of any string or list that a template creates."""
 MAX_TOTAL = 1 << 30
-"""Characters of all that it makes on its way together."""
+"""Maximum number of characters that a template creates in total."""
 MAX_ARGUMENT = 10_000_000
-"""Largest number that may be passed to a function: a width, a count."""
+"""Largest number that may be passed to a function as a width or a count."""
 MAX_SECONDS = 5.0
 
 FILLED_IN = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
-"""Variables that `render` itself sets."""
+"""Variables that `render` sets itself."""
 
 _MAX_MESSAGE = 500
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -45,7 +47,7 @@ _BOUNDED_CONCAT = "pelton_bounded_concat"
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """A template took more time or space than it may."""
+    """A template exceeded its limit of time or size."""
 
 
 class _RefusedError(jinja2.TemplateError):
@@ -53,27 +55,31 @@ class _RefusedError(jinja2.TemplateError):
 
 
 class ChatTemplate:
-    """A compiled template.
+    """Compiled template.
 
     Args:
         source: Jinja text.
-        special_tokens: variables such as `bos_token`.
+        special_tokens: Variables such as `bos_token`.
+        max_seconds: Time limit of one rendering.
 
     Attributes:
-        source: as given.
-        reads: names that the template reads from outside.
-        variables: those of them that `render` does not fill in.
+        source: The source text.
+        reads: Names that the template reads from its context.
+        variables: Those of them that `render` does not fill in.
 
-    Raises InvalidRequestError where the source is no template that can be used.
+    Raises:
+        InvalidRequestError: The source is not a usable template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
         if len(source) > MAX_SOURCE:
-            raise InvalidRequestError(f"the model's chat template has {len(source)} characters; {MAX_SOURCE} are read")
+            raise InvalidRequestError(
+                f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE} are supported"
+            )
         self._environment = _Environment(max_seconds)
         self._special_tokens = dict(special_tokens)
         self.source = source
-        # Compiling evaluates constant expressions.
+        # Compiling evaluates constant expressions, so the limits apply here too.
         self._environment.start_clock()
         try:
             self._template = self._environment.from_string(source)
@@ -92,9 +98,10 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any],
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as text. Takes at most about `max_seconds`; may be called from several threads.
+        """Render a conversation, in at most about `max_seconds`. Several threads may call this method.
 
-        Raises InvalidRequestError with the template's own message where it refuses the messages or fails on them.
+        Raises:
+            InvalidRequestError: The template refuses the messages or fails; the message is the template's own.
         """
         variables: dict[str, Any] = {
             **template_kwargs,
@@ -118,13 +125,13 @@ class ChatTemplate:
             raise InvalidRequestError(str(error.message)[:_MAX_MESSAGE], param="messages") from error
         except (RecursionError, MemoryError) as error:
             raise _unusable(error) from error
-        except Exception as error:  # any exception may come out of a template's expressions
+        except Exception as error:  # expressions of a template may raise any exception
             raise _unusable(error) from error
         return "".join(pieces)
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with limits. Its clock is per thread: one rendering runs in one thread from begin to end."""
+    """Sandbox with limits. Its clock is per thread, because one rendering runs in one thread."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -152,7 +159,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._clock.total = 0
 
     def check(self, size: int = 0) -> None:
-        """Counts something that is `size` long. Raises TemplateLimitError past the deadline or a limit."""
+        """Count a value of this size. Raise TemplateLimitError after the deadline or above a limit."""
         self._clock.total = total = getattr(self._clock, "total", 0) + size
         if size > MAX_OUTPUT or total > MAX_TOTAL:
             raise _too_long()
@@ -165,7 +172,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_arguments((*args, *kwargs.values()))
-        # str.format arrives wrapped by the sandbox.
+        # The sandbox wraps str.format.
         method = getattr(__obj, "__wrapped__", __obj)
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
@@ -191,7 +198,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.check(_size(result))
             return result
 
-        # Jinja reads from these whether the context or the environment is to be passed.
+        # Jinja reads from these attributes whether to pass the context or the environment.
         bounded.__dict__.update(getattr(function, "__dict__", {}))
         return bounded
 
@@ -211,7 +218,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _BoundedIterable:
-    """An iterable whose every step checks the clock. Keeps the length, which `loop.last` and the like ask for."""
+    """Iterable that checks the clock at every step. Keeps the length, which `loop.last` and similar variables need."""
 
     def __init__(self, iterable: Any, check: Callable[[], None]) -> None:
         self._iterable = iterable
@@ -227,7 +234,7 @@ class _BoundedIterable:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's words for training; its content is rendered as it is."""
+    """`{% generation %}`, which marks the assistant's words for training. Its content is rendered unchanged."""
 
     tags = {"generation"}
 
@@ -241,7 +248,7 @@ def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 def _replace_concats(template: nodes.Template) -> nodes.Template:
-    """Sends each `a ~ b` through the bounded filter."""
+    """Route each `a ~ b` through the bounded filter."""
 
     def visit(node: nodes.Node) -> nodes.Node:
         for field, value in node.iter_fields():
@@ -264,7 +271,7 @@ def _size(value: Any) -> int:
 
 
 def _binop_size(operator: str, left: Any, right: Any) -> int:
-    """An upper bound of the size of the result; of its bits for numbers."""
+    """Return an upper bound of the size of the result; for numbers, of their bits."""
     if operator == "*":
         for sequence, times in ((left, right), (right, left)):
             if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
@@ -274,13 +281,13 @@ def _binop_size(operator: str, left: Any, right: Any) -> int:
     if operator == "%" and isinstance(left, str):
         return _format_size(left, right if isinstance(right, tuple) else (right,))
     if isinstance(left, int) and isinstance(right, int):
-        # Powers cost more than their size: 64 is what keeps one below a second.
+        # Powers take more time than their size suggests. The factor 64 keeps one below a second.
         return 64 * left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
     return 0
 
 
 def _text_operation_size(name: str, text: str, args: Sequence[Any]) -> int:
-    """An upper bound of what a method or filter makes of a text, for those whose result can be much longer."""
+    """Return an upper bound of the size of the result of a method or filter that can make text much longer."""
     if name == "join":
         return len(text) * _size(args[0]) if args else 0
     if name == "replace" and len(args) > 1:
@@ -292,7 +299,7 @@ def _text_operation_size(name: str, text: str, args: Sequence[Any]) -> int:
 
 def _format_size(form: str, args: Sequence[Any]) -> int:
     widths = [int(digits) for digits in re.findall(r"\d{1,12}", form)]
-    # Widths may come from arguments: `%*d`, `{:{}}`.
+    # Arguments may contain widths: `%*d`, `{:{}}`.
     widths += [abs(item) for item in args if isinstance(item, int) and ("*" in form or "{" in form)]
     return sum(widths) + len(form)
 
@@ -325,14 +332,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML's escapes, which models were not trained on."""
+    """Encode JSON without HTML escapes, which models were not trained on."""
     if isinstance(indent, int) and indent > 16:
         raise TemplateLimitError(f"it indents JSON by {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _too_long() -> TemplateLimitError:
-    return TemplateLimitError(f"it makes more than {MAX_OUTPUT} characters")
+    return TemplateLimitError(f"it creates more than {MAX_OUTPUT} characters")
 
 
 def _unusable(error: BaseException) -> InvalidRequestError:

@@ -1,8 +1,9 @@
-"""Token ids to text, exactly and incrementally.
+"""Exact and incremental conversion of token ids to text.
 
-A table gives each id's bytes; text is the UTF-8 decoding of their concatenation. Bytes that no code point can begin
-or continue with become U+FFFD, one for each maximal ill-formed subpart (Unicode 16, section 3.9, as in the
-`tokenizers` library and in Python). So a stream and a whole decode give the same text, at O(1) a token.
+A table contains the bytes of each id. The text is the UTF-8 decoding of their concatenation. Each maximal ill-formed
+subpart
+becomes U+FFFD (Unicode 16, section 3.9, as in the `tokenizers` library and in Python). A stream and a complete decode
+therefore give the same text, at O(1) per token.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 from shared.errors import ConfigurationError
 
 SPACE_MARK = "\u2581"
-"""What SentencePiece vocabularies write for a space."""
+"""Character that SentencePiece vocabularies use for a space."""
 
 
 class TokenBytes:
-    """The bytes of each token id.
+    """Bytes of each token id.
 
     Attributes:
-        table: id -> bytes; ids that the tokenizer lacks, below the model's vocabulary size, are empty.
-        special_ids: what `skip_special_tokens` leaves out.
-        texts: id -> text, of those seen so far that are whole code points by themselves.
-        strip_leading_space: whether a text decoded from its beginning loses one leading space, which such
-            vocabularies put in front of every text.
+        table: Bytes by id; empty for ids below the model's vocabulary size that the tokenizer lacks.
+        special_ids: Ids that `skip_special_tokens` leaves out.
+        texts: Text by id, for ids used so far that are whole code points by themselves.
+        strip_leading_space: A text that is decoded from its beginning loses one leading space, which such
+            vocabularies prepend to every text.
     """
 
     def __init__(self, table: list[bytes], special_ids: frozenset[int], *, strip_leading_space: bool) -> None:
@@ -38,17 +39,19 @@ class TokenBytes:
         return self.table[token_id] if 0 <= token_id < len(self.table) else b""
 
     def join(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
-        """The bytes of a sequence that starts a text."""
+        """Return the bytes of a sequence that starts a text."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         joined = b"".join([self[token_id] for token_id in token_ids if token_id not in skipped])
         return joined[1:] if self.strip_leading_space and joined.startswith(b" ") else joined
 
 
 class Detokenizer:
-    """Text of one growing sequence that continues a prompt. Holds back an unfinished code point, nothing else.
+    """Text of one growing sequence that continues a prompt. Holds back only incomplete code points.
 
     Args:
-        shown_ids: have text although they are special.
+        token_bytes: Bytes of the vocabulary.
+        skip_special_tokens: Leave special tokens out.
+        shown_ids: Special ids that have text nevertheless.
     """
 
     __slots__ = ("_held", "_skipped", "_table", "_texts")
@@ -59,13 +62,13 @@ class Detokenizer:
         self._table = token_bytes.table
         self._texts = token_bytes.texts
         special_ids = token_bytes.special_ids
-        # The same set for all who show none of them: some models have hundreds.
+        # The same set object for all sequences that show none of them, because some models have hundreds.
         hidden = special_ids - shown_ids if shown_ids else special_ids
         self._skipped = hidden if skip_special_tokens else frozenset()
         self._held = b""
 
     def push(self, token_id: int) -> str:
-        """The text that one more token completes; may be empty. Ids without a table entry have no text."""
+        """Return the text that one more token completes, which may be empty. Ids without a table entry have no text."""
         if token_id in self._skipped:
             return ""
         if self._held:
@@ -81,31 +84,31 @@ class Detokenizer:
         text, num_used = codecs.utf_8_decode(data, "replace", False)
         self._held = data[num_used:]
         if not held and not self._held:
-            # Begins and ends with a code point: it is the same text wherever it does.
+            # The token begins and ends with a code point, so its text does not depend on its neighbors.
             self._texts[token_id] = text
         return text
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a code point that never became whole, else nothing."""
+        """Return U+FFFD if a code point is still incomplete, else nothing."""
         held, self._held = self._held, b""
         return held.decode("utf-8", "replace")
 
     def copy(self) -> Detokenizer:
-        """One that goes on from here by itself."""
+        """Return an independent copy."""
         other = Detokenizer.__new__(Detokenizer)
         other._table, other._texts, other._skipped, other._held = self._table, self._texts, self._skipped, self._held
         return other
 
 
 def build_token_bytes(tokenizer_config: Mapping[str, Any], vocab: Mapping[str, int]) -> TokenBytes:
-    """The table for a tokenizer.
+    """Build the table of a tokenizer.
 
     Args:
-        tokenizer_config: parsed tokenizer.json (its `model.vocab` is not read).
-        vocab: token -> id, added tokens included.
+        tokenizer_config: Parsed tokenizer.json (its `model.vocab` is not read).
+        vocab: Ids by token, including added tokens.
 
     Raises:
-        ConfigurationError: the tokenizer's decoder is of a kind that is not supported; the message names it.
+        ConfigurationError: The kind of the tokenizer's decoder is not supported; the message names it.
     """
     steps = list(_decoder_steps(tokenizer_config.get("decoder")))
     kinds = {step["type"] for step in steps}
@@ -139,7 +142,9 @@ def _decoder_steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, A
     elif kind in ("ByteLevel", "ByteFallback", "Metaspace", "Fuse", "Strip", "Replace"):
         yield decoder
     else:
-        raise ConfigurationError(f"the tokenizer's decoder {kind!r} is not supported")
+        raise ConfigurationError(
+            f"the tokenizer's decoder {kind!r} is not supported; ByteLevel, ByteFallback and Metaspace are"
+        )
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
@@ -158,7 +163,7 @@ def _strips_leading_space(step: Mapping[str, Any]) -> bool:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """The byte that `<0xHH>` stands for."""
+    """Return the byte that `<0xHH>` stands for."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -168,7 +173,10 @@ def _fallback_byte(token: str) -> bytes | None:
 
 
 def _byte_level_bytes(token: str, by_char: Mapping[str, int]) -> bytes:
-    """A token with a character outside the byte alphabet (an added one) is taken as it is."""
+    """Return the bytes of a byte-level token.
+
+    A token with a character outside the byte alphabet (an added one) is plain text.
+    """
     try:
         return bytes([by_char[char] for char in token])
     except KeyError:
@@ -176,8 +184,10 @@ def _byte_level_bytes(token: str, by_char: Mapping[str, int]) -> bytes:
 
 
 def _bytes_by_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (Radford et al. 2019, GPT-2): printable Latin-1 bytes stand for themselves, the
-    other 68 for U+0100 onwards in order."""
+    """Return the alphabet of byte-level BPE (Radford et al. 2019, GPT-2).
+
+    Printable Latin-1 bytes stand for themselves, the other 68 for U+0100 onwards in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What the flags that choose a format take: `auto`, `none`, or a format's name."""
+"""Resolution of the flags that select a format: `auto`, `none`, or the name of a format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ Format = TypeVar("Format")
 def chosen_format(
     flag: str, name: str, formats: Mapping[str, Format], detect: Callable[[], Format | None]
 ) -> Format | None:
-    """The format that a flag asks for; `detect` finds the model's. Raises ConfigurationError for an unknown name."""
+    """Return the format that a flag selects; `detect` finds the model's own.
+
+    Raises:
+        ConfigurationError: The flag has an unknown name.
+    """
     if name == NONE:
         return None
     if name == AUTO:

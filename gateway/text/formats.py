@@ -1,4 +1,4 @@
-"""What a model's text is made of beside content: how it marks its reasoning, how it writes tool calls."""
+"""Format of a model's messages: how the model marks its reasoning and writes tool calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from gateway.text.tools.prompting import TemplateSupport, template_support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFormats:
-    """The formats of one model.
+    """Formats of one model.
 
     Attributes:
-        reasoning: None: its text has no reasoning apart.
-        tools: None: it calls no tools.
-        template: what its chat template does with tools; see prompting.conversation.
-        added_ids: text of each added token -> its id. A grammar names these tokens by their ids.
-        reasoning_ids, tool_ids: special tokens in the marks of either.
+        reasoning: Format of the reasoning; None if the model's text has no separate reasoning.
+        tools: Format of tool calls; None if the model calls no tools.
+        template: Support for tools in the chat template; see prompting.conversation.
+        added_ids: Id by text of each added token. A grammar names these tokens by their ids.
+        reasoning_ids: Special tokens among the marks of reasoning.
+        tool_ids: Special tokens among the marks of tool calls.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -34,11 +35,11 @@ class ModelFormats:
     tool_ids: frozenset[int] = frozenset()
 
     def message_format(self, request: ToolRequest | None, *, opened: bool) -> MessageFormat | None:
-        """How the text of a request's choices is taken apart; None where it is all content.
+        """Return the format for parsing the choices of a request; None if all text is content.
 
         Args:
-            request: its tools; None: it has none.
-            opened: the prompt ends inside reasoning.
+            request: Tools of the request; None if it has none.
+            opened: The prompt ends inside reasoning.
         """
         shown_ids: frozenset[int] = frozenset()
         new_splitter: Callable[[], ReasoningSplitter] | None = None
@@ -67,7 +68,7 @@ def model_formats(
     special_ids: frozenset[int],
     template: TemplateSupport,
 ) -> ModelFormats:
-    """The formats of a model whose tokens special_ids are hidden by skip_special_tokens."""
+    """Return the formats of a model. `special_ids` are the tokens that skip_special_tokens hides."""
 
     def shown(marks: Iterable[str]) -> frozenset[int]:
         texts = tuple(marks)
@@ -88,7 +89,7 @@ def model_formats(
 
 
 def reasoning_format(name: str, template: str, added_ids: Mapping[str, int]) -> ReasoningFormat | None:
-    """The format that a `--reasoning-parser` asks for. Raises ConfigurationError for an unknown name."""
+    """Return the format that `--reasoning-parser` selects. Raises ConfigurationError for an unknown name."""
     return chosen_format("--reasoning-parser", name, REASONING_FORMATS, lambda: detect_reasoning(template, added_ids))
 
 
@@ -100,9 +101,10 @@ def resolve_formats(
     tool_call_parser: str,
     reasoning_parser: str,
 ) -> ModelFormats:
-    """The formats of a model by its worker's flags, or by its chat template and vocabulary.
+    """Return the formats of a model from its worker's flags, or from its chat template and vocabulary.
 
-    Raises ConfigurationError for a flag with an unknown name.
+    Raises:
+        ConfigurationError: A flag has an unknown name.
     """
     reasoning = reasoning_format(reasoning_parser, template or "", added_ids)
     tools = tool_format(tool_call_parser, template, added_ids)

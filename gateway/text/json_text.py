@@ -1,4 +1,4 @@
-"""JSON that comes as text inside of a body, held to what a body is held to."""
+"""JSON that arrives as text inside a body, under the same limits as a body."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from shared.errors import InvalidRequestError
 from shared.messages import MAX_GRAMMAR
 
 MAX_DEPTH = 128
-"""Objects and arrays inside each other. What walks a value (templates, schemas) takes some calls for each, and Python
-allows a thousand."""
+"""Maximum nesting of objects and arrays.
+
+Code that walks a value (templates, schemas) uses several calls per level, and Python allows a thousand.
+"""
 
 
 def parsed_json(text: str, place: str) -> Any:
-    """The value of a schema or a structural tag that was sent as text.
+    """Parse a schema or a structural tag that was sent as text.
 
     Args:
-        place: the request field that holds it.
+        text: JSON text.
+        place: Request field that contains it.
 
     Raises:
-        InvalidRequestError: it is no JSON (nor are halves of surrogate pairs and numbers beyond all bounds), too long,
-            or nested too deep.
+        InvalidRequestError: The text is not JSON (lone surrogates and infinite numbers are not), too long, or
+            nested too deeply.
     """
     if len(text) > MAX_GRAMMAR:
-        raise _error(place, f"has {len(text)} characters; at most {MAX_GRAMMAR} are possible")
+        raise _error(place, f"has {len(text)} characters; at most {MAX_GRAMMAR} are allowed")
     try:
         value = msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -36,7 +39,7 @@ def parsed_json(text: str, place: str) -> Any:
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether a JSON value has more than MAX_DEPTH objects and arrays inside each other."""
+    """Return True if a JSON value is nested deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

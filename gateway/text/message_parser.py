@@ -1,8 +1,8 @@
-"""How a model's text is taken apart into reasoning, content and tool calls: the seams between those who know a format,
-those who run a choice, and those who shape responses.
+"""Interfaces for parsing a model's text into reasoning, content and tool calls.
 
-All parsers are incremental and the same for streams and whole responses: any cutting of a text into pieces gives the
-same message. Their time is linear in the text, whatever a model writes.
+All parsers are incremental and give the same message however the text is divided into pieces. Their time is linear in
+the
+text, whatever the model generates.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import msgspec
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """News of one tool call.
+    """Change of one tool call.
 
     Attributes:
-        index: its place among the choice's calls, from 0.
-        arguments: what follows of its arguments, JSON text; all pieces together parse where the call is complete.
-        id, name: set in the first delta of a call, None later.
+        index: Index of the call within its choice, from 0.
+        arguments: Next piece of its arguments, JSON text; the concatenated pieces parse if the call is complete.
+        id: Id of the call; in its first delta only.
+        name: Name of the function; in its first delta only.
     """
 
     index: int
@@ -30,56 +31,56 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ReasoningSplitter(Protocol):
-    """Separates reasoning from what is said aloud, for one choice."""
+    """Splitter of one choice's text into reasoning and visible text."""
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
+        """True if the next text is reasoning, as far as is known."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether all that follows is said aloud, so that nobody need ask any more."""
+        """True if all further text is visible text, so that the splitter is no longer needed."""
         ...
 
     def push(self, text: str) -> tuple[str, str]:
-        """Takes the next piece; returns what is safe to show of reasoning, and of the rest."""
+        """Take the next piece; return the reasoning and the visible text that are safe to show."""
         ...
 
     def finish(self) -> tuple[str, str]:
-        """What was held back when the text ended."""
+        """Return the text that was held back at the end."""
         ...
 
 
 class ToolParser(Protocol):
-    """Finds tool calls in what is said aloud, for one choice."""
+    """Parser of tool calls in the visible text of one choice."""
 
     @property
     def num_complete(self) -> int:
-        """Calls whose arguments are whole."""
+        """Number of calls whose arguments are complete."""
         ...
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Takes the next piece; returns content that is safe to show, and news of calls."""
+        """Take the next piece; return the content that is safe to show, and changes of calls."""
         ...
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """What was held back when the text ended."""
+        """Return what was held back at the end."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFormat:
-    """What a request's choices are parsed with; a new parser for each choice.
+    """Parsers for the choices of a request; each choice gets new ones.
 
     Attributes:
-        new_splitter: None: the model's text has no reasoning apart.
-        new_tool_parser: None: the request has no tools, and calls are content.
-        shown_ids: special tokens whose text the parsers must see although skip_special_tokens hides others; also
-            where such a token ends the choice.
-        named_tool: tool_choice names a function, so that the finish reason is `stop`, as OpenAI documents.
-        only_calls: a grammar demands calls, so that nothing that is said aloud is content; what a limit cuts off is the
-            beginning of a call.
+        new_splitter: Factory of splitters; None if the model's text has no separate reasoning.
+        new_tool_parser: Factory of parsers; None if the request has no tools, and calls are content.
+        shown_ids: Special tokens whose text the parsers need although skip_special_tokens hides others, also at
+            the end of a choice.
+        named_tool: tool_choice names a function, so the finish reason is `stop`, as OpenAI documents.
+        only_calls: A grammar demands calls, so no visible text is content; a call cut by a limit is the beginning
+            of a call.
     """
 
     new_splitter: Callable[[], ReasoningSplitter] | None = None
@@ -90,5 +91,5 @@ class MessageFormat:
 
     @property
     def parses(self) -> bool:
-        """Whether anything is looked for at all."""
+        """True if the text is parsed at all."""
         return self.new_splitter is not None or self.new_tool_parser is not None

@@ -1,4 +1,4 @@
-"""Text of one model to token ids and back: what the routes use, with the slow parts off the event loop."""
+"""Conversion between the text and the token ids of one model, with slow parts off the event loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from shared.messages import Bundle
 MAX_TEXT_BYTES = 16_777_216
 _LONG_TEXT_BYTES = 2_097_152
 _LONG_TOKEN_BYTES = 16
-"""A text has at most so many bytes, or so many for each token that it may have. Tokenizing takes 200 times the memory
-of a text, and seconds for each few million bytes, in which other long texts wait: the longest token times their number,
-which is what certainly cannot fit, would bound neither."""
+"""Maximum number of bytes per token, and of a text with few tokens.
+
+Tokenizing takes 200 times the memory of a text, and seconds per few million bytes, during which other long texts wait.
+A
+bound by the longest token times the number of tokens would limit neither.
+"""
 LARGE_TEXT = 262_144
-"""Texts of more characters have a thread of their own, so that they delay only each other."""
+"""Number of characters above which texts get a thread of their own, so that they delay only each other."""
 
 _MAX_CONTAINING = 16
 
@@ -32,34 +35,37 @@ _T = TypeVar("_T")
 
 
 class TextThreads:
-    """The threads that tokenize and render, shared by all models of a process.
+    """Threads that tokenize and render, shared by all models of a process.
 
-    The `tokenizers` library releases the interpreter lock while it works. A thread cannot be interrupted: a caller
-    that is cancelled no longer waits, and what has not begun is dropped.
+    The `tokenizers` library releases the interpreter lock while it works. A thread cannot be interrupted: a cancelled
+    caller no
+    longer waits, and work that has not started is dropped.
     """
 
     def __init__(self, num_threads: int = 2) -> None:
-        # The library's own pool would let one long text hold up all others; each of our threads does its own work.
+        # With the library's own pool, one long text would delay all others. Here each thread does its own work.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._small = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large-text")
 
     async def run(self, size: int, function: Callable[[], _T]) -> _T:
-        """The result of `function`; `size` is that of its text in characters."""
+        """Return the result of `function`; `size` is the number of characters of its text."""
         executor = self._large if size > LARGE_TEXT else self._small
         return await asyncio.get_running_loop().run_in_executor(executor, function)
 
     def close(self) -> None:
-        """Drops what has not begun; does not wait for the rest."""
+        """Drop work that has not started, without waiting for the rest."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._large.shutdown(wait=False, cancel_futures=True)
 
 
 class TextPipeline:
-    """Tokenizer, chat template and detokenizer of one bundle. Constructing takes about 0.2 s: do it in a thread.
+    """Tokenizer, chat template and detokenizer of one bundle.
 
-    Raises ConfigurationError where the bundle's tokenizer cannot be used. A template that cannot be used makes only
-    the chat methods fail.
+    Construct it in a thread, because that takes about 0.2 s.
+
+    Raises:
+        ConfigurationError: The tokenizer cannot be used. An unusable template only makes the chat methods fail.
     """
 
     def __init__(self, bundle: Bundle, threads: TextThreads) -> None:
@@ -78,33 +84,36 @@ class TextPipeline:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names of what a request may set for the chat template: what it reads and nobody else fills in."""
+        """Variables that a request may set for the chat template: it reads them and the renderer does not set them."""
         return frozenset() if self._template is None else self._template.variables
 
     @property
     def template(self) -> str | None:
-        """The source of the chat template; None where there is none that can be used."""
+        """Source of the chat template; None if there is no usable one."""
         return None if self._template is None else self._template.source
 
     @property
     def takes_documents(self) -> bool:
-        """Whether the chat template reads `documents`."""
+        """True if the chat template reads `documents`."""
         return self._template is not None and "documents" in self._template.reads
 
     @property
     def added_ids(self) -> Mapping[str, int]:
-        """Text of each added token -> its id."""
+        """Id by text of each added token."""
         return self._tokenizer.added_ids
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """What `skip_special_tokens` hides."""
+        """Ids that `skip_special_tokens` hides."""
         return self._token_bytes.special_ids
 
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Ids of a plain prompt; special-token text in it is special. See flow.requests.TextPipelineLike."""
+        """Tokenize a plain prompt; text of special tokens becomes special tokens.
+
+        See flow.requests.TextPipelineLike.
+        """
         self._check_size(text, max_tokens, param)
         return await self._threads.run(
             len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -121,7 +130,7 @@ class TextPipeline:
         continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of a conversation; special-token text in messages is ordinary text. See TextPipelineLike."""
+        """Tokenize a conversation; text of special tokens in messages is ordinary text. See TextPipelineLike."""
         template = self._usable_template(template_kwargs)
 
         def work() -> list[int]:
@@ -141,19 +150,19 @@ class TextPipeline:
         return await self._threads.run(text_size(messages) + text_size(tools) + text_size(documents), work)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Ill-formed bytes become U+FFFD; ids outside the vocabulary have no text."""
+        """Decode a whole sequence. Ill-formed bytes become U+FFFD, and ids outside the vocabulary have no text."""
         return self._token_bytes.join(token_ids, skip_special_tokens).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one token, as it continues a text."""
+        """Return the exact bytes of one token as it continues a text."""
         return self._token_bytes[token_id]
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so in the vocabulary; see TextPipelineLike."""
+        """Return the id of the token with this text in the vocabulary; see TextPipelineLike."""
         return self._tokenizer.token_id(text)
 
     async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """Ids of all tokens whose bytes contain one of the texts; what was asked for lately is remembered."""
+        """Return the ids of all tokens whose bytes contain one of the texts. Recent results are cached."""
         known = self._containing.get(texts)
         if known is None:
             known = await self._threads.run(0, lambda: _ids_containing(self._token_bytes.table, texts))
@@ -165,7 +174,10 @@ class TextPipeline:
         return known
 
     def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
-        """A new one for one choice; it continues a prompt, so it strips no leading space. See Detokenizer."""
+        """Return a new detokenizer for one choice.
+
+        It continues a prompt, so it strips no leading space. See Detokenizer.
+        """
         return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
 
     def _usable_template(self, template_kwargs: Mapping[str, Any] | None) -> ChatTemplate:
@@ -176,7 +188,7 @@ class TextPipeline:
         return self._template
 
     def _check_size(self, text: str, max_tokens: int | None, param: str) -> None:
-        """By length first: what cannot fit is refused before time is spent on it."""
+        """Check the length before time is spent on a text that cannot fit."""
         size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
         most = self._tokenizer.max_bytes_per_token
         if max_tokens is not None and most is not None and size > max_tokens * most:
@@ -196,10 +208,10 @@ class TextPipeline:
 
 
 def _cut_at(text: str, tag: str) -> str:
-    """What stands before the tag behind the message that is to be continued."""
+    """Return the text before the tag that follows the message to be continued."""
     before, found, _ = text.rpartition(tag)
     if not found:
-        message = "the model's chat template does not end with the last message, so that it cannot be continued"
+        message = "the model's chat template does not end with the last message, so the message cannot be continued"
         raise InvalidRequestError(message, param="continue_final_message")
     return before
 
@@ -210,7 +222,7 @@ def _ids_containing(table: Sequence[bytes], texts: Sequence[str]) -> tuple[int, 
 
 
 def text_size(value: Any) -> int:
-    """Characters in a JSON value."""
+    """Count the characters in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

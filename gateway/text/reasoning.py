@@ -1,8 +1,10 @@
-"""The marks around a model's reasoning, by format: what splits it from what is said aloud, what a grammar allows of
-it, and which tokens open and close it.
+"""Marks around a model's reasoning, by format.
 
-Reasoning comes first or not at all: a mark that turns up later is content. White space around it belongs to neither
-part. Where a text ends inside reasoning, all of it is reasoning.
+A format determines how the reasoning is split from the visible text, what a grammar allows of it, and which tokens
+open and
+close it. Reasoning comes first or not at all: a mark that appears later is content. White space around the reasoning
+belongs
+to neither part. If a text ends inside reasoning, all of it is reasoning.
 """
 
 from __future__ import annotations
@@ -19,23 +21,25 @@ _BEFORE, _INSIDE, _AFTER, _ALOUD = range(4)
 
 ANY_TEXT = r"/(?s:.*)/"
 SOME_SPACE = r"/[ \t\r\n]{0,3}/"
-"""What may stand between reasoning and answer: not more, or a weak model would write nothing else."""
+"""White space allowed between reasoning and answer. The bound keeps a weak model from generating nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a family of models marks its reasoning.
+    """Marks of the reasoning of a family of models.
 
     Attributes:
-        name: as `--reasoning-parser` takes it.
-        starts, ends: texts that open and close it.
-        opens: further texts with which a prompt ends inside reasoning, beside `starts`.
-        others: further marks that its splitter must see.
-        sign: a text in the chat templates of such models; empty: one of `ends`.
-        closing: what the model is made to write to get from reasoning to the answer; empty: the first of `ends`.
-        framed: puts what a grammar demands of the content into a message of the model's own form; None: content needs
-            no form.
-        splitter: makes the splitter of a choice, told whether the prompt ends inside reasoning; None: marks tell.
+        name: Name for `--reasoning-parser`.
+        starts: Texts that open the reasoning.
+        ends: Texts that close it.
+        opens: Further texts with which a prompt ends inside reasoning, besides `starts`.
+        others: Further marks that the splitter must see.
+        sign: Text that identifies the chat templates of such models; empty for one of `ends`.
+        closing: Text that forces the model from reasoning to the answer; empty for the first of `ends`.
+        framed: Function that puts the grammar of the content into a message of the model's own form; None if
+            content needs no form.
+        splitter: Factory of splitters, with an argument that tells whether the prompt ends inside reasoning; None
+            for MarkSplitter.
     """
 
     name: str
@@ -55,24 +59,25 @@ class ReasoningFormat:
 
     @property
     def forced_end(self) -> str:
-        """What ends reasoning that has become too long."""
+        """Text that ends reasoning that has become too long."""
         return self.closing or self.ends[0]
 
     def new_splitter(self, opened: bool) -> ReasoningSplitter:
-        """A splitter for one choice; `opened`: the prompt ends inside reasoning."""
+        """Return a splitter for one choice; `opened` means that the prompt ends inside reasoning."""
         return MarkSplitter(self, opened) if self.splitter is None else self.splitter(opened)
 
     def is_open(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends with this text leaves the model inside reasoning."""
+        """Return True if a prompt that ends with this text leaves the model inside reasoning."""
         text = prompt_end.rstrip()
         return any(text.endswith(start.rstrip()) for start in (*self.starts, *self.opens))
 
 
 class MarkSplitter:
-    """The splitter for formats with a mark before and one behind the reasoning.
+    """Splitter for formats with a mark before and after the reasoning.
 
-    It holds back what may become a mark and white space that may turn out to be the last of the reasoning, each once:
-    linear time, whatever the text.
+    It holds back text that may become a mark, and white space that may be the last of the reasoning, each once. The
+    time is
+    linear whatever the text.
     """
 
     __slots__ = ("_begun", "_end_chars", "_ends", "_held", "_opened", "_space", "_starts", "_state")
@@ -124,13 +129,13 @@ class MarkSplitter:
         return "", ""
 
     def _is_plain(self, text: str) -> bool:
-        """Whether a piece of reasoning can be shown as it is: with nothing held back before, none of it has to be."""
+        """Return True if a piece of reasoning can be shown unchanged, when nothing was held back before it."""
         if self._held or self._space or not self._begun or not text or text[-1].isspace():
             return False
         return not any(char in text for char in self._end_chars)
 
     def _push_before(self, text: str) -> tuple[str, str]:
-        """What is left for the state that follows, and what is said aloud."""
+        """Return the remaining text for the next state, and the visible text."""
         if not self._held:
             rest = text.lstrip()
             if space := text[: len(text) - len(rest)]:
@@ -156,7 +161,7 @@ class MarkSplitter:
         return "", aloud
 
     def _push_inside(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what follows its end."""
+        """Return the reasoning, and the text after its end."""
         text = self._held + text
         self._held = ""
         found = [(at, len(end)) for end in self._ends if (at := text.find(end)) >= 0]
@@ -171,7 +176,7 @@ class MarkSplitter:
         return self._trimmed(text), ""
 
     def _trimmed(self, text: str) -> str:
-        """The next piece of reasoning, white space at its end held back."""
+        """Return the next piece of reasoning without trailing white space, which is held back."""
         said = text.rstrip()
         space = text[len(said) :]
         if said:
@@ -184,7 +189,7 @@ class MarkSplitter:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text with which the mark, longer than it, may begin."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the mark."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -192,11 +197,12 @@ def _overlap(text: str, mark: str) -> int:
 
 
 def reasoning_fragment(marks: ReasoningFormat, opened: bool, special_ids: Mapping[str, int]) -> Fragment:
-    """The reasoning that may come before an answer, the mark behind it included.
+    """Return the grammar of the reasoning before an answer, including the closing mark.
 
     Args:
-        opened: the prompt ends inside reasoning, so that it has to be closed; else there may be none.
-        special_ids: text of each added token -> its id.
+        marks: Format of the reasoning.
+        opened: The prompt ends inside reasoning, so it must be closed; otherwise reasoning is optional.
+        special_ids: Id by text of each added token.
     """
     ends = [literal(end, special_ids) for end in marks.ends]
     rules: tuple[str, ...] = ()
@@ -253,14 +259,15 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": _HARMONY,
     "gpt_oss": _HARMONY,
 }
-"""By the names that `--reasoning-parser` takes."""
+"""Formats by the names that `--reasoning-parser` takes."""
 
 
 def detect_reasoning(template: str, added_tokens: Mapping[str, int]) -> ReasoningFormat | None:
-    """The format of a model, by what its chat template speaks of or its vocabulary has tokens for; None: none.
+    """Detect the format of a model from its chat template or its vocabulary; None if there is none.
 
     Args:
-        added_tokens: text -> id.
+        template: Source of the chat template.
+        added_tokens: Id by text of each added token.
     """
     for known in dict.fromkeys(REASONING_FORMATS.values()):
         marks = (*known.starts, *known.ends)

@@ -1,13 +1,21 @@
-"""Regular expressions that end a choice, over streamed text, in linear time.
+r"""Stop conditions given as regular expressions, over streamed text, in linear time.
 
-The expressions of a request, and its stop strings with them, become one nondeterministic automaton of bounded size,
-which is simulated a character at a time (Thompson 1968; with the start of each match kept, as in Pike's machine). No
-step looks back, so whatever the expression and the text, a character costs at most the number of transitions.
+The expressions of a request and its stop strings become one nondeterministic automaton of bounded size, which is
+simulated
+one character at a time (Thompson 1968; with the start of each match, as in Pike's machine). No step looks back, so a
+character
+costs at most the number of transitions, whatever the expression and the text.
 
-The match that ends first wins; of several that end at the same character, the one that starts first. That rule depends
-on the text alone, so any split of it into tokens gives the same result. A match is never empty. `^` and `\\A` are the
-beginning of the text that is searched (what is said aloud, after min_tokens), `$` and `\\Z` its end; with `(?m)`, `^`
-and `$` are those of lines. What depends on the next character, as `\\b` does, is decided when that is there.
+The match that ends first wins; of several that end at the same character, the one that starts first. This rule depends
+on the
+text alone, so the division of the text into tokens does not matter. A match is never empty. `^` and `\A` match at the
+beginning of the searched text (visible text after min_tokens), `$` and `\Z` at its end; with `(?m)`, `^` and `$` match
+at
+lines. A condition on the next character, such as `\b`, is decided when that character has arrived.
+
+No library does this: `re` and `regex` backtrack, and the bindings of RE2 and of Rust's regex search whole texts
+without a
+state that can be continued.
 """
 
 from __future__ import annotations
@@ -21,16 +29,16 @@ from typing import Any
 from gateway.text.grammars.regex_size import written_out_refusal
 from shared.errors import InvalidRequestError
 
-# The parser of `re` has no public name and no types: as modules found by name, no type checker has a view of them.
+# The parser of `re` has no public name and no types. Importing it by name hides it from type checkers.
 op: Any = import_module("re._constants")
 _parser: Any = import_module("re._parser")
 
 MAX_EXPRESSIONS = 16
 MAX_LENGTH = 1024
 MAX_STATES = 512
-"""Of a request's automaton, stop strings included; repeats are written out."""
+"""Maximum number of states of a request's automaton, including stop strings, with repeats expanded."""
 MAX_TRANSITIONS = 4096
-"""Between states that take a character. Bounds the time for one, to 0.1 ms."""
+"""Maximum number of transitions between states that take a character. Bounds the time per character to 0.1 ms."""
 _MAX_REMEMBERED = 1024
 
 _FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.ASCII | re.UNICODE
@@ -53,9 +61,10 @@ _REFUSED = {
 
 
 def check_stop_regexes(given: str | Sequence[str] | None, strings: Sequence[str]) -> tuple[str, ...]:
-    """The expressions of a request that has these stop strings besides.
+    """Return the expressions of a request that also has these stop strings.
 
-    Raises InvalidRequestError, naming stop_regex, for what cannot be searched.
+    Raises:
+        InvalidRequestError: An expression cannot be searched; the error names stop_regex.
     """
     expressions = (given,) if isinstance(given, str) else tuple(given or ())
     if len(expressions) > MAX_EXPRESSIONS:
@@ -71,10 +80,11 @@ def check_stop_regexes(given: str | Sequence[str] | None, strings: Sequence[str]
 
 
 class StopRegexes:
-    """The expressions and stop strings of one request, prepared; each choice has a RegexScanner of its own.
+    """Prepared expressions and stop strings of one request. Each choice has a RegexScanner of its own.
 
-    Raises InvalidRequestError, naming stop_regex, for an expression that is malformed, too large, that matches the
-    empty text, or that needs what no finite automaton has.
+    Raises:
+        InvalidRequestError: An expression is malformed, too large, matches the empty text, or needs a feature that
+            a finite automaton does not have; the error names stop_regex.
     """
 
     def __init__(
@@ -102,19 +112,19 @@ class StopRegexes:
 
 
 Condition = Callable[[str | None, str | None], bool]
-"""On a place in the text: of the characters before and behind it, None where there is none."""
+"""Condition on a position in the text, from the characters before and after it; None where there is none."""
 
 
 class _Automaton:
-    """States of three kinds: those that take a character, forks, and gates, which conditions on the place open.
+    """Automaton with character states, forks, and gates that a condition on the position opens.
 
     Attributes:
-        tests: for each state that takes a character what it takes, else None.
-        gates: the conditions of the states that are gates.
-        successors: for each state where it leads.
-        closures: for each state that takes a character, and for each gate, what can be reached behind it without
-            another: such states, and the final one.
-        begin: the same for the beginning of a match.
+        tests: For each state, the characters that it takes, or None.
+        gates: Conditions of the states that are gates.
+        successors: Following states of each state.
+        closures: For each character state and gate, the states reachable after it without another character or
+            gate, including the final state.
+        begin: The same for the beginning of a match.
     """
 
     def __init__(self) -> None:
@@ -127,11 +137,15 @@ class _Automaton:
         self._num_repeats = 0
 
     def add(self, parsed: Any, flags: int) -> None:
-        """Takes in an expression, parsed by Python's own parser."""
+        """Add an expression that Python's own parser has parsed."""
         self._starts.append(self._sequence(parsed, flags, self.final))
 
     def close(self) -> None:
-        """To be called when all is taken in. Raises InvalidRequestError where the empty text could be a match."""
+        """Finish construction.
+
+        Raises:
+            InvalidRequestError: The empty text would match.
+        """
         if self.final in self._closure(self._starts, through_gates=True):
             raise _refusal("an expression matches the empty text")
         self.begin = self._closure(self._starts)
@@ -167,7 +181,7 @@ class _Automaton:
         return len(self.tests) - 1
 
     def _sequence(self, parsed: Any, flags: int, then: int) -> int:
-        """The state with which these items begin; behind them comes `then`."""
+        """Return the state with which these items begin; `then` follows them."""
         for kind, value in reversed(list(parsed)):
             then = self._item(kind, value, flags, then)
         return then
@@ -205,7 +219,7 @@ class _Automaton:
         return then
 
     def _count_repeat(self) -> None:
-        # What is repeated may need no state at all; the number of repeats is bounded all the same.
+        # The repeated item may need no state at all; the number of repeats is bounded nevertheless.
         self._num_repeats += 1
         self._check_size(self._num_repeats)
 
@@ -215,7 +229,7 @@ class _Automaton:
 
 
 class _CharTest:
-    """Whether a character is one of a class; what was asked before is remembered, within bounds."""
+    """Test whether a character belongs to a class, with a bounded cache."""
 
     __slots__ = ("_known", "_matches")
 
@@ -234,7 +248,7 @@ class _CharTest:
 
 
 class RegexScanner:
-    """Passes on text until an expression is found."""
+    """Filter that passes text on until an expression matches."""
 
     __slots__ = ("_automaton", "_held", "_include", "_position", "_previous", "_stops", "_threads", "found")
 
@@ -245,15 +259,16 @@ class RegexScanner:
         self._held = ""
         self._position = 0  # of the next character
         self._previous: str | None = None
-        # State -> where the earliest match that is there began.
+        # For each state, the beginning of the earliest match that has reached it.
         self._threads: dict[int, int] = {}
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes the next piece, returns what of it and of earlier pieces is safe to show.
+        """Take the next piece; return the text of this and earlier pieces that is safe to show.
 
-        Once an expression is found, `found` is what matched, the text before it has been returned (with it, where
-        that was asked for) and later pieces give nothing.
+        After a match, `found` is the matched text, the text before it has been returned (including it, if requested),
+        and later
+        pieces return nothing.
         """
         if self.found is not None:
             return ""
@@ -269,7 +284,7 @@ class RegexScanner:
         return whole[:keep_from]
 
     def finish(self) -> str:
-        """The text still held back when the sequence ends without a match; `$` matches here."""
+        """Return the text that is still held back at the end. `$` matches here."""
         if self.found is not None:
             return ""
         self._open_gates(self._threads, None)
@@ -280,21 +295,21 @@ class RegexScanner:
         return held
 
     def copy(self) -> RegexScanner:
-        """One that goes on from here by itself."""
+        """Return an independent copy."""
         other = RegexScanner(self._stops)
         other._held, other._position, other._previous = self._held, self._position, self._previous
         other._threads, other.found = dict(self._threads), self.found
         return other
 
     def _end(self, text: str, start: int) -> str:
-        """The end of a match in `text`, from `start` to its end."""
+        """Return the end of a match in `text`, from `start` to its end."""
         self.found = text[start:]
         self._held = ""
         self._threads = {}
         return text if self._include else text[:start]
 
     def _step(self, char: str) -> tuple[int, int] | None:
-        """Takes a character; where the first match begins and ends, if there is one."""
+        """Take a character; return the beginning and end of the first match, if there is one."""
         automaton, position = self._automaton, self._position
         tests, closures, final = automaton.tests, automaton.closures, automaton.final
         threads = self._threads
@@ -319,7 +334,7 @@ class RegexScanner:
         return (reached[final], behind) if final in reached else None
 
     def _open_gates(self, threads: dict[int, int], following: str | None) -> None:
-        """Adds what is behind the gates whose conditions hold before this character, or at the end."""
+        """Add the states after the gates whose conditions hold before this character, or at the end."""
         gates, closures = self._automaton.gates, self._automaton.closures
         pending = [state for state in threads if state in gates]
         while pending:
@@ -353,7 +368,7 @@ def _condition(place: Any, flags: int) -> Condition:
 
 
 def _char_source(kind: Any, value: Any) -> str:
-    """An expression for one character of a class."""
+    """Return an expression for one character of a class."""
     if kind is op.LITERAL:
         return re.escape(chr(value))
     if kind is op.NOT_LITERAL:
@@ -381,7 +396,7 @@ def _in_class(char: str) -> str:
 
 def _checked_flags(flags: int) -> int:
     if flags & ~int(_FLAGS):
-        raise _refusal("of the flags, only a, i, m, s, u and x are supported")
+        raise _refusal("only the flags a, i, m, s, u and x are supported")
     return int(flags)
 
 

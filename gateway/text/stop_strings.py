@@ -1,9 +1,10 @@
 """Stop strings over streamed text.
 
-The match that ends first wins; of several that end at the same character, the longest. That rule depends on the text
-alone, so any split of it into tokens gives the same result. Each string has a Knuth-Morris-Pratt automaton, so the
-work is linear in text and in strings, and what is held back is exactly the longest suffix that may still become a
-match.
+The match that ends first wins; of several that end at the same character, the longest. This rule depends on the text
+alone, so
+the division of the text into tokens does not matter. Each string has a Knuth-Morris-Pratt automaton: the time is
+linear in the
+text and in the strings, and the text held back is exactly the longest suffix that may still become a match.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The strings of one request, prepared; each choice has a StopScanner of its own."""
+    """Prepared strings of one request. Each choice has a StopScanner of its own."""
 
     def __init__(self, strings: Sequence[str], *, include_in_output: bool = False) -> None:
         if not all(strings):
@@ -26,7 +27,7 @@ class StopStrings:
 
 
 class StopScanner:
-    """Passes on text until a stop string is found."""
+    """Filter that passes text on until a stop string is found."""
 
     __slots__ = ("_held", "_matched", "_stops", "found")
 
@@ -37,10 +38,11 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes the next piece, returns what of it and of earlier pieces is safe to show.
+        """Take the next piece; return the text of this and earlier pieces that is safe to show.
 
-        Once a string is found, `found` names it, the text before it has been returned (with it, where that was
-        asked for) and later pieces give nothing.
+        After a match, `found` is the string, the text before it has been returned (including it, if requested), and
+        later pieces
+        return nothing.
         """
         if self.found is not None:
             return ""
@@ -63,18 +65,18 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text still held back when the sequence ends without a match."""
+        """Return the text that is still held back at the end."""
         held, self._held = self._held, ""
         return "" if self.found is not None else held
 
     def copy(self) -> StopScanner:
-        """One that goes on from here by itself."""
+        """Return an independent copy."""
         other = StopScanner(self._stops)
         other._held, other._matched, other.found = self._held, list(self._matched), self.found
         return other
 
     def _scan(self, text: str, start: int) -> tuple[int, str] | None:
-        """Feeds text[start:] to the automata; returns where the first match ends in text, and what matched."""
+        """Feed text[start:] to the automata; return the end of the first match in the text, and the matched string."""
         strings, failure, matched = self._stops.strings, self._stops.failure, self._matched
         for position in range(start, len(text)):
             char = text[position]
@@ -94,7 +96,10 @@ class StopScanner:
 
 
 def _failure_function(string: str) -> list[int]:
-    """For each prefix the length of its longest proper prefix that is also its suffix (Knuth, Morris, Pratt 1977)."""
+    """Return the failure function of a string (Knuth, Morris, Pratt 1977).
+
+    For each prefix it is the length of the longest proper prefix that is also a suffix.
+    """
     failure = [0] * len(string)
     length = 0
     for position in range(1, len(string)):

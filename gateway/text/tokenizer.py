@@ -1,4 +1,4 @@
-"""Text to token ids with the `tokenizers` library. Synchronous: pipeline.py calls it in threads."""
+"""Tokenization with the `tokenizers` library. Synchronous: pipeline.py calls it in threads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from shared.errors import ConfigurationError
 from shared.messages import Bundle
 
 _SCAN_WINDOW = 65_536
-"""Characters that one call of `re` may scan; between calls other threads get the interpreter lock."""
+"""Characters that one call of `re` may scan. Between calls other threads can take the interpreter lock."""
 
 
 class TextTokenizer:
-    """One model's tokenizer.
+    """Tokenizer of one model.
 
-    User text in a conversation must not become control tokens (CVE-2026-44222). `guard` puts a mark behind the first
-    character of every special token's text it finds, and behind the whole; the mark is an added token of this
-    tokenizer, so that it splits the text there, and its id is dropped from the result. Text without special tokens
-    passes unchanged and so gets the ids that it always had.
+    User text in a conversation must not become control tokens (CVE-2026-44222). `guard` inserts a mark after the first
+    character of
+    every occurrence of a special token's text, and after the whole text. The mark is an added token of this tokenizer,
+    so it
+    splits the text there, and its id is removed from the result. Text without special tokens is unchanged and keeps
+    its ids.
 
     Attributes:
-        added_ids: text of each added token -> its id.
+        added_ids: Id by text of each added token.
 
-    Raises ConfigurationError where tokenizer.json is malformed or of a kind that is not supported.
+    Raises:
+        ConfigurationError: tokenizer.json is malformed or of an unsupported kind.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -51,15 +54,15 @@ class TextTokenizer:
         special_texts |= set(bundle.special_tokens.values()) & vocab.keys()
         self._special = _trie_pattern(text for text in special_texts if len(text) > 1 and not text.isspace())
         self._max_special_length = max(map(len, special_texts), default=0)
-        # Private use characters, drawn anew in each process: text cannot contain the mark but by chance.
+        # Private use characters, drawn anew in each process, so that text contains the mark only by chance.
         self._mark = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(2))
         self._tokenizer.add_tokens([AddedToken(self._mark, normalized=False, special=False)])
         self._mark_id = self._tokenizer.token_to_id(self._mark)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a plain prompt. The text of special tokens counts as these tokens.
+        """Tokenize a plain prompt. Text of special tokens becomes special tokens.
 
-        The beginning-of-text id is put in front where the model declares that it wants one, once.
+        The beginning-of-text id is prepended once if the model declares that it wants one.
         """
         ids = self._encode(self.unguard(text), add_special_tokens)
         if not add_special_tokens or self._bos_id is None:
@@ -71,7 +74,7 @@ class TextTokenizer:
         return ids
 
     def encode_guarded(self, text: str) -> list[int]:
-        """Ids of a rendered conversation: it holds its special tokens itself, and guarded text of users."""
+        """Tokenize a rendered conversation, which contains its own special tokens and guarded text of users."""
         ids = self._encode(text, False)
         if self._mark not in text:
             return ids
@@ -79,24 +82,24 @@ class TextTokenizer:
         return [token_id for token_id in ids if token_id != mark_id]
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so in the vocabulary, or None."""
+        """Return the id of the token with this text in the vocabulary, or None."""
         found: int | None = self._tokenizer.token_to_id(text)
         return None if found == self._mark_id else found
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Lone surrogates, which JSON can express, have no UTF-8; the library would refuse the text.
+        # Lone surrogates, which JSON can express, have no UTF-8 encoding, and the library would refuse the text.
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")
-        # Only the batch methods release the interpreter lock; the fast one computes no offsets.
+        # Only the batch methods release the interpreter lock. The fast one computes no offsets.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def unguard(self, text: str) -> str:
-        """The text without marks."""
+        """Remove the marks from a text."""
         return text.replace(self._mark, "")
 
     def guard(self, value: Any) -> Any:
-        """A copy of a JSON value in which no string (or key) holds the text of a special token."""
+        """Return a copy of a JSON value in which no string or key contains the text of a special token."""
         if isinstance(value, str):
             return self._guard_text(value)
         if isinstance(value, Mapping):
@@ -118,8 +121,10 @@ class TextTokenizer:
         return "".join(pieces)
 
     def _broken(self, special: str) -> str:
-        """A special token's text, marked so that neither it nor one inside it or across its end is left. (One across
-        its beginning would have been found first.)"""
+        """Return a special token's text with marks, so that no special token remains in it or across its end.
+
+        A token across its beginning would have been found first.
+        """
         tail = special[1:]
         if self._special is not None and self._special.search(tail):
             tail = self._mark.join(tail)
@@ -140,7 +145,10 @@ class TextTokenizer:
 
 
 def _trie_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern for the longest of the texts at a place, in time bounded by its length, not by how many there are."""
+    """Return a pattern for the longest of the texts at a position.
+
+    Its time is bounded by the length of the texts, not by their number.
+    """
     root: dict[str, Any] = {}
     for text in texts:
         node = root
@@ -158,16 +166,18 @@ def _trie_source(node: dict[str, Any]) -> str:
     branches = [re.escape(char) + _trie_source(child) for char, child in sorted(node.items()) if char]
     if not branches:
         return prefix
-    # An optional tail is tried first: the longest text wins.
+    # An optional tail is tried first, so the longest text wins.
     return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in node else ''}"
 
 
 def _max_bytes_per_token(config: Mapping[str, Any], token_bytes: TokenBytes) -> int | None:
-    """How many bytes of text a token can stand for at most, where that is bounded: every byte that UTF-8 has is a
-    token, and neither normalizer nor added tokens swallow text. None otherwise.
+    """Return the maximum number of bytes of text that a token can stand for, or None if it is unbounded.
 
-    Vocabularies lack a few control characters and lead bytes, which then have no token. Doubling the bound covers
-    code points with such a lead byte; a huge text made of little but such control characters is refused as well.
+    It is bounded if every byte of UTF-8 is a token, and neither the normalizer nor added tokens absorb text.
+    Vocabularies lack a
+    few control characters and lead bytes, which then have no token. The doubled bound covers code points with such a
+    lead byte; a
+    huge text that consists mostly of such control characters is refused as well.
     """
     covered = {entry[0] for entry in token_bytes.table if len(entry) == 1}
     if config.get("model", {}).get("type") != "BPE" or not set(range(0x80, 0xC0)) <= covered:

@@ -20,7 +20,7 @@ from gateway.api.responses.tools import with_strict, without_strict
 from gateway.http.app_keys import GATEWAY_INDEX, IDENTITY, RELAY, RESPONSES
 from gateway.stores.ids import shown_id
 from gateway.stores.items import count_stored, find_items, load_items
-from gateway.text.offload import aside, count_objects
+from gateway.text.offload import count_objects, run_in_thread_if_large
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
 
 Items = Sequence[Mapping[str, Any]]
@@ -34,7 +34,7 @@ async def items_of(request: web.Request, value: str | list[dict[str, Any]]) -> l
         NotFoundError: A reference names an item that this key has not stored.
     """
     num_objects = count_objects(value) if isinstance(value, list) else 1
-    items = await aside(num_objects, partial(input_items, value, request.app[GATEWAY_INDEX]))
+    items = await run_in_thread_if_large(num_objects, partial(input_items, value, request.app[GATEWAY_INDEX]))
     wanted = {item["id"] for item in items if item["type"] == REFERENCE}
     if not wanted:
         return items
@@ -146,7 +146,7 @@ async def _conversation(fields: InputFields, history: Sequence[bytes], items: It
         made.add(items, "input[]" if isinstance(fields.input, list) else "input")
         return made
 
-    return await aside(count_stored(history) + count_objects(items), work)
+    return await run_in_thread_if_large(count_stored(history) + count_objects(items), work)
 
 
 async def _render(

@@ -28,7 +28,7 @@ from gateway.http.query import query_of
 from gateway.http.sse import stream_events
 from gateway.stores.items import count_stored, load_items
 from gateway.stores.responses import ResponseStore, StoredResponse
-from gateway.text.offload import aside, count_objects
+from gateway.text.offload import count_objects, run_in_thread_if_large
 from shared.errors import InvalidRequestError, NotFoundError
 
 
@@ -47,7 +47,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         request.app[RESPONSES] if fields.store is not False else None,
         envelope.identifier,
         request[IDENTITY].key_hash,
-        (*history, await aside(count_objects(items), partial(stored_items, items))),
+        (*history, await run_in_thread_if_large(count_objects(items), partial(stored_items, items))),
         tuple(item["id"] for item in items),
         background=bool(fields.background),
         is_visible=bool(fields.background or fields.stream),
@@ -222,7 +222,7 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
     """Return a page of the input items of a response, including those of the responses before it."""
     query = query_of(request, ItemsQuery)
     stored = request.app[RESPONSES].get(request.match_info["id"], request[IDENTITY].key_hash)
-    items = await aside(count_stored(stored.input), partial(load_items, stored.input))
+    items = await run_in_thread_if_large(count_stored(stored.input), partial(load_items, stored.input))
     if query.order == "desc":
         items.reverse()
     if query.after is not msgspec.UNSET:

@@ -1,7 +1,8 @@
-"""Whether a grammar can be used, found out before its request goes to a worker.
+"""Trial compilation of grammars before their requests go to a worker.
 
-Grammars are tried in processes of their own (gateway.text.grammars.process), which are killed when one takes too long
-and started anew when one has killed them. What was found is remembered, of bad grammars too.
+Grammars are compiled in separate processes (gateway.text.grammars.process), which are killed when a grammar takes too
+long
+and restarted when a grammar has killed them. Results, including those of bad grammars, are cached.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from shared.messages import MAX_GRAMMAR
 
 NUM_PROCESSES = 2
 MAX_SECONDS = 1.5
-"""For one grammar."""
+"""Time limit of one grammar."""
 MAX_SECONDS_OF_BUSY_MACHINE = 10.0
-"""Of waiting for a process that is hardly given any processor time, which is not the grammar's fault."""
+"""Time limit for a process that hardly gets processor time, which is not the grammar's fault."""
 MAX_SECONDS_TO_END = 5.0
-"""Of a process that has closed its pipes."""
+"""Time limit for the end of a process that has closed its pipes."""
 _NOT_THE_GRAMMAR = (1, -signal.SIGKILL)
-"""Exit codes of a process that could not begin, for want of threads for example, and of one that somebody else killed,
-as a system without memory does. A grammar's own limits end it otherwise."""
+"""Exit codes that are not the grammar's fault: the process could not start, for example for lack of threads, or was
+killed by another process or for lack of memory. A grammar's own limits end the process with other codes.
+"""
 MAX_WAITING = 256
 MAX_ROUNDS = 2000
-"""Grammars that one process tries: memory that llguidance keeps is given back."""
+"""Number of grammars that one process tries. A new process releases the memory that llguidance keeps."""
 CACHE_BYTES = 4 << 20
 _ENTRY_BYTES = 256
 _MAX_REASON = 300
@@ -50,10 +52,11 @@ log = get_logger("gateway.grammar")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a grammar may name of a model's vocabulary.
+    """Parts of a model's vocabulary that a grammar may name.
 
     Attributes:
-        special_ids: text of each special token -> its id.
+        vocab_size: Size of the vocabulary.
+        special_ids: Id by text of each special token.
     """
 
     vocab_size: int = 0
@@ -61,10 +64,10 @@ class Vocabulary:
 
 
 class GrammarChecker:
-    """Checks the grammars of one gateway process; `close` it at the end.
+    """Checker of the grammars of one gateway process; `close` it at the end.
 
     Args:
-        timeout: seconds after which a grammar is refused as too complex.
+        timeout: Seconds after which a grammar is refused as too complex.
     """
 
     def __init__(self, *, timeout: float = MAX_SECONDS, num_processes: int = NUM_PROCESSES) -> None:
@@ -77,7 +80,7 @@ class GrammarChecker:
         self._running: dict[bytes, asyncio.Task[str | None]] = {}
 
     async def start(self) -> None:
-        """Starts one process ahead, so that the first request need not wait for it."""
+        """Start one process ahead, so that the first request need not wait for it."""
         process = await self._idle.get()
         try:
             await process.start()
@@ -85,7 +88,7 @@ class GrammarChecker:
             self._idle.put_nowait(process)
 
     async def close(self) -> None:
-        """Ends the processes; checks that still run fail."""
+        """End the processes; running checks fail."""
         for task in list(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -100,20 +103,20 @@ class GrammarChecker:
         *,
         with_place: bool = False,
     ) -> None:
-        """Returns where a worker can follow the grammar.
+        """Check that a worker can follow a grammar.
 
         Args:
-            source: as GenerationRequest.grammar has it.
-            param: the request field that an error names.
-            vocabulary: needed where the grammar names special tokens.
-            with_place: the source is the client's own, so that an error names the line.
+            source: Grammar as in GenerationRequest.grammar.
+            param: Request field that an error names.
+            vocabulary: Required if the grammar names special tokens.
+            with_place: The source is the client's own text, so an error names the line.
 
         Raises:
-            InvalidRequestError: it cannot be used; says why.
-            UnavailableError: too many others wait for their check.
+            InvalidRequestError: The grammar cannot be used; the message gives the reason.
+            UnavailableError: Too many other grammars are waiting.
         """
         if len(source) > MAX_GRAMMAR:
-            raise _refusal(f"it has {len(source)} characters; at most {MAX_GRAMMAR} are possible", param)
+            raise _refusal(f"it has {len(source)} characters; at most {MAX_GRAMMAR} are allowed", param)
         special = vocabulary if vocabulary is not None and "<" in source else Vocabulary()
         job = Job(source, special.vocab_size, dict(special.special_ids))
         key = hashlib.sha256(msgspec.msgpack.encode(job)).digest()
@@ -124,11 +127,16 @@ class GrammarChecker:
             raise _refusal(reason, param, with_place=with_place)
 
     def _task(self, key: bytes, job: Job) -> asyncio.Task[str | None]:
-        """One check for all who wait for the same grammar; it goes on when they have left."""
+        """Return the task that checks a grammar.
+
+        All requests with this grammar share it; it continues when they have left.
+        """
         task = self._running.get(key)
         if task is None:
             if len(self._running) >= MAX_WAITING:
-                raise UnavailableError("Too many grammars wait to be compiled.", retry_after=2.0)
+                raise UnavailableError(
+                    "Too many grammars are waiting to be compiled. Try again later.", retry_after=2.0
+                )
             task = asyncio.create_task(self._try(key, job), name="check-grammar")
             self._running[key] = task
             task.add_done_callback(lambda done: self._forget(key, done))
@@ -137,12 +145,12 @@ class GrammarChecker:
     def _forget(self, key: bytes, task: asyncio.Task[str | None]) -> None:
         self._running.pop(key, None)
         if not task.cancelled():
-            task.exception()  # Where all who waited have left, nobody else asks for it.
+            task.exception()  # If all waiting requests have left, nobody else retrieves it.
 
     async def _try(self, key: bytes, job: Job) -> str | None:
         process = await self._idle.get()
         try:
-            # A process may be killed for what is not the grammar's fault; twice is no accident.
+            # A process may be killed for a reason that is not the grammar's fault; a second time is no accident.
             answer = await process.ask(job, self._timeout) or await process.ask(job, self._timeout)
         finally:
             self._idle.put_nowait(process)
@@ -160,7 +168,7 @@ class _Process:
     """One process, started when it is needed.
 
     Attributes:
-        exit_code: of the last one that ended; below 0 the signal that ended it.
+        exit_code: Exit code of the last process; negative values are signals.
     """
 
     def __init__(self) -> None:
@@ -187,13 +195,16 @@ class _Process:
         return self._process
 
     async def ask(self, job: Job, timeout: float) -> Verdict | None:
-        """The verdict; None where the process died of it. One that takes too long is ended."""
+        """Return the verdict on a grammar, or None if the process died of it.
+
+        A process that takes too long is ended.
+        """
         process = await self.start()
         answer: Verdict | None = None
         try:
             answer = await _exchange(process, msgspec.msgpack.encode(job), timeout)
             if answer is None:
-                with contextlib.suppress(TimeoutError):  # its pipes close a little before it has ended
+                with contextlib.suppress(TimeoutError):  # its pipes close shortly before it ends
                     await asyncio.wait_for(process.wait(), MAX_SECONDS_TO_END)
         except TimeoutError:
             log.warning("grammar_takes_too_long", size=len(job.source))
@@ -213,7 +224,12 @@ class _Process:
 
 
 async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: float) -> Verdict | None:
-    """None where the process died. Raises TimeoutError, or UnavailableError where the machine is at fault."""
+    """Exchange one message. Return None if the process died.
+
+    Raises:
+        TimeoutError: The grammar takes too long.
+        UnavailableError: The machine is at fault.
+    """
     source, sink = process.stdout, process.stdin
     if source is None or sink is None:
         raise InternalError("The process for grammars has no pipes.")
@@ -236,7 +252,9 @@ async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: f
             if used > timeout / 2:
                 raise TimeoutError
             if waited > MAX_SECONDS_OF_BUSY_MACHINE:
-                raise UnavailableError("Grammars cannot be tried now: the machine is busy.", retry_after=5.0)
+                raise UnavailableError(
+                    "Grammars cannot be compiled now because the machine is busy. Try again later.", retry_after=5.0
+                )
             wait = timeout / 8
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
@@ -246,7 +264,7 @@ async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: f
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far; 0 where the system does not tell."""
+    """Return the processor time of a process so far; 0 if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -255,7 +273,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 class _Seen:
-    """Reasons by digest of the grammar, the latest used last, within a number of bytes."""
+    """Least-recently-used cache of reasons by digest of the grammar, limited in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -263,7 +281,7 @@ class _Seen:
         self._bytes = 0
 
     def get(self, key: bytes) -> tuple[bool, str | None]:
-        """Whether it is known, and what is wrong with it."""
+        """Return whether the grammar is known, and its fault."""
         if key not in self._reasons:
             return False, None
         self._reasons.move_to_end(key)
@@ -300,9 +318,9 @@ _EMPTY = ("NoExtension", "Regex is empty")
 
 
 def plain_reason(error: str) -> str:
-    """What llguidance said, for a client: one line, without excerpts of the grammar or of llguidance's own state.
+    """Convert llguidance's message for a client: one line, without excerpts of the grammar or of llguidance's state.
 
-    It begins with `LINE(COLUMN): ` where llguidance named a place.
+    It begins with `LINE(COLUMN): ` if llguidance named a place.
     """
     text = _EXCERPT.split(error.split("\n<state>")[0], maxsplit=1)[0]
     place = _PLACE.match(text)
@@ -313,22 +331,24 @@ def plain_reason(error: str) -> str:
         what = "the regular expression" if "(in regex)" in text else "a pattern"
         text = f"{what} is wrong: {text.rpartition('error: ')[2]}"
     elif any(sign in text for sign in _DEEP):
-        text = "it is nested too deeply"
+        text = "the nesting is too deep"
     elif any(sign in text for sign in _COMPLEX):
         text = TOO_COMPLEX
     else:
         text = text.removeprefix("failed to compile JSON schema: ").removeprefix("Unsatisfiable schema: ")
-        text = text.replace("Unimplemented keys: ", "not supported are the keywords ")
+        text = text.replace("Unimplemented keys: ", "unsupported keywords: ")
         if "coerce_one_of" in text:
-            text = "alternatives of oneOf must exclude each other; anyOf may overlap"
-        text = re.sub(r"^Resource '(.*)' is not present .*", r"\1 is not in the schema; others are not fetched", text)
+            text = "the alternatives of oneOf must exclude each other; use anyOf for alternatives that overlap"
+        text = re.sub(
+            r"^Resource '(.*)' is not present .*", r"\1 is not in the schema; external schemas are not fetched", text
+        )
     line = " ".join(text.split()).rstrip(".")
     line = line if len(line) <= _MAX_REASON else line[: _MAX_REASON - 3] + "..."
     return f"{place[1]}({place[2]}): {line}" if place else line
 
 
 def _unavailable() -> UnavailableError:
-    return UnavailableError("Grammars cannot be compiled at the moment.", retry_after=2.0)
+    return UnavailableError("Grammars cannot be compiled at the moment. Try again later.", retry_after=2.0)
 
 
 def _refusal(reason: str, param: str | None, *, with_place: bool = False) -> InvalidRequestError:

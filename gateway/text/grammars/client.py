@@ -1,4 +1,4 @@
-"""What a client spells itself (regular expressions, lists of choices, grammars), as fragments of a grammar."""
+"""Grammar fragments from regular expressions, lists of choices and grammars that clients send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_REGEX = 32_768
 MAX_GRAMMAR_LENGTH = 262_144
 MAX_CHOICES = 10_000
 MAX_CHOICE_LENGTH = 262_144
-"""Characters of all choices together."""
+"""Maximum number of characters of all choices together."""
 
 _ASCII_CLASSES = "dws"
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
@@ -25,43 +25,48 @@ _REFUSED_OPTIONS = re.compile(
 
 
 def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
-    r"""Exactly what a regular expression matches, from beginning to end. The syntax is that of Rust's `regex` crate,
-    without look-around; \d, \w and \s are ASCII, as in JSON Schema's patterns.
+    r"""Return a fragment that matches a regular expression from beginning to end.
+
+    The syntax is that of Rust's `regex` crate, without look-around. \d, \w and \s are ASCII, as in JSON Schema's
+    patterns.
 
     Args:
-        name: of the terminal, in capitals, unique in the whole grammar.
-        place: the request field that holds the pattern.
+        pattern: The expression.
+        name: Name of the terminal, in capitals, unique in the whole grammar.
+        place: Request field that contains the pattern.
     """
     if len(pattern) > MAX_REGEX:
-        raise refusal(place, f"it has {len(pattern)} characters; at most {MAX_REGEX} are possible")
+        raise refusal(place, f"it has {len(pattern)} characters; at most {MAX_REGEX} are allowed")
     if _ends_in_backslash(pattern):
-        raise refusal(place, "it ends in a backslash that escapes nothing")
+        raise refusal(place, "it ends with a backslash that escapes nothing")
     if "\n" in pattern and _VERBOSE.search(pattern):
-        raise refusal(place, "line breaks are not possible in verbose mode, (?x)")
+        raise refusal(place, "line breaks are not supported in verbose mode, (?x)")
     check_size(pattern, place)
-    # A model that is told \d means one of ten digits: of Unicode's 700 others the likeliest token may be one.
+    # A model that is told that \d means one of ten digits might otherwise generate one of Unicode's 700 other digits.
     return Fragment(name, (f"{name}: /{regex_to_lark(pattern, _ASCII_CLASSES) or '(?:)'}/",), param=place)
 
 
 def choice_fragment(choices: Sequence[str], name: str, place: str) -> Fragment:
-    """One of these texts, as they stand."""
+    """Return a fragment that matches exactly one of these texts."""
     if not 1 <= len(choices) <= MAX_CHOICES:
-        raise refusal(place, f"it has {len(choices)} choices; 1 to {MAX_CHOICES} are possible")
+        raise refusal(place, f"it has {len(choices)} choices; 1 to {MAX_CHOICES} are allowed")
     if sum(map(len, choices)) > MAX_CHOICE_LENGTH:
         raise refusal(place, f"the choices have more than {MAX_CHOICE_LENGTH} characters together")
-    # A terminal, so that a choice may begin another one.
+    # A terminal, because one choice may be the beginning of another.
     spelled = " | ".join(literal(choice, {}) for choice in dict.fromkeys(choices))
     return Fragment(name, (f"{name}: {spelled}",), param=place)
 
 
 def grammar_fragment(grammar: str, name: str, place: str) -> Fragment:
-    """What a grammar in Lark (llguidance's dialect) or EBNF (llama.cpp's, xgrammar's) derives.
+    """Return a fragment for a grammar in Lark (llguidance's dialect) or EBNF (llama.cpp's or xgrammar's).
 
     Args:
-        name: of the rule, in small letters, unique in the whole grammar.
+        grammar: The grammar.
+        name: Name of the rule, in lower case, unique in the whole grammar.
+        place: Request field that contains the grammar.
     """
     if not 1 <= len(grammar) <= MAX_GRAMMAR_LENGTH:
-        raise refusal(place, f"it has {len(grammar)} characters; 1 to {MAX_GRAMMAR_LENGTH} are possible")
+        raise refusal(place, f"it has {len(grammar)} characters; 1 to {MAX_GRAMMAR_LENGTH} are allowed")
     if "\0" in grammar:
         raise refusal(place, "it contains a zero byte")
     if is_gbnf(grammar):

@@ -1,11 +1,16 @@
-"""EBNF as llama.cpp (GBNF) and xgrammar write it, converted to llguidance's dialect of Lark.
+"""Conversion of EBNF, as llama.cpp (GBNF) and xgrammar write it, to llguidance's dialect of Lark.
 
-`name ::= alternatives`, the first one read is `root`. An element is a text in double or single quotes, a class of
-characters, `.`, the name of a rule, a group, or a special token (`<name>`, `<[id]>`), each with `*`, `+`, `?`,
-`{n}`, `{n,}` or `{n,m}` behind it; `#` begins a comment. A rule ends where the next one begins.
+A rule is `name ::= alternatives`, and the first rule to match is `root`. An element is a text in single or double
+quotes, a
+character class, `.`, the name of a rule, a group, or a special token (`<name>`, `<[id]>`). Each may be followed by
+`*`, `+`,
+`?`, `{n}`, `{n,}` or `{n,m}`. `#` begins a comment. A rule ends where the next one begins.
 
-Rules that cannot contain themselves become terminals, which are much faster to follow, where that changes nothing (see
-gbnf_lexing). If `root` is one, the whole grammar is one regular expression.
+Rules that cannot contain themselves become terminals, which are much faster to follow, if that does not change the
+language
+(see gbnf_lexing). If `root` is such a rule, the whole grammar is one regular expression. llguidance has a conversion
+of its own,
+which is wrong when a terminal rule is followed by characters of its own.
 """
 
 from __future__ import annotations
@@ -51,21 +56,22 @@ _MAX_REPEAT = 100_000
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar defines its rules by `::=`."""
+    """Return True if a grammar defines its rules with `::=`."""
     return _DEFINITION.search(grammar) is not None
 
 
 def gbnf_to_lark(grammar: str, place: str) -> str:
-    """The same language in Lark, with `start` for `root`.
+    """Convert a grammar to Lark, with `start` for `root`.
 
-    Raises InvalidRequestError with `place` as its parameter where the grammar does not parse.
+    Raises:
+        InvalidRequestError: The grammar does not parse; the error has `place` as its parameter.
     """
     return _Writer(_Parser(grammar, place).rules(), place).lark()
 
 
 @dataclass(slots=True)
 class _Rule:
-    """One rule: its body in Lark's syntax, in which names of rules stand between zero bytes, and as a tree."""
+    """One rule: its body in Lark's syntax, in which zero bytes enclose the names of rules, and its syntax tree."""
 
     body: str = ""
     node: Node = field(default_factory=lambda: Seq(()))
@@ -74,7 +80,7 @@ class _Rule:
 
 
 _Part = tuple[str, Node]
-"""In Lark's syntax, and as a tree."""
+"""Part of a rule in Lark's syntax, and its syntax tree."""
 
 
 class _Parser:
@@ -118,7 +124,7 @@ class _Parser:
 
     def _alternatives(self, depth: int) -> _Part:
         if depth > MAX_NESTING:
-            raise self._error(f"groups are nested more than {MAX_NESTING} deep")
+            raise self._error(f"groups are nested more than {MAX_NESTING} levels deep")
         found = [self._sequence(depth)]
         while (self._kind, self._text) == ("mark", "|"):
             self._next()
@@ -167,7 +173,7 @@ class _Parser:
         if len(text) > 1:
             bounds = [int(number) for number in re.findall(r"\d+", text)]
             if max(bounds) > _MAX_REPEAT or (len(bounds) == 2 and bounds[0] > bounds[1]):
-                raise self._error(f"{self._shown()} is no range up to {_MAX_REPEAT}")
+                raise self._error(f"{self._shown()} is not a range up to {_MAX_REPEAT}")
             optional, many = bounds[0] == 0, True
             if text in ("{0}", "{0,0}"):
                 self._next()
@@ -179,7 +185,7 @@ class _Parser:
         negated = inner.startswith("^")
         characters = _characters(inner[1:] if negated else inner)
         if not characters:
-            raise self._error("a class of characters is empty")
+            raise self._error("a character class is empty")
         parts: list[str] = []
         mask = position = 0
         while position < len(characters):
@@ -191,7 +197,7 @@ class _Parser:
             parts.append(_code(first) if first == last else f"{_code(first)}-{_code(last)}")
             mask |= _mask(first, last)
         if negated:
-            # What is beyond ASCII may be excluded in part only.
+            # Characters beyond ASCII may be excluded only in part.
             mask = EVERYTHING & ~(mask & ASCII)
         return f"/[{'^' if negated else ''}{''.join(parts)}]/", Chars(mask)
 
@@ -218,7 +224,7 @@ class _Writer:
         }
 
     def lark(self) -> str:
-        """Of each rule the versions that are used: as a terminal, as a rule, or both."""
+        """Return the used versions of each rule: as a terminal, as a rule, or both."""
         lines = [f"start: {self._name('root', 'root' in self._terminals)}"]
         waiting = [("root", "root" in self._terminals)]
         written: set[tuple[str, bool]] = set()
@@ -240,8 +246,7 @@ class _Writer:
 
 
 def _regular(rules: dict[str, _Rule]) -> set[str]:
-    """Names of rules that reach no cycle and no special token: those that only refer to such rules, from the leaves
-    up."""
+    """Return the names of rules that reach no cycle and no special token, computed from the leaves up."""
     users: dict[str, list[str]] = {name: [] for name in rules}
     waits_for = {name: len(rule.names) for name, rule in rules.items()}
     for name, rule in rules.items():
@@ -264,7 +269,7 @@ def _unescaped(text: str) -> str:
 
 
 def _characters(text: str) -> list[tuple[str, bool]]:
-    """The characters that a text with escapes stands for, and whether each was escaped."""
+    """Return the characters that a text with escapes stands for, and whether each was escaped."""
     found: list[tuple[str, bool]] = []
     position = 0
     while position < len(text):

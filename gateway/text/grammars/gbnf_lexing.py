@@ -1,8 +1,10 @@
-"""Which rules of an EBNF grammar can be terminals without changing what the grammar allows.
+r"""Decision which rules of an EBNF grammar can become terminals without changing the language.
 
-A terminal takes as much text as it can. That is the same as trying all ways to divide a text only if no character that
-could lengthen a complete terminal can stand right behind it: where a rule says `ws "\\n"`, `ws ::= [ \\n]*` is none.
-The check is conservative; characters beyond ASCII count as one.
+A terminal consumes as much text as it can. This equals trying all divisions of a text only if no character that could
+extend a
+complete terminal can follow it: in a rule with `ws "\n"`, `ws ::= [ \n]*` cannot be a terminal. The check is
+conservative, and
+all characters beyond ASCII count as one.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 MAX_NODES = 2000
-"""Of a grammar that is looked at; in a larger one all regular rules are terminals."""
+"""Maximum number of nodes of a grammar that is analyzed. In a larger one, all regular rules become terminals."""
 MAX_PASSES = 60
 MAX_POSITIONS = 200
 MAX_WORK = 200_000
-"""Positions that are looked at in all automata of a grammar."""
+"""Maximum number of positions that are visited in all automata of a grammar."""
 _OTHERS = 1 << 128
 ASCII = _OTHERS - 1
 EVERYTHING = ASCII | _OTHERS
@@ -23,40 +25,40 @@ EVERYTHING = ASCII | _OTHERS
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One of some characters, as bits: bit i for character i, bit 128 for all that are not ASCII."""
+    """One of some characters, as bits: bit i for character i, bit 128 for all characters beyond ASCII."""
 
     mask: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What a rule derives."""
+    """Reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A special token, which is no text."""
+    """Special token, which is not text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """Parts behind each other."""
+    """Sequence of parts."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of the parts."""
+    """Alternatives."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A part once, or not at all where `optional`, or any number of times where `many`."""
+    """Repetition of a part: once, or zero times if `optional`, or any number of times if `many`."""
 
     part: Node
     optional: bool
@@ -67,22 +69,26 @@ Node = Chars | Ref | Token | Seq | Alt | Loop
 
 
 def mask_of(character: str) -> int:
-    """Of one character."""
+    """Return the mask of a character."""
     return 1 << ord(character) if character.isascii() else _OTHERS
 
 
 def text_node(text: str) -> Node:
-    """Exactly this text; of one that makes the grammar too large to look at, anything as large."""
+    """Return a node for exactly this text.
+
+    A text that makes the grammar too large to analyze gives a node of that size.
+    """
     if len(text) > MAX_NODES:
         return Seq((Chars(EVERYTHING),) * (MAX_NODES + 1))
     return Seq(tuple(Chars(mask_of(character)) for character in text))
 
 
 def safe_terminals(rules: Mapping[str, Node], regular: set[str]) -> set[str]:
-    """Those of the regular rules that can be terminals.
+    """Return the regular rules that can become terminals.
 
     Args:
-        regular: rules that reach neither themselves nor a special token.
+        rules: Syntax tree of each rule.
+        regular: Rules that reach neither themselves nor a special token.
     """
     if sum(map(_size, rules.values())) > MAX_NODES:
         return set(regular)
@@ -105,7 +111,7 @@ def _size(node: Node) -> int:
 
 
 class _Sets:
-    """What each rule can begin with and be followed by, and whether it can be empty."""
+    """First and follow sets of each rule, and whether it can be empty."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self.first = dict.fromkeys(rules, 0)
@@ -129,7 +135,7 @@ class _Sets:
         self._walk(node, self.follow[name])
 
     def _start(self, node: Node) -> tuple[int, bool]:
-        """What a node begins with, and whether it can be empty."""
+        """Return the first set of a node, and whether the node can be empty."""
         if isinstance(node, Chars):
             return node.mask, False
         if isinstance(node, Ref):
@@ -151,7 +157,7 @@ class _Sets:
         return whole, True
 
     def _walk(self, node: Node, after: int) -> None:
-        """Notes what follows each rule that a node names; `after`: what follows the node."""
+        """Add the follow sets of the rules that a node refers to; `after` is the follow set of the node."""
         if isinstance(node, Ref):
             self.follow[node.name] |= after
         elif isinstance(node, Alt):
@@ -175,7 +181,7 @@ def _union(masks: Iterable[int]) -> int:
 
 @dataclass(slots=True)
 class _Piece:
-    """Of Glushkov's automaton: positions where a part can begin and end."""
+    """Part of a Glushkov automaton: positions where the part can begin and end."""
 
     first: frozenset[int]
     last: frozenset[int]
@@ -187,7 +193,7 @@ class _TooLarge(Exception):
 
 
 class _Automaton:
-    """Glushkov's, of a regular rule: each position is a character of its expression."""
+    """Glushkov automaton of a regular rule. Each position is a character of its expression."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self._rules = rules
@@ -195,7 +201,7 @@ class _Automaton:
         self.next: list[set[int]] = []
 
     def build(self, node: Node) -> _Piece:
-        """Adds a part. Raises _TooLarge."""
+        """Add a part. Raises _TooLarge."""
         if isinstance(node, Chars):
             if len(self.masks) >= MAX_POSITIONS:
                 raise _TooLarge
@@ -232,7 +238,7 @@ class _Automaton:
 
 
 def _extensions(name: str, rules: Mapping[str, Node], budget: _Budget) -> int:
-    """Characters that can lengthen a complete text of a regular rule."""
+    """Return the characters that can extend a complete text of a regular rule."""
     automaton = _Automaton(rules)
     try:
         whole = automaton.build(rules[name])
@@ -262,7 +268,7 @@ def _reached(positions: frozenset[int], masks: list[int], symbol: int) -> frozen
 
 
 def _symbols(masks: list[int]) -> list[int]:
-    """One character of each kind that the masks tell apart."""
+    """Return one character of each class that the masks distinguish."""
     kinds: dict[tuple[bool, ...], int] = {}
     distinct = sorted(set(masks))
     for bit in range(129):

@@ -1,7 +1,8 @@
-"""Grammars of what a model may write, put together from parts, in llguidance's dialect of Lark.
+"""Grammars in llguidance's dialect of Lark, composed of fragments.
 
-The parts come from those who know a format: structured output, tool calls, reasoning. The whole goes to the worker,
-which masks the tokens that would leave it.
+The fragments come from structured output, tool calls and reasoning. The worker receives the complete grammar and masks
+the
+tokens that would violate it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from shared.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """An expression of a grammar, and the rules and terminals that it names.
+    """Expression of a grammar with the rules and terminals that it names.
 
     Attributes:
-        expression: what stands on the right of a rule; several alternatives are in parentheses.
-        rules: whole lines `name: ...`. Names begin with the part's own prefix, so that parts do not collide.
-        param: the request field that it was made of, which an error names.
-        source: the grammar as the client wrote it, which is checked by itself, so that errors name its lines.
+        expression: Right side of a rule; several alternatives are in parentheses.
+        rules: Complete lines `name: ...`. Names begin with the fragment's own prefix, so that fragments do not
+            collide.
+        param: Request field that an error names.
+        source: The client's own grammar. It is checked by itself, so that errors name its lines.
     """
 
     expression: str
@@ -32,10 +34,11 @@ class Fragment:
 
 
 def literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """An expression for exactly this text, in which the text of special tokens means these tokens.
+    """Return an expression for exactly this text, in which the text of special tokens stands for these tokens.
 
     Args:
-        special_ids: text of each special token -> its id.
+        text: The text.
+        special_ids: Id by text of each special token.
     """
     if not special_ids:
         return json.dumps(text)
@@ -45,15 +48,15 @@ def literal(text: str, special_ids: Mapping[str, int]) -> str:
 
 
 def any_of(expressions: Iterable[str]) -> str:
-    """Alternatives as one expression."""
+    """Return alternatives as one expression."""
     return f"({' | '.join(expressions)})"
 
 
 def grammar_source(fragment: Fragment) -> str:
-    """The whole grammar of a fragment, as the worker takes it."""
+    """Return the complete grammar of a fragment."""
     return "\n".join((f"start: {fragment.expression}", *fragment.rules)) + "\n"
 
 
 def refusal(place: str, reason: str) -> InvalidRequestError:
-    """The error of a grammar that cannot be made of what a request field holds."""
+    """Return the error for a request field whose contents cannot become a grammar."""
     return InvalidRequestError(f"{place} cannot be used: {reason}.", param=place)

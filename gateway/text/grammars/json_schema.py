@@ -1,11 +1,12 @@
-"""JSON schemas as grammars: what a client sends, made into what llguidance is to enforce.
+"""Conversion of JSON schemas to grammars that llguidance enforces.
 
-What a schema leaves open, a weak model fills up to max_tokens: white space, digits. Both are bounded here:
+A weak model fills everything that a schema leaves open up to max_tokens: white space and digits. Both are bounded
+here:
 
-- Between two tokens stands at most one space, or one line break with up to INDENT spaces.
-- A text of a format that has an endless part (fractions of a second) has a length.
-- A number has up to 15 digits before its point and NUM_DECIMALS behind it, and no exponent, unless the schema's own
-  bounds or `multipleOf` ask for more.
+- Between two tokens there is at most one space, or one line break with up to INDENT spaces.
+- A text of a format with an unbounded part (fractions of a second) has a maximum length.
+- A number has up to 15 digits before its point and NUM_DECIMALS after it, and no exponent, unless the bounds or
+`multipleOf` of the schema require more.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from gateway.text.grammars.regex_size import check_size
 from shared.errors import InvalidRequestError
 
 INDENT = 20
-"""The most spaces behind a line break."""
+"""Maximum number of spaces after a line break."""
 MAX_NUMBER = 10**15 - 1
 NUM_DECIMALS = 9
 MAX_DEPTH = 64
-"""Of schemas inside of schemas; llguidance takes about 60."""
+"""Maximum nesting of schemas; llguidance supports about 60."""
 MAX_NODES = 20_000
 
 WHITESPACE = rf" |\n {{0,{INDENT}}}"
 
 ESCAPES = 'nrbtf\\"'
-"""What may stand behind a backslash, where a schema names no control characters. With `u` a model could spell the name
-of a property as `\\u0061`, which llguidance takes for a further property, held to nothing."""
+r"""Characters that may follow a backslash if a schema names no control characters.
+
+With `u` a model could write the name of a property as `\u0061`, which llguidance takes for an additional property
+without constraints.
+"""
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""In JSON text: a control character that has no shorter escape."""
+"""Control character without a shorter escape, in JSON text."""
 
 FORMAT_LENGTHS = {"time": 32, "date-time": 48, "duration": 48, "email": 254, "hostname": 253, "uri": 2048}
 
@@ -44,7 +48,7 @@ _FIXED = (*_COMBINED, "allOf", "enum", "const")
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
 )
-"""Keywords that demand nothing: left out, so that grammars are small and alike."""
+"""Keywords without constraints. They are left out, so that grammars are small and equal."""
 _IDLE: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
@@ -52,8 +56,9 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "minProperties": (0,),
 }
-"""Values with which keywords demand nothing, though llguidance refuses the keyword; zod writes the last propertyNames
-for every map."""
+"""Values with which keywords constrain nothing although llguidance refuses the keyword; zod writes the last
+propertyNames for every map.
+"""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _CONSTRAINTS = frozenset(
     {
@@ -72,16 +77,18 @@ def json_expression(
     close_objects: bool = False,
     lenient: bool = False,
 ) -> str:
-    """An expression for JSON text that satisfies the schema, for the right side of a rule of its own.
+    """Return an expression for JSON text that satisfies the schema, as the right side of a rule.
 
     Args:
-        place: the request field that holds the schema.
-        whitespace: a regular expression for what may stand, once, where JSON allows white space; "" for none.
-        close_objects: objects that say nothing of further properties have none.
-        lenient: what llguidance cannot enforce is left out; else it refuses the grammar.
+        schema: The schema.
+        place: Request field that contains the schema.
+        whitespace: Regular expression for one occurrence of white space where JSON allows it; "" for none.
+        close_objects: Objects whose schema does not mention additional properties have none.
+        lenient: Leave out what llguidance cannot enforce; otherwise llguidance refuses the grammar.
 
     Raises:
-        InvalidRequestError: the schema is no schema, or too large. What llguidance cannot enforce is found by it.
+        InvalidRequestError: The schema is invalid or too large. Unsupported keywords are found by llguidance
+            later.
     """
     if "x-guidance" in schema:
         message = f"{place}.x-guidance is not supported: send structured_outputs.whitespace_pattern instead."
@@ -98,15 +105,19 @@ def json_expression(
 
 
 def _is_simple(schema: Mapping[str, Any], place: str) -> bool:
-    """Whether values of any kind can be bounded too: where llguidance has to intersect schemas, or to resolve
-    references from somewhere else than the root, a definition of ours would be in the way. Checks the size."""
+    """Return True if unconstrained values can be bounded too, and check the size.
+
+    If llguidance has to intersect schemas, or to resolve references relative to another place than the root, an
+    additional
+    definition would get in the way.
+    """
     num_nodes, simple = 0, True
     nodes: list[tuple[Any, int]] = [(schema, 0)]
     while nodes:
         node, depth = nodes.pop()
         num_nodes += 1
         if depth > MAX_DEPTH or num_nodes > MAX_NODES:
-            what = f"more than {MAX_DEPTH} schemas inside of each other" if depth > MAX_DEPTH else "too many schemas"
+            what = f"schemas are nested more than {MAX_DEPTH} levels deep" if depth > MAX_DEPTH else "too many schemas"
             raise InvalidRequestError(f"{place} has {what}.", param=place)
         if not isinstance(node, dict):
             continue
@@ -132,10 +143,10 @@ def _children(node: Mapping[str, Any]) -> list[Any]:
 
 
 class _Bounder:
-    """Copies a schema with bounds.
+    """Copy of a schema with bounds.
 
     Args:
-        bound_any: values of which the schema says nothing are bounded as well.
+        bound_any: Bound unconstrained values as well.
     """
 
     def __init__(self, place: str, bound_any: bool, *, close_objects: bool) -> None:
@@ -168,7 +179,7 @@ class _Bounder:
             raise InvalidRequestError(f"{place} must be a JSON schema, which is an object.", param=place)
         result = {name: value for name, value in node.items() if not _demands_nothing(name, value)}
         for name in _NUMBERS:
-            # llguidance would leave out what is no number.
+            # llguidance would ignore a value that is not a number.
             if name in node and (isinstance(node[name], bool) or not isinstance(node[name], int | float)):
                 place = f"{self._place}{path}.{name}"
                 raise InvalidRequestError(f"{place} must be a number.", param=place)
@@ -194,7 +205,11 @@ class _Bounder:
         return result
 
     def _check_patterns(self, node: Mapping[str, Any], path: str) -> None:
-        """Raises InvalidRequestError for a regular expression that is too large. What is none llguidance refuses."""
+        """Check the size of a regular expression. llguidance refuses malformed ones later.
+
+        Raises:
+            InvalidRequestError: The expression is too large.
+        """
         if isinstance(pattern := node.get("pattern"), str):
             check_size(pattern, f"{self._place}{path}.pattern")
         if isinstance(patterns := node.get("patternProperties"), dict):
@@ -208,7 +223,7 @@ class _Bounder:
         return node[name]
 
     def _bound_values(self, node: dict[str, Any]) -> None:
-        """Bounds what this schema itself allows."""
+        """Bound the values that this schema itself allows."""
         length = FORMAT_LENGTHS.get(str(node.get("format")))
         if length is not None and "maxLength" not in node and node.get("minLength", 0) in range(length):
             node["maxLength"] = length
@@ -236,8 +251,10 @@ def _demands_nothing(keyword: str, value: object) -> bool:
 
 
 def _exclude_zero(node: dict[str, Any]) -> None:
-    """Says without an exclusive bound that a number is not 0: llguidance lets 0 and -0 pass at one, where the other
-    bound is between -1 and 1."""
+    """Exclude 0 from a number without an exclusive bound.
+
+    llguidance accepts 0 and -0 at an exclusive bound if the other bound is between -1 and 1.
+    """
     least = 10.0**-NUM_DECIMALS
     if node.get("type") == "integer":
         return

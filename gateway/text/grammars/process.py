@@ -1,10 +1,13 @@
-"""The process in which grammars of clients are tried: `python -m gateway.text.grammars.process`.
+"""Process for the trial compilation of clients' grammars: `python -m gateway.text.grammars.process`.
 
-A grammar that fits all of llguidance's limits can still take it minutes (`multipleOf: 123456789`), gigabytes, or all
-of a stack, which ends the process (a thousand `$ref`s in a chain). So a grammar is compiled here first, under limits
-that the kernel enforces, and only then in a worker, which has more of everything.
+A grammar within all limits of llguidance can still take minutes (`multipleOf: 123456789`), gigabytes, or the whole
+stack, which
+ends the process (a chain of a thousand `$ref`s). A grammar is therefore compiled here first, under limits that the
+kernel
+enforces, and only then in a worker, whose limits are higher.
 
-Frames on standard input and output: four bytes of length, little-endian, and a Job or a Verdict as MessagePack.
+Messages on standard input and output: four bytes of length in little-endian order, and a Job or a Verdict as
+MessagePack.
 """
 
 from __future__ import annotations
@@ -28,26 +31,30 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 MAX_MEMORY = 640 << 20
 """Bytes of address space."""
 MAX_CPU_SECONDS = 10
-"""For one grammar. The gateway ends the process sooner; this is for one whose gateway is gone."""
+"""Processor time of one grammar.
+
+The gateway ends the process earlier; this limit is for a process whose gateway is gone.
+"""
 STACK_SIZE = 1 << 21
-"""Bytes. A worker's threads have four times as much, so that what passes here cannot overrun them."""
+"""Bytes of stack. A worker's threads have four times as much, so a grammar that passes here cannot overflow them."""
 NUM_STEPS = 128
-"""Bytes of text that are tried: what a text of some length overtaxes is found out before it is streamed."""
+"""Bytes of text that are tried, to find grammars that fail only after some text."""
 WALK_SECONDS = 0.25
-"""Processor time for that."""
+"""Processor time for these steps."""
 MAX_TOKENIZERS = 4
 _NOT_ZERO = re.compile(rb"[^\0]")
 HEADER = struct.Struct("<I")
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""A worker's."""
+"""Limits of a worker."""
 
 
 class Job(msgspec.Struct, array_like=True, frozen=True):
     """A grammar to try.
 
     Attributes:
-        vocab_size: the model's; token ids that the grammar names are below it.
-        special_ids: text of each special token -> its id.
+        grammar: The grammar.
+        vocab_size: Size of the model's vocabulary; token ids in the grammar are below it.
+        special_ids: Id by text of each special token.
     """
 
     source: str
@@ -56,14 +63,16 @@ class Job(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """What llguidance said of it, in its own words; None: it is good."""
+    """llguidance's own message about a grammar; None if the grammar is good."""
 
     error: str | None
 
 
 class ByteVocabulary:
-    """A vocabulary of all bytes and a model's special tokens: enough to try a grammar, and much smaller than the
-    model's own."""
+    """Vocabulary of all bytes and a model's special tokens.
+
+    It suffices for trying a grammar and is much smaller than the model's own vocabulary.
+    """
 
     bos_token_id = None
 
@@ -90,7 +99,7 @@ class _Judge:
         self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
 
     def judge(self, job: Job) -> Verdict:
-        """Compiles the grammar and writes a little of a text that it allows."""
+        """Compile a grammar and generate a short text that it allows."""
         try:
             return Verdict(self._try(job))
         except Exception as error:  # noqa: BLE001 - whatever it is, the grammar cannot be used
@@ -112,7 +121,7 @@ class _Judge:
             longer = [token_id for token_id in allowed if token_id != tokenizer.eos_token]
             if not longer:
                 return None
-            # Also where the mask took all the time: text that must come, which llguidance then writes out, may fail.
+            # Also if the mask took all the time: forced text, which llguidance then generates, may fail.
             matcher.consume_token(chooser.choice(longer))
             if matcher.is_error():
                 return matcher.get_error() or "it cannot be used"
@@ -162,7 +171,7 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Answers until standard input ends. Whatever else runs here has precedence."""
+    """Answer jobs until standard input ends. Everything else on the machine has precedence."""
     os.nice(5)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,6 +1,6 @@
-"""How large a regular expression is with its repeats written out.
+"""Size of a regular expression with its repeats expanded.
 
-Of `a{1000000000}` a grammar's compiler would write all that must come, and so would whoever looks for it in a text.
+A grammar compiler would expand all required repeats of `a{1000000000}`, and so would a search.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import re
 from gateway.text.grammars.grammar import refusal
 
 MAX_WRITTEN_OUT = 65_536
-"""Characters that an expression may demand, of which a worker may have to write out all: it takes it 0.1 s."""
+"""Maximum number of characters that an expression may require.
+
+A worker may have to generate all of them, which takes 0.1 s.
+"""
 _LARGEST = 10**10
 _TOKEN = re.compile(
     r"""
@@ -26,28 +29,33 @@ _IN_CLASS = re.compile(r"\\.|\[|\]|.", re.DOTALL)
 
 
 def written_out_refusal(most: int, unit: str) -> str:
-    """Why an expression is refused that has more than `most` of a unit."""
-    return f"with its repeats written out it has more than {most} {unit}"
+    """Return the reason for refusing an expression that has more than `most` of a unit."""
+    return f"with its repeats expanded it has more than {most} {unit}"
 
 
 def check_size(pattern: str, place: str) -> None:
-    """Raises InvalidRequestError, naming the request field, for an expression that is too large."""
+    """Check the size of an expression.
+
+    Raises:
+        InvalidRequestError: The expression is too large; the error names the request field.
+    """
     if num_written_out(pattern) > MAX_WRITTEN_OUT:
         raise refusal(place, written_out_refusal(MAX_WRITTEN_OUT, "characters"))
 
 
 def num_written_out(pattern: str) -> int:
-    """Characters of an expression in Rust's or Python's syntax when each `x{n,m}` is n times x, and at least once.
+    """Count the characters of an expression with its repeats expanded: each `x{n,m}` is n times x, at least once.
 
-    What may come beyond n does not count: it need not be written out before it comes. Of alternatives the largest
-    counts. A malformed expression has some number: the parser refuses it.
+    The syntax is Rust's or Python's. Optional repeats beyond n do not count, because they need not be expanded in
+    advance. Of
+    alternatives the largest counts. A malformed expression has some number; the parser refuses it.
     """
-    # Of each open group: the largest of its alternatives so far, the size of this one, and its last item's.
+    # For each open group: the size of its largest alternative so far, of the current one, and of its last item.
     groups = [[0, 0, 0]]
     at = 0
     while at < len(pattern):
         token = _TOKEN.match(pattern, at)
-        if token is None:  # never: it takes any character
+        if token is None:  # never matched: it takes any character
             break
         at = token.end()
         group = groups[-1]
@@ -81,7 +89,10 @@ def _repeat(group: list[int], least: str) -> None:
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Behind the class whose bracket is before `at`. Classes may be inside of classes, and begin with a bracket."""
+    """Return the position after the class whose bracket precedes `at`.
+
+    Classes may be nested and begin with a bracket.
+    """
     depth = 1
     for opening in ("^", "]"):
         at += pattern.startswith(opening, at)

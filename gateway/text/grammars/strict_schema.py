@@ -1,5 +1,7 @@
-"""The part of JSON Schema that OpenAI takes where `strict` is true (OpenAI's guide "Structured outputs", section
-"Supported schemas"): every object lists all its properties and no others can come, so that nothing is left open."""
+"""Subset of JSON Schema that OpenAI supports with `strict` (OpenAI's guide "Structured outputs", "Supported schemas").
+
+Every object lists all its properties and allows no others.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _MAPS = ("properties", "$defs", "definitions")
 
 
 def check_strict(schema: Mapping[str, Any], place: str) -> None:
-    """Raises InvalidRequestError, with `place` as its parameter, where OpenAI would refuse the schema."""
+    """Check a schema as OpenAI does. Raises InvalidRequestError, with `place` as its parameter."""
     root_type = schema.get("type")
     if "anyOf" in schema or ("$ref" not in schema and root_type != "object"):
-        raise _error(place, "", 'with strict, the schema itself must have type "object", and no anyOf')
+        raise _error(place, "", 'with strict, the schema itself must have type "object" and no anyOf')
     nodes: list[tuple[Any, str]] = [(schema, "")]
     num_nodes = 0
     while nodes:
@@ -37,7 +39,7 @@ def check_strict(schema: Mapping[str, Any], place: str) -> None:
 
 
 def is_strict(schema: object) -> bool:
-    """Whether OpenAI would take this with `strict`."""
+    """Return True if OpenAI supports this schema with `strict`."""
     if not isinstance(schema, dict):
         return False
     try:
@@ -49,7 +51,7 @@ def is_strict(schema: object) -> bool:
 
 def _check_node(node: Mapping[str, Any], place: str, path: str) -> None:
     if refused := sorted(_REFUSED.intersection(node)):
-        raise _error(place, path, f"with strict, {refused[0]} is not permitted")
+        raise _error(place, path, f"with strict, {refused[0]} is not allowed")
     kinds = node.get("type")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds) and "properties" not in node:
         return

@@ -1,7 +1,8 @@
-"""Structural tags, as vLLM takes them from xgrammar: texts with marks around what has a structure.
+"""Structural tags as vLLM takes them from xgrammar: text with tags around structured parts.
 
-A format is an object with a `type`. Free text (`any_text`, `triggered_tags`) can stand where something says how it
-ends: inside of a tag, before a tag or a constant text, or at the end of the output.
+A format is an object with a `type`. Free text (`any_text`, `triggered_tags`) is allowed only where its end is defined:
+inside a
+tag, before a tag or a constant text, or at the end of the output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shared.errors import InvalidRequestError
 
 MAX_FORMATS = 2000
 MAX_TRIGGERS = 256
-"""Each tag is compared with each of them."""
+"""Maximum number of triggers. Each tag is compared with each of them."""
 MAX_DEPTH = 32
 _TEXT = "ST_TEXT"
 
@@ -26,16 +27,16 @@ _TEXT = "ST_TEXT"
 def structural_tag_fragment(
     value: Mapping[str, Any], place: str, special_ids: Mapping[str, int], whitespace: str | None = None
 ) -> Fragment:
-    """What a structural tag describes.
+    """Return the fragment of a structural tag.
 
     Args:
         value: `{"format": {...}}`, or the older form, `{"structures": [...], "triggers": [...]}`.
-        place: the request field that holds it.
-        special_ids: text of each special token -> its id; in marks they mean these tokens.
-        whitespace: see json_expression.
+        place: Request field that contains it.
+        special_ids: Id by text of each special token; in tags these texts stand for the tokens.
+        whitespace: See json_expression.
 
     Raises:
-        InvalidRequestError: names the place and the format that is not supported.
+        InvalidRequestError: A format is invalid or not supported; the error names the place.
     """
     has_format = value.get("format") is not None
     has_structures = value.get("structures") is not None or value.get("triggers") is not None
@@ -51,7 +52,7 @@ def structural_tag_fragment(
 
 
 def _from_structures(value: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The older form as triggered_tags."""
+    """Convert the older form to triggered_tags."""
     tags = []
     for index, structure in enumerate(_get(value, "structures", list, place)):
         where = f"{place}.structures[{index}]"
@@ -90,10 +91,12 @@ class _Writer:
         }
 
     def expression(self, value: object, place: str, *, last: bool) -> str:
-        """Of one format; `last`: nothing follows it."""
+        """Return the expression of one format; `last` means that nothing follows it."""
         self._num_formats += 1
         if self._num_formats > MAX_FORMATS or self._depth > MAX_DEPTH:
-            raise _error(place, f"has more than {MAX_FORMATS} formats, or more than {MAX_DEPTH} inside of each other")
+            raise _error(
+                place, f"has more than {MAX_FORMATS} formats, or formats nested more than {MAX_DEPTH} levels deep"
+            )
         if not isinstance(value, dict):
             raise _error(place, "must be an object with a type")
         kind = value.get("type")
@@ -113,7 +116,7 @@ class _Writer:
     def _json_schema(self, value: Mapping[str, Any], place: str, last: bool) -> str:
         _only(value, {"json_schema", "style"}, place)
         if value.get("style") not in (None, "json"):
-            raise _error(f"{place}.style", 'must be "json": other ways to write values are not supported')
+            raise _error(f"{place}.style", 'must be "json"; other styles are not supported')
         schema = value.get("json_schema")
         if isinstance(schema, str):
             schema = parsed_json(schema, f"{place}.json_schema")
@@ -136,7 +139,10 @@ class _Writer:
     def _any_text(self, value: Mapping[str, Any], place: str, last: bool) -> str:
         self._check_any_text(value, place)
         if not last:
-            raise _error(place, "is free text of which nothing says where it ends")
+            raise _error(
+                place,
+                "is free text whose end is not defined; put it inside a tag, before a tag or a constant text, or last",
+            )
         return self._text()
 
     def _sequence(self, value: Mapping[str, Any], place: str, last: bool) -> str:
@@ -170,7 +176,7 @@ class _Writer:
         return f"{self._literal(_get(value, 'begin', str, place))} {self._behind(value, place, value['begin'], last)}"
 
     def _behind(self, value: Mapping[str, Any], place: str, written: str, last: bool) -> str:
-        """A tag or constant text of which `written` stands already."""
+        """Return the rest of a tag or constant text of which `written` has been generated."""
         if value.get("type") == "const_string":
             return self._literal(_get(value, "value", str, place)[len(written) :])
         _only(value, {"begin", "content", "end"}, place)
@@ -178,12 +184,12 @@ class _Writer:
         ends = value.get("end")
         ends = [ends] if isinstance(ends, str) else ends
         if not isinstance(ends, list) or not ends or not all(isinstance(end, str) for end in ends):
-            raise _error(f"{place}.end", "must be a text, or a list of texts")
+            raise _error(f"{place}.end", "must be a text or a list of texts")
         content, where = value.get("content"), f"{place}.content"
         if isinstance(content, dict) and content.get("type") == "any_text" and any(ends):
             self._check_any_text(content, where)
             if not all(ends):
-                raise _error(f"{place}.end", "must not be empty behind free text")
+                raise _error(f"{place}.end", "must not be empty after free text")
             return f"{rest} {any_of(self._text_until(end) for end in ends)}"
         inner = self.expression(content, where, last=last and not any(ends))
         return f"{rest} {inner} {any_of(map(self._literal, ends))}"
@@ -195,12 +201,15 @@ class _Writer:
         triggers = _get(value, "triggers", list, place)
         tags = _get(value, "tags", list, place)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise _error(f"{place}.triggers", "must be a list of texts, none of them empty")
+            raise _error(f"{place}.triggers", "must be a list of non-empty texts")
         if len(triggers) > MAX_TRIGGERS or len(tags) > MAX_FORMATS:
             raise _error(place, f"has more than {MAX_TRIGGERS} triggers, or more than {MAX_FORMATS} tags")
         once, must = _flag(value, "stop_after_first", place), _flag(value, "at_least_one", place)
         if not last and not (once and must):
-            raise _error(place, "is free text of which nothing says where it ends")
+            raise _error(
+                place,
+                "is free text whose end is not defined; put it inside a tag, before a tag or a constant text, or last",
+            )
         bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for index, tag in enumerate(tags):
             where = f"{place}.tags[{index}]"
@@ -210,7 +219,9 @@ class _Writer:
             begin = _get(tag, "begin", str, where)
             matching = [trigger for trigger in triggers if begin.startswith(trigger)]
             if len(matching) != 1:
-                raise _error(f"{where}.begin", f"must begin with one of the triggers; it does with {len(matching)}")
+                raise _error(
+                    f"{where}.begin", f"must begin with exactly one of the triggers; it begins with {len(matching)}"
+                )
             bodies[matching[0]].append(self._behind(tag, where, matching[0], last and once))
         parts = [f"{self._text_until(trigger)} {any_of(found)}" for trigger, found in bodies.items() if found]
         if not parts:
@@ -246,10 +257,10 @@ class _Writer:
         return _TEXT
 
     def _text_until(self, end: str) -> str:
-        """Any text up to where this one stands for the first time, and it."""
+        """Return an expression for any text up to and including the first occurrence of this one."""
         spelled = self._literal(end)
         if any(token in end for token in self._special_ids):
-            # Special tokens are no text, so nothing has to end early.
+            # Special tokens are not text, so free text need not end before them.
             return f"{self._text()} {spelled}"
         name = self._name("st")
         self.rules.append(f"{name}[lazy]: {self._text()} {spelled}")
@@ -272,7 +283,7 @@ class _Writer:
 
 
 def _beginning(value: object) -> str | None:
-    """The text that a format begins with, where it is a tag or a constant text."""
+    """Return the text that a format begins with, if it is a tag or a constant text."""
     if isinstance(value, dict):
         found = value.get({"tag": "begin", "const_string": "value"}.get(str(value.get("type")), ""))
         return found if isinstance(found, str) and found else None

@@ -1,5 +1,9 @@
-"""DeepSeek's calls. V3 and R1 write the kind `function`, a separator, the name and the arguments in a code fence;
-since V3.1 it is the name, the separator and the arguments."""
+"""DeepSeek's tool calls.
+
+V3 and R1 write the kind `function`, a separator, the name, and the arguments in a code fence. Since V3.1 a call is the
+name, the
+separator and the arguments.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,10 @@ CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁cal
 
 
 class DeepSeekFormat(ToolFormat):
-    """See ToolFormat.
+    """Format of DeepSeek. See ToolFormat.
 
     Args:
-        fenced: the form of V3 and R1, else that of V3.1.
+        fenced: Form of V3 and R1; otherwise the form of V3.1.
     """
 
     marks = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
@@ -38,7 +42,7 @@ class DeepSeekFormat(ToolFormat):
         self._fenced = fenced
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat. Either form is read."""
+        """See ToolFormat. The parser reads both forms."""
         return DeepSeekParser(self.new_call_id)
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
@@ -80,7 +84,7 @@ class DeepSeekFormat(ToolFormat):
 
 
 class DeepSeekParser(JsonCallParser):
-    """Finds calls between their marks. A mark that begins no call is content."""
+    """Parser of calls between marks. A mark that begins no call is content."""
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -100,7 +104,7 @@ class DeepSeekParser(JsonCallParser):
             yield from source.accept(CALLS_END)
 
     def _read_one(self) -> Steps[bool]:
-        """A call behind the mark of its beginning, with the mark of its end."""
+        """Read a call after its opening mark, including the closing mark."""
         source = self.source
         name = yield from source.line_to(SEPARATOR, MAX_NAME)
         if name is None:

@@ -1,4 +1,4 @@
-"""What the formats of tool calls have in common: the tools of a request, and the interface of a format."""
+"""Tools of a request, and the interface of tool-call formats."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from gateway.text.grammars.grammar import Fragment
 from gateway.text.message_parser import ToolParser
 
 MAX_PARALLEL_CALLS = 64
-"""Calls that a grammar allows in one message: a weak model would else repeat itself up to max_tokens."""
+"""Maximum number of calls that a grammar allows in one message.
+
+Without it a weak model would repeat itself up to max_tokens.
+"""
 
 CallArguments = Mapping[str, Any] | str
-"""Of a call that was made before: an object, or what a model wrote that is none."""
+"""Arguments of an earlier call: an object, or the model's text if it was not an object."""
 
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call.
+    """Function that the model may call.
 
     Attributes:
-        parameters: JSON schema of its arguments, an object. A function without one takes no arguments.
-        strict: the arguments are held to the schema also where the model calls of its own accord, and to all of it:
-            what a grammar cannot enforce is an error.
-        place: the request field of the parameters, which errors name.
+        name: Name of the function.
+        description: Description for the model.
+        parameters: JSON schema of its arguments, an object. A function without a schema takes no arguments.
+        strict: Enforce the whole schema also when the model may choose whether to call; unenforceable parts are
+            errors.
+        place: Request field of the parameters, which errors name.
     """
 
     name: str
@@ -38,7 +43,7 @@ class Tool:
     place: str = "tools"
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's shape, which templates know."""
+        """Return the tool in OpenAI's shape, which templates expect."""
         function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
         function["parameters"] = dict(self.parameters) or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
@@ -46,14 +51,15 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRequest:
-    """The tools of a request, and which of them the model may or must call.
+    """Tools of a request, and which of them the model may or must call.
 
     Attributes:
-        tools: all that the prompt shows.
-        callable: those that may be called: all, what `allowed_tools` lists, or the one that tool_choice names.
-        choice: `none`: no calls, and no tools in the prompt; `auto`: as the model likes; `required`: at least one;
-            `named`: exactly one, of the only callable tool.
-        parallel: more than one call may be made.
+        tools: All tools that the prompt shows.
+        callable: Tools that may be called: all, those that `allowed_tools` lists, or the one that tool_choice
+            names.
+        choice: `none`: no calls, and no tools in the prompt; `auto`: the model decides; `required`: at least one
+            call; `named`: exactly one call of the only callable tool.
+        parallel: The model may make more than one call.
     """
 
     tools: tuple[Tool, ...]
@@ -63,12 +69,12 @@ class ToolRequest:
 
     @property
     def forced(self) -> bool:
-        """Whether the message is nothing but calls."""
+        """True if the message consists of calls only."""
         return self.choice in ("required", "named")
 
     @property
     def constrained(self) -> bool:
-        """Whether what the model writes has to be held to a grammar."""
+        """True if a grammar must constrain the model's output."""
         if self.choice == "none":
             return False
         free = self.choice == "auto" and self.parallel and len(self.callable) == len(self.tools)
@@ -76,46 +82,52 @@ class ToolRequest:
 
 
 class ToolFormat(Protocol):
-    """How a family of models writes tool calls. Formats inherit what most have in common.
+    """Format in which a family of models writes tool calls. The base class implements what most formats share.
 
     Attributes:
-        name: as `--tool-call-parser` takes it.
-        marks: texts that the parser must see; where one is a special token of the model, that token is shown.
+        name: Name for `--tool-call-parser`.
+        marks: Texts that the parser must see. If one is a special token of the model, that token is shown.
     """
 
     name: str
     marks: tuple[str, ...] = ()
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """A parser for one choice. Where only its shape tells a call from content (no mark does), it is a call if
-        it names one of these tools; behind a mark any name is a call."""
+        """Return a parser for one choice.
+
+        After a mark, any name is a call. Where only its shape distinguishes a call from content, it is a call only if
+        it names one of
+        these tools.
+        """
         ...
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """One call, or one or more where `parallel`, in the model's own syntax, and nothing else.
+        """Return the grammar of any text in which whatever begins like a call is one.
 
-        Args:
-            tools: what may be called; arguments follow each tool's schema.
-            special_ids: text of each special token -> its id.
+        Arguments of strict tools follow their schemas; those of others are any JSON object. See call_grammar for the
+        arguments.
         """
         ...
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """Any text, in which what begins like a call is one. Arguments follow the schemas of strict tools; those
-        of others are any JSON object. Arguments as in call_grammar."""
+        """Return the grammar of any text in which whatever begins like a call is one.
+
+        Arguments of strict tools follow their schemas; those of others are any JSON object. See call_grammar for the
+        arguments.
+        """
         ...
 
     def new_call_id(self) -> str:
-        """A fresh id of a call, of the form that the model's template takes; by default as OpenAI makes them."""
+        """Return a new id of a call in the form that the model's template accepts; by default in OpenAI's form."""
         return "call_" + random_id(24)
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
-        """Calls (name and arguments) as the model would write them, for templates that cannot."""
+        """Return calls (name and arguments) as the model would write them, for templates that cannot render them."""
         ...
 
 
 def random_id(length: int) -> str:
-    """Letters and digits."""
+    """Return random letters and digits."""
     return "".join(secrets.choice(_ALPHANUMERICS) for _ in range(length))
 
 

@@ -1,4 +1,4 @@
-"""The formats of tool calls by name, and which of them a model has."""
+"""Tool-call formats by name, and detection of a model's format."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _FORMATS: tuple[ToolFormat, ...] = (
 )
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
-"""By the names that `--tool-call-parser` takes, beside `auto` and `none`."""
+"""Formats by the names that `--tool-call-parser` takes, besides `auto` and `none`."""
 
 FALLBACK = TOOL_FORMATS["json"]
-"""Of models whose template says nothing: they are told what to write, see prompting."""
+"""Format for models whose template does not mention tools. The prompt tells them what to write; see prompting."""
 
 _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>",), "harmony"),
@@ -46,7 +46,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<start_function_call>",), "functiongemma"),
     (("<|tool_call>",), "gemma4"),
     (("<tool_call>", "<function="), "qwen3_coder"),
-    (("<tool_call>", "<arg_key>"), "json"),  # GLM's tags, which nothing here reads.
+    (("<tool_call>", "<arg_key>"), "json"),  # GLM's tags, which are not supported
     (("<tool_call>",), "hermes"),
     (("[func_name1(",), "pythonic"),
     (("[func1(",), "pythonic"),
@@ -55,14 +55,15 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|header_start|>", '"parameters"'), "llama3_json"),
     (("<start_of_turn>",), "gemma"),
 )
-"""What templates hold, the first of which all is found decides."""
+"""Signs in templates. The first entry all of whose signs occur decides."""
 
 
 def detect(template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
-    """The format that a chat template speaks of; None where it speaks of none that is known.
+    """Return the format that a chat template mentions; None if it mentions none that is known.
 
     Args:
-        added_ids: text of each added token of the vocabulary -> its id.
+        template: Source of the chat template.
+        added_ids: Id by text of each added token of the vocabulary.
     """
     for sign, name in _SIGNS:
         if template is not None and all(text in template for text in sign):
@@ -75,8 +76,9 @@ def detect(template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | N
 
 
 def tool_format(name: str, template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
-    """The format that a `--tool-call-parser` asks for: by name, `auto` by the template, or `none`.
+    """Return the format that `--tool-call-parser` selects: by name, `auto` by the template, or `none`.
 
-    Raises ConfigurationError for an unknown name.
+    Raises:
+        ConfigurationError: The name is unknown.
     """
     return chosen_format("--tool-call-parser", name, TOOL_FORMATS, lambda: detect(template, added_ids) or FALLBACK)

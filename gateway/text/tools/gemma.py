@@ -1,7 +1,8 @@
-"""The calls of FunctionGemma, `<start_function_call>call:f{a:<escape>text<escape>,b:1}<end_function_call>`, and of
-Gemma 4, which are the same in other marks.
+"""Tool calls of FunctionGemma and Gemma 4.
 
-Calls that are enforced have their arguments as JSON, which is read as well.
+FunctionGemma writes `<start_function_call>call:f{a:<escape>text<escape>,b:1}<end_function_call>`; Gemma 4 uses other
+marks.
+Enforced calls have their arguments as JSON, which the parser reads as well.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ _KEY = re.compile(r"[\w.$-]+")
 
 
 class GemmaFormat(ToolFormat):
-    """See ToolFormat.
+    """Format of FunctionGemma and Gemma 4. See ToolFormat.
 
     Args:
-        opening, closing: the marks around a call.
-        quote: the mark before and behind a text.
+        opening: Mark before a call.
+        closing: Mark after a call.
+        quote: Mark before and after a text.
     """
 
     def __init__(self, name: str, opening: str, closing: str, quote: str) -> None:
@@ -66,7 +68,7 @@ class GemmaFormat(ToolFormat):
 
 
 class GemmaParser(CallParser):
-    """Finds calls between their marks."""
+    """Parser of calls between their marks."""
 
     def __init__(self, new_id: NewId, opening: str, closing: str, quote: str) -> None:
         self._opening, self._closing, self._quote = opening, closing, quote
@@ -90,7 +92,7 @@ class GemmaParser(CallParser):
 
 
 class _ValueReader(LiteralReader):
-    """Values whose keys are bare, and whose texts stand between marks, in which nothing is escaped."""
+    """Reader of values with bare keys and with texts between marks, without escapes."""
 
     def __init__(self, source: Source, sink: Sink, quote: str) -> None:
         super().__init__(source, sink)

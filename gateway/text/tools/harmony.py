@@ -1,10 +1,11 @@
-"""gpt-oss's harmony: every message has a header that names its channel and, for a call, who is called.
+"""gpt-oss's harmony format: each message has a header that names its channel and, for a call, the recipient.
 
-    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
-    <|constrain|>json<|message|>{...}<|call|>
+        <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
+        <|constrain|>json<|message|>{...}<|call|>
 
-Messages on the channel `analysis` are reasoning, those on `final`, and on `commentary` to nobody, are content. A call
-ends the model's turn, so there is one at most.
+Messages on the channel `analysis` are reasoning. Messages on `final`, and on `commentary` without a recipient, are
+content. A
+call ends the model's turn, so there is at most one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 _MAX_HEADER = 512
 _RECIPIENT = re.compile(r"\bto=(?!assistant\b)([\w.-]+)", re.ASCII)
-"""Who is called; what a model says to itself is no call."""
+"""Recipient of a call. What a model addresses to itself is not a call."""
 _NAMESPACE = "functions."
 
 
 class HarmonyFormat(ToolFormat):
-    """See ToolFormat."""
+    """Format of gpt-oss. See ToolFormat."""
 
     name = "harmony"
     marks = MARKS
@@ -73,12 +74,12 @@ class HarmonyFormat(ToolFormat):
 
 
 def final_message(content: Fragment, special_ids: Mapping[str, int]) -> Fragment:
-    """A message whose content follows a grammar."""
+    """Return a message whose content follows a grammar."""
     return Fragment(_opened(f"{literal(FINAL, special_ids)} ({content.expression})", special_ids), content.rules)
 
 
 def _opened(expression: str, special_ids: Mapping[str, int]) -> str:
-    """A message; the first one's opening is the end of the prompt."""
+    """Return a message. The opening of the first one is the end of the prompt."""
     return f"({literal(OPENING, special_ids)})? {expression}"
 
 
@@ -87,7 +88,7 @@ def _header(name: str) -> str:
 
 
 class HarmonyParser(JsonCallParser):
-    """Finds messages that call somebody. Functions of the model's own (`browser.search`) are called by that name."""
+    """Parser of messages with a recipient. The model's own functions (`browser.search`) keep their names."""
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -112,13 +113,14 @@ class HarmonyParser(JsonCallParser):
 
 
 class HarmonySplitter:
-    """Sorts messages into reasoning and what is said aloud. See ReasoningSplitter.
+    """Splitter of messages into reasoning and visible text. See ReasoningSplitter.
 
-    What is said aloud has lost its headers, but for calls, which HarmonyParser reads. Messages of a kind are parted by
-    an empty line.
+    The visible text has no headers except those of calls, which HarmonyParser reads. An empty line separates messages
+    of the
+    same kind.
 
     Args:
-        opened: the prompt ends inside reasoning.
+        opened: The prompt ends inside reasoning.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -136,7 +138,7 @@ class HarmonySplitter:
 
     @property
     def done(self) -> bool:
-        """See ReasoningSplitter: a message of any kind may follow."""
+        """See ReasoningSplitter. A message of any kind may follow."""
         return False
 
     def push(self, text: str) -> tuple[str, str]:
@@ -167,7 +169,7 @@ class HarmonySplitter:
                 source.begin_trial(mark)
                 header = yield from source.line_to(MESSAGE, _MAX_HEADER)
                 if header is None and not (yield from source.peek()):
-                    return  # The text ends in a header, which says nothing.
+                    return  # The text ends in a header, which has no content.
                 taken = source.end_trial()
                 self._inside = header is not None and _is_analysis(header)
                 is_call = header is None or _RECIPIENT.search(header) is not None
@@ -180,7 +182,7 @@ class HarmonySplitter:
             mark = yield from source.text_until((OPENING, CHANNEL, *ENDS), sink)
             self._inside = False
             if is_call and mark in ENDS:
-                # In a string of the arguments it is text; HarmonyParser knows.
+                # Inside a string of the arguments it is text; HarmonyParser distinguishes the cases.
                 self._aloud.append(mark)
             if not mark:
                 return

@@ -1,4 +1,4 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3, and many that learned so."""
+"""Tool calls of Hermes, Qwen 2.5 and 3, and many others: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gateway.text.tools.reader import Steps, nowhere
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TOO_MANY = re.compile(r"[\s}]+")
-"""White space, and braces that models close though none is open."""
+"""White space, and surplus closing braces that models write."""
 
 
 class HermesFormat(ToolFormat):
-    """See ToolFormat."""
+    """Format of Hermes. See ToolFormat."""
 
     name = "hermes"
     marks = (OPEN, CLOSE)
@@ -59,7 +59,7 @@ class HermesFormat(ToolFormat):
 
 
 class HermesParser(JsonCallParser):
-    """Finds calls behind `<tool_call>`; one whose closing mark is missing is a call as well."""
+    """Parser of calls after `<tool_call>`. A call without its closing mark counts as well."""
 
     def _read(self) -> Steps[None]:
         while (yield from self.source.text_until((OPEN,), self.message.content)):

@@ -1,4 +1,4 @@
-"""Reading JSON as it comes: values, and calls that are objects with a name and arguments."""
+"""Incremental reading of JSON values, and of calls that are objects with a name and arguments."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from gateway.text.tools.reader import CallParser, Sink, Source, Steps, nowhere
 _IN_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r"[\w.+-]+", re.ASCII)
 _BETWEEN = re.compile(r"[\w.+\-,:\s]+", re.ASCII)
-"""What may stand between strings and brackets. Anything else is not JSON, so that an object that is never closed
-does not swallow what follows it."""
+"""Characters allowed between strings and brackets.
+
+Other characters are not JSON, so an object that is never closed does not consume the text after it.
+"""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSERS = {"{": "}", "[": "]"}
 _KEYS_BEFORE_NAME = frozenset({"type", "id", "index"})
 
 
 def read_value(source: Source, sink: Sink) -> Steps[bool]:
-    """Takes one JSON value and hands on its text as it is; false where it ends too early or is malformed.
+    """Read one JSON value and pass its text on unchanged; return False if it ends too early or is malformed.
 
-    Brackets and strings decide where it ends; what stands between them is not looked at closely.
+    Brackets and strings determine where it ends. Everything between them is not validated.
     """
     first = yield from source.peek()
     if first == '"':
@@ -52,7 +54,7 @@ def read_value(source: Source, sink: Sink) -> Steps[bool]:
 
 
 def _read_string(source: Source, sink: Sink) -> Steps[bool]:
-    """A string with its quotes; false where the text ends in it."""
+    """Read a string with its quotes; return False if the text ends in it."""
     sink((yield from source.next_char()))
     while True:
         yield from source.run(_IN_STRING, sink)
@@ -66,7 +68,7 @@ def _read_string(source: Source, sink: Sink) -> Steps[bool]:
 
 
 def read_string(source: Source) -> Steps[str | None]:
-    """Takes a string and returns its value; None where there is none."""
+    """Read a string and return its value; None if there is none."""
     if (yield from source.peek()) != '"':
         return None
     pieces: list[str] = []
@@ -75,7 +77,7 @@ def read_string(source: Source) -> Steps[str | None]:
 
 
 def _decoded(text: str) -> str | None:
-    """The value of a string. Half of a surrogate pair is no character and cannot be sent to a client."""
+    """Return the value of a string. Lone surrogates, which cannot be sent to a client, are replaced."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:
@@ -84,7 +86,7 @@ def _decoded(text: str) -> str | None:
 
 
 class JsonCallParser(CallParser):
-    """Base for formats whose calls are objects `{"name": ..., "arguments": {...}}` in whatever syntax around them."""
+    """Base class of formats whose calls are objects with a name and arguments, whatever the syntax around them."""
 
     argument_keys: Collection[str] = ("arguments", "parameters")
 
@@ -93,11 +95,12 @@ class JsonCallParser(CallParser):
         super().__init__(new_id)
 
     def read_call(self) -> Steps[bool]:
-        """Takes an object. If it is a call, it is shown as soon as its name is known, and what was tried as one ends;
-        else a trial that is on goes on. Returns whether it was a whole call.
+        """Read an object; return True if it was a complete call.
 
-        The order of the keys does not matter: arguments in front of the name are held back. A call without arguments
-        has none: `{}`. Keys that mean nothing for a call are left out. Braces may be double, as Qwen 2.5 writes them.
+        A call is shown as soon as its name is known, which ends a trial. The order of the keys does not matter:
+        arguments before the
+        name are held back. A call without arguments gets `{}`. Unknown keys are ignored. Braces may be doubled, as
+        Qwen 2.5 writes them.
         """
         call = _Call()
         if not self.source.trying:
@@ -126,7 +129,7 @@ class JsonCallParser(CallParser):
         return True
 
     def read_list(self) -> Steps[bool]:
-        """Takes a list of calls; false where it is malformed, or not begun with a call."""
+        """Read a list of calls; return False if it is malformed or does not begin with a call."""
         if not (yield from self.source.accept("[")):
             return False
         num_calls = 0
@@ -171,7 +174,7 @@ class JsonCallParser(CallParser):
 
 
 class _Call:
-    """What is known of a call that is being read."""
+    """State of a call that is being read."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -180,8 +183,10 @@ class _Call:
 
 
 def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
-    """Takes the value of a call's arguments; false where it is malformed. Some models write them as a string that holds
-    JSON: that is unpacked. null means none, and so does an empty string."""
+    """Read the arguments of a call; return False if they are malformed.
+
+    Some models write a string that contains JSON, which is decoded. null and an empty string mean no arguments.
+    """
     first = yield from source.peek()
     if first in ("{", "["):
         return (yield from read_value(source, sink))

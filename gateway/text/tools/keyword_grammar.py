@@ -1,4 +1,4 @@
-"""Grammars of arguments that are written one by one, each behind its name, instead of as one JSON object."""
+"""Grammars of arguments that are written one by one after their names, not as one JSON object."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ _PLAIN = frozenset(
         "type",
     }
 )
-"""Keywords of schemas that can be spelled one argument at a time."""
+"""Keywords of schemas whose properties can be written one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """How arguments are written.
+    """Notation of arguments.
 
     Attributes:
-        is_name: whether a name can stand as it is.
-        sign: between a name and its value.
-        between: two arguments.
-        constant: the text of True, False and None; None for other values, which are written as JSON.
-        spread: what makes one JSON object of all arguments, where their schema is none that can be spelled one by one.
+        is_name: Function that tells whether a name can be written without quotes.
+        sign: Text between a name and its value.
+        between: Text between two arguments.
+        constant: Function that returns the text of True, False and None, and None for other values, which are
+            JSON.
+        spread: Text that turns one JSON object into all arguments, for schemas that cannot be written one by one.
     """
 
     is_name: Callable[[str], bool]
@@ -50,11 +51,13 @@ class Notation:
 
 
 def keyword_arguments(tool: Tool, notation: Notation, prefix: str, *, free: bool) -> Fragment:
-    """The arguments of a tool.
+    """Return the arguments of a tool.
 
     Args:
-        prefix: of the names of rules.
-        free: any arguments, whatever the schema says.
+        tool: The tool.
+        notation: Notation of the arguments.
+        prefix: Prefix of the names of rules.
+        free: Allow any arguments whatever the schema says.
     """
     if free:
         pair = f"{prefix}_pair: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {json.dumps(notation.sign)} {ANY_VALUE}"
@@ -73,7 +76,7 @@ def keyword_arguments(tool: Tool, notation: Notation, prefix: str, *, free: bool
 
 
 def _is_plain(schema: Mapping[str, Any], notation: Notation) -> bool:
-    """Whether each argument's schema stands for itself, and no others than those named are possible."""
+    """Return True if each argument's schema is self-contained and only the named arguments are possible."""
     properties = schema.get("properties", {})
     return (
         schema.keys() <= _PLAIN
@@ -85,7 +88,7 @@ def _is_plain(schema: Mapping[str, Any], notation: Notation) -> bool:
 
 
 def _order(prefix: str, required: list[bool], notation: Notation) -> list[str]:
-    """Rules for arguments in the order of the schema, those left out that may be."""
+    """Return rules for arguments in the order of the schema, with optional ones left out or not."""
     rules = [f'{prefix}_first_{len(required)}: ""', f'{prefix}_next_{len(required)}: ""']
     for index, is_required in enumerate(required):
         for kind, separator in (("first", ""), ("next", json.dumps(notation.between) + " ")):
@@ -96,8 +99,10 @@ def _order(prefix: str, required: list[bool], notation: Notation) -> list[str]:
 
 
 def _value(schema: Any, shared: Mapping[str, Any], notation: Notation, tool: Tool) -> str:
-    """The values that follow one argument's schema; constants in the notation's own words where the schema says no
-    more than that."""
+    """Return the values of one argument.
+
+    Constants use the notation's own words if the schema says nothing more specific.
+    """
     if not isinstance(schema, Mapping):
         return ANY_VALUE
     constants: tuple[object, ...] = ()

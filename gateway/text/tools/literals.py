@@ -1,4 +1,4 @@
-"""Values in the notations of programming languages, read as they come and handed on as JSON. Nothing is evaluated."""
+"""Incremental conversion of literals in programming languages to JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 
 
 class LiteralReader:
-    """Reads Python's literals: strings, numbers, True, False, None (and JSON's words for them), lists, tuples, dicts.
+    """Reader of Python's literals, also in JSON's spelling: strings, numbers, constants, lists, tuples and dicts.
 
     Args:
-        sink: takes the JSON text.
+        source: The text.
+        sink: Function that takes the JSON text.
     """
 
     def __init__(self, source: Source, sink: Sink) -> None:
@@ -32,11 +33,11 @@ class LiteralReader:
         self.sink = sink
 
     def read_value(self) -> Steps[bool]:
-        """Takes one value; false where it is malformed, or ends too early. An unknown word is left in a trial."""
+        """Read one value; return False if it is malformed or ends too early. An unknown word remains in a trial."""
         source, sink = self.source, self.sink
         open_brackets: list[str] = []
         while True:
-            # A value is due.
+            # A value is expected.
             yield from source.space()
             bracket = yield from source.accept_any(("[", "(", "{"))
             if bracket:
@@ -49,7 +50,7 @@ class LiteralReader:
                     continue
             elif not (yield from self.read_scalar()):
                 return False
-            # A value has ended, and perhaps what it stands in with it.
+            # A value has ended, and possibly the values that contain it.
             while open_brackets:
                 yield from source.space()
                 if (yield from self._close(open_brackets)):
@@ -67,11 +68,11 @@ class LiteralReader:
                 return True
 
     def read_key(self) -> Steps[bool]:
-        """A key of an object."""
+        """Read a key of an object."""
         return (yield from self.read_string())
 
     def read_string(self) -> Steps[bool]:
-        """A string in single, double or triple quotes; false where there is none, or it does not end."""
+        """Read a string in single, double or triple quotes; return False if there is none or it does not end."""
         source, sink = self.source, self.sink
         quote = yield from source.accept_any(_QUOTES)
         if not quote:
@@ -99,7 +100,7 @@ class LiteralReader:
         return True
 
     def _key(self, open_brackets: list[str]) -> Steps[bool]:
-        """In a dict, the key that is due in front of a value."""
+        """Read the key that a dict requires before a value."""
         if open_brackets[-1] != "}":
             return True
         if not (yield from self.read_key()):
@@ -111,7 +112,7 @@ class LiteralReader:
         return True
 
     def read_scalar(self) -> Steps[bool]:
-        """A value that holds no others."""
+        """Read a value that contains no others."""
         if (yield from self.source.peek()) in ('"', "'"):
             return (yield from self.read_string())
         self.source.begin_trial()
@@ -124,7 +125,7 @@ class LiteralReader:
         return True
 
     def _read_escape(self) -> Steps[None]:
-        """What follows a backslash in a string. One that means nothing stands for itself, as in Python."""
+        """Read the rest of an escape sequence in a string. An unknown one stands for itself, as in Python."""
         char = yield from self.source.next_char()
         if char not in _HEX_LENGTHS:
             # A text that ends here ends with what was written.
@@ -141,7 +142,7 @@ class LiteralReader:
         self.sink(_hex_escape(char, digits))
 
     def sink_text(self, text: str) -> None:
-        """Hands on what stands in a string."""
+        """Pass on the contents of a string."""
         self.sink(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
@@ -149,7 +150,7 @@ _HEX = tuple("0123456789abcdefABCDEF")
 
 
 def _hex_escape(kind: str, digits: str) -> str:
-    """The JSON of `\\xHH`, `\\uHHHH` or `\\UHHHHHHHH`; of what is no character, as it was written."""
+    r"""Return the JSON of `\xHH`, `\uHHHH` or `\UHHHHHHHH`, or the original text if it is not a character."""
     code = int(digits, 16)
     if code > 0x10FFFF:
         return f"\\\\{kind}{digits}"
@@ -157,7 +158,7 @@ def _hex_escape(kind: str, digits: str) -> str:
 
 
 def _as_number(word: str) -> str | None:
-    """A number of JSON for one of Python: without a plus, leading zeros, or a bare point."""
+    """Return the JSON of a Python number: without a plus sign, leading zeros, or a bare point."""
     word = word.replace("_", "")
     if _NUMBER.fullmatch(word):
         return word

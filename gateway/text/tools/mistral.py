@@ -1,5 +1,8 @@
-"""Mistral's calls: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since tokenizer v11
-`[TOOL_CALLS]name[ARGS]{...}` for each call."""
+"""Mistral's tool calls.
+
+They are `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since tokenizer v11 `[TOOL_CALLS]name[ARGS]{...}` for
+each call.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralFormat(ToolFormat):
-    """See ToolFormat. Ids of calls have nine characters: the templates refuse others.
+    """Format of Mistral. Ids of calls have nine characters, because the templates refuse others. See ToolFormat.
 
     Args:
-        named: each call has its name in front of its arguments (tokenizers from v11), else all are one list.
+        named: Each call has its name before its arguments (tokenizers from v11); otherwise all calls are one list.
     """
 
     marks = (CALLS, ARGS, CALL_ID)
@@ -38,7 +41,7 @@ class MistralFormat(ToolFormat):
         self._named = named
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat. Either form is read."""
+        """See ToolFormat. The parser reads both forms."""
         return MistralParser(self.new_call_id)
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
@@ -81,7 +84,7 @@ class MistralFormat(ToolFormat):
 
 
 class MistralParser(JsonCallParser):
-    """Finds calls behind `[TOOL_CALLS]`."""
+    """Parser of calls after `[TOOL_CALLS]`."""
 
     def _read(self) -> Steps[None]:
         source = self.source
@@ -98,7 +101,7 @@ class MistralParser(JsonCallParser):
             self._reject()
 
     def _read_named(self) -> Steps[None]:
-        """`name[ARGS]{...}`, with the model's own id of the call between them or not, with the mark or not."""
+        """Read `name[ARGS]{...}`, with or without the model's own id of the call, and with or without the mark."""
         source = self.source
         name = yield from source.word(NAME, MAX_NAME)
         if not name:

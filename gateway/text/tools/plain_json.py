@@ -1,5 +1,8 @@
-"""Calls that are a whole answer of JSON: Llama 3's `{"name": ..., "parameters": {...}}`, and the form that models are
-asked for whose template knows no tools."""
+"""Tool calls that are an answer of JSON.
+
+Llama 3 writes `{"name": ..., "parameters": {...}}`. Models whose template does not mention tools are asked for a
+similar form.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _CALL_BEGINS = (
 
 
 class PlainJsonFormat(ToolFormat):
-    """A call, or a list of calls, in the OpenAI API's words. See ToolFormat."""
+    """One call or a list of calls with the names of OpenAI's API. See ToolFormat."""
 
     name = "json"
 
@@ -61,8 +64,10 @@ class PlainJsonFormat(ToolFormat):
 
 
 class LlamaJsonFormat(ToolFormat):
-    """Llama 3.1 and later: objects with `parameters`, several parted by semicolons; behind `<|python_tag|>` or not.
-    See ToolFormat."""
+    """Format of Llama 3.1 and later. See ToolFormat.
+
+    Calls are objects with `parameters`, separated by semicolons, after `<|python_tag|>` or not.
+    """
 
     name = "llama3_json"
     marks = (PYTHON_TAG,)
@@ -91,11 +96,12 @@ class LlamaJsonFormat(ToolFormat):
 
 
 class PlainJsonParser(JsonCallParser):
-    """Finds calls with which an answer begins, in a code fence or not, and those behind a mark.
+    """Parser of calls at the beginning of an answer, in a code fence or not, and after a mark.
 
     Args:
-        tools: an object without a mark before it is a call only if it names one of these: JSON may be content too.
-        mark: what may come before a call, anywhere.
+        tools: Without a mark, an object is a call only if it names one of these tools, because content may be JSON
+            too.
+        mark: Mark that may precede a call anywhere.
     """
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool], mark: str | None = None) -> None:
@@ -125,7 +131,7 @@ class PlainJsonParser(JsonCallParser):
         self._reject()
 
     def _read_calls(self) -> Steps[None]:
-        """Objects, with semicolons or commas between them or not, or a list."""
+        """Read objects, with or without semicolons or commas between them, or a list."""
         source = self.source
         yield from source.space()
         if (yield from source.peek()) == "[":

@@ -1,8 +1,10 @@
-"""Conversations with tools in the form that a model's chat template takes.
+"""Conversion of conversations with tools to the form that a model's chat template expects.
 
-A template that knows tools gets them, and calls and results as it expects them. For one that does not, a system
-message says which functions there are and how to call one; earlier calls become what the assistant said, and their
-results what the user said.
+A template that supports tools receives them, and calls and results in the form that it expects. For other templates, a
+system
+message describes the functions and how to call them; earlier calls become text of the assistant, and their results
+text of
+the user.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ _NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class TemplateSupport:
-    """What a chat template does of its own.
+    """Features of a chat template.
 
     Attributes:
-        tools: it shows the tools to the model.
-        calls: it renders an assistant's tool_calls, and messages of the role `tool`.
-        one_call: it refuses messages with more calls than one.
-        text_arguments: it wants the arguments of calls as JSON text, not as an object.
-        short_ids: it refuses ids of calls that do not have nine characters.
-        null_content: it knows messages of calls without content; an empty one would be a turn of its own.
-        system: it takes system messages.
+        tools: It shows the tools to the model.
+        calls: It renders an assistant's tool_calls, and messages of the role `tool`.
+        one_call: It refuses messages with more than one call.
+        text_arguments: It expects the arguments of calls as JSON text, not as an object.
+        short_ids: It refuses ids of calls that do not have nine characters.
+        null_content: It supports messages with calls and without content; empty content would be a turn of its
+            own.
+        system: It supports system messages.
     """
 
     tools: bool = False
@@ -50,7 +53,7 @@ class TemplateSupport:
 
 
 def template_support(template: str | None, form: ToolFormat | None) -> TemplateSupport:
-    """What a template does, by its text. In a format that it does not speak of it can do nothing with tools."""
+    """Detect the features of a template from its text. If it does not mention the format, it supports no tools."""
     if template is None:
         return TemplateSupport()
     support = TemplateSupport(
@@ -71,12 +74,14 @@ def conversation(
     form: ToolFormat | None,
     support: TemplateSupport,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools for the template.
+    """Return messages and tools for the template.
 
     Args:
-        messages: in OpenAI's shape, checked; `content` is a string or None, `tool_calls` have their arguments as text.
-        request: the tools, or None. Those of a request that forbids calls are not shown.
-        form: how the model writes calls; None: it makes none.
+        messages: Messages in OpenAI's shape, validated; `content` is a string or None, and `tool_calls` have their
+            arguments as text.
+        request: Tools of the request, or None. The tools of a request that forbids calls are not shown.
+        form: Format of the model's calls; None if it makes none.
+        support: Features of the template.
     """
     form = form or FALLBACK
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
@@ -89,7 +94,7 @@ def conversation(
 
 
 def instructions(request: ToolRequest, form: ToolFormat) -> str:
-    """What a model has to be told that was given no tools by its template."""
+    """Return the instructions for a model whose template does not show tools."""
     functions = "\n".join(json.dumps(tool.as_json()["function"], ensure_ascii=False) for tool in request.tools)
     example = form.render_calls([("function_name", {"argument_name": "value"})])
     if request.choice == "named":
@@ -124,7 +129,7 @@ def _joined(content: str, text: str, role: str) -> str:
 def _told(
     messages: Sequence[Mapping[str, Any]], form: ToolFormat, support: TemplateSupport, names: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """The messages as the template takes them."""
+    """Return the messages in the form that the template expects."""
     if support.calls:
         shaped = [_shaped(message, support, names) for message in messages]
         yield from _one_by_one(shaped) if support.one_call else shaped
@@ -173,7 +178,7 @@ def _shaped(message: Mapping[str, Any], support: TemplateSupport, names: Mapping
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each call in a message of its own, its result behind it."""
+    """Put each call into a message of its own, followed by its result."""
     waiting: list[dict[str, Any]] = []
     for message in messages:
         calls = message.get("tool_calls") or ()
@@ -200,14 +205,17 @@ def _calls_id(message: Mapping[str, Any]) -> str:
 
 
 def _call_id(identifier: str, support: TemplateSupport) -> str:
-    """An id that the template takes; the same for the same one."""
+    """Return an id that the template accepts, always the same one for the same id."""
     if not support.short_ids or re.fullmatch(r"[a-zA-Z0-9]{9}", identifier):
         return identifier
     return hashlib.sha256(identifier.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _as_object(call: Mapping[str, Any]) -> CallArguments:
-    """The arguments of a call of the history; text that is no JSON object, which a model may have written, as it is."""
+    """Return the arguments of an earlier call as an object.
+
+    Text that is not a JSON object, which a model may have written, is returned unchanged.
+    """
     text: str = call["function"]["arguments"]
     try:
         value = json.loads(text) if text else {}

@@ -1,6 +1,6 @@
-"""Calls written as Python: `[f(a=1), g(b="x")]` of Llama 3.2 and 4, and the ```` ```tool_code ```` of Gemma 3.
+"""Tool calls written as Python: `[f(a=1), g(b="x")]` of Llama 3.2 and 4, and the ```` ```tool_code ```` of Gemma 3.
 
-Arguments are read by a scanner of literals and never evaluated.
+A scanner of literals reads the arguments. They are never evaluated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAMELESS = ('"', "'", "[", "{")
-"""With what a value begins that stands in a call without its name."""
+"""Characters that begin a value which is written without a name."""
 FENCE, FENCE_END = "```tool_code", "```"
 
 
@@ -38,7 +38,7 @@ NOTATION = Notation(
 
 
 class PythonicFormat(ToolFormat):
-    """A list of calls. See ToolFormat."""
+    """List of calls. See ToolFormat."""
 
     name = "pythonic"
     marks = (START, END)
@@ -63,7 +63,7 @@ class PythonicFormat(ToolFormat):
 
 
 class ToolCodeFormat(ToolFormat):
-    """Calls in a fence, one on a line. See ToolFormat."""
+    """Calls in a code fence, one per line. See ToolFormat."""
 
     name = "gemma"
 
@@ -91,11 +91,11 @@ class ToolCodeFormat(ToolFormat):
 
 
 class _PythonCallParser(CallParser):
-    """What both have in common: one call.
+    """Parser of one call, for both formats.
 
     Args:
-        tools: whose properties name the values that stand in a call without their names.
-        known: names of functions; None: any may be called.
+        tools: Tools whose properties name the positional arguments.
+        known: Names of functions; None if any may be called.
     """
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool], known: frozenset[str] | None) -> None:
@@ -104,8 +104,10 @@ class _PythonCallParser(CallParser):
         super().__init__(new_id)
 
     def read_call(self) -> Steps[bool]:
-        """`name(key=value, ...)`; false where it is malformed, or, before its bracket, no call at all. What could not
-        be read is left, or in a trial that is on."""
+        """Read `name(key=value, ...)`; return False if it is malformed or, before its bracket, not a call.
+
+        Unread text remains in the source, or in the current trial.
+        """
         source, message = self.source, self.message
         if not source.trying:
             source.begin_trial()
@@ -161,10 +163,10 @@ class _PythonCallParser(CallParser):
 
 
 class PythonicParser(_PythonCallParser):
-    """Finds a list of calls with which an answer begins, or that stands behind a mark.
+    """Parser of a list of calls at the beginning of an answer or after a mark.
 
     Args:
-        tools: without a mark, a list is one of calls only if it begins with one of these.
+        tools: Without a mark, a list is a list of calls only if it begins with one of these tools.
     """
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
@@ -204,7 +206,7 @@ class PythonicParser(_PythonCallParser):
 
 
 class ToolCodeParser(_PythonCallParser):
-    """Finds calls in fences; a call may be the argument of a print, or in a list."""
+    """Parser of calls in code fences. A call may be the argument of a print, or in a list."""
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
         super().__init__(new_id, tools, None)
@@ -232,7 +234,7 @@ class ToolCodeParser(_PythonCallParser):
 
 
 def render_call(name: str, values: CallArguments) -> str:
-    """A call as Python."""
+    """Return a call as Python."""
     if isinstance(values, str):
         return f"{name}(**{values})"
     if not all(map(NOTATION.is_name, values)):
@@ -241,7 +243,7 @@ def render_call(name: str, values: CallArguments) -> str:
 
 
 def _python_list(tools: Sequence[Tool], *, parallel: bool, free: bool) -> Fragment:
-    # The bracket and the name are one lexeme: by its bracket alone the list could be text.
+    # The bracket and the name are one lexeme, because a list that begins with the bracket alone could be text.
     firsts = _rules(tools, free=free, before="[", rule="t_first")
     following = _rules(tools, free=free) if parallel else ()
     several = repeated("t_first", '", " t_call', parallel=parallel)

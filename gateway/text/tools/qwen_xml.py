@@ -1,16 +1,18 @@
-"""Qwen3-Coder's and Qwen 3.5's calls, which are tags with a value between them:
+"""Tool calls of Qwen3-Coder and Qwen 3.5, which are tags around values.
 
-    <tool_call>
-    <function=name>
-    <parameter=key>
-    value
-    </parameter>
-    </function>
-    </tool_call>
+        <tool_call>
+        <function=name>
+        <parameter=key>
+        value
+        </parameter>
+        </function>
+        </tool_call>
 
-A value is text as it is where the function's schema says that it is a string, or no other type that it could be; else
-JSON. Calls that are enforced are written as Hermes' are, in the same marks: a grammar can hold JSON to any schema, and
-these values only to a few.
+A value is plain text if the function's schema says that it is a string and excludes other types; otherwise it is JSON.
+Enforced
+calls are written in Hermes' form between the same marks, because a grammar can enforce any schema in JSON but only a
+few in
+this form.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from gateway.text.tools.reader import MAX_NAME, Steps
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-"""What templates make of constants in earlier calls, and models after them."""
+"""Constants in earlier calls as templates write them, and models after them."""
 _TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -37,26 +39,26 @@ _TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-"""What JSON schemas call the types of Python's values."""
+"""Names of Python's types in JSON schemas."""
 _Types = frozenset[str]
 _TEXT = frozenset(["string"])
 
 
 class QwenXmlFormat(HermesFormat):
-    """See ToolFormat."""
+    """Format of Qwen3-Coder and Qwen 3.5. See ToolFormat."""
 
     name = "qwen3_coder"
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
-        """See ToolFormat. Hermes' form is read as well."""
+        """See ToolFormat. The parser also reads Hermes' form."""
         return QwenXmlParser(self.new_call_id, tools)
 
 
 class QwenXmlParser(JsonCallParser):
-    """Finds calls behind `<tool_call>`.
+    """Parser of calls after `<tool_call>`.
 
     Args:
-        tools: whose schemas tell which values are text. Where they say nothing, a value that is no JSON is text.
+        tools: Tools whose schemas tell which values are text. Without a type, a value that is not JSON is text.
     """
 
     def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
@@ -79,7 +81,7 @@ class QwenXmlParser(JsonCallParser):
                 yield from source.accept(CLOSE)
 
     def _read_function(self) -> Steps[None]:
-        """A function behind its mark."""
+        """Read a function after its mark."""
         source, message = self.source, self.message
         name = ((yield from source.line_to(">", MAX_NAME)) or "").strip()
         if not name:
@@ -108,7 +110,7 @@ class QwenXmlParser(JsonCallParser):
         message.complete_call()
 
     def _read_value(self, types: _Types | None) -> Steps[bool]:
-        """A value and its end, with a line break before and behind it that are not its own."""
+        """Read a value and its end, without the line breaks around it."""
         yield from self.source.accept("\n")
         value = _Value(self, types)
         if not (yield from self.source.text_until((PARAMETER_END,), value.add)):
@@ -119,7 +121,7 @@ class QwenXmlParser(JsonCallParser):
 
 
 class _Value:
-    """Makes JSON of a value: of text as it comes, else when it is whole."""
+    """Conversion of a value to JSON: of text as it arrives, of other values when they are complete."""
 
     def __init__(self, parser: QwenXmlParser, types: _Types | None) -> None:
         self._sink = parser.message.arguments
@@ -131,7 +133,7 @@ class _Value:
             self._sink('"')
 
     def add(self, text: str) -> None:
-        """More of the value."""
+        """Add text to the value."""
         text = self._line_break + text
         self._line_break = "\n" if text.endswith("\n") else ""
         text = text.removesuffix("\n")
@@ -141,11 +143,11 @@ class _Value:
             self._pieces.append(text)
 
     def finish(self) -> None:
-        """It is whole."""
+        """Complete the value."""
         self._sink('"' if self._is_text else _as_json("".join(self._pieces), self._types))
 
     def give_up(self) -> None:
-        """It does not end."""
+        """Abandon a value that does not end."""
         self._sink(_escaped(self._line_break) if self._is_text else "".join(self._pieces) + self._line_break)
 
 
@@ -154,7 +156,7 @@ def _escaped(text: str) -> str:
 
 
 def _as_json(text: str, types: _Types | None) -> str:
-    """A value that may be text or JSON: text where the JSON is of none of the types, and a string is."""
+    """Return a value that may be text or JSON. It is text if the JSON has none of the types and a string does."""
     stripped = text.strip()
     stripped = _CONSTANTS.get(stripped, stripped)
     try:
@@ -175,7 +177,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _types_of(tool: Tool) -> dict[str, _Types | None]:
-    """The types of each argument."""
+    """Return the types of each argument."""
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):
         return {}
@@ -183,7 +185,7 @@ def _types_of(tool: Tool) -> dict[str, _Types | None]:
 
 
 def _types(schema: object) -> _Types | None:
-    """Names of the types that a schema's values have, as far as it says so by itself; None: any."""
+    """Return the names of the types that a schema allows by itself; None for any."""
     if not isinstance(schema, Mapping):
         return None
     kinds = schema.get("type")

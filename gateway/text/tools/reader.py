@@ -1,7 +1,7 @@
-"""Incremental parsing, written as if the whole text were there: a parser is a generator that stops where it needs more.
+"""Incremental parsing with generators, which stop where they need more text.
 
-Every character is looked at a bounded number of times, and nothing but an unfinished mark or a call that may still
-turn out to be content is held back.
+A parser is written as if the whole text were available. Every character is visited a bounded number of times. Only an
+unfinished mark, or a call that may still turn out to be content, is held back.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from gateway.text.tools.format import NewId
 
 _Value = TypeVar("_Value")
 Steps = Generator[None, None, _Value]
-"""Yields when the text at hand is used up; its return value is the result."""
+"""Generator that yields when the available text is used up; its return value is the result."""
 
 Sink = Callable[[str], None]
 
 NAME = re.compile(r"[\w.-]+", re.ASCII)
-"""Of a function, where nothing closes it but a character that is none of a name."""
+"""Name of a function that ends only at a character that cannot be part of a name."""
 MAX_NAME = 256
 _SPACE = re.compile(r"\s+")
 
 
 class Source:
-    """The text, as far as it has come.
+    """Text that has arrived so far.
 
-    What is taken while a `trial` is on is recorded, so that it can still become content.
+    Text that is taken during a `trial` is recorded, so that it can still become content.
     """
 
     def __init__(self) -> None:
@@ -38,30 +38,30 @@ class Source:
         self._trial: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """More text. What is left of the last piece is short."""
+        """Add text. The rest of the previous piece is short."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def end(self) -> None:
-        """No more comes."""
+        """Record that no more text will arrive."""
         self._ended = True
 
     @property
     def trying(self) -> bool:
-        """Whether what is read may still become content."""
+        """True if the text being read may still become content."""
         return self._trial is not None
 
     def begin_trial(self, taken: str = "") -> None:
-        """Records from here on; `taken` belongs to it too."""
+        """Record text from here on; `taken` is the beginning of the record."""
         self._trial = [taken]
 
     def end_trial(self) -> str:
-        """Stops recording; returns what was taken since the beginning, nothing where no trial is on."""
+        """Stop recording and return the text taken since the beginning, or nothing if there is no trial."""
         taken, self._trial = "".join(self._trial or ()), None
         return taken
 
     def take(self, end: int) -> str:
-        """The text up to an index that one of the matches below gave."""
+        """Return the text up to an index from one of the matches below, and consume it."""
         text = self._text[self._at : end]
         self._at = end
         if self._trial is not None:
@@ -69,7 +69,7 @@ class Source:
         return text
 
     def peek(self) -> Steps[str]:
-        """The next character, not taken; empty at the end."""
+        """Return the next character without consuming it; empty at the end."""
         while self._at == len(self._text):
             if self._ended:
                 return ""
@@ -77,13 +77,13 @@ class Source:
         return self._text[self._at]
 
     def next_char(self) -> Steps[str]:
-        """The next character, taken; empty at the end."""
+        """Consume and return the next character; empty at the end."""
         if not (yield from self.peek()):
             return ""
         return self.take(self._at + 1)
 
     def accept(self, mark: str) -> Steps[bool]:
-        """Takes this text if it comes next."""
+        """Consume this text if it comes next."""
         while True:
             have = self._text[self._at : self._at + len(mark)]
             if have == mark:
@@ -94,9 +94,9 @@ class Source:
             yield
 
     def accept_any(self, marks: Sequence[str]) -> Steps[str]:
-        """Takes the first of these texts that comes next, and returns it; empty where none does.
+        """Consume and return the first of these texts that comes next; empty if none does.
 
-        Where one begins with another, the longer has to stand first.
+        If one of them begins with another, the longer one must come first.
         """
         for mark in marks:
             if (yield from self.accept(mark)):
@@ -104,7 +104,7 @@ class Source:
         return ""
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """Takes all that a pattern of one or more characters of a class matches, as it comes."""
+        """Consume everything that a pattern of characters of one class matches, and pass it on as it arrives."""
         while (yield from self.peek()):
             match = pattern.match(self._text, self._at)
             if match is None:
@@ -112,7 +112,10 @@ class Source:
             sink(self.take(match.end()))
 
     def word(self, pattern: re.Pattern[str], longest: int) -> Steps[str]:
-        """Takes what a pattern of characters of a class matches; empty, and the rest not taken, where it is longer."""
+        """Consume and return what a pattern of characters matches.
+
+        If it is longer than `longest`, return nothing and leave the rest.
+        """
         pieces: list[str] = []
         length = 0
         while (yield from self.peek()):
@@ -126,7 +129,7 @@ class Source:
         return "".join(pieces)
 
     def line_to(self, mark: str, longest: int) -> Steps[str | None]:
-        """Takes text up to a mark, and the mark; returns the text, None where it is longer or ends."""
+        """Consume text up to and including a mark; return the text, or None if it is too long or ends first."""
         pieces: list[str] = []
         length = 0
         while not (yield from self.accept(mark)):
@@ -138,11 +141,11 @@ class Source:
         return "".join(pieces)
 
     def space(self) -> Steps[None]:
-        """Takes white space."""
+        """Consume white space."""
         yield from self.run(_SPACE, nowhere)
 
     def text_until(self, marks: Sequence[str], sink: Sink) -> Steps[str]:
-        """Takes text up to the first of the marks, and the mark; returns the mark, empty where the text ends first."""
+        """Consume text up to and including the first of the marks; return the mark, empty if the text ends first."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
             found = pattern.search(self._text, self._at)
@@ -157,16 +160,16 @@ class Source:
             yield
 
     def rest(self, sink: Sink) -> Steps[None]:
-        """Takes all that comes."""
+        """Consume all text that arrives."""
         while (yield from self.peek()):
             sink(self.take(len(self._text)))
 
     def _unfinished(self, marks: Sequence[str]) -> int:
-        """How many characters at the end may be the beginning of a mark."""
+        """Return the number of characters at the end that may be the beginning of a mark."""
         longest = min(max(map(len, marks)) - 1, len(self._text) - self._at)
         tail = self._text[len(self._text) - longest :]
         if not any(mark[0] in tail for mark in marks):
-            return 0  # As of most pieces; the search below costs ten times as much.
+            return 0  # This applies to most pieces; the search below takes ten times as long.
         for start, char in enumerate(tail):
             if any(char == mark[0] and mark.startswith(tail[start:]) for mark in marks):
                 return longest - start
@@ -174,10 +177,11 @@ class Source:
 
 
 class Message:
-    """What has been found and not been fetched yet.
+    """Results that have not been fetched.
 
-    White space around calls belongs to the syntax and is not content; but text behind a call is set off from text
-    before it by the space that stood before the call, or else behind it.
+    White space around calls belongs to the syntax and is not content. Text after a call is separated from text before
+    it by the
+    white space that preceded the call, or else by that after it.
     """
 
     def __init__(self, new_id: NewId) -> None:
@@ -193,7 +197,7 @@ class Message:
         self._has_content = False
 
     def content(self, text: str) -> None:
-        """Text that is said."""
+        """Add content."""
         if self._after_call:
             self._space_after.append(text[: len(text) - len(text.lstrip())])
             text = text.lstrip()
@@ -213,11 +217,11 @@ class Message:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         return self._num_calls
 
     def begin_call(self, name: str) -> None:
-        """A call of this function begins."""
+        """Begin a call of this function."""
         self._flush_arguments()
         if not self._has_content:
             self._space = []
@@ -227,15 +231,15 @@ class Message:
         self._num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call begun last."""
+        """Add text to the arguments of the last call."""
         self._arguments.append(text)
 
     def complete_call(self) -> None:
-        """The call begun last is whole."""
+        """Complete the last call."""
         self.num_complete += 1
 
     def fetch(self, *, last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """Content and news of calls since the last fetch."""
+        """Return the content and the changes of calls since the last fetch."""
         self._flush_arguments()
         if last and not self._after_call:
             self._content += self._space
@@ -252,9 +256,9 @@ class Message:
 
 
 class CallParser:
-    """Base of the parsers of all formats. See gateway.text.message_parser.ToolParser.
+    """Base class of the parsers of all formats. See gateway.text.message_parser.ToolParser.
 
-    A format implements `_read`, a generator that takes all of `source` and tells `message` what it found.
+    A format implements `_read`, a generator that consumes `source` and reports its findings to `message`.
     """
 
     def __init__(self, new_id: NewId) -> None:
@@ -287,14 +291,14 @@ class CallParser:
         self._steps = read_on(self._steps)
 
     def _reject(self) -> None:
-        """What was tried as a call is content."""
+        """Turn the recorded text into content, because it was not a call."""
         self.message.content(self.source.end_trial())
 
 
 def read_on(steps: Steps[None] | None) -> Steps[None] | None:
-    """Reads what is at hand; returns what is to read on, None when all has been read."""
+    """Run a generator on the available text; return it for continuation, or None when it has finished."""
     return None if steps is None or next(steps, steps) is steps else steps
 
 
 def nowhere(_: str) -> None:
-    """A sink of what means nothing."""
+    """Discard text."""

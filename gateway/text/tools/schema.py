@@ -1,4 +1,4 @@
-"""JSON schemas of tools' arguments: whether they are schemas, and the expression of a grammar that follows one."""
+"""JSON schemas of tools' arguments: validation, and conversion to expressions of a grammar."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ _SCHEMAS = (
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _REFERENCE = re.compile(r"\\[1-9]|\\k<")
 _PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|$)|\(\?<?[=!]|.", re.DOTALL)
-"""An escape, a class of characters (without an end: all that follows), the beginning of a group that looks around,
-or a character."""
+"""Token of a regular expression: an escape, a character class (or all of the rest, if it does not end), the beginning
+of a look-around group, or a character.
+"""
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
 
 
 def check_parameters(schema: Mapping[str, Any], place: str) -> None:
-    """Checks that a value is a JSON schema, as far as its form goes: types that exist, patterns that parse.
+    """Check that a value has the form of a JSON schema: known types, valid patterns.
 
-    Raises InvalidRequestError with `place` as its parameter.
+    Raises:
+        InvalidRequestError: It has not; the error has `place` as its parameter.
     """
     num_nodes = 0
     nodes: list[tuple[Any, str, int]] = [(schema, "", 0)]
@@ -49,13 +51,13 @@ def check_parameters(schema: Mapping[str, Any], place: str) -> None:
         node, path, depth = nodes.pop()
         num_nodes += 1
         if num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            message = f"{place} is too large: at most {MAX_NODES} schemas, nested {MAX_DEPTH} deep, are possible."
+            message = f"{place} is too large: at most {MAX_NODES} schemas, nested {MAX_DEPTH} deep, are allowed."
             raise InvalidRequestError(message, param=place)
         if isinstance(node, bool):
             continue
         problem = _problem(node)
         if problem:
-            raise InvalidRequestError(f"{place}{path} is no JSON schema: {problem}.", param=place)
+            raise InvalidRequestError(f"{place}{path} is not a JSON schema: {problem}.", param=place)
         nodes.extend((child, path + step, depth + 1) for child, step in _children(node))
     kind = schema.get("type", "object")
     if kind != "object" and kind != ["object"]:
@@ -63,7 +65,7 @@ def check_parameters(schema: Mapping[str, Any], place: str) -> None:
 
 
 def _problem(node: object) -> str | None:
-    """What is wrong with one schema itself, its parts left out."""
+    """Return the fault of one schema without its subschemas."""
     if not isinstance(node, dict):
         return "it must be an object or a boolean"
     kinds = node.get("type", "object")
@@ -109,14 +111,17 @@ def _children(node: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
 
 
 def _pattern_problem(pattern: object) -> str | None:
-    """Why a text is no regular expression of ECMA 262; the check is by Python's syntax, which is close."""
+    """Return the reason why a text is not a regular expression of ECMA 262.
+
+    Python's syntax, which is close to it, is checked.
+    """
     if not isinstance(pattern, str):
         return "it must be a string"
     if len(pattern) > MAX_PATTERN:
         return f"it has more than {MAX_PATTERN} characters"
     if num_written_out(pattern) > MAX_WRITTEN_OUT:
         return written_out_refusal(MAX_WRITTEN_OUT, "characters")
-    # What the other dialect writes differently.
+    # Constructs that the other dialect writes differently.
     text = re.sub(r"\\[pP]\{[^}]*\}|\\u\{[0-9a-fA-F]+\}|\\c[A-Za-z]", r"\\w", pattern)
     text = re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\k<(\w+)>", r"(?P=\1)", text))
     text = "".join(token[0] + token[1:].replace("[", "\\[") if token[0] == "[" else token for token in _tokens(text))
@@ -132,13 +137,17 @@ def _pattern_problem(pattern: object) -> str | None:
 
 
 def arguments_expression(tool: Tool) -> str:
-    """The arguments of a tool as a JSON object, as an expression of a grammar."""
+    """Return the arguments of a tool as a JSON object, as an expression of a grammar."""
     return value_expression(arguments_schema(tool), tool)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema that a tool's arguments are held to. Where it lists properties, others are not invented, unless it
-    says that they may be. Of a tool that is not strict, patterns that no automaton can follow are left out."""
+    """Return the schema that constrains a tool's arguments.
+
+    If it lists properties, others are allowed only if it says so. For a tool that is not strict, patterns that no
+    automaton can
+    follow are left out.
+    """
     schema = dict(tool.parameters) if tool.strict else _without_lookaround(dict(tool.parameters))
     schema["type"] = "object"
     open_ended = (*_COMBINED, "additionalProperties", "patternProperties", "unevaluatedProperties")
@@ -148,14 +157,14 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def value_expression(schema: Mapping[str, Any], tool: Tool, *, whitespace: str | None = " ") -> str:
-    """The JSON values that follow a schema of a tool's; on one line, unless other white space is given."""
+    """Return the JSON values of a schema, on one line unless other white space is given."""
     return json_expression(
         schema, tool.place, whitespace=whitespace, close_objects=_may_close(schema), lenient=not tool.strict
     )
 
 
 def refers_elsewhere(node: Any) -> bool:
-    """Whether a schema has references to other places than its definitions, so that no part of it stands alone."""
+    """Return True if a schema refers to other places than its definitions, so that no part of it is self-contained."""
     if isinstance(node, list):
         return any(map(refers_elsewhere, node))
     if not isinstance(node, Mapping):
@@ -167,7 +176,7 @@ def refers_elsewhere(node: Any) -> bool:
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What parts of a schema may refer to."""
+    """Return the definitions that parts of a schema may refer to."""
     return {key: value for key, value in schema.items() if key in ("$defs", "definitions")}
 
 
@@ -176,7 +185,7 @@ ANY_VALUE = json_expression({}, "tools", whitespace=" ")
 
 
 def _may_close(node: Any) -> bool:
-    """Whether objects may be closed to further properties: not where several schemas hold for one object."""
+    """Return True if objects may be closed to additional properties, that is, if no two schemas apply to one object."""
     if isinstance(node, list):
         return all(map(_may_close, node))
     if not isinstance(node, Mapping):
@@ -187,8 +196,10 @@ def _may_close(node: Any) -> bool:
 
 
 def _without_lookaround(node: Any) -> Any:
-    """The schema less what no automaton can follow of its patterns: groups that look around, whole patterns with
-    references to groups."""
+    """Return the schema without the patterns that no automaton can follow.
+
+    Look-around groups are removed, and so are whole patterns with back references.
+    """
     if isinstance(node, list):
         return [_without_lookaround(item) for item in node]
     if not isinstance(node, dict):
@@ -207,7 +218,7 @@ def _tokens(pattern: str) -> list[str]:
 
 
 def _plain_pattern(pattern: str) -> str | None:
-    """A pattern that matches at least what this one does, without looking around; None where there is none."""
+    """Return a pattern without look-around that matches at least what this one matches; None if there is none."""
     if _REFERENCE.search(pattern):
         return None
     kept: list[str] = []

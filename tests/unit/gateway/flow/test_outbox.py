@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.flow.events import TextDelta
-from gateway.flow.outbox import FULL_AT_TOKENS, Outbox, FlushScheduler
+from gateway.flow.outbox import FULL_AT_TOKENS, FlushScheduler, Outbox
 from gateway.text.message_parser import ToolCallDelta
 from shared.messages import DraftCounts, TokenLogprobs
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.text.offload import MANY, aside, count_objects
+from gateway.text.offload import MANY, count_objects, run_in_thread_if_large
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -30,4 +30,4 @@ def test_large_conversations_are_many(messages: list[Any], many: bool) -> None:
 
 async def test_many_are_looked_at_in_a_thread() -> None:
     here = threading.get_ident()
-    assert await aside(MANY, threading.get_ident) == here != await aside(MANY + 1, threading.get_ident)
+    assert await run_in_thread_if_large(MANY, threading.get_ident) == here != await run_in_thread_if_large(MANY + 1, threading.get_ident)

@@ -1,4 +1,4 @@
-"""Several generations of one request: submitted in turns, left together."""
+"""Several generations of one request: submitted one by one, cancelled together."""
 
 from __future__ import annotations
 

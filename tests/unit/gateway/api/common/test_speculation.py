@@ -1,4 +1,4 @@
-"""`speculative` and `prediction`: what is taken, what is refused and by which name, and the ids of a prediction."""
+"""`speculative` and `prediction`: accepted and refused values, and the token ids of a prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends as a schema, an expression or a grammar: it is taken, or refused as the client's fault."""
+"""Fuzz test of structured output: every schema, expression or grammar is accepted or refused as the client's fault."""
 
 from __future__ import annotations
 

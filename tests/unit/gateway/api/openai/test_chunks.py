@@ -1,4 +1,4 @@
-"""The pre-split chunks against the same chunks built whole."""
+"""Chunks with a pre-encoded frame against the same chunks encoded whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STOPS = st.none() | st.integers(0, 2**31) | TEXT
 
 
 def end_of(reason, stop):
-    """The fields of a choice that say how it ended."""
+    """Return the fields of a choice that say how it ended."""
     return {"finish_reason": None} if reason is None else {"finish_reason": reason, "stop_reason": stop}
 
 
@@ -64,7 +64,7 @@ def test_chat_chunks(text, model, index, usage, stop):
 
 @given(text=TEXT, reasoning=TEXT, arguments=TEXT, begins=st.booleans(), shown=st.booleans(), ids=st.booleans())
 def test_chunks_of_all_that_a_message_has(text, reasoning, arguments, begins, shown, ids):
-    """26, 27: a chunk for each piece, in the order of a message; what is told of the tokens is in the first."""
+    """Every piece of a message has a chunk of its own, in order; the first one reports on the tokens."""
     detail = Detail(token_bytes=lambda token_id: bytes([token_id]), token_ids=ids, prompts=[[9]], reasoning=shown)
     chunks = ChatChunks(envelope("m"), Tally(1), detail)
     chunks.encode(0, 0, TextDelta(0, "", []))

@@ -1,4 +1,4 @@
-"""Many inputs as one request: admission, metrics and failures, over a real link to a fake worker."""
+"""Batch of embedding inputs over a real link to a fake worker: admission, metrics and failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parts(prompts: Sequence[Sequence[int]], **changes: Any) -> list[GenerationRe
 
 
 async def run(core: Core, prompts: Sequence[Sequence[int]], width: int, **changes: Any) -> list[bytes]:
-    """The embeddings, of which `width` may be under way at a time, or 4 * 512 tokens of inputs."""
+    """Return the embeddings, with at most `width` sub-requests or 4 * 512 tokens in flight."""
     await until(core.registry.models)
     facts = msgspec.structs.replace(core.registry.models()[0].facts, max_num_seqs=width, max_num_batched_tokens=512)
     return await embed(core.generator, parts(prompts, **changes), facts, bytes)
@@ -72,7 +72,7 @@ async def test_to_admission_it_is_what_runs_at_a_time(tmp_path) -> None:
 
 
 class CountingWorker(FakeWorker):
-    """Knows how much it had at a time: requests, and tokens of their prompts."""
+    """Worker that records the most requests and prompt tokens that it had at a time."""
 
     most_requests = most_tokens = 0
 
@@ -93,7 +93,7 @@ class CountingWorker(FakeWorker):
     ],
 )
 async def test_never_more_than_these_are_at_the_worker(tmp_path, prompts, speed, requests, tokens) -> None:
-    """At first so many requests; tokens of four steps of 512 or of a second, of one step while the speed is unknown."""
+    """The bounds are four steps of 512 tokens and one second, or one step while the speed is unknown."""
     worker = CountingWorker(tmp_path, stats=WorkerStats(prefill_tokens_per_second=speed))
     with worker:
         async with running_core(tmp_path) as core:
@@ -177,7 +177,7 @@ async def test_a_mean_goes_where_least_waits_whatever_is_cached_there(tmp_path) 
             await until(lambda: len(core.registry.models()[0].ready_workers()) == 2)
 
             async def places(ids: list[int], **fields: Any) -> list[int]:
-                """The workers that took a request meanwhile."""
+                """Return how many requests each worker received."""
                 before = [len(worker.submits()) for worker in workers]
                 await collect(core.generator.submit(make_request(ids, max_tokens=1, **fields)))
                 return [len(worker.submits()) - count for worker, count in zip(workers, before, strict=True)]

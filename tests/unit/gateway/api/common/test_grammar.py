@@ -1,4 +1,4 @@
-"""One grammar for reasoning, content and calls, and what structured output asks for."""
+"""Grammar of reasoning, content and calls, and the fragments of structured output."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TAG = {"format": {"type": "regex", "pattern": "x"}}
 STRUCTURES = {"triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": "!"}]}
 
 DEEP = (200, *range(980, 990), 5000)
-"""Among them what can be parsed, and not walked."""
+"""Depths, some of which can be parsed but not traversed."""
 
 
 def nested(depth: int) -> str:
@@ -135,78 +135,45 @@ def test_completions_have_both_fields():
     assert structured_fragment(parse_fields(body, CompletionFields)) is not None
 
 
+FORMAT = "response_format.json_schema"
+WRONG_FORMATS = [
+    ("json_object", "response_format"), ({}, "response_format.type"), ({"type": "json"}, "response_format.type"),
+    ({"type": "json_object", "schema": {}}, "response_format.schema"),
+    ({"type": "text", "json_schema": {}}, FORMAT), ({"type": "json_schema"}, FORMAT),
+    ({"type": "json_schema", "json_schema": {"name": "a"}}, f"{FORMAT}.schema"),
+    ({"type": "json_schema", "json_schema": {"schema": {}}}, f"{FORMAT}.name"),
+    *((json_schema(schema), f"{FORMAT}.schema") for schema in ("abc", [], 5, True)),  # CVE-2025-48942
+    *((json_schema(name=name), f"{FORMAT}.name") for name in ("a b", "")),
+    (json_schema(strict="yes"), f"{FORMAT}.strict"), (json_schema(strict=True), f"{FORMAT}.schema"),
+    (json_schema({"properties": {"a": 5}}), f"{FORMAT}.schema.properties.a"),
+    ({"type": "structural_tag"}, "response_format"),
+]  # fmt: skip
+WRONG_OUTPUTS = [
+    ({}, ""), ({"json_object": False}, ""), ({"json_object": True, "regex": "a"}, ""),
+    *(({"json": value}, ".json") for value in ("abc", "[]", "NaN", '{"const": 1e999}', 5)),
+    *(({"json": nested(depth)}, ".json") for depth in DEEP),
+    ({"json": '{"title": "' + "x" * 2**20 + '"}'}, ".json"),
+    ({"regex": 5}, ".regex"), ({"choice": "a"}, ".choice"), ({"choice": ["a", 1]}, ".choice[1]"),
+    ({"choice": []}, ".choice"), ({"grammar": ""}, ".grammar"), ({"backend": "x", "regex": "a"}, ".backend"),
+    ({"regex": "a", "whitespace_pattern": " "}, ".whitespace_pattern"),
+    ({"regex": "a", "disable_any_whitespace": True}, ".disable_any_whitespace"),
+    ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, ".disable_any_whitespace"),
+    *(({"json_object": True, "whitespace_pattern": white}, ".whitespace_pattern")
+      for white in (" {1000000000}", " " * 300)),
+    ({"structural_tag": "{"}, ".structural_tag"),
+    ({"structural_tag": r'{"format": {"type": "regex", "pattern": "\ud800"}}'}, ".structural_tag"),
+    ({"structural_tag": {"type": "x"}}, ".structural_tag.type"),
+    ({"structural_tag": {"formats": {}}}, ".structural_tag.formats"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": "json_object"}, "response_format"),
-        ({"response_format": {}}, "response_format.type"),
-        ({"response_format": {"type": "json"}}, "response_format.type"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
-        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-            "response_format.json_schema.name",
-        ),
-        ({"response_format": json_schema("abc")}, "response_format.json_schema.schema"),  # CVE-2025-48942
-        ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
-        ({"response_format": json_schema(5)}, "response_format.json_schema.schema"),
-        ({"response_format": json_schema(True)}, "response_format.json_schema.schema"),
-        ({"response_format": json_schema(name="a b")}, "response_format.json_schema.name"),
-        ({"response_format": json_schema(name="")}, "response_format.json_schema.name"),
-        ({"response_format": json_schema(strict="yes")}, "response_format.json_schema.strict"),
-        ({"response_format": json_schema(strict=True)}, "response_format.json_schema.schema"),
-        ({"response_format": json_schema({"properties": {"a": 5}})}, "response_format.json_schema.schema.properties.a"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
-        ({"structured_outputs": {"json_object": True, "regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"json": "abc"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": "NaN"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": '{"const": 1e999}'}}, "structured_outputs.json"),
-        *(({"structured_outputs": {"json": nested(depth)}}, "structured_outputs.json") for depth in DEEP),
-        ({"structured_outputs": {"json": '{"title": "' + "x" * 2**20 + '"}'}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
-        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {"backend": "x", "regex": "a"}}, "structured_outputs.backend"),
-        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
-        (
-            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
-            "structured_outputs.disable_any_whitespace",
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}},
-            "structured_outputs.disable_any_whitespace",
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "whitespace_pattern": " {1000000000}"}},
-            "structured_outputs.whitespace_pattern",
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "whitespace_pattern": " " * 300}},
-            "structured_outputs.whitespace_pattern",
-        ),
-        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
-        (
-            {"structured_outputs": {"structural_tag": r'{"format": {"type": "regex", "pattern": "\ud800"}}'}},
-            "structured_outputs.structural_tag",
-        ),
-        ({"structured_outputs": {"structural_tag": {"type": "x"}}}, "structured_outputs.structural_tag.type"),
-        ({"structured_outputs": {"structural_tag": {"formats": {}}}}, "structured_outputs.structural_tag.formats"),
+        *(({"response_format": value}, param) for value, param in WRONG_FORMATS),
+        *(({"structured_outputs": value}, f"structured_outputs{param}") for value, param in WRONG_OUTPUTS),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"guided_regex": "a"}, "guided_regex"),
-        ({"guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_grammar": "a"}, "guided_grammar"),
+        *(({name: "a"}, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
     ],
 )
 def test_what_is_wrong_is_named(fields, param):

@@ -1,4 +1,4 @@
-"""Fields of sampling to SamplingParams: names, values that mean off, words to ids, and what excludes what."""
+"""Sampling fields: conversion to SamplingParams, neutral values, words as token ids, and refused combinations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_without_fields_the_defaults_are_those_of_sampling_params(make):
 
 @pytest.mark.parametrize("make", [chat, completion])
 def test_a_nucleus_of_nothing_is_the_likeliest_token(make):
-    """OpenAI takes top_p = 0."""
+    """OpenAI accepts top_p = 0."""
     got = sampling(make, top_p=0, top_k=40, temperature=0.8)
     assert (got.top_k, got.top_p, got.temperature) == (1, 1.0, 0.8)
     with pytest.raises(InvalidRequestError, match="top_p cannot be combined with mirostat"):

@@ -1,4 +1,4 @@
-"""Prompts that fill in the middle, in the marks of each family."""
+"""Prompts that fill in the middle, with the marks of each family."""
 
 from __future__ import annotations
 

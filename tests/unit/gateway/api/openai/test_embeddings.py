@@ -1,4 +1,4 @@
-"""The input of embeddings through a real tokenizer whose post-processor puts tokens around a text."""
+"""Inputs of embeddings through a real tokenizer whose post-processor adds special tokens around a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools`, `tool_choice` and `parallel_tool_calls`: what they ask for, and what is refused, by name."""
+"""`tools`, `tool_choice` and `parallel_tool_calls`: the ToolRequest, and the field that each refusal names."""
 
 from __future__ import annotations
 
@@ -103,26 +103,16 @@ def test_without_tools_nothing_may_be_asked_of_them(tools: Any) -> None:
     [
         ([tool(f"f{index}") for index in range(MAX_TOOLS + 1)], "tools"),
         ([tool(), tool("g"), tool()], "tools[2].function.name"),
-        ([tool("")], "tools[0].function.name"),
-        ([tool("a b")], "tools[0].function.name"),
-        ([tool("f\n")], "tools[0].function.name"),
-        ([tool("é")], "tools[0].function.name"),
-        ([tool("a.b")], "tools[0].function.name"),
-        ([tool("x" * 129)], "tools[0].function.name"),
-        ([{"type": "function"}], "tools[0].function"),
-        ([{"type": "web_search"}], "tools[0].type"),
+        *(([tool(name)], "tools[0].function.name") for name in ("", "a b", "f\n", "é", "a.b", "x" * 129)),
+        ([{"type": "function"}], "tools[0].function"), ([{"type": "web_search"}], "tools[0].type"),
         ([{"type": "custom", "custom": {"name": "x"}}], "tools[0].type"),
         ([tool(), {"type": "function", "function": {}}], "tools[1].function.name"),
         ([tool(parameters=[])], "tools[0].function.parameters"),
         ([tool(parameters="{}")], "tools[0].function.parameters"),
-        ([tool(strict="yes")], "tools[0].function.strict"),
-        ([tool(returns={})], "tools[0].function.returns"),
-        ([{**tool(), "cache_control": {}}], "tools[0].cache_control"),
-        ("f", "tools"),
-        ({}, "tools"),
-        ([5], "tools[0]"),
+        ([tool(strict="yes")], "tools[0].function.strict"), ([tool(returns={})], "tools[0].function.returns"),
+        ([{**tool(), "cache_control": {}}], "tools[0].cache_control"), ("f", "tools"), ({}, "tools"), ([5], "tools[0]"),
     ],
-)
+)  # fmt: skip
 def test_tools_that_are_none(tools: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         requested(tools)
@@ -132,11 +122,7 @@ def test_tools_that_are_none(tools: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("choice", "param"),
     [
-        ("any", "tool_choice"),
-        ("", "tool_choice"),
-        (5, "tool_choice"),
-        (True, "tool_choice"),
-        ([], "tool_choice"),
+        *((choice, "tool_choice") for choice in ("any", "", 5, True, [])),
         ({}, "tool_choice.type"),
         ({"type": "function"}, "tool_choice.function"),
         ({"type": "auto"}, "tool_choice.type"),
@@ -159,37 +145,19 @@ def test_choices_that_are_none(choice: Any, param: str) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "stsring"},
-        {"type": []},
-        {"type": 5},
-        {"type": "array"},
-        {"properties": {"reason": {"type": "stsring"}}},
-        {"properties": {"reason": {"type": ["string", "text"]}}},
-        {"properties": {"a": "abc"}},
-        {"properties": {"a": []}},
-        {"properties": {"a": 5}},
-        {"properties": {"a": None}},
-        {"properties": ["a"]},
-        {"required": "a"},
-        {"required": [5]},
-        {"properties": {"a": {"enum": []}}},
-        {"properties": {"a": {"anyOf": {}}}},
-        {"properties": {"a": {"items": [{"type": "x"}]}}},
-        {"properties": {"a": {"$ref": 5}}},
-        {"$defs": {"a": {"pattern": "("}}},
-        {"additionalProperties": {"type": "x"}},
-        {"patternProperties": {"(": {}}},
-        *(
-            {"properties": {"a": {"type": "string", "pattern": bad}}}
-            for bad in ("(unclosed", "[", "*a", "\\", 5, "(" * 8000)
-        ),
-        {"properties": {"a": {"pattern": "a" * 10_000}}},
-        {"properties": {"a": {"pattern": "^(?:ab){10000000}$"}}},
-        {"patternProperties": {"a{1000000000}": {}}},
+        {"type": "stsring"}, {"type": []}, {"type": 5}, {"type": "array"}, {"properties": ["a"]}, {"required": "a"},
+        {"required": [5]}, {"$defs": {"a": {"pattern": "("}}}, {"additionalProperties": {"type": "x"}},
+        {"patternProperties": {"(": {}}}, {"patternProperties": {"a{1000000000}": {}}},
+        *({"properties": {"a": inner}} for inner in (
+            {"type": "stsring"}, {"type": ["string", "text"]}, "abc", [], 5, None, {"enum": []}, {"anyOf": {}},
+            {"items": [{"type": "x"}]}, {"$ref": 5}, {"pattern": "a" * 10_000}, {"pattern": "^(?:ab){10000000}$"},
+        )),
+        *({"properties": {"a": {"type": "string", "pattern": bad}}}
+          for bad in ("(unclosed", "[", "*a", "\\", 5, "(" * 8000)),
     ],
-)
+)  # fmt: skip
 def test_schemas_that_are_none(schema: dict[str, Any]) -> None:
-    """CVE-2025-48944: a bad `type` or `pattern` inside of parameters, enforced or not."""
+    """CVE-2025-48944: a bad `type` or `pattern` inside parameters, enforced or not."""
     for choice in ("auto", "required"):
         with pytest.raises(InvalidRequestError) as caught:
             check_tools(asked([tool("f"), tool("g", parameters=schema)], tool_choice=choice))
@@ -221,5 +189,5 @@ def test_schemas_that_are_large() -> None:
     ],
 )
 def test_schemas_of_programs(schema: dict[str, Any]) -> None:
-    """Among them what pydantic writes, and what no grammar can follow: that matters only where it is to."""
+    """Schemas that pydantic writes, and schemas that no grammar can express but that are not enforced."""
     check_tools(asked([tool(parameters=schema)]))
