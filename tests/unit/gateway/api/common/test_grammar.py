@@ -136,13 +136,15 @@ def test_completions_have_both_fields():
 
 
 FORMAT = "response_format.json_schema"
+NO_SCHEMAS: list[Any] = ["abc", [], 5, True]
+"""CVE-2025-48942."""
 WRONG_FORMATS = [
     ("json_object", "response_format"), ({}, "response_format.type"), ({"type": "json"}, "response_format.type"),
     ({"type": "json_object", "schema": {}}, "response_format.schema"),
     ({"type": "text", "json_schema": {}}, FORMAT), ({"type": "json_schema"}, FORMAT),
     ({"type": "json_schema", "json_schema": {"name": "a"}}, f"{FORMAT}.schema"),
     ({"type": "json_schema", "json_schema": {"schema": {}}}, f"{FORMAT}.name"),
-    *((json_schema(schema), f"{FORMAT}.schema") for schema in ("abc", [], 5, True)),  # CVE-2025-48942
+    *((json_schema(schema), f"{FORMAT}.schema") for schema in NO_SCHEMAS),
     *((json_schema(name=name), f"{FORMAT}.name") for name in ("a b", "")),
     (json_schema(strict="yes"), f"{FORMAT}.strict"), (json_schema(strict=True), f"{FORMAT}.schema"),
     (json_schema({"properties": {"a": 5}}), f"{FORMAT}.schema.properties.a"),

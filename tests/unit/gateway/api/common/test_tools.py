@@ -14,6 +14,11 @@ from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import InvalidRequestError
 
 HERMES = TOOL_FORMATS["hermes"]
+NO_CHOICES: list[Any] = ["any", "", 5, True, []]
+BAD_PROPERTIES: list[Any] = [
+    {"type": "stsring"}, {"type": ["string", "text"]}, "abc", [], 5, None, {"enum": []}, {"anyOf": {}},
+    {"items": [{"type": "x"}]}, {"$ref": 5}, {"pattern": "a" * 10_000}, {"pattern": "^(?:ab){10000000}$"},
+]  # fmt: skip
 
 
 def tool(name: str = "f", **function: Any) -> dict[str, Any]:
@@ -122,7 +127,7 @@ def test_tools_that_are_none(tools: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("choice", "param"),
     [
-        *((choice, "tool_choice") for choice in ("any", "", 5, True, [])),
+        *((choice, "tool_choice") for choice in NO_CHOICES),
         ({}, "tool_choice.type"),
         ({"type": "function"}, "tool_choice.function"),
         ({"type": "auto"}, "tool_choice.type"),
@@ -148,10 +153,7 @@ def test_choices_that_are_none(choice: Any, param: str) -> None:
         {"type": "stsring"}, {"type": []}, {"type": 5}, {"type": "array"}, {"properties": ["a"]}, {"required": "a"},
         {"required": [5]}, {"$defs": {"a": {"pattern": "("}}}, {"additionalProperties": {"type": "x"}},
         {"patternProperties": {"(": {}}}, {"patternProperties": {"a{1000000000}": {}}},
-        *({"properties": {"a": inner}} for inner in (
-            {"type": "stsring"}, {"type": ["string", "text"]}, "abc", [], 5, None, {"enum": []}, {"anyOf": {}},
-            {"items": [{"type": "x"}]}, {"$ref": 5}, {"pattern": "a" * 10_000}, {"pattern": "^(?:ab){10000000}$"},
-        )),
+        *({"properties": {"a": inner}} for inner in BAD_PROPERTIES),
         *({"properties": {"a": {"type": "string", "pattern": bad}}}
           for bad in ("(unclosed", "[", "*a", "\\", 5, "(" * 8000)),
     ],
