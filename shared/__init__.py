@@ -1,1 +1,1 @@
-"""What gateway and worker must agree on: configuration, messages, parameters, errors."""
+"""Definitions that gateway and worker share: settings, messages, sampling parameters, errors, logging, supervisor."""

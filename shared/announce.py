@@ -1,4 +1,4 @@
-"""Tells the user of `pelton serve` when it answers, and what to type."""
+"""Announcement of `pelton serve` when the server is ready: its URL and a command to try."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 def announce_when_ready(
     settings: ServeSettings, stopped: threading.Event, listening: Callable[[], bool] = lambda: True
 ) -> None:
-    """Asks /ready until it answers 200, then prints the URL and a curl line; ends early when `stopped` is set.
+    """Poll /ready until it answers 200, then print the URL and a curl command. Return early when `stopped` is set.
 
     Args:
-        listening: whether our own gateway holds the port; before that another server might answer there.
+        settings: Settings of the server.
+        stopped: Event that ends the polling.
+        listening: Function that tells whether our own gateway holds the port; before that, another server might
+            answer.
     """
     while not stopped.wait(_POLL_SECONDS):
         if listening() and _get(settings, "/ready", {}) is not None:
@@ -33,15 +36,15 @@ def announce_when_ready(
 
 
 def base_url(settings: ServeSettings) -> str:
-    """What an OpenAI SDK takes as base_url on this machine."""
+    """Return the base_url for an OpenAI SDK on this machine."""
     host = _reachable_host(settings)
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}/v1"
 
 
 def greeting(settings: ServeSettings, model: str) -> str:
-    """The lines to print. Keys are never among them."""
+    """Return the lines to print, which never contain keys."""
     question = {"role": "user", "content": "Tell me a joke."}
-    # At the API's default temperature, 1, the first thing seen of a small model would be nonsense.
+    # At the API's default temperature, 1, the first answer of a small model would be nonsense.
     body = json.dumps({"model": model, "messages": [question], "stream": True, "max_tokens": 64, "temperature": 0.7})
     command = ["curl", "-N", f"{base_url(settings)}/chat/completions", "-H", "Content-Type: application/json"]
     key = ' -H "Authorization: Bearer $PELTON_API_KEY"' if settings.api_key or settings.api_key_file else ""
@@ -65,7 +68,10 @@ def _model_name(settings: ServeSettings) -> str:
 
 
 def _first_key(path: str) -> str:
-    """The first key of --api-key-file that may ask for /v1/models, or nothing. The gateway reports a bad file."""
+    """Return the first key of --api-key-file that may request /v1/models, or nothing.
+
+    The gateway reports a bad file.
+    """
     try:
         lines = Path(path).read_text("utf-8").splitlines() if path else []
     except (OSError, UnicodeDecodeError):
@@ -79,7 +85,7 @@ def _reachable_host(settings: ServeSettings) -> str:
 
 
 def _get(settings: ServeSettings, path: str, headers: Mapping[str, str]) -> bytes | None:
-    """The body of a 200 answer, else None."""
+    """Return the body of a 200 response, else None."""
     connection = http.client.HTTPConnection(_reachable_host(settings), settings.port, timeout=_REQUEST_SECONDS)
     try:
         connection.request("GET", path, headers=dict(headers))

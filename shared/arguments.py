@@ -1,4 +1,4 @@
-"""argparse's parser, but an unknown flag is refused with the one that was probably meant."""
+"""argparse parser that suggests the closest flag for an unknown one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Names flags that it does not know, each with the closest one that it does.
+    """Parser that names each unknown flag together with the closest known one.
 
-    What stands behind such a flag is never shown: it may be a key.
+    The text after such a flag is never shown, because it may be a key.
     """
 
     def error_of_flag(self, flag: str) -> str:
-        """What is said of a flag that this parser does not have, given without its value."""
-        # Neither of a flag and its `--no-` form is a hint at the other, which does the opposite.
+        """Return the message for an unknown flag, given without its value."""
+        # A flag and its `--no-` form do the opposite, so neither is suggested for the other.
         negative = flag.startswith("--no-")
         known = (text for action in self._actions for text in action.option_strings)
         return (
             f"unknown flag {flag}{suggestion(flag, [text for text in known if text.startswith('--no-') == negative])}"
         )
 
-    # typeshed has overloads here, of namespaces that nobody passes.
+    # typeshed has overloads for namespaces, which nobody passes here.
     def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse's; ends by `error` where something is left over."""
+        """Parse arguments as argparse does; call `error` if something is left over."""
         parsed, rest = self.parse_known_args(args, namespace)
         unknown = list(dict.fromkeys(flag_of(text) for text in rest if text.startswith("-")))
         if unknown:
@@ -35,16 +35,16 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with 2 and one line, without argparse's usage, which for many flags hides the message."""
+        """Return the message for an unknown flag, given without its value."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def flag_of(text: str) -> str:
-    """The flag without what is its value or may be: a key that begins with one dash is cut like `-p8000`."""
+    """Return a flag without its value or possible value. A key that begins with one dash is cut like `-p8000`."""
     return text.partition("=")[0] if text.startswith("--") else text[:2]
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known word that is closest, or nothing where none is close."""
+    """Return `; did you mean X?` for the closest known word, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

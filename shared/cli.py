@@ -1,4 +1,4 @@
-"""The command `pelton`. It runs the others by exec, so that no command pays for another's imports."""
+"""The command `pelton`. It starts the other programs by exec, so that no command pays for another's imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = ("serve", "gateway", "worker", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script's entry. Returns the exit code: 0, or 1 after an error that was printed."""
+    """Run the command and return its exit code: 0, or 1 after an error was printed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command in ("gateway", "worker"):
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = [*python_module(command), *rest]
         os.execv(line[0], line)
     if command == "serve":
-        # Until the supervisor listens there is nothing to end in order, and the imports take long enough to be met by a
-        # Ctrl-C, which is no error with a traceback.
+        # Until the supervisor listens there is nothing to stop in order. The imports take long enough for a Ctrl-C,
+        # which is not an error with a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         from shared import supervisor
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0
-    # Where it is a flag, its value may be a key.
+    # If it is a flag, its value may be a key.
     shown = flag_of(command) if command.startswith("-") else command
     hint = suggestion(shown, COMMANDS)
     print(f"{USAGE}\n\npelton: unknown command {shown!r}{hint}" if command else USAGE, file=sys.stderr)

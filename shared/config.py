@@ -1,7 +1,8 @@
-"""Reads the settings: TOML file, then environment, then flags; the later wins. Nothing unknown is ignored.
+"""Loading of settings from a TOML file, the environment and flags; later sources win, and unknown names are errors.
 
 A field `max_num_seqs` is the TOML key `max-num-seqs`, the variable PELTON_MAX_NUM_SEQS and the flag --max-num-seqs.
-One file and one environment may serve gateway and worker: each takes its own settings and knows the other's names.
+Gateway and
+worker may share one file and one environment: each uses its own settings and knows the names of the other's.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from shared.settings import CommonSettings, GatewaySettings, ServeSettings, Work
 
 ENVIRONMENT_PREFIX = "PELTON_"
 SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "cache_secret"})
-"""Never on a child's command line, which every user of the machine can read, and never in a message."""
+"""Settings that never appear on a child's command line, which every user of the machine can read, nor in a message."""
 
 OTHER_VARIABLES = frozenset({"PELTON_CONFIG", "PELTON_SUPERVISOR_FD", "PELTON_TORCH_INDEX"})
-"""Variables with the prefix that are no settings."""
+"""Variables with the prefix that are not settings."""
 
 _SIDES = {
     "both sides": CommonSettings,
@@ -33,14 +34,14 @@ _SIDES = {
     "workers": WorkerSettings,
     "serve": ServeSettings,
 }
-"""The headings of --help, and the class that has the settings below each."""
+"""Headings of --help, and the class with the settings below each."""
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 
 
 @dataclasses.dataclass(frozen=True)
 class SettingInfo:
-    """One setting as its users see it. `type` carries the range (msgspec Meta)."""
+    """One setting as its users see it. `type` contains the range (msgspec Meta)."""
 
     name: str
     type: Any
@@ -49,23 +50,27 @@ class SettingInfo:
 
     @property
     def flag(self) -> str:
+        """Command-line flag."""
         return "--" + self.key
 
     @property
     def key(self) -> str:
+        """Key in the TOML file."""
         return self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
+        """Environment variable."""
         return ENVIRONMENT_PREFIX + self.name.upper()
 
     @property
     def repeatable(self) -> bool:
+        """True if the flag may be given several times."""
         return isinstance(self.default, tuple)
 
 
 def describe(cls: type[CommonSettings]) -> dict[str, SettingInfo]:
-    """The settings of a class by field name, with their documentation."""
+    """Return the settings of a class by field name, with their documentation."""
     hints = typing.get_type_hints(cls, include_extras=True)
     described = {}
     for field in dataclasses.fields(cls):
@@ -76,15 +81,17 @@ def describe(cls: type[CommonSettings]) -> dict[str, SettingInfo]:
 
 
 def load_settings(cls: type[SettingsT], argv: Sequence[str], env: Mapping[str, str], *, prog: str) -> SettingsT:
-    """The settings of one process.
+    """Return the settings of one process.
 
     Args:
-        cls: the settings class to fill.
-        argv: arguments without the program's name. `--help` prints and exits with 0.
-        env: the environment; PELTON_CONFIG names the file where --config does not.
+        cls: Settings class to fill.
+        argv: Arguments without the program's name. `--help` prints the help and exits with 0.
+        env: Environment; PELTON_CONFIG names the file if --config does not.
+        prog: Name of the program for messages.
 
     Raises:
-        ConfigurationError: an unknown name, a bad value, or a file that cannot be read; names it and its source.
+        ConfigurationError: A name is unknown, a value is invalid, or a file cannot be read. The message names it
+            and its source.
     """
     known = describe(cls)
     flags = _parse_flags(known, argv, prog)
@@ -101,10 +108,11 @@ def load_settings(cls: type[SettingsT], argv: Sequence[str], env: Mapping[str, s
 
 
 def settings_to_argv(cls: type[CommonSettings], settings: CommonSettings) -> list[str]:
-    """Flags that make load_settings(cls, ...) see the values of `settings`, which may be of a wider class.
+    """Return flags that make load_settings(cls, ...) see the values of `settings`, which may be of a wider class.
 
-    Secrets are left out: settings_to_environment hands them over. Values equal to the default are left out too, so
-    the child's environment must carry no settings of its own.
+    Secrets are left out; settings_to_environment passes them on. Values equal to the default are left out too, so the
+    child's
+    environment must not contain settings of its own.
     """
     argv = []
     for info in describe(cls).values():
@@ -121,13 +129,13 @@ def settings_to_argv(cls: type[CommonSettings], settings: CommonSettings) -> lis
 def settings_to_environment(
     cls: type[CommonSettings], settings: CommonSettings, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """`env` without Pelton's settings, plus the secrets of `settings` that `cls` takes."""
+    """Return `env` without Pelton's settings, plus the secrets of `settings` that `cls` takes."""
     every = {info.variable for info in describe(ServeSettings).values()} | {"PELTON_CONFIG"}
     child = {name: value for name, value in env.items() if name not in every}
     for info in describe(cls).values():
         value = getattr(settings, info.name)
         if info.name in SECRET_FIELDS and value:
-            # The line break at the end keeps a comma inside a value from being read as a separator.
+            # The line break at the end prevents a comma inside a value from being read as a separator.
             child[info.variable] = "".join(f"{item}\n" for item in value) if info.repeatable else value
     return child
 
@@ -138,7 +146,7 @@ class _Parser(Parser):
 
     def error_of_flag(self, flag: str) -> str:
         if flag in {info.flag for info in describe(ServeSettings).values()}:
-            return f"{flag} is no setting of {self.prog}"
+            return f"{flag} is not a setting of {self.prog}"
         return super().error_of_flag(flag)
 
 
@@ -150,12 +158,12 @@ def _parse_flags(known: Mapping[str, SettingInfo], argv: Sequence[str], prog: st
         argument_default=argparse.SUPPRESS,
         epilog="A flag --max-num-seqs is also the variable PELTON_MAX_NUM_SEQS and the file's key max-num-seqs.",
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="file with settings; environment and flags win over it")
+    parser.add_argument("--config", metavar="FILE.toml", help="file with settings; environment and flags override it")
     if "model" in known:
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     for title, cls in _SIDES.items():
         group = parser.add_argument_group(title)
-        for name in filter(known.__contains__, cls.__annotations__):  # its own, not what it inherits
+        for name in filter(known.__contains__, cls.__annotations__):  # its own docstring, not an inherited one
             info, text = known[name], _help_text(known[name])
             if isinstance(info.default, bool):
                 group.add_argument(info.flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
@@ -166,7 +174,7 @@ def _parse_flags(known: Mapping[str, SettingInfo], argv: Sequence[str], prog: st
     positional = flags.pop("model_argument", None)
     if positional is not None:
         if "model" in flags:
-            raise ConfigurationError(f"MODEL is given twice: {positional} and --model {flags['model']}")
+            raise ConfigurationError(f"MODEL is given twice: {positional} and --model {flags['model']}; give it once")
         flags["model"] = positional
     return flags
 
@@ -219,7 +227,7 @@ def _read_environment(known: Mapping[str, SettingInfo], env: Mapping[str, str]) 
 
 
 def _split(text: str) -> list[str]:
-    """Several values in one variable: by line breaks where there is one, else by commas."""
+    """Split several values in one variable: at line breaks if there are any, else at commas."""
     parts = text.splitlines() if "\n" in text else text.split(",")
     return [part.strip() for part in parts if part.strip()]
 
@@ -244,6 +252,6 @@ def _convert(info: SettingInfo, raw: Any, source: str, *, strict: bool) -> Any:
 def _check_supported(settings: CommonSettings) -> None:
     if isinstance(settings, WorkerSettings) and settings.pipeline_parallel_size > 1:
         raise ConfigurationError(
-            f"--pipeline-parallel-size {settings.pipeline_parallel_size}: only 1 is supported; "
-            "split the layers themselves with --tensor-parallel-size"
+            f"--pipeline-parallel-size is {settings.pipeline_parallel_size}; only 1 is supported. Split the layers "
+            "with --tensor-parallel-size instead."
         )

@@ -1,7 +1,8 @@
 """Errors with a meaning on both sides of the socket.
 
-Each carries what OpenAI's error object needs (message, type, param, code) and the HTTP status that the gateway
-answers with. Messages are written for the client: they never contain paths, addresses or tracebacks.
+Each carries the fields of OpenAI's error object (message, type, param, code) and the HTTP status of the gateway's
+response.
+Messages are written for the client: they never contain paths, addresses or tracebacks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Self
 
 
 class PeltonError(Exception):
-    """A failure that a client may be told about.
+    """Failure that a client may be told about.
 
     Args:
-        message: one sentence for the client; names the parameter or the limit, with the numbers.
-        param: the request field at fault (`messages[0].content`), or None.
+        message: One sentence for the client that names the parameter or the limit, with the numbers.
+        param: Request field at fault (`messages[0].content`), or None.
         code: OpenAI's machine-readable code, or None.
     """
 
@@ -29,8 +30,9 @@ class PeltonError(Exception):
         self.code = code if code is not None else self.default_code
 
     def untouched(self) -> Self:
-        """The same without traceback and context: by these, one that is kept would hold on to whoever raised it, and to
-        one more each time that it is raised.
+        """Return the error without traceback and context.
+
+        They would keep the raiser's frames alive, and one more each time the error is raised.
         """
         twin = type(self).__new__(type(self), *self.args)
         twin.__dict__.update(self.__dict__)
@@ -38,20 +40,20 @@ class PeltonError(Exception):
 
 
 class InvalidRequestError(PeltonError):
-    """400: the request cannot be served as written; repeating it gives the same answer."""
+    """400: the request is invalid; repeating it gives the same answer."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
-    """400: prompt, or prompt and completion, do not fit the model's context or the KV cache."""
+    """400: the prompt, or prompt and completion, do not fit the model's context or the KV cache."""
 
     default_code = "context_length_exceeded"
 
 
 class AuthenticationError(PeltonError):
-    """401: no key, or one that is not known."""
+    """401: the key is missing or unknown."""
 
     status = 401
     type = "invalid_request_error"
@@ -59,7 +61,7 @@ class AuthenticationError(PeltonError):
 
 
 class PermissionDeniedError(PeltonError):
-    """403: the key is known but its scope does not cover the route."""
+    """403: the scope of the key does not include the route."""
 
     status = 403
     type = "invalid_request_error"
@@ -67,7 +69,7 @@ class PermissionDeniedError(PeltonError):
 
 
 class NotFoundError(PeltonError):
-    """404: no such route, model or stored object for this key."""
+    """404: there is no such route, model or stored object for this key."""
 
     status = 404
     type = "invalid_request_error"
@@ -129,24 +131,27 @@ class UnavailableError(PeltonError):
 
 
 class WorkerLostError(UnavailableError):
-    """503 before the first byte, an error event after it: the worker died or fell silent."""
+    """503 before the first byte, an error event after it: the worker died or stopped answering."""
 
     default_code = "worker_lost"
 
 
 class InternalError(PeltonError):
-    """500: a fault of Pelton's own; the details are in the log under the request id."""
+    """500: a fault of Pelton; the log has the details under the request id."""
 
     default_code = "internal_error"
 
 
 class ConfigurationError(Exception):
-    """A setting, file or model that cannot be used. The command prints the message and exits with 1, no traceback."""
+    """Setting, file or model that cannot be used.
+
+    The command prints the message without a traceback and exits with 1.
+    """
 
 
 class ModelFileError(ConfigurationError):
-    """A model file that is malformed, truncated or of a kind not supported; names the file and the tensor."""
+    """Model file that is malformed, truncated or of an unsupported kind; the message names the file and the tensor."""
 
 
 class WireError(Exception):
-    """A message on a socket that is malformed, too large or of another protocol version; counted and dropped."""
+    """Message on a socket that is malformed, too large or of another protocol version; it is counted and dropped."""

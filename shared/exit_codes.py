@@ -1,9 +1,13 @@
-"""What a child tells its supervisor by the way it ends."""
+"""Exit codes by which a child tells its supervisor why it ended."""
 
 EXIT_CONFIGURATION = 1
-"""A ConfigurationError was printed. Any fault of Python's ends with it too, so that it says nothing of a child that had
-been ready."""
+"""A ConfigurationError was printed.
+
+Unhandled Python exceptions have the same code, so it means nothing for a child that was ready before.
+"""
 
 EXIT_REFUSED = 78
-"""A ConfigurationError was printed, of something that only showed in a child that was up, and that another start would
-meet again (EX_CONFIG of BSD's sysexits)."""
+"""A ConfigurationError was printed whose cause appeared only after the start (EX_CONFIG of BSD's sysexits).
+
+Another start would fail in the same way.
+"""

@@ -1,7 +1,8 @@
-"""Logging: structlog in front, one writer thread behind a bounded queue, so that no caller ever waits for a pipe.
+"""Logging with structlog and one writer thread behind a bounded queue, so that no caller waits for a pipe.
 
-A line that finds the queue full, or that cannot be written, is dropped and counted. Lines carry no prompts and no
-keys: fields with such names are blanked whatever a caller passes.
+A line is dropped and counted if the queue is full or the write fails. Lines contain no prompts and no keys: fields
+with such
+names are blanked whatever a caller passes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ Renderer = Callable[[Any, str, EventDict], str | bytes]
 
 
 class LogWriter:
-    """Writes lines to a file descriptor from a thread of its own.
+    """Writer of lines to a file descriptor, in a thread of its own.
 
     Attributes:
-        dropped: lines lost since the start, because the queue was full or the write failed.
+        dropped: Lines lost since the start because the queue was full or the write failed.
     """
 
     def __init__(self, fd: int, *, max_lines: int = _QUEUE_LINES) -> None:
@@ -46,7 +47,7 @@ class LogWriter:
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """Queues one line (without its line break). Never blocks, never raises."""
+        """Queue one line (without its line break). Never blocks and never raises."""
         if len(line) > _MAX_LINE_BYTES:
             line = line[:_MAX_LINE_BYTES] + b"..."
         try:
@@ -55,7 +56,7 @@ class LogWriter:
             self.dropped += 1
 
     def flush(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Waits until the queue is written, at most so long: whoever reads our output may have stopped."""
+        """Wait until the queue is written, at most `seconds`, because the reader of the output may have stopped."""
         deadline = time.monotonic() + seconds
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -79,12 +80,13 @@ def configure(
     fd: int | None = None,
     **fixed: str | int,
 ) -> LogWriter:
-    """Sets up structlog and the standard library's logging for this process; called once, first thing.
+    """Set up structlog and the standard library's logging for this process. Called once, first of all.
 
     Args:
-        format: `auto` is `json` where the descriptor is no terminal.
-        fd: file descriptor to write to; standard error where None.
-        fixed: fields for every line, such as `process="worker"`.
+        level: Least severe level that is logged.
+        format: `auto` selects `json` if the descriptor is not a terminal.
+        fd: File descriptor to write to; standard error if None.
+        fixed: Fields of every line, such as `process="worker"`.
     """
     target = sys.stderr.fileno() if fd is None else fd
     terminal = os.isatty(target)
@@ -118,18 +120,18 @@ def configure(
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
-    """A logger whose lines carry `component=name`. May be made at import time: it looks the set-up up at each call."""
+    """Return a logger whose lines carry `component=name`. It may be created at import time."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=name)
     return logger
 
 
 def bind_request_id(request_id: str) -> None:
-    """Puts `request_id` on every line that this task, and the tasks it starts, log from now on."""
+    """Put `request_id` on every line that this task, and tasks that it starts, log from now on."""
     structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 class _QueueLogger:
-    """What structlog calls with the rendered line."""
+    """Logger that structlog calls with the rendered line."""
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
@@ -141,7 +143,7 @@ class _QueueLogger:
 
 
 class _Handler(logging.Handler):
-    """Brings the lines of libraries that use the standard library's logging into the same stream."""
+    """Handler that brings lines of libraries that use the standard library's logging into the same stream."""
 
     def __init__(self, writer: LogWriter, processors: list[structlog.typing.Processor], render: Renderer) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ def _render_json(_logger: Any, _method: str, event: EventDict) -> bytes:
 
 
 def _console_renderer(*, colors: bool) -> Renderer:
-    # repr_native_str: a value from outside with a line break in it must not look like another line.
+    # repr_native_str: an outside value with a line break must not look like another line.
     return structlog.dev.ConsoleRenderer(
         colors=colors,
         pad_event_to=0,

@@ -1,9 +1,12 @@
-"""Every message on the wire between gateway and worker, as typed structs (encoded by shared.wire).
+"""All messages between gateway and worker, as typed structs (encoded by shared.wire).
 
-The gateway's DEALER sends GatewayMessages, the worker's ROUTER answers with WorkerMessages. One prompt is one
-`Submit`; each of its `num_choices` choices ends with exactly one `Output` whose `finish` is set, whatever happens.
-Steps to one gateway are numbered from 1 after each `Hello`, so that a lost message shows as a gap; `epoch` names one
-start of the worker, so that messages of an earlier life are dropped.
+The gateway's DEALER sends GatewayMessages, and the worker's ROUTER answers with WorkerMessages. One prompt is one
+`Submit`. Each
+of its `num_choices` choices ends with exactly one `Output` whose `finish` is set, whatever happens. Steps to one
+gateway are
+numbered from 1 after each `Hello`, so that a lost message shows as a gap. `epoch` identifies one process of the
+worker, so that
+messages of an earlier process are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ PROTOCOL_VERSION = 1
 MAX_TOKENS_PER_MESSAGE = 4_194_304
 MAX_CHOICES = 128
 MAX_GRAMMAR = 1_048_576
-"""Characters of a grammar."""
+"""Maximum number of characters of a grammar."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -28,11 +31,11 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 ShortText = Annotated[str, Meta(max_length=1024)]
 Pooling = Literal["last", "mean"]
-"""How the hidden states of a prompt become one vector: the last token's, or the mean over all tokens."""
+"""Pooling of the hidden states of a prompt: the last token's state, or the mean over all tokens."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a choice ended. STOP, LENGTH and REPETITION are successes; the gateway refines STOP by stop strings."""
+    """Reason of a choice's end. STOP, LENGTH and REPETITION are successes; the gateway refines STOP by stop strings."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -41,11 +44,14 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-# ---- gateway -> worker ----------------------------------------------------------------------------------------
+# ---- gateway to worker -----------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First message on a connection; answered by Welcome. Requests of an earlier life of this gateway are aborted."""
+    """First message on a connection, answered by Welcome.
+
+    Requests of an earlier process of this gateway are aborted.
+    """
 
     version: int
     gateway_id: ShortText
@@ -55,20 +61,24 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     """One prompt to run.
 
     Attributes:
-        token_ids: prompt, followed after a resume by the tokens already emitted.
-        num_prompt_tokens: where the prompt ends in token_ids; penalties, min_tokens and max_tokens count from there.
-        choice, num_choices: choices choice .. choice + num_choices - 1 are generated from the same prompt.
-        grammar: what the generated tokens must spell, as llguidance reads it (Lark, or JSON with several grammars);
-            empty: anything.
-        salt: mixed into the page hashes; tenants with different salts never share cached pages.
-        tenant: opaque name of who asks, for fairness.
-        priority: lower runs first.
-        deadline: Unix time in seconds after which a request still waiting is dropped.
-        speculative: whether tokens may be drafted for it. The text is the same either way.
-        prediction: what the client expects the output to be, as tokens; drafts are taken from it.
-        pooling: makes it an embedding of token_ids, all of which are prompt, pooled like this: nothing is generated,
-            and what `sampling` says of tokens is ignored. It has one choice, no grammar, no prompt_logprobs and no
-            prediction, and may be max_model_len tokens long.
+        request_id: Unique id of the request.
+        model: Name of the model.
+        token_ids: Prompt, followed after a resumption by the tokens that were already emitted.
+        num_prompt_tokens: End of the prompt in token_ids; penalties, min_tokens and max_tokens count from there.
+        sampling: Sampling parameters.
+        choice: Index of the first choice.
+        num_choices: Choices choice .. choice + num_choices - 1 are generated from the prompt.
+        grammar: Grammar of the generated tokens for llguidance (Lark, or JSON with several grammars); empty for
+            none.
+        salt: Salt of the page hashes; tenants with different salts never share cached pages.
+        tenant: Opaque name of the client, for fairness.
+        priority: Requests with a lower value run first.
+        deadline: Unix time in seconds after which a request that still waits is dropped.
+        speculative: True if tokens may be drafted. The text does not depend on it.
+        prediction: Expected output as tokens, from which drafts are taken.
+        pooling: Makes the request an embedding of token_ids, all of which are prompt. Nothing is generated, and
+            `sampling` has no effect. The request has one choice, no grammar, no prompt_logprobs and no prediction, and
+            may be max_model_len tokens long.
     """
 
     request_id: RequestId
@@ -89,20 +99,20 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Ends a request, or one choice of it. Unknown and finished ids are ignored."""
+    """End a request, or one choice of it. Unknown and finished ids are ignored."""
 
     request_id: RequestId
     choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] | None = None
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
-    """Asks for a Pong through the engine loop and renews the lease on this gateway's requests."""
+    """Request a Pong through the engine loop and renew the lease on this gateway's requests."""
 
     nonce: Count
 
 
 class BundleRequest(msgspec.Struct, tag="bundle_request", frozen=True):
-    """Asks for the text bundle with this hash."""
+    """Request the text bundle with this hash."""
 
     bundle_hash: ShortText
 
@@ -110,26 +120,28 @@ class BundleRequest(msgspec.Struct, tag="bundle_request", frozen=True):
 GatewayMessage = Hello | Submit | Cancel | Ping | BundleRequest
 
 
-# ---- worker -> gateway ----------------------------------------------------------------------------------------
+# ---- worker to gateway -----------------------------------------------------------------------------------------
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker serves and can hold; fixed for one epoch.
+    """Properties and limits of a worker, fixed for one epoch.
 
     Attributes:
-        model_names: the names it answers to, the first is the canonical one.
-        max_model_len: tokens of prompt and completion together.
-        num_pages, page_size: KV capacity in pages and tokens per page.
-        vocab_size: token ids are below it.
-        eos_token_ids: the union of every place in which the model declares them.
-        model_hash: configuration, tensor table, sizes and sampled blocks; equal for equal weights.
+        model_names: Names of the model, the canonical one first.
+        max_model_len: Maximum tokens of prompt and completion together.
+        max_num_seqs: Sequences that run at a time.
+        num_pages: Pages of the KV cache.
+        page_size: Tokens per page.
+        vocab_size: Size of the vocabulary; token ids are below it.
+        eos_token_ids: Union of all places in which the model declares them.
+        model_hash: Hash of configuration, tensor table, sizes and sampled blocks; equal for equal weights.
         bundle_hash: SHA-256 (hex) of the text bundle.
         created: Unix time of the model file, for /v1/models.
-        tool_call_parser, reasoning_parser: format of the model's tool calls and of its reasoning; `auto`: what its
-            chat template says, `none`: plain text.
-        speculative_method: where drafts come from; `off`: nothing is drafted.
-        hidden_size: values of an embedding.
-        pooling: how an embedding is pooled where a request does not say; one of Pooling.
+        tool_call_parser: Format of tool calls; `auto`: according to the chat template; `none`: plain text.
+        reasoning_parser: Format of reasoning, likewise.
+        speculative_method: Source of drafts; `off` for none.
+        hidden_size: Number of values of an embedding.
+        pooling: Default pooling of embeddings; one of Pooling.
     """
 
     model_names: list[ShortText]
@@ -164,9 +176,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, from the raw logits (before temperature and filters).
 
     Attributes:
-        logprob: of the token at this position; None for a prompt's first token. Never infinite: clamped to -9999.
+        token_id: The token at this position.
+        logprob: Its log-probability; None for a prompt's first token. Never infinite: clamped to -9999.
         rank: 1 for the likeliest token.
-        top_ids, top_logprobs: the likeliest tokens, best first; as many as were asked for.
+        top_ids: Likeliest tokens, best first; as many as requested.
+        top_logprobs: Their log-probabilities.
     """
 
     token_id: TokenId
@@ -177,12 +191,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """How a choice ended.
+    """End of a choice.
 
     Attributes:
-        stop_token_id: the id that ended it, for reason STOP; it is the last of the emitted token_ids.
-        message, code: for reason ERROR, fit for a client.
-        param: the request field at fault, where one is.
+        reason: Reason of the end.
+        stop_token_id: For reason STOP, the id that ended it; it is the last of the emitted token_ids.
+        message: For reason ERROR, a message for the client.
+        code: For reason ERROR, an error code for the client.
+        param: Request field at fault, if there is one.
     """
 
     reason: FinishReason
@@ -193,24 +209,27 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Drafted tokens of one choice that the model verified: those in its output, and the others."""
+    """Verified drafts of one choice: accepted ones, which are in its output, and others."""
 
     num_accepted: Count
     num_rejected: Count
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """News of one choice from one step.
+    """Output of one choice in one step.
 
     Attributes:
-        token_ids: generated since the last Output, in order; may be empty with a finish.
-        logprobs: one entry per token id, where asked for.
-        num_cached_tokens: prompt tokens found in the prefix cache; set on the first Output of a choice.
-        prompt_logprobs: one entry per prompt token; on the first Output of the first choice, where asked for.
-        drafts: counts of the choice so far: with the finish, where anything was drafted, and with any Output before. A
-            choice that the gateway ends, at a stop string, shows the last that came.
-        embedding: of a request with `pooling`, with its finish, which is STOP: hidden_size values, float32 in little
-            endian; the pooled output of the model's last norm, its length as it came.
+        request_id: Id of the request.
+        choice: Index of the choice.
+        token_ids: Ids generated since the last Output, in order; may be empty with a finish.
+        finish: Set on the last Output of the choice.
+        logprobs: One entry per token id, if requested.
+        num_cached_tokens: Prompt tokens found in the prefix cache; on the first Output of a choice.
+        prompt_logprobs: One entry per prompt token; on the first Output of the first choice, if requested.
+        drafts: Counts of the choice so far: with the finish, if anything was drafted, and with any Output before.
+            A choice that the gateway ends at a stop string shows the last counts that arrived.
+        embedding: For a request with `pooling`, with its finish, which is STOP: hidden_size float32 values in
+            little-endian order, pooled from the output of the model's last norm and not normalized.
     """
 
     request_id: str
@@ -225,7 +244,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Steps(msgspec.Struct, tag="steps", frozen=True):
-    """All news for one gateway from one pass of the engine loop."""
+    """All outputs for one gateway from one pass of the engine loop."""
 
     epoch: ShortText
     sequence: Count
@@ -233,14 +252,17 @@ class Steps(msgspec.Struct, tag="steps", frozen=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters since start; the counters never decrease within an epoch.
+    """Gauges, and counters since the start. The counters never decrease within an epoch.
 
     Attributes:
-        num_waiting_tokens: prompt tokens not yet computed, of waiting and running requests.
-        pages_in_use: pages that live requests hold; num_cached_pages: free ones that could still be found.
-        prefill_tokens_per_second: learned speed at which waiting tokens are worked off; 0 while unknown.
-        counters: by metric name without prefix (`prompt_tokens_total`, `num_preemptions_total`, ...).
-        accepted_per_position: drafted tokens that were accepted, by their place in the draft.
+        num_running: Choices that are running.
+        num_waiting: Choices that are waiting.
+        num_waiting_tokens: Prompt tokens not yet computed, of waiting and running requests.
+        pages_in_use: Pages that live requests hold.
+        num_cached_pages: Free pages that can still be found.
+        prefill_tokens_per_second: Learned speed at which prompts are computed; 0 while unknown.
+        counters: Counters by metric name without prefix (`prompt_tokens_total`, `num_preemptions_total`, ...).
+        accepted_per_position: Accepted drafts by position in the draft.
     """
 
     num_running: Count = 0
@@ -262,13 +284,13 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
 
 
 class Bundle(msgspec.Struct, tag="bundle", frozen=True, kw_only=True):
-    """What the gateway needs to turn text into token ids and back.
+    """Files that the gateway needs to convert text to token ids and back.
 
     Attributes:
-        tokenizer_json: in the format of the `tokenizers` library.
-        chat_template: Jinja source, or None where the model has none.
-        special_tokens: names that templates use (`bos_token`, `eos_token`, ...) and their text.
-        add_bos_token: whether a plain completion prompt gets the beginning-of-text id in front.
+        tokenizer_json: Tokenizer in the format of the `tokenizers` library.
+        chat_template: Jinja source, or None if the model has none.
+        special_tokens: Names that templates use (`bos_token`, `eos_token`, ...) with their texts.
+        add_bos_token: Prepend the beginning-of-text id to a plain prompt.
     """
 
     bundle_hash: ShortText

@@ -1,8 +1,9 @@
-"""The metrics, once: names, labels and documentation. vLLM's names after our prefix where the meaning is the same.
+"""All metrics, with their names, labels and documentation. Metrics that mean the same as vLLM's have vLLM's names.
 
-What the gateway sees itself it counts in GatewayMetrics. What a worker counts arrives in WorkerStats with each Pong;
-WorkerCollector shows the last such report of each worker. Labels are bounded: model names come from workers, never
-from requests, and every other label from a fixed set in the code.
+GatewayMetrics holds what the gateway counts itself. Counters of a worker arrive in WorkerStats with each Pong, and
+WorkerCollector exports the last report of each worker. Labels are bounded: model names come from workers, never from
+requests,
+and every other label is from a fixed set in the code.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ _SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.0
 _LONG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 WORKER_COUNTERS = {
-    "prompt_tokens": "prompt tokens of requests that started, cached ones included",
+    "prompt_tokens": "prompt tokens of started requests, including cached ones",
     "generation_tokens": "tokens generated",
     "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "prompt tokens found in the prefix cache",
-    "prefix_cache_evictions": "cached pages that were given to other content",
-    "num_preemptions": "requests whose pages were taken away, to be computed again later",
-    "spec_decode_num_drafts": "verifications of drafted tokens, one for each choice and step",
+    "prefix_cache_evictions": "cached pages that were reused for other content",
+    "num_preemptions": "requests whose pages were taken away and that are recomputed later",
+    "spec_decode_num_drafts": "verifications of drafted tokens, one per choice and step",
     "spec_decode_num_draft_tokens": "drafted tokens that the model verified",
     "spec_decode_num_accepted_tokens": "drafted tokens that the model accepted",
-    "spec_decode_draft_seconds": "seconds that the draft model computed",
-    "engine_steps": "steps that the engine ran",
-    "step_tokens": "tokens that the steps computed, prompt and output",
-    "discarded_tokens": "tokens sampled for requests that had ended meanwhile",
-    "invalid_logits": "requests failed because their logits were not finite",
-    "rejected_requests": "submits that the worker refused for what they ask",
+    "spec_decode_draft_seconds": "seconds of computation of the draft model",
+    "engine_steps": "steps of the engine",
+    "step_tokens": "tokens computed by the steps, of prompts and outputs",
+    "discarded_tokens": "tokens sampled for requests that had already ended",
+    "invalid_logits": "requests that failed because their logits were not finite",
+    "rejected_requests": "requests that the worker refused as invalid",
     "malformed_messages": "messages from gateways that a worker dropped",
-    "gateways_dropped": "gateways that fell silent or did not take their messages",
-    "grammar_compilations": "grammars compiled, or given up",
-    "grammar_cache_hits": "choices whose grammar was found compiled",
-    "grammar_compile_seconds": "seconds that threads spent on compiling grammars",
+    "gateways_dropped": "gateways that stopped sending or did not read their messages",
+    "grammar_compilations": "grammars compiled or abandoned",
+    "grammar_cache_hits": "choices whose grammar was already compiled",
+    "grammar_compile_seconds": "seconds of threads that compiled grammars",
 }
-"""Keys of WorkerStats.counters, without the ending `_total`. Other keys are not shown."""
+"""Keys of WorkerStats.counters without the suffix `_total`. Other keys are not exported."""
 
 ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
-"""From WorkerStats.accepted_per_position, with the label `position`, from 0."""
+"""Metric of WorkerStats.accepted_per_position, with the label `position` from 0."""
 
 WORKER_GAUGES = {
-    "num_requests_running": "choices that the worker is computing",
-    "num_requests_waiting": "choices that wait for the worker",
+    "num_requests_running": "choices that the worker is running",
+    "num_requests_waiting": "choices that are waiting for the worker",
     "num_waiting_tokens": "prompt tokens not yet computed",
     "kv_cache_usage_perc": "share of the KV cache's pages that live requests hold, 0 to 1",
-    "kv_cache_num_cached_pages": "pages that no request holds but a later one may find again",
+    "kv_cache_num_cached_pages": "pages that no request holds but that later requests may reuse",
     "kv_cache_num_pages": "pages of the KV cache",
-    "worker_ready": "1 while the worker answers in time, else 0",
+    "worker_ready": "1 if the worker answers in time, else 0",
 }
 
 
 class TokenHistogram(Collector):
-    """A histogram for what happens with each token: prometheus_client's own takes a lock and 2 us an observation.
+    """Histogram for values of each token. prometheus_client's own takes a lock and 2 us per observation.
 
     For one thread. Registers itself.
     """
@@ -76,11 +77,11 @@ class TokenHistogram(Collector):
         registry.register(self)
 
     def labels(self, model_name: str) -> TokenSeries:
-        """The series of one model."""
+        """Return the series of one model."""
         return self._series.setdefault(model_name, TokenSeries(self._bounds))
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family."""
+        """Yield one metric family."""
         family = HistogramMetricFamily(self._name, self._doc, labels=["model_name"])
         for model_name, series in self._series.items():
             family.add_metric([model_name], *series.totals())
@@ -98,21 +99,21 @@ class TokenSeries:
         self._sum = 0.0
 
     def observe(self, value: float, count: int) -> None:
-        """Counts a value `count` times."""
+        """Count a value `count` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def totals(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum of all values."""
+        """Return the cumulative counts by upper bound, and the sum of all values."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, map(float, itertools.accumulate(self._counts)))), self._sum
 
 
 class GatewayMetrics:
-    """What the gateway counts itself. One per registry; attributes are prometheus_client metrics.
+    """Metrics that the gateway counts itself. One object per registry; attributes are prometheus_client metrics.
 
-    `model_name` is the canonical name of a model that a worker serves. For each accepted request exactly one of
-    request_success (by finished_reason) and request_failures (by reason) counts one.
+    `model_name` is the canonical name of a model that a worker serves. Each accepted request increments exactly one of
+    request_success (by finished_reason) and request_failures (by reason).
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -127,42 +128,46 @@ class GatewayMetrics:
 
         self.requests_accepted = counter("requests_accepted", "requests passed to a worker", "model_name")
         self.request_success = counter(
-            "request_success", "requests that ended well, by finish reason", "model_name", "finished_reason"
+            "request_success", "requests that succeeded, by finish reason", "model_name", "finished_reason"
         )
         self.request_failures = counter(
-            "request_failures", "accepted requests that did not: abort, error, worker_lost", "model_name", "reason"
+            "request_failures", "accepted requests that failed: abort, error, worker_lost", "model_name", "reason"
         )
         self.requests_rejected = counter("requests_rejected", "requests not accepted, by error code", "code")
         self.http_requests = counter("http_requests", "HTTP responses, by route and status", "route", "status")
-        self.http_requests_in_flight = gauge("http_requests_in_flight", "HTTP requests not yet answered to the end")
+        self.http_requests_in_flight = gauge("http_requests_in_flight", "HTTP requests whose response is not complete")
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "from the request's arrival to its first token", _LONG_BUCKETS
+            "time_to_first_token_seconds", "seconds from the request's arrival to its first token", _LONG_BUCKETS
         )
         self.inter_token_latency = TokenHistogram(
             PREFIX + "inter_token_latency_seconds",
-            "between two news of a choice, per token",
+            "seconds between two outputs of a choice, per token",
             _SHORT_BUCKETS,
             registry,
         )
         self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds", "a request's mean time per token after the first", _SHORT_BUCKETS
+            "request_time_per_output_token_seconds",
+            "a request's mean seconds per token after the first",
+            _SHORT_BUCKETS,
         )
         self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "from the request's arrival to its end", _LONG_BUCKETS
+            "e2e_request_latency_seconds", "seconds from the request's arrival to its end", _LONG_BUCKETS
         )
         self.queue_time = histogram(
-            "request_queue_time_seconds", "from the request's arrival until it was passed to a worker", _LONG_BUCKETS
+            "request_queue_time_seconds",
+            "seconds from the request's arrival until it was sent to a worker",
+            _LONG_BUCKETS,
         )
-        self.workers_lost = counter("workers_lost", "workers that died or fell silent")
-        self.slow_clients = counter("slow_clients", "streams cut off because the client did not read")
-        self.wire_errors = counter("gateway_wire_errors", "messages from workers that were malformed, or missing")
-        self.event_loop_lag = gauge("event_loop_lag_seconds", "how late the event loop ran its last timer")
-        self.log_lines_dropped = gauge("log_lines_dropped", "log lines lost because nobody read them in time")
+        self.workers_lost = counter("workers_lost", "workers that died or stopped answering")
+        self.slow_clients = counter("slow_clients", "streams that were cut because the client did not read")
+        self.wire_errors = counter("gateway_wire_errors", "messages from workers that were malformed or missing")
+        self.event_loop_lag = gauge("event_loop_lag_seconds", "delay of the event loop's last timer in seconds")
+        self.log_lines_dropped = gauge("log_lines_dropped", "log lines lost because they were not read in time")
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSnapshot:
-    """The last that is known of one worker. `worker` is its index, or its endpoint where it has none."""
+    """Last known state of one worker. `worker` is its index, or its endpoint if it has none."""
 
     model_name: str
     worker: str
@@ -172,17 +177,17 @@ class WorkerSnapshot:
 
 
 class WorkerCollector(Collector):
-    """Shows each worker's last report at each scrape; to be registered with `registry.register`.
+    """Collector that exports each worker's last report at each scrape; register it with `registry.register`.
 
     Args:
-        snapshots: gives the workers that are connected now, each once.
+        snapshots: Function that returns the connected workers, each once.
     """
 
     def __init__(self, snapshots: Callable[[], Iterable[WorkerSnapshot]]) -> None:
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family per name, with a sample per worker."""
+        """Yield one family per name, with a sample per worker."""
         snapshots = list(self._snapshots())
         labels = ["model_name", "worker"]
         for name, doc in WORKER_GAUGES.items():
@@ -200,7 +205,7 @@ class WorkerCollector(Collector):
 
 
 def _accepted_per_position(snapshots: Iterable[WorkerSnapshot]) -> CounterMetricFamily:
-    doc = "drafted tokens that the model accepted, by their place in the draft"
+    doc = "accepted drafts by position in the draft"
     counter = CounterMetricFamily(PREFIX + ACCEPTED_PER_POSITION, doc, labels=["model_name", "worker", "position"])
     for snapshot in snapshots:
         for position, value in enumerate(snapshot.stats.accepted_per_position):
@@ -228,7 +233,7 @@ def _gauge_value(name: str, snapshot: WorkerSnapshot) -> float:
 
 
 def metric_names() -> list[str]:
-    """Every name as /metrics shows it, sorted; the documentation is checked against it."""
+    """Return every name as /metrics shows it, sorted; the documentation is checked against it."""
     registry = CollectorRegistry()
     GatewayMetrics(registry)
     registry.register(WorkerCollector(lambda: ()))

@@ -11,7 +11,10 @@ import socket
 
 
 def notify(**fields: str | int) -> bool:
-    """Sends e.g. `notify(READY=1, STATUS="serving")`. Returns whether it was sent; never raises, never blocks."""
+    """Send a notification, e.g.
+
+    `notify(READY=1, STATUS="serving")`. Return True if it was sent; never raises or blocks.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -28,27 +31,30 @@ def notify(**fields: str | int) -> bool:
 
 
 def ready(status: str) -> bool:
-    """The service is up."""
+    """Report that the service is ready."""
     return notify(READY=1, STATUS=status)
 
 
 def stopping(status: str) -> bool:
-    """The service has begun to end."""
+    """Report that the service has begun to stop."""
     return notify(STOPPING=1, STATUS=status)
 
 
 def extend_timeout(seconds: float, status: str) -> bool:
-    """Asks for that much more time to start or stop; to be repeated while a model loads."""
+    """Request more time to start or stop; repeat it while a model loads."""
     return notify(EXTEND_TIMEOUT_USEC=int(seconds * 1e6), STATUS=status)
 
 
 def watchdog() -> bool:
-    """Says that the caller's main loop turns. To be called from that loop, never from a thread of its own."""
+    """Report that the caller's main loop is alive. Call it from that loop, never from another thread."""
     return notify(WATCHDOG=1)
 
 
 def watchdog_interval() -> float | None:
-    """Seconds between two calls of watchdog(): half of what systemd allows this process. None without a watchdog."""
+    """Return the seconds between two calls of watchdog(): half of systemd's limit for this process.
+
+    None without a watchdog.
+    """
     microseconds = os.environ.get("WATCHDOG_USEC", "")
     owner = os.environ.get("WATCHDOG_PID", "")
     if not microseconds.isdecimal() or int(microseconds) == 0 or (owner and owner != str(os.getpid())):

@@ -1,5 +1,7 @@
-"""The sampling parameters and their range checks, once: the gateway calls `validate` on what a client sent, the
-worker on what arrived from the socket."""
+"""Sampling parameters and their range checks.
+
+The gateway calls `validate` on the client's parameters, and the worker on what arrived from the socket.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,30 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_BAD_WORDS = 1024
-"""Sequences of bad_words; of all together at most MAX_BAD_WORD_TOKENS tokens."""
+"""Maximum number of sequences of bad_words, which have at most MAX_BAD_WORD_TOKENS tokens in total."""
 MAX_BAD_WORD_TOKENS = 2048
 MAX_DRY_BREAKERS = 16384
 MAX_DRY_LENGTH = 1024
 MAX_REPETITION = 1024
-"""Tokens of a pattern that repetition_detection looks for, and how often it may have to come."""
+"""Maximum tokens of a pattern for repetition_detection, and maximum number of repetitions that it may require."""
 MAX_MARK_TOKENS = 64
-"""Tokens that open or close a model's reasoning."""
+"""Maximum number of tokens that open or close a model's reasoning."""
 MIN_TEMPERATURE = 1e-5
-"""A temperature below this is greedy: the quotient logits / temperature would overflow float32."""
+"""Temperatures below this are greedy, because logits / temperature would overflow float32."""
 MIN_REPETITION_PENALTY = 1e-5
-"""Below this the penalty would make infinities of finite logits, also once they are divided by a temperature."""
+"""Smallest repetition penalty.
+
+A smaller one would turn finite logits into infinities, also after division by a temperature.
+"""
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ends a choice whose last tokens are one pattern over and over (vLLM's `repetition_detection`).
+    """End of a choice whose last tokens repeat one pattern (vLLM's `repetition_detection`).
 
     Attributes:
-        max_pattern_size: longest pattern that is looked for, in tokens, in [1, 1024].
-        min_pattern_size: shortest one, in [1, max_pattern_size].
-        min_count: so many times in a row end the choice, in [2, 1024].
+        max_pattern_size: Longest pattern in tokens, in [1, 1024].
+        min_pattern_size: Shortest pattern, in [1, max_pattern_size].
+        min_count: Number of consecutive occurrences that end the choice, in [2, 1024].
     """
 
     max_pattern_size: int
@@ -43,13 +48,14 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds the tokens between the marks of a model's reasoning.
+    """Bound on the tokens between the marks of a model's reasoning.
 
     Attributes:
-        max_tokens: once so many are generated inside, end_ids are forced, one after the other; >= 0.
-        start_ids: what opens the reasoning, as token ids; empty where it only ever begins open.
-        end_ids: what closes it, at least one id.
-        open: whether the prompt ends inside the reasoning.
+        max_tokens: Number of tokens inside the reasoning after which end_ids are forced, one after the other; >=
+            0.
+        start_ids: Token ids that open the reasoning; empty if it is only opened by the prompt.
+        end_ids: Token ids that close it, at least one.
+        open: True if the prompt ends inside the reasoning.
     """
 
     max_tokens: int
@@ -59,42 +65,48 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen, for one request.
+    """Sampling parameters of one request.
 
     Attributes:
-        temperature: in [0, 2]; 0 takes the likeliest token.
-        top_k: keep the k likeliest tokens; 0 keeps all. (-1 from a client means 0.)
-        top_p: in (0, 1]; keep the smallest set of tokens whose probability reaches it.
-        min_p: in [0, 1]; keep tokens at least this share of the likeliest one's probability.
-        repetition_penalty: in [1e-5, 100]; divides positive and multiplies negative logits of tokens seen in prompt
-            or output (Keskar et al. 2019, CTRL).
-        presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and once per occurrence, for tokens seen in
-            the output.
-        logit_bias: token id -> bias in [-100, 100], added to the logits.
-        seed: signed 64-bit; the gateway always fills it in before it submits.
-        max_tokens: how many tokens may be generated, >= 1.
-        min_tokens: end-of-text and stop tokens are masked until this many are generated.
-        ignore_eos: end-of-text ids are masked for the whole request; stop_token_ids still hold.
-        stop_token_ids: further ids that end the request.
-        logprobs: how many alternatives to report per generated token (0: only the chosen one); None: no report.
-        prompt_logprobs: the same for each prompt token.
-        typical_p: in (0, 1]; locally typical sampling (Meister et al. 2023); 1 keeps all.
-        top_n_sigma: in [0, 100]; keep logits within so many standard deviations of the largest (Tang et al. 2024);
+        temperature: In [0, 2]; 0 takes the likeliest token.
+        top_k: Keep the k likeliest tokens; 0 keeps all. (-1 from a client means 0.)
+        top_p: In (0, 1]; keep the smallest set of tokens whose probability reaches it.
+        min_p: In [0, 1]; keep tokens with at least this share of the likeliest token's probability.
+        repetition_penalty: In [1e-5, 100]; divides positive and multiplies negative logits of tokens seen in
+            prompt or output (Keskar et al. 2019, CTRL).
+        presence_penalty: In [-2, 2]; subtracted once for tokens seen in the output.
+        frequency_penalty: In [-2, 2]; subtracted per occurrence in the output.
+        logit_bias: Bias in [-100, 100] by token id, added to the logits.
+        seed: Signed 64-bit number; the gateway always sets it before it submits.
+        max_tokens: Maximum number of generated tokens, >= 1.
+        min_tokens: Number of generated tokens before which end-of-text and stop tokens are masked.
+        ignore_eos: Mask end-of-text ids for the whole request; stop_token_ids still apply.
+        stop_token_ids: Additional ids that end the request.
+        logprobs: Number of alternatives to report per generated token (0: only the chosen one); None for no
+            report.
+        prompt_logprobs: The same for each prompt token.
+        typical_p: In (0, 1]; locally typical sampling (Meister et al. 2023); 1 keeps all.
+        top_n_sigma: In [0, 100]; keep logits within so many standard deviations of the largest (Tang et al. 2024);
             0 keeps all.
-        xtc_probability, xtc_threshold: in [0, 1] both; with this probability all tokens above the threshold but the
-            least likely of them are dropped; probability 0 is off.
-        dynatemp_range: in [0, 2]; the temperature is between temperature - range and temperature + range by the
-            entropy of the distribution; 0 is off. dynatemp_exponent: in [0.01, 10], the shape of that curve.
-        mirostat: 0 off, 1 or 2 the version (Basu et al. 2021). mirostat_tau in (0, 20] the aimed surprise in bits,
-            mirostat_eta in (0, 1] the learning rate. In place of top_k, top_p, min_p and typical_p.
-        dry_multiplier: in [0, 100]; what would continue a repetition of n >= dry_allowed_length tokens loses
-            dry_multiplier * dry_base ** (n - dry_allowed_length); 0 is off. dry_base in [1, 10],
-            dry_allowed_length in [1, 1024].
-        dry_penalty_last_n: so many last tokens are looked at; -1 all, 0 none.
-        dry_breakers: token ids that no repetition goes across.
-        bad_words: sequences of token ids whose last one is never sampled after the others.
-        allowed_token_ids: where not empty, nothing but these, and the ids that end the text, is ever sampled.
-        repetition_detection, thinking: see there; None is off.
+        xtc_probability: In [0, 1]; probability of dropping all tokens above the threshold except the least likely
+            of them; 0 is off.
+        xtc_threshold: In [0, 1].
+        dynatemp_range: In [0, 2]; the temperature varies between temperature - range and temperature + range with
+            the entropy of the distribution; 0 is off.
+        dynatemp_exponent: In [0.01, 10]; shape of that curve.
+        mirostat: 0 for off, else version 1 or 2 (Basu et al. 2021). Replaces top_k, top_p, min_p and typical_p.
+        mirostat_tau: In (0, 20]; target surprise in bits.
+        mirostat_eta: In (0, 1]; learning rate.
+        dry_multiplier: In [0, 100]; a token that would continue a repetition of n >= dry_allowed_length tokens
+            loses dry_multiplier * dry_base ** (n - dry_allowed_length); 0 is off.
+        dry_base: In [1, 10].
+        dry_allowed_length: In [1, 1024].
+        dry_penalty_last_n: Number of last tokens that are searched; -1 for all, 0 for none.
+        dry_breakers: Token ids that repetitions do not cross.
+        bad_words: Sequences of token ids whose last id is never sampled after the others.
+        allowed_token_ids: If not empty, only these ids, and ids that end the text, are ever sampled.
+        repetition_detection: See RepetitionDetection; None is off.
+        thinking: See ThinkingBudget; None is off.
     """
 
     temperature: float = 1.0
@@ -133,30 +145,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken without noise."""
+        """True if the likeliest token is taken without noise."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
     def extended(self) -> bool:
-        """Whether one of the rarer filters, or a temperature that depends on the distribution, has an effect."""
+        """True if a rare filter, or a temperature that depends on the distribution, has an effect."""
         wanted = self.typical_p < 1.0 or self.top_n_sigma > 0.0 or self.xtc_probability > 0.0
         return not self.greedy and (wanted or self.dynatemp_range > 0.0 or self.mirostat > 0)
 
     @property
     def uses_dry(self) -> bool:
-        """Whether repetitions are looked for."""
+        """True if DRY searches for repetitions."""
         return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
 
     @property
     def uses_penalties(self) -> bool:
-        """Whether token counts of prompt and output are needed."""
+        """True if token counts of prompt and output are needed."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError naming the first parameter that is out of its range.
+        """Check the ranges of all parameters.
 
         Args:
-            vocab_size: all token ids must be below it.
+            vocab_size: All token ids must be below it.
+
+        Raises:
+            InvalidRequestError: A parameter is out of its range; the error names the first one.
         """
         for name, low, high in _RANGES:
             _check_number(name, getattr(self, name), low, high)
@@ -182,7 +197,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(words) > MAX_BAD_WORDS:
             raise _invalid("bad_words", f"has {len(words)} entries; at most {MAX_BAD_WORDS} are allowed")
         if not all(words):
-            raise _invalid("bad_words", "has an entry without tokens")
+            raise _invalid("bad_words", "has an entry without tokens; each entry needs at least one token")
         tokens = tuple(token_id for word in words for token_id in word)
         if len(tokens) > MAX_BAD_WORD_TOKENS:
             raise _invalid("bad_words", f"has {len(tokens)} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed")
@@ -228,7 +243,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 """Name, smallest and largest value."""
 _OPEN_RANGES = (("top_p", 1.0), ("typical_p", 1.0), ("mirostat_tau", 20.0), ("mirostat_eta", 1.0))
-"""Name and largest value; all must be above 0."""
+"""Name and largest value; all values must be above 0."""
 
 
 def _invalid(name: str, problem: str) -> InvalidRequestError:
@@ -236,7 +251,7 @@ def _invalid(name: str, problem: str) -> InvalidRequestError:
 
 
 def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False, field: str = "") -> None:
-    """Refuses NaN and infinities too, which every comparison lets through (CVE-2026-54235)."""
+    """Check a number. NaN and infinities, which pass every comparison, are refused too (CVE-2026-54235)."""
     above = value > low if open_low else value >= low
     if (isinstance(value, float) and not math.isfinite(value)) or not (above and value <= high):
         bracket = "(" if open_low else "["
@@ -249,4 +264,4 @@ def _check_ids(name: str, ids: tuple[int, ...], most: int, vocab_size: int) -> N
         raise _invalid(name, f"has {len(ids)} entries; at most {most} are allowed")
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise _invalid(name, f"has token id {token_id}; the vocabulary has {vocab_size}")
+            raise _invalid(name, f"has token id {token_id}; it must be below the vocabulary size {vocab_size}")

@@ -1,8 +1,10 @@
-"""Endpoints and socket options of the ZeroMQ plane between gateway and workers.
+"""Endpoints and socket options of the ZeroMQ connections between gateway and workers.
 
-Each worker binds one ROUTER at `ipc://RUNTIME_DIR/worker-{index}-{epoch}.sock`; a gateway holds one DEALER per
-worker. The runtime directory has mode 0700, so only the user who runs Pelton can connect. The name carries the
-worker's epoch: a restarted worker binds a new path, and a gateway never speaks to an earlier life by accident.
+Each worker binds one ROUTER at `ipc://RUNTIME_DIR/worker-{index}-{epoch}.sock`. A gateway has one DEALER per worker.
+The runtime
+directory has mode 0700, so only the user who runs Pelton can connect. The name contains the worker's epoch: a
+restarted worker
+binds a new path, and a gateway never talks to an earlier process by accident.
 """
 
 from __future__ import annotations
@@ -19,31 +21,31 @@ from shared import wire
 from shared.errors import ConfigurationError
 
 HIGH_WATER_MARK = 10_000
-"""Messages queued per peer and direction; beyond it sends fail with zmq.Again instead of growing memory."""
+"""Messages queued per peer and direction. Above it, sends fail with zmq.Again and memory does not grow."""
 
 MAX_ENDPOINT_PATH = 107
-"""sockaddr_un.sun_path holds 108 bytes, the last of which is the terminator."""
+"""sockaddr_un.sun_path has 108 bytes, the last of which is the terminator."""
 
 _SOCKET_NAME = re.compile(r"worker-(\d{1,6})-([0-9a-f]{8})\.sock")
 
 
 def runtime_dir(configured: str = "") -> Path:
-    """The directory of the workers' sockets, made with mode 0700 where it is missing.
+    """Return the directory of the workers' sockets, created with mode 0700 if it is missing.
 
     Args:
-        configured: the setting `runtime_dir`; empty takes $XDG_RUNTIME_DIR/pelton, else /tmp/pelton-UID.
+        configured: The setting `runtime_dir`; empty for $XDG_RUNTIME_DIR/pelton, else /tmp/pelton-UID.
 
     Raises:
-        ConfigurationError: it cannot be made, is no directory, belongs to another user, is open to others or closed
-            to its owner, or its path is too long for a socket's name.
+        ConfigurationError: It cannot be created, is not a directory, belongs to another user, has other
+            permissions, or its path is too long for a socket.
     """
     path = Path(configured) if configured else _default_runtime_dir()
     path = path.absolute()
     longest = len(os.fsencode(path)) + len("/worker-999999-00000000.sock")
     if longest > MAX_ENDPOINT_PATH:
         raise ConfigurationError(
-            f"runtime_dir {path} is too long: a socket's path there would have {longest} bytes, "
-            f"at most {MAX_ENDPOINT_PATH} are possible"
+            f"runtime_dir {path} is too long: a socket's path there would have {longest} bytes; at most "
+            f"{MAX_ENDPOINT_PATH} are allowed"
         )
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,15 +71,17 @@ def _default_runtime_dir() -> Path:
 
 
 def worker_endpoint(directory: Path, index: int, epoch: str) -> str:
-    """The endpoint of one life of a worker. `epoch` is 8 lower-case hexadecimal characters."""
+    """Return the endpoint of one process of a worker. `epoch` has 8 lower-case hexadecimal characters."""
     name = f"worker-{index}-{epoch}.sock"
     if not _SOCKET_NAME.fullmatch(name):
-        raise ConfigurationError(f"{name} is no socket name: index below 1000000, 8 hex digits of epoch")
+        raise ConfigurationError(
+            f"{name} is not a socket name: expected an index below 1000000 and an epoch of 8 hexadecimal digits"
+        )
     return f"ipc://{directory / name}"
 
 
 def list_worker_endpoints(directory: Path) -> list[str]:
-    """The endpoints of the sockets that lie in the directory now, oldest first; stale ones may be among them."""
+    """Return the endpoints of the sockets in the directory, oldest first. Stale ones may be included."""
     found: list[tuple[int, str]] = []
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(directory):
@@ -90,16 +94,18 @@ def list_worker_endpoints(directory: Path) -> list[str]:
 
 
 def parse_endpoint(endpoint: str) -> tuple[int, str] | None:
-    """(index, epoch) of an endpoint made by worker_endpoint, or None for any other."""
+    """Return (index, epoch) of an endpoint made by worker_endpoint, or None for any other."""
     match = _SOCKET_NAME.fullmatch(endpoint.rpartition("/")[2])
     return (int(match[1]), match[2]) if match else None
 
 
 def remove_stale(directory: Path, index: int) -> list[str]:
-    """Removes the sockets of all lives of worker `index`; called by that worker before it binds.
+    """Remove the sockets of all earlier processes of worker `index`, which calls this before it binds.
 
-    One supervisor (or unit) runs one worker of an index at a time, so whatever lies there is of a dead one.
-    Returns the names that were removed.
+    One supervisor or unit runs one worker of an index at a time, so existing sockets belong to dead processes.
+
+    Returns:
+        The names that were removed.
     """
     removed = []
     for endpoint in list_worker_endpoints(directory):
@@ -113,15 +119,18 @@ def remove_stale(directory: Path, index: int) -> list[str]:
 
 
 def make_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A worker's bound ROUTER. Sends to a peer that is gone raise ZMQError(EHOSTUNREACH), never drop silently.
+    """Return a worker's bound ROUTER. Sends to a peer that is gone raise ZMQError(EHOSTUNREACH).
 
-    Raises ConfigurationError where the endpoint cannot be bound. Sends and receives take zmq.NOBLOCK.
+    Sends and receives take zmq.NOBLOCK.
+
+    Raises:
+        ConfigurationError: The endpoint cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     try:
         _set_common_options(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A gateway that restarts with the same identity takes over from its own dead connection.
+        # A gateway that restarts with the same identity replaces its own dead connection.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -131,9 +140,15 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
 
 
 def make_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
-    """A gateway's DEALER to one worker; `identity` is the gateway's id (1 to 255 bytes, the first not zero).
+    """Return a gateway's DEALER to one worker. Connecting continues in the background.
 
-    Raises ConfigurationError for an endpoint that ZeroMQ cannot parse. Connecting itself goes on in the background.
+    Args:
+        context: ZeroMQ context.
+        endpoint: Endpoint of the worker.
+        identity: Id of the gateway, 1 to 255 bytes, the first not zero.
+
+    Raises:
+        ConfigurationError: ZeroMQ cannot parse the endpoint.
     """
     socket = context.socket(zmq.DEALER)
     try:
@@ -145,7 +160,7 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity
     except zmq.ZMQError as error:
         socket.close(0)
         reason = zmq.strerror(error.errno or 0)
-        raise ConfigurationError(f"worker endpoint {endpoint} is not usable: {reason}") from error
+        raise ConfigurationError(f"worker endpoint {endpoint} cannot be used: {reason}") from error
     return socket
 
 

@@ -1,11 +1,16 @@
-"""`pelton serve`: runs the gateway and the workers of one machine as child processes.
+"""`pelton serve`: supervisor of the gateway and worker processes of one machine.
 
-It imports neither aiohttp nor torch. Each child is in a session of its own, so that a Ctrl-C reaches only the
-supervisor, which passes it on in order: the gateway first, so that it drains while the workers still compute, then the
-workers. A child that dies is started again with exponential back-off. One that cannot start at all (exit code 1
-before it was ever ready), or that cannot use what the others are (shared.exit_codes), ends everything, because a second
-try would end the same way; the reason that it gave is the last line of all. When the supervisor itself dies, however,
-the children read end-of-file on their pipe and exit (shared.supervisor_pipe).
+It imports neither aiohttp nor torch. Each child has a session of its own, so that a Ctrl-C reaches only the
+supervisor, which
+stops the children in order: the gateway first, so that it drains while the workers still compute, then the workers. A
+child
+that dies is restarted with exponential back-off. A child that cannot start (exit code 1 before it was ever ready), or
+that
+cannot use the others (shared.exit_codes), ends everything, because another attempt would end the same way; the last
+line of
+the output is the reason that it gave. When the supervisor itself dies, the children read end-of-file on their pipe and
+exit
+(shared.supervisor_pipe).
 """
 
 from __future__ import annotations
@@ -41,8 +46,11 @@ class ChildSpec:
     """One process to keep running.
 
     Attributes:
-        stop_order: children with a lower number are stopped first; the next follow when those are gone.
-        stop_seconds: how long the child may take after SIGTERM before it gets SIGKILL.
+        name: Name of the child.
+        command: Command line.
+        environment: Environment variables.
+        stop_order: Children with a lower number are stopped first; the next follow when those are gone.
+        stop_seconds: Seconds after SIGTERM at which the child gets SIGKILL.
     """
 
     name: str
@@ -56,7 +64,7 @@ class ChildSpec:
 class Backoff:
     """Seconds before a restart: `first`, doubled at each further failure up to `limit`.
 
-    After a life of `healthy` seconds the count of failures begins anew.
+    After a child has run for `healthy` seconds the count of failures starts again.
     """
 
     first: float = 0.25
@@ -64,17 +72,17 @@ class Backoff:
     healthy: float = 60.0
 
     def delay(self, num_failures: int) -> float:
-        """Seconds to wait after that many failures in a row, >= 1."""
+        """Return the seconds to wait after `num_failures` >= 1 failures in a row."""
         return min(self.limit, self.first * 2.0 ** min(num_failures - 1, 30))
 
 
 class Child:
-    """The state of one child. Only the Supervisor changes it.
+    """State of one child. Only the Supervisor changes it.
 
     Attributes:
-        was_ready: whether any life of the child has said READY=1.
-        reason: why its last life ended, in its own words; empty where it gave none.
-        restart_at: when to start it again (monotonic), or None while it runs or shall stay down.
+        was_ready: True if the child has ever sent READY=1.
+        reason: Reason that its last process gave for its end; empty if it gave none.
+        restart_at: Monotonic time of the next start, or None while the child runs or stays down.
     """
 
     def __init__(self, spec: ChildSpec, notify_path: Path) -> None:
@@ -92,10 +100,10 @@ class Child:
         self.notify_socket.bind(str(notify_path))
 
     def read_notifications(self) -> None:
-        """Takes what the child has sent by sd_notify."""
+        """Receive the child's sd_notify messages."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                # Not splitlines: what a reason quotes may have a carriage return, which ends no line here.
+                # Not splitlines: a carriage return in a reason does not end a line.
                 lines = self.notify_socket.recv(4096).decode("utf-8", "replace").split("\n")
                 self.was_ready = self.was_ready or "READY=1" in lines
                 reasons = [line for line in lines if line.startswith(supervisor_pipe.REASON_PREFIX)]
@@ -103,7 +111,7 @@ class Child:
                     self.reason = reasons[-1].removeprefix(supervisor_pipe.REASON_PREFIX)
 
     def signal(self, number: int) -> None:
-        """Signals the child alone (SIGKILL: with every process of its session's group)."""
+        """Signal the child alone; SIGKILL goes to every process of its session's group."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
@@ -112,19 +120,20 @@ class Child:
                     self.process.send_signal(number)
 
     def close(self) -> None:
-        """Removes the notification socket."""
+        """Remove the notification socket."""
         self.notify_socket.close()
         self.notify_path.unlink(missing_ok=True)
 
 
 class Supervisor:
-    """Starts, watches, restarts and stops children; `run` returns the exit code.
+    """Supervisor that starts, watches, restarts and stops children.
 
     Attributes:
-        reason: what the child said that could not start, where that has ended everything.
+        reason: Reason of a child that could not start, if that has ended everything.
 
     Args:
-        directory: private directory for the notification sockets.
+        specs: The children.
+        directory: Private directory for the notification sockets.
     """
 
     def __init__(self, specs: Sequence[ChildSpec], directory: Path, *, backoff: Backoff | None = None) -> None:
@@ -140,7 +149,7 @@ class Supervisor:
         self.reason = ""
 
     def run(self) -> int:
-        """Runs until a stop signal, or until a child cannot start. From the main thread only."""
+        """Run until a stop signal or until a child cannot start; return the exit code. For the main thread only."""
         self._listen()
         try:
             for child in self._children:
@@ -161,7 +170,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda received, _frame: self._signals.append(received))
-        # The handler does nothing: it is there so that the death of a child writes to the wake-up socket.
+        # The handler does nothing. It exists so that the death of a child writes to the wake-up socket.
         signal.signal(signal.SIGCHLD, lambda _received, _frame: None)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         for child in self._children:
@@ -198,11 +207,11 @@ class Supervisor:
             number = self._signals.pop(0)
             name = signal.Signals(number).name
             if self._stopping is None:
-                logger.info("signal", signal=name, next_one="ends everything at once")
+                logger.info("signal", signal=name, next_one="ends_everything")
                 self._begin_stop(0)
             else:
                 logger.info("signal", signal=name)
-                # Asked twice: no more waiting.
+                # A second signal: stop waiting.
                 self._exit_code = self._exit_code or 1
                 self._kill_all()
 
@@ -218,7 +227,7 @@ class Supervisor:
             if child.process is None or child.process.poll() is None:
                 continue
             code, lifetime = child.process.returncode, time.monotonic() - child.started_at
-            # Whatever it started in its group (ranks of a worker) goes with it.
+            # Processes that the child started in its group (ranks of a worker) end with it.
             child.signal(signal.SIGKILL)
             child.process = None
             child.read_notifications()
@@ -243,7 +252,7 @@ class Supervisor:
                 )
 
     def were_ready(self, kind: str) -> bool:
-        """Whether every child named `kind`-NUMBER has said in some life that it is ready. Other threads may ask."""
+        """Return True if every child named `kind`-NUMBER has been ready at some time. Other threads may call this."""
         return all(child.was_ready for child in self._children if child.spec.name.startswith(f"{kind}-"))
 
     def _restart_due(self) -> None:
@@ -253,14 +262,14 @@ class Supervisor:
                 self._start(child)
 
     def _advance_stop(self) -> None:
-        """Stops the next group of children when the one before is gone; kills what takes too long."""
+        """Stop the next group of children when the previous one is gone; kill those that take too long."""
         if self._stopping is None:
             return
         alive = [child for child in self._children if child.process is not None]
         if any(child in alive for child in self._stopping):
             if time.monotonic() >= self._stop_deadline:
                 for child in self._stopping:
-                    logger.warning("killed: did not end in time", child=child.spec.name)
+                    logger.warning("killed because it did not end in time", child=child.spec.name)
                     child.signal(signal.SIGKILL)
                 self._stop_deadline = time.monotonic() + 1.0
             return
@@ -289,15 +298,14 @@ class Supervisor:
 
 
 def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """The command `pelton serve`. Returns its exit code.
+    """Run `pelton serve` and return its exit code.
 
     Raises:
-        ConfigurationError: before anything is started; or for the reason that a child gave which could not start, when
-            everything has ended.
+        ConfigurationError: The settings are invalid, or a child could not start; the message is its reason.
     """
     settings = config.load_settings(ServeSettings, argv, env, prog="pelton serve")
     writer = log.configure(settings.log_level, settings.log_format, process="supervisor")
-    # A free port is chosen here, once, so that a gateway that is started again listens where clients know it.
+    # A free port is chosen here, once, so that a restarted gateway listens on the same port.
     settings = dataclasses.replace(settings, port=settings.port or _free_port(settings.host))
     own = settings.runtime_dir or str(sockets.runtime_dir() / f"serve-{settings.port}")
     directory = sockets.runtime_dir(own)
@@ -322,8 +330,8 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSpec]:
-    """The workers and the gateways of one `pelton serve`; the gateways stop first."""
-    # Not the supervisor's own: each child gets the socket on which the supervisor listens.
+    """Return the workers and gateways of one `pelton serve`; the gateways stop first."""
+    # Not the supervisor's own socket: each child gets the socket on which the supervisor listens.
     inherited = {name: value for name, value in env.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
     num_workers = settings.data_parallel_size
     num_threads = settings.num_threads
@@ -345,7 +353,10 @@ def child_specs(settings: ServeSettings, env: Mapping[str, str]) -> list[ChildSp
 
 
 def python_module(name: str) -> list[str]:
-    """The command that runs one of Pelton's packages. -P: a folder `worker` where the user stands must not be found."""
+    """Return the command that runs one of Pelton's packages.
+
+    -P: a folder `worker` in the current directory must not be found.
+    """
     return [sys.executable, "-P", "-m", name]
 
 
@@ -361,7 +372,10 @@ def _free_port(host: str) -> int:
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Keeps a second supervisor out of the directory, whose workers would remove the first one's sockets."""
+    """Return the command that runs one of Pelton's packages.
+
+    -P: a folder `worker` in the current directory must not be found.
+    """
     try:
         file = open(directory / "serve.lock", "w")  # noqa: SIM115 - the next line closes it
     except OSError as error:
@@ -371,6 +385,7 @@ def _lock(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigurationError(
-                f"another pelton serve runs in {directory}; choose another --port, and --runtime-dir if you gave one"
+                f"another pelton serve is running in {directory}; choose another --port, and another --runtime-dir "
+                "if you gave one"
             ) from error
         yield

@@ -1,8 +1,10 @@
-"""Between a supervisor and its children: the pipe by which a child learns that the supervisor is gone, however that
-ended, and the message by which the supervisor learns why a child cannot go on.
+"""Pipe and messages between a supervisor and its children.
 
-The supervisor holds the write end and never writes; the child inherits the read end, named by PELTON_SUPERVISOR_FD.
-When the supervisor dies (kill -9 included) the kernel closes the write end and the child reads end-of-file.
+By the pipe a child notices that the supervisor has ended, however that happened. The supervisor holds the write end
+and never
+writes; the child inherits the read end, named by PELTON_SUPERVISOR_FD. When the supervisor dies (also by kill -9), the
+kernel
+closes the write end and the child reads end-of-file. By a message a child tells its supervisor why it cannot continue.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from shared import notify
 
 ENVIRONMENT_VARIABLE = "PELTON_SUPERVISOR_FD"
 REASON_PREFIX = "X_PELTON_REASON="
-"""Begins the line of a notification that says why a child ends; systemd ignores what begins with X_."""
+"""Prefix of a notification that contains the reason of a child's end. systemd ignores lines that begin with X_."""
 
 
 def supervisor_fd() -> int | None:
-    """The inherited read end, or None where no supervisor started this process. The caller may add it to its loop."""
+    """Return the inherited read end, or None if no supervisor started this process.
+
+    The caller may add it to its event loop.
+    """
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if not text.isdecimal():
         return None
@@ -33,10 +38,9 @@ def supervisor_fd() -> int | None:
 
 
 def watch(callback: Callable[[], None]) -> threading.Thread | None:
-    """Calls `callback` once, from a daemon thread, when the supervisor is gone.
+    """Call `callback` once, from a daemon thread, when the supervisor is gone.
 
-    A callback for an event loop hands over with `loop.call_soon_threadsafe`. Returns None, and never calls, where no
-    supervisor started this process.
+    For an event loop, the callback uses `loop.call_soon_threadsafe`. Without a supervisor it is never called.
     """
     fd = supervisor_fd()
     if fd is None:
@@ -47,7 +51,7 @@ def watch(callback: Callable[[], None]) -> threading.Thread | None:
 
 
 def give_reason(program: str, reason: str) -> None:
-    """Says why this process is about to end: to its supervisor, whose last line it shall be, else on standard error."""
+    """Report why this process is about to end, to its supervisor if there is one, else on standard error."""
     told = ENVIRONMENT_VARIABLE in os.environ and notify.notify(**{REASON_PREFIX[:-1]: reason})
     if not told:
         print(f"{program}: {reason}", file=sys.stderr)

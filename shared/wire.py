@@ -1,4 +1,4 @@
-"""Encoding and decoding of messages (MessagePack by msgspec), with limits. Nothing here evaluates what it decodes."""
+"""Encoding and decoding of messages (MessagePack by msgspec), with limits. Decoding never evaluates data."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decode
 
 
 def encode(message: GatewayMessage | WorkerMessage) -> bytes:
-    """One message as the payload of one frame."""
+    """Encode one message as the payload of one frame."""
     return _encoder.encode(message)
 
 
 def decode_gateway_message(frame: bytes | memoryview) -> GatewayMessage:
-    """What a worker received. Raises WireError for anything that is not a GatewayMessage."""
+    """Decode a frame that a worker received. Raises WireError if it is not a GatewayMessage."""
     return _decode(_gateway_decoder, frame)
 
 
 def decode_worker_message(frame: bytes | memoryview) -> WorkerMessage:
-    """What a gateway received. Raises WireError for anything that is not a WorkerMessage."""
+    """Decode a frame that a gateway received. Raises WireError if it is not a WorkerMessage."""
     return _decode(_worker_decoder, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes | memoryview) -> _T:
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+        raise WireError(f"message of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,8 +212,6 @@ def _options(
         stop_regex=() if fields.stop_regex is None else check_stop_regexes(fields.stop_regex, stop),
         sampling={
             **sampling_values(fields),
-            "logit_bias": _logit_bias(fields.logit_bias),
-            "seed": random.getrandbits(63) if fields.seed is None else fields.seed,
             # The best of several choices are found by their log-probabilities.
             "logprobs": 0 if logprobs is None and best_of > n else logprobs,
             "prompt_logprobs": prompt_logprobs,
@@ -319,13 +316,3 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     if not all(1 <= len(string) <= MAX_STOP_LENGTH for string in strings):
         raise InvalidRequestError(f"Each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
     return strings
-
-
-def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
-    result: dict[int, float] = {}
-    for key, bias in (biases or {}).items():
-        # int() would also accept "+1", "1_0", " 1" and digits of other scripts.
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise InvalidRequestError("The keys of logit_bias must be token ids in decimal digits.", param="logit_bias")
-        result[int(key)] = bias
-    return result

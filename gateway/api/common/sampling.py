@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,11 +106,23 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
             message = f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids."
             raise InvalidRequestError(message, param="allowed_token_ids")
         values["allowed_token_ids"] = tuple(allowed)
+    values["logit_bias"] = _logit_bias(fields.logit_bias)
+    values["seed"] = random.getrandbits(63) if fields.seed is None else fields.seed
     values["ignore_eos"] = bool(fields.ignore_eos)
     values["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     _check_words("bad_words", fields.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
     _check_words("dry_sequence_breakers", fields.dry_sequence_breakers, MAX_BREAKERS, MAX_BREAKER_LENGTH)
     return values
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
+    result: dict[int, float] = {}
+    for key, bias in (biases or {}).items():
+        # int() would also accept "+1", "1_0", " 1" and digits of other scripts.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequestError("The keys of logit_bias must be token ids in decimal digits.", param="logit_bias")
+        result[int(key)] = bias
+    return result
 
 
 def _check_words(name: str, words: Sequence[str] | None, max_words: int, max_length: int) -> None:

@@ -91,6 +91,7 @@ class ByteVocabulary:
         self.special_token_ids = [self.eos_token_id, *taken]
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """Return the ids of the bytes of a text."""
         return [self._id_of[value] for value in (text.encode() if isinstance(text, str) else text)]
 
 

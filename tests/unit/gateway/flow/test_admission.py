@@ -100,7 +100,7 @@ def test_retry_after_follows_how_fast_requests_end(monkeypatch: pytest.MonkeyPat
 def test_sequences_of_other_gateways_count() -> None:
     admission = make()
     admit(admission, foreign_sequences=5)
-    with pytest.raises(RateLimitError, match="6 sequences run or wait; the limit is 6"):
+    with pytest.raises(RateLimitError, match="6 sequences are running or waiting; the limit is 6"):
         admit(admission, foreign_sequences=5)
     admit(admission, foreign_sequences=4)
 

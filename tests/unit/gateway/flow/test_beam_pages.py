@@ -113,7 +113,7 @@ def test_of_beams_that_do_not_fit_most_pages_are_found_again() -> None:
 
 
 def test_what_costs_too_much_is_refused_with_the_numbers() -> None:
-    with pytest.raises(InvalidRequestError, match=r"8 beams need \d+ pages of 4 tokens .* has 20:") as refused:
+    with pytest.raises(InvalidRequestError, match=r"8 beams need \d+ pages of 4 tokens .* has 20, so") as refused:
         search(20, width=8, num_tokens=400, num_prompt_tokens=8)
     assert refused.value.param == "n"
 
