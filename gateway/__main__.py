@@ -1,7 +1,7 @@
 """Entry point of the gateway process: `python -m gateway`.
 
-The exit code is 0 after an orderly shutdown, or one of shared.errors: 1 for an unusable configuration, 78 if
-`pelton serve` started the process and the model cannot be served.
+The exit code is 0 after an orderly shutdown, or one of shared.errors: 1 for an unusable configuration, 78 if `pelton
+serve` started the process and the model cannot be served.
 """
 
 from __future__ import annotations

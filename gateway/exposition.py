@@ -48,8 +48,8 @@ def labelled(texts: Mapping[int, bytes]) -> bytes:
 
     Text that cannot be parsed is omitted.
 
-    The samples are not summed: when a process dies, its counts disappear, and Prometheus would take the falling sum for
-    a counter that was reset and count the remaining value again.
+    The samples are not summed: when a process dies, its counts disappear, and Prometheus would take the falling sum
+    for a counter that was reset and count the remaining value again.
     """
     families: dict[str, Metric] = {}
     for index, text in sorted(texts.items()):

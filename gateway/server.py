@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
-from aiohttp.web_protocol import RequestHandler
 
+from gateway.http.aiohttp_internals import ConnectionProtocol, ProtocolRunner, ProtocolServer, has_begun
 from gateway.http.app_keys import log
 from gateway.http.errors import (
     dump_json,
@@ -27,10 +27,18 @@ _MIN_PROGRESS = 16_384
 """Bytes that a client must read within the write timeout once it has fallen behind."""
 
 
-class HttpProtocol(RequestHandler):
+class HttpProtocol(ConnectionProtocol):
     """One connection."""
 
-    __slots__ = ("_header_timeout", "_header_timer", "_server", "_spoken", "_unsent", "_write_timeout", "_write_timer")
+    __slots__ = (
+        "_header_timeout",
+        "_header_timer",
+        "_server",
+        "_has_received",
+        "_unsent",
+        "_write_timeout",
+        "_write_timer",
+    )
 
     def __init__(self, manager: HttpServer, *, header_timeout: float, write_timeout: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -40,28 +48,28 @@ class HttpProtocol(RequestHandler):
         self._write_timeout = write_timeout
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
-        self._spoken = False
+        self._has_received = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse surplus connections and start the timer for the first request."""
         super().connection_made(transport)
-        if self._server.overfull:
+        if self._server.is_overfull:
             error = UnavailableError("The server has too many connections. Try again later.")
             self._answer_and_close("503 Service Unavailable", error_object(error), "Retry-After: 1\r\n")
         else:
-            self._header_timer = self._loop.call_later(self._keepalive_timeout, self._never_spoke)
+            self._header_timer = self.event_loop.call_later(self.keepalive_timeout, self._on_idle)
 
     def data_received(self, data: bytes) -> None:
         """Start a timer with the first byte of a request, and stop it when its headers are complete."""
-        if not self._spoken:
-            self._spoken = True
+        if not self._has_received:
+            self._has_received = True
             self._stop_header_timer()
-        count = self._request_count
+        count = self.num_parsed_requests
         super().data_received(data)
-        if self._request_count != count:
+        if self.num_parsed_requests != count:
             self._stop_header_timer()
-        elif self._header_timer is None and not self._request_in_progress and not self._messages:
-            self._header_timer = self._loop.call_later(self._header_timeout, self._headers_late)
+        elif self._header_timer is None and not self.has_request:
+            self._header_timer = self.event_loop.call_later(self._header_timeout, self._on_headers_timeout)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop the timers with the connection."""
@@ -81,9 +89,9 @@ class HttpProtocol(RequestHandler):
 
     def _watch_writing(self) -> None:
         self._unsent = self._num_unsent()
-        self._write_timer = self._loop.call_later(self._write_timeout, self._writes_late)
+        self._write_timer = self.event_loop.call_later(self._write_timeout, self._on_write_timeout)
 
-    def _writes_late(self) -> None:
+    def _on_write_timeout(self) -> None:
         if self._unsent - self._num_unsent() >= _MIN_PROGRESS:
             self._watch_writing()
         elif isinstance(self.transport, asyncio.WriteTransport):
@@ -104,14 +112,14 @@ class HttpProtocol(RequestHandler):
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _headers_late(self) -> None:
+    def _on_headers_timeout(self) -> None:
         self._header_timer = None
         # A newer request owns the connection. The keep-alive timeout handles the incomplete one after it.
-        if self.transport is None or self._request_in_progress or self._messages:
+        if self.transport is None or self.has_request:
             return
         self._answer_and_close("408 Request Timeout", status_error_object(408))
 
-    def _never_spoke(self) -> None:
+    def _on_idle(self) -> None:
         self._header_timer = None
         self.force_close()
 
@@ -132,7 +140,7 @@ class HttpProtocol(RequestHandler):
 
         aiohttp's messages may contain raw input and are not sent.
         """
-        if request.writer.output_size > 0:
+        if has_begun(request):
             raise ConnectionError("the response has already begun")
         request_id = request_id_of(request)
         if status >= 500:
@@ -140,7 +148,7 @@ class HttpProtocol(RequestHandler):
         else:
             log.info("malformed request", request_id=request_id, error=type(exc).__name__)
         response = status_error_response(431 if isinstance(exc, LineTooLong) else status)
-        _finish(response, request_id)
+        _add_common_headers(response, request_id)
         response.force_close()
         return response
 
@@ -150,42 +158,37 @@ class HttpProtocol(RequestHandler):
         """Convert exceptions that aiohttp raises outside the middleware (an unknown Expect) to JSON."""
         if isinstance(resp, web.HTTPException):
             resp = http_exception_response(resp)
-            _finish(resp, request_id_of(request))
+            _add_common_headers(resp, request_id_of(request))
         return await super().finish_response(request, resp, start_time)
 
 
-def _finish(response: web.Response, request_id: str) -> None:
+def _add_common_headers(response: web.Response, request_id: str) -> None:
     response.headers["x-request-id"] = request_id
     response.headers["openai-version"] = OPENAI_VERSION
     response.headers["Server"] = "pelton"
 
 
-class HttpServer(web.Server):
+class HttpServer(ProtocolServer):
     """Factory of HttpProtocol objects, one per connection."""
 
     def __init__(
         self, server: web.Server, *, header_timeout: float, write_timeout: float, max_connections: int
     ) -> None:
-        super().__init__(
-            server.request_handler,
-            request_factory=server.request_factory,
-            handler_cancellation=server.handler_cancellation,
-            **server._kwargs,
-        )
+        super().__init__(server)
         self._timeouts = {"header_timeout": header_timeout, "write_timeout": write_timeout}
         self._max_connections = max_connections
 
     @property
-    def overfull(self) -> bool:
+    def is_overfull(self) -> bool:
         """True if there are more connections than allowed."""
-        return len(self._connections) > self._max_connections
+        return self.num_connections > self._max_connections
 
-    def __call__(self) -> RequestHandler:
+    def __call__(self) -> HttpProtocol:
         """Return a protocol for a new connection."""
-        return HttpProtocol(self, loop=self._loop, **self._timeouts, **self._kwargs)
+        return HttpProtocol(self, **self._timeouts, **self.protocol_options())
 
 
-class HttpRunner(web.AppRunner):
+class HttpRunner(ProtocolRunner):
     """Runner of the application on HttpServer.
 
     Args:
@@ -224,9 +227,10 @@ class HttpRunner(web.AppRunner):
         self._write_timeout = write_timeout
         self._max_connections = max_connections
 
-    async def _make_server(self) -> web.Server:
+    def wrap_server(self, server: web.Server) -> HttpServer:
+        """Return the server that makes HttpProtocol objects."""
         return HttpServer(
-            await super()._make_server(),
+            server,
             header_timeout=self._header_timeout,
             write_timeout=self._write_timeout,
             max_connections=self._max_connections,

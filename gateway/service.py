@@ -64,8 +64,7 @@ class Service:
     """Gateway process that runs until a signal, the end of its supervisor, or a model that it cannot serve.
 
     An unusable model ends only gateways that a supervisor started, because their workers will not serve another model.
-    The
-    operator of a standalone gateway may start other workers at any time.
+    The operator of a standalone gateway may start other workers at any time.
 
     Args:
         settings: Settings of the gateway.

@@ -1,7 +1,7 @@
 """Communication with the other gateway processes on the same port.
 
-Besides the shared port, every gateway listens on a socket in the runtime directory. Only processes of the same user can
-reach it.
+Besides the shared port, every gateway listens on a socket in the runtime directory. Only processes of the same user
+can reach it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
         h_0 = SHA-256(salt_length as one byte || salt || page_0),  h_i = SHA-256(h_{i-1} || page_i)
 
 A page is its token ids as little-endian uint32. The hash of a page thereby identifies everything before it, and
-prompts with
-different salts share no hash. The parent of the first page is the empty byte string.
+prompts with different salts share no hash. The parent of the first page is the empty byte string.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loading of settings from a TOML file, the environment and flags; later sources win, and unknown names are errors.
 
 A field `max_num_seqs` is the TOML key `max-num-seqs`, the variable PELTON_MAX_NUM_SEQS and the flag --max-num-seqs.
-Gateway and
-worker may share one file and one environment: each uses its own settings and knows the names of the other's.
+Gateway and worker may share one file and one environment: each uses its own settings and knows the names of the
+other's.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ def settings_to_argv(cls: type[CommonSettings], settings: CommonSettings) -> lis
     """Return flags that make load_settings(cls, ...) see the values of `settings`, which may be of a wider class.
 
     Secrets are left out; settings_to_environment passes them on. Values equal to the default are left out too, so the
-    child's
-    environment must not contain settings of its own.
+    child's environment must not contain settings of its own.
     """
     argv = []
     for info in describe(cls).values():

@@ -1,8 +1,7 @@
 """Errors with a meaning on both sides of the socket.
 
 Each carries the fields of OpenAI's error object (message, type, param, code) and the HTTP status of the gateway's
-response.
-Messages are written for the client: they never contain paths, addresses or tracebacks.
+response. Messages are written for the client: they never contain paths, addresses or tracebacks.
 """
 
 from __future__ import annotations

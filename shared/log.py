@@ -1,8 +1,7 @@
 """Logging with structlog and one writer thread behind a bounded queue, so that no caller waits for a pipe.
 
 A line is dropped and counted if the queue is full or the write fails. Lines contain no prompts and no keys: fields
-with such
-names are blanked whatever a caller passes.
+with such names are blanked whatever a caller passes.
 """
 
 from __future__ import annotations

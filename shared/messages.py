@@ -1,12 +1,9 @@
 """All messages between gateway and worker, as typed structs (encoded by shared.wire).
 
 The gateway's DEALER sends GatewayMessages, and the worker's ROUTER answers with WorkerMessages. One prompt is one
-`Submit`. Each
-of its `num_choices` choices ends with exactly one `Output` whose `finish` is set, whatever happens. Steps to one
-gateway are
-numbered from 1 after each `Hello`, so that a lost message shows as a gap. `epoch` identifies one process of the
-worker, so that
-messages of an earlier process are dropped.
+`Submit`. Each of its `num_choices` choices ends with exactly one `Output` whose `finish` is set, whatever happens.
+Steps to one gateway are numbered from 1 after each `Hello`, so that a lost message shows as a gap. `epoch` identifies
+one process of the worker, so that messages of an earlier process are dropped.
 """
 
 from __future__ import annotations

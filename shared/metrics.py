@@ -2,8 +2,7 @@
 
 GatewayMetrics holds what the gateway counts itself. Counters of a worker arrive in WorkerStats with each Pong, and
 WorkerCollector exports the last report of each worker. Labels are bounded: model names come from workers, never from
-requests,
-and every other label is from a fixed set in the code.
+requests, and every other label is from a fixed set in the code.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Endpoints and socket options of the ZeroMQ connections between gateway and workers.
 
 Each worker binds one ROUTER at `ipc://RUNTIME_DIR/worker-{index}-{epoch}.sock`. A gateway has one DEALER per worker.
-The runtime
-directory has mode 0700, so only the user who runs Pelton can connect. The name contains the worker's epoch: a
-restarted worker
-binds a new path, and a gateway never talks to an earlier process by accident.
+The runtime directory has mode 0700, so only the user who runs Pelton can connect. The name contains the worker's
+epoch: a restarted worker binds a new path, and a gateway never talks to an earlier process by accident.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """`pelton serve`: supervisor of the gateway and worker processes of one machine.
 
 It imports neither aiohttp nor torch. Each child has a session of its own, so that a Ctrl-C reaches only the
-supervisor, which
-stops the children in order: the gateway first, so that it drains while the workers still compute, then the workers. A
-child
-that dies is restarted with exponential back-off. A child that cannot start (exit code 1 before it was ever ready), or
-that
-cannot use the others (shared.exit_codes), ends everything, because another attempt would end the same way; the last
-line of
-the output is the reason that it gave. When the supervisor itself dies, the children read end-of-file on their pipe and
-exit
-(shared.supervisor_pipe).
+supervisor, which stops the children in order: the gateway first, so that it drains while the workers still compute,
+then the workers. A child that dies is restarted with exponential back-off. A child that cannot start (exit code 1
+before it was ever ready), or that cannot use the others (shared.exit_codes), ends everything, because another attempt
+would end the same way; the last line of the output is the reason that it gave. When the supervisor itself dies, the
+children read end-of-file on their pipe and exit (shared.supervisor_pipe).
 """
 
 from __future__ import annotations

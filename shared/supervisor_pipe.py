@@ -1,10 +1,9 @@
 """Pipe and messages between a supervisor and its children.
 
 By the pipe a child notices that the supervisor has ended, however that happened. The supervisor holds the write end
-and never
-writes; the child inherits the read end, named by PELTON_SUPERVISOR_FD. When the supervisor dies (also by kill -9), the
-kernel
-closes the write end and the child reads end-of-file. By a message a child tells its supervisor why it cannot continue.
+and never writes; the child inherits the read end, named by PELTON_SUPERVISOR_FD. When the supervisor dies (also by
+kill -9), the kernel closes the write end and the child reads end-of-file. By a message a child tells its supervisor
+why it cannot continue.
 """
 
 from __future__ import annotations

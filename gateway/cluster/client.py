@@ -1,10 +1,8 @@
 """Connection of the gateway to one process of a worker: socket, liveness, streams.
 
 A link is used once. After it is lost, the registry creates a new one. Everything runs on the event loop, and nothing
-here
-awaits. ZMQ_FD is edge-triggered, so the socket is read until it is empty whenever the loop reports it, and EVENTS is
-checked
-after every send.
+here awaits. ZMQ_FD is edge-triggered, so the socket is read until it is empty whenever the loop reports it, and EVENTS
+is checked after every send.
 """
 
 from __future__ import annotations

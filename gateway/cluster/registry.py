@@ -2,10 +2,8 @@
 
 Workers are found by their sockets in the runtime directory or configured as endpoints. A worker joins when it has
 introduced itself and its text bundle is parsed. It leaves when its link is lost. A restarted worker has a new socket
-and
-therefore a new link. One model name stands for one set of weights: a worker that uses a name with other weights or
-another
-tokenizer waits until the workers that hold the name are gone.
+and therefore a new link. One model name stands for one set of weights: a worker that uses a name with other weights or
+another tokenizer waits until the workers that hold the name are gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Admission control by number of sequences and of waiting prompt tokens, with a computed Retry-After.
 
-A permit is held exactly as long as the generation. The limits hold over all gateways of the workers: the share of other
-gateways is known from the workers' reports, which are up to a second old. The limit of HTTP requests per process, and
-the
-drain, are in gateway.http.drain.
+A permit is held exactly as long as the generation. The limits hold over all gateways of the workers: the share of
+other gateways is known from the workers' reports, which are up to a second old. The limit of HTTP requests per
+process, and the drain, are in gateway.http.drain.
 """
 
 from __future__ import annotations

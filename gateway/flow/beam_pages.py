@@ -1,7 +1,7 @@
 """Reuse of cached pages by the beams of a search.
 
-The prefix cache of a worker evicts the least recently used pages. If the beams of a step have more pages than the cache
-holds, the pages of each beam may be gone before its next step, and a search costs the square of its length.
+The prefix cache of a worker evicts the least recently used pages. If the beams of a step have more pages than the
+cache holds, the pages of each beam may be gone before its next step, and a search costs the square of its length.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class BeamPages:
         """Divide the beams of a step into groups that run one after the other, and return their indices.
 
         If possible, no group writes so many pages that it evicts pages that other groups need. Related beams are
-        adjacent, and
-        every second step starts at the other end, because the pages used last are still cached.
+        adjacent, and every second step starts at the other end, because the pages used last are still cached.
         """
         # The tokens in full pages of each beam are found again, except its last token.
         self._length = len(beams[0].tokens)

@@ -2,8 +2,7 @@
 
 Each step sends the live beams as requests for one token and reads the likeliest tokens from the report. The workers'
 prefix cache makes this cheap, because all but the newest tokens of a beam are cached. If the cache is small, the beams
-of a
-step run in groups (flow.beam_pages).
+of a step run in groups (flow.beam_pages).
 """
 
 from __future__ import annotations

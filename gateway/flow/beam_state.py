@@ -115,8 +115,7 @@ class BeamState:
         """Number of likeliest tokens that a report must contain.
 
         Each beam continues in at most `width` ways, in addition to the tokens that end it or are masked. The number of
-        tokens that
-        complete a stop string is unknown; with stop strings the maximum is requested.
+        tokens that complete a stop string is unknown; with stop strings the maximum is requested.
         """
         least = self._params.width + len(self.stop_ids | self._masked_ids)
         return least if self.live[0].text is None else max(least, MAX_LOGPROBS)

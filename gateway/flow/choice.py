@@ -1,8 +1,7 @@
 """One choice of a request: its ids, its text so far, and its end.
 
-Tokens become text, the text is split into reasoning and visible text, the visible text is cut at a stop string, and the
-rest
-is parsed into content and tool calls. A request without a format skips the second and the last stage.
+Tokens become text, the text is split into reasoning and visible text, the visible text is cut at a stop string, and
+the rest is parsed into content and tool calls. A request without a format skips the second and the last stage.
 """
 
 from __future__ import annotations
@@ -363,8 +362,8 @@ def _length(logprobs: list[TokenLogprobs] | None) -> int:
 def _shown_drafts(drafts: DraftCounts, before: DraftCounts | None, num_tokens: int, num_shown: int) -> DraftCounts:
     """Return the counts of drafts after an output of which the first `num_shown` tokens are shown.
 
-    An accepted draft after a stop string is in no completion. The accepted drafts of a step are the first tokens of its
-    output.
+    An accepted draft after a stop string is in no completion. The accepted drafts of a step are the first tokens of
+    its output.
 
     Args:
         drafts: The worker's counts including this output.

@@ -1,10 +1,8 @@
 """Life of one request in the gateway, from admission to its last delta.
 
 The worker's link delivers outputs by callbacks, and the route iterates over deltas. An outbox between them holds at
-most one
-delta per choice, into which later ones are merged while the route is busy. However the route leaves the `async with`,
-the
-rest of the request is cancelled at the worker and the permit is released; no other module does this.
+most one delta per choice, into which later ones are merged while the route is busy. However the route leaves the
+`async with`, the rest of the request is cancelled at the worker and the permit is released; no other module does this.
 """
 
 from __future__ import annotations
@@ -197,8 +195,7 @@ class Generation(ClosedOnExit):
     """Running request: `async with generator.submit(request) as generation: async for delta in generation`.
 
     Each choice ends with exactly one delta that has a finish_reason, or the iteration raises a PeltonError. Deltas
-    before a
-    failure are still delivered.
+    before a failure are still delivered.
     """
 
     __slots__ = (

@@ -1,8 +1,7 @@
 """Bounded queue of deltas between a generation and its route.
 
-A callback of the event loop takes most deltas, because waking a task for each token would cost more than all other work
-on
-it.
+A callback of the event loop takes most deltas, because waking a task for each token would cost more than all other
+work on it.
 """
 
 from __future__ import annotations
@@ -112,9 +111,8 @@ class FlushScheduler:
 class Outbox:
     """Queue with one pending delta per choice, merged when it is taken, oldest first. It has one consumer.
 
-    Its memory is bounded by the request's max_tokens. A consumer that leaves it full for `patience` seconds is reported
-    once
-    through `on_slow`.
+    Its memory is bounded by the request's max_tokens. A consumer that leaves it full for `patience` seconds is
+    reported once through `on_slow`.
 
     Attributes:
         receiver: Takes deltas while the consumer waits, except the ends of choices and reports on prompts. When it

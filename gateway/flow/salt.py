@@ -1,8 +1,7 @@
 """Salts of the prefix cache.
 
 Requests with another key or another cache_salt share no cached pages, so that nobody can learn by timing what others
-have
-asked (CVE-2025-46570).
+have asked (CVE-2025-46570).
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def _make(path: Path) -> None:
     """Create the secret atomically.
 
     It is written to a temporary file and linked into place: no process reads an incomplete file, and the first of
-    several
-    processes wins.
+    several processes wins.
     """
     aside = path.with_name(f"{_SECRET_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

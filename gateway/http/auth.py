@@ -110,8 +110,7 @@ def _sent_key(headers: MultiMapping[str]) -> bytes:
     """Return the one key that a request names.
 
     Anthropic's clients send it as `x-api-key`, and some also send a bearer token. Two values must be equal, because a
-    proxy
-    in front of this server may have checked either of them.
+    proxy in front of this server may have checked either of them.
     """
     sent = {_bearer_token(value) for value in headers.getall("Authorization", [])}
     sent |= {value.strip() for value in headers.getall("x-api-key", [])}

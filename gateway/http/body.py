@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import orjson
 from aiohttp import web
 
+from gateway.http.aiohttp_internals import send_continue
 from gateway.http.app_keys import LIMITS
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from shared.errors import (
@@ -88,8 +89,7 @@ async def _read(request: web.Request) -> bytes:
     if (request.content_length or 0) > limits.max_body_size:
         raise too_large
     if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
+        await send_continue(request)
     try:
         async with asyncio.timeout(limits.body_timeout):
             return await request.read()

@@ -1,10 +1,9 @@
 """Query parameters, as strictly typed as bodies: unknown, repeated and mistyped parameters are refused.
 
 The parameters of a route are the fields of a struct. gateway.middleware refuses parameters that the struct does not
-have
-before the route runs, and the route reads them with `query_of`. Fields are strings, literals of strings, integers or
-booleans, each with a description in its `msgspec.Meta`. A query cannot express null: an optional parameter without a
-default is `msgspec.UNSET`.
+have before the route runs, and the route reads them with `query_of`. Fields are strings, literals of strings, integers
+or booleans, each with a description in its `msgspec.Meta`. A query cannot express null: an optional parameter without
+a default is `msgspec.UNSET`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import Receiver
+from gateway.http.aiohttp_internals import write_chunk
 from gateway.http.app_keys import DRAIN, LIMITS, log
 from gateway.http.errors import dump_json, error_object
 from shared.errors import InternalError, PeltonError
@@ -58,8 +59,7 @@ class SseResponse:
     """One event stream.
 
     Headers are sent with the first event, so that an earlier failure gets a status of its own, or with the first
-    keep-alive
-    comment after `keepalive_interval` seconds of silence.
+    keep-alive comment after `keepalive_interval` seconds of silence.
 
     Args:
         request: The HTTP request.
@@ -137,7 +137,7 @@ class SseResponse:
         transport = self._protocol.transport
         if transport is not None:
             self._last_write = time.monotonic()
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            write_chunk(transport, data)
 
     async def _prepare(self) -> None:
         async with self._prepare_lock:

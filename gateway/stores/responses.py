@@ -28,10 +28,9 @@ _ITEM_OVERHEAD = 256
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
     """One response. Responses that continue one another share the texts of their conversation.
 
-    The texts occupy exactly their length (see gateway.http.errors.kept_json), so that the counted size is the real one.
-    All
-    fields are strings and bytes, so that the garbage collector need not track the object: there may be a hundred
-    thousand.
+    The texts occupy exactly their length (see gateway.http.errors.kept_json), so that the counted size is the real
+    one. All fields are strings and bytes, so that the garbage collector need not track the object: there may be a
+    hundred thousand.
 
     Attributes:
         owner: Hash of the key that created it.
@@ -164,8 +163,7 @@ class ResponseStore:
         """Store a response and replace its earlier state.
 
         A response that is larger than the store, or that was deleted while it ran, is not stored. A response that was
-        stored
-        while it ran must be stored again when it is done.
+        stored while it ran must be stored again when it is done.
         """
         if identifier in self._deleted:
             if response.done:

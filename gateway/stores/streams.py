@@ -3,8 +3,8 @@
 A stream runs in a task of its own and writes to its log. Connections only read the log. A reader claims the stream. A
 stream that nobody has claimed for the grace period is cancelled, if it still runs, and removed.
 
-When the store is full, the key with the most data loses its oldest events, so that a key with little data loses nothing
-to others.
+When the store is full, the key with the most data loses its oldest events, so that a key with little data loses
+nothing to others.
 """
 
 from __future__ import annotations

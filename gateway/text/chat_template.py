@@ -1,10 +1,8 @@
 """Chat templates: Jinja in a sandbox, with limits on source, loops, values, output and time.
 
 A template comes with the model's files and is trusted no more than they are. Python threads cannot be stopped from
-outside.
-Therefore the operations of the template check the limits themselves: loops are wrapped, and operators, calls and
-filters are
-intercepted, so that no single operation takes long or produces a large value.
+outside. Therefore the operations of the template check the limits themselves: loops are wrapped, and operators, calls
+and filters are intercepted, so that no single operation takes long or produces a large value.
 """
 
 from __future__ import annotations

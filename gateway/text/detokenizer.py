@@ -1,9 +1,8 @@
 """Exact and incremental conversion of token ids to text.
 
 A table contains the bytes of each id. The text is the UTF-8 decoding of their concatenation. Each maximal ill-formed
-subpart
-becomes U+FFFD (Unicode 16, section 3.9, as in the `tokenizers` library and in Python). A stream and a complete decode
-therefore give the same text, at O(1) per token.
+subpart becomes U+FFFD (Unicode 16, section 3.9, as in the `tokenizers` library and in Python). A stream and a complete
+decode therefore give the same text, at O(1) per token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Interfaces for parsing a model's text into reasoning, content and tool calls.
 
 All parsers are incremental and give the same message however the text is divided into pieces. Their time is linear in
-the
-text, whatever the model generates.
+the text, whatever the model generates.
 """
 
 from __future__ import annotations

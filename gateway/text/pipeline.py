@@ -23,8 +23,7 @@ _LONG_TOKEN_BYTES = 16
 """Maximum number of bytes per token, and of a text with few tokens.
 
 Tokenizing takes 200 times the memory of a text, and seconds per few million bytes, during which other long texts wait.
-A
-bound by the longest token times the number of tokens would limit neither.
+A bound by the longest token times the number of tokens would limit neither.
 """
 LARGE_TEXT = 262_144
 """Number of characters above which texts get a thread of their own, so that they delay only each other."""
@@ -38,8 +37,7 @@ class TextThreads:
     """Threads that tokenize and render, shared by all models of a process.
 
     The `tokenizers` library releases the interpreter lock while it works. A thread cannot be interrupted: a cancelled
-    caller no
-    longer waits, and work that has not started is dropped.
+    caller no longer waits, and work that has not started is dropped.
     """
 
     def __init__(self, num_threads: int = 2) -> None:

@@ -1,10 +1,8 @@
 """Marks around a model's reasoning, by format.
 
 A format determines how the reasoning is split from the visible text, what a grammar allows of it, and which tokens
-open and
-close it. Reasoning comes first or not at all: a mark that appears later is content. White space around the reasoning
-belongs
-to neither part. If a text ends inside reasoning, all of it is reasoning.
+open and close it. Reasoning comes first or not at all: a mark that appears later is content. White space around the
+reasoning belongs to neither part. If a text ends inside reasoning, all of it is reasoning.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ class MarkSplitter:
     """Splitter for formats with a mark before and after the reasoning.
 
     It holds back text that may become a mark, and white space that may be the last of the reasoning, each once. The
-    time is
-    linear whatever the text.
+    time is linear whatever the text.
     """
 
     __slots__ = ("_begun", "_end_chars", "_ends", "_held", "_opened", "_space", "_starts", "_state")

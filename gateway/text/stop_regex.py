@@ -1,21 +1,16 @@
 r"""Stop conditions given as regular expressions, over streamed text, in linear time.
 
 The expressions of a request and its stop strings become one nondeterministic automaton of bounded size, which is
-simulated
-one character at a time (Thompson 1968; with the start of each match, as in Pike's machine). No step looks back, so a
-character
-costs at most the number of transitions, whatever the expression and the text.
+simulated one character at a time (Thompson 1968; with the start of each match, as in Pike's machine). No step looks
+back, so a character costs at most the number of transitions, whatever the expression and the text.
 
 The match that ends first wins; of several that end at the same character, the one that starts first. This rule depends
-on the
-text alone, so the division of the text into tokens does not matter. A match is never empty. `^` and `\A` match at the
-beginning of the searched text (visible text after min_tokens), `$` and `\Z` at its end; with `(?m)`, `^` and `$` match
-at
-lines. A condition on the next character, such as `\b`, is decided when that character has arrived.
+on the text alone, so the division of the text into tokens does not matter. A match is never empty. `^` and `\A` match
+at the beginning of the searched text (visible text after min_tokens), `$` and `\Z` at its end; with `(?m)`, `^` and
+`$` match at lines. A condition on the next character, such as `\b`, is decided when that character has arrived.
 
 No library does this: `re` and `regex` backtrack, and the bindings of RE2 and of Rust's regex search whole texts
-without a
-state that can be continued.
+without a state that can be continued.
 """
 
 from __future__ import annotations
@@ -267,8 +262,7 @@ class RegexScanner:
         """Take the next piece; return the text of this and earlier pieces that is safe to show.
 
         After a match, `found` is the matched text, the text before it has been returned (including it, if requested),
-        and later
-        pieces return nothing.
+        and later pieces return nothing.
         """
         if self.found is not None:
             return ""

@@ -1,10 +1,9 @@
 """Stop strings over streamed text.
 
 The match that ends first wins; of several that end at the same character, the longest. This rule depends on the text
-alone, so
-the division of the text into tokens does not matter. Each string has a Knuth-Morris-Pratt automaton: the time is
-linear in the
-text and in the strings, and the text held back is exactly the longest suffix that may still become a match.
+alone, so the division of the text into tokens does not matter. Each string has a Knuth-Morris-Pratt automaton: the
+time is linear in the text and in the strings, and the text held back is exactly the longest suffix that may still
+become a match.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class StopScanner:
         """Take the next piece; return the text of this and earlier pieces that is safe to show.
 
         After a match, `found` is the string, the text before it has been returned (including it, if requested), and
-        later pieces
-        return nothing.
+        later pieces return nothing.
         """
         if self.found is not None:
             return ""

@@ -22,11 +22,9 @@ class TextTokenizer:
     """Tokenizer of one model.
 
     User text in a conversation must not become control tokens (CVE-2026-44222). `guard` inserts a mark after the first
-    character of
-    every occurrence of a special token's text, and after the whole text. The mark is an added token of this tokenizer,
-    so it
-    splits the text there, and its id is removed from the result. Text without special tokens is unchanged and keeps
-    its ids.
+    character of every occurrence of a special token's text, and after the whole text. The mark is an added token of
+    this tokenizer, so it splits the text there, and its id is removed from the result. Text without special tokens is
+    unchanged and keeps its ids.
 
     Attributes:
         added_ids: Id by text of each added token.
@@ -174,10 +172,8 @@ def _max_bytes_per_token(config: Mapping[str, Any], token_bytes: TokenBytes) -> 
     """Return the maximum number of bytes of text that a token can stand for, or None if it is unbounded.
 
     It is bounded if every byte of UTF-8 is a token, and neither the normalizer nor added tokens absorb text.
-    Vocabularies lack a
-    few control characters and lead bytes, which then have no token. The doubled bound covers code points with such a
-    lead byte; a
-    huge text that consists mostly of such control characters is refused as well.
+    Vocabularies lack a few control characters and lead bytes, which then have no token. The doubled bound covers code
+    points with such a lead byte; a huge text that consists mostly of such control characters is refused as well.
     """
     covered = {entry[0] for entry in token_bytes.table if len(entry) == 1}
     if config.get("model", {}).get("type") != "BPE" or not set(range(0x80, 0xC0)) <= covered:

@@ -1,0 +1,1 @@
+"""The decoder: specification, families, layers, and loading of model files."""

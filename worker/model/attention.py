@@ -1,4 +1,4 @@
-"""The attention block: projections around the paged attention op."""
+"""Attention block: projections around the paged attention operation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from worker.parallel import ParallelContext
 
 
 def kv_head_range(num_kv_heads: int, parallel: ParallelContext) -> slice:
-    """KV heads of this rank: an even share, or one head that several ranks replicate."""
+    """Return the KV heads of this rank: an even share, or one head that several ranks replicate."""
     if num_kv_heads >= parallel.tp_size:
         return split_evenly(num_kv_heads, parallel, "key-value heads")
     if parallel.tp_size % num_kv_heads:
         raise ConfigurationError(
-            f"tensor-parallel size {parallel.tp_size} is no multiple of the model's {num_kv_heads} key-value heads"
+            f"tensor-parallel size {parallel.tp_size} is not a multiple of the model's {num_kv_heads} key-value heads"
         )
     head = parallel.tp_rank * num_kv_heads // parallel.tp_size
     return slice(head, head + 1)
@@ -34,7 +34,7 @@ def kv_head_range(num_kv_heads: int, parallel: ParallelContext) -> slice:
 def attention_geometry(
     spec: DecoderSpec, page_size: int, window: int | None, parallel: ParallelContext
 ) -> AttentionGeometry:
-    """The shapes of this rank's attention op."""
+    """Return the shapes of this rank's attention operation."""
     heads = split_evenly(spec.num_heads, parallel, "attention heads")
     kv_heads = kv_head_range(spec.num_kv_heads, parallel)
     return AttentionGeometry(
@@ -50,7 +50,7 @@ def attention_geometry(
 
 
 class Attention:
-    """One layer's attention block."""
+    """Attention block of one layer."""
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
@@ -89,7 +89,10 @@ class Attention:
 
     @property
     def panels(self) -> tuple[Linear, Linear] | None:
-        """Both projections, for the op that takes all layers at once; None where that has not what the block has."""
+        """Both projections for the operation that computes all layers at once.
+
+        None if it does not support the block.
+        """
         qkv, output = self._qkv.panels, self._o.panels
         if qkv is None or output is None or self._constants.q_norm is not None:
             return None
@@ -97,9 +100,9 @@ class Attention:
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:
-        """How the block wants its input; None: as it is."""
+        """Quantization that the block expects of its input; None for none."""
         return self._qkv.input_quantization
 
     def __call__(self, x: Activations, pages: KVPages, prepared: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; prepared is the op's per-step state."""
+        """Compute [T, hidden] -> [T, hidden]; `prepared` is the operation's state for the step."""
         return self._o(self._ops.paged_attention(self._qkv(x), pages, prepared, self._constants))

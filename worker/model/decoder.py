@@ -1,4 +1,4 @@
-"""One decoder-only transformer, shaped by DecoderSpec."""
+"""Decoder-only transformer described by a DecoderSpec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker.parallel import ParallelContext
 
 
 class FeedForward:
-    """One layer's gated feed-forward block."""
+    """Gated feed-forward block of one layer."""
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         prefix = f"layers.{layer}"
@@ -43,7 +43,10 @@ class FeedForward:
 
     @property
     def panels(self) -> tuple[Linear, Linear] | None:
-        """Both projections, for the op that takes all layers at once; None where that has not what the block has."""
+        """Both projections for the operation that computes all layers at once.
+
+        None if it does not support the block.
+        """
         gate_up, down = self._gate_up.panels, self._down.panels
         if gate_up is None or down is None or self._activation != "silu":
             return None
@@ -51,22 +54,22 @@ class FeedForward:
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:
-        """How the block wants its input; None: as it is."""
+        """Quantization that the block expects of its input; None for none."""
         return self._gate_up.input_quantization
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Compute [T, hidden] -> [T, hidden]."""
         quantization = self._down.input_quantization
         return self._down(self._ops.activation_and_mul(self._gate_up(x), self._activation, quantization))
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each behind a norm, around the residual stream."""
+    """Attention and feed-forward, each after a norm, around the residual stream."""
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: WeightSource, place: Placement, ops: DecoderOps) -> None:
         self._attention = Attention(spec, layer, weights, place, ops)
         self._feed_forward = FeedForward(spec, layer, weights, place, ops)
-        # Each norm writes what the layer behind it multiplies: codes, where that layer's weights are codes.
+        # Each norm writes the input of the next linear layer: codes, if that layer multiplies codes.
         name, wanted = f"layers.{layer}.attn_norm.weight", self._attention.input_quantization
         self._attention_norm = load_norm(weights, name, spec, place, ops, wanted)
         name, wanted = f"layers.{layer}.mlp_norm.weight", self._feed_forward.input_quantization
@@ -74,7 +77,7 @@ class DecoderLayer:
 
     @property
     def panels(self) -> LayerWeights | None:
-        """The layer for the op that takes all at once; None where that has not what the layer has."""
+        """The layer for the operation that computes all layers at once; None if it does not support the layer."""
         attention, feed_forward = self._attention.panels, self._feed_forward.panels
         if attention is None or feed_forward is None:
             return None
@@ -87,7 +90,10 @@ class DecoderLayer:
         pages: KVPages,
         prepared: Any,
     ) -> torch.Tensor:
-        """delta: the last layer's output, not yet in the residual; returns this layer's."""
+        """Compute one layer.
+
+        `delta` is the previous layer's output, not yet in the residual; return this layer's output.
+        """
         x = self._attention_norm(delta, residual)
         delta = self._attention(x, pages, prepared)
         return self._feed_forward(self._mlp_norm(delta, residual))
@@ -101,24 +107,38 @@ def load_norm(
     ops: DecoderOps,
     quantization: ActivationQuantization | None = None,
 ) -> RMSNorm:
-    """Reads a norm's weight, kept in float32. quantization: how the layer behind it wants its input."""
+    """Load a norm whose weight stays in float32.
+
+    Args:
+        weights: Weights of the model.
+        name: Canonical name of the norm.
+        spec: Specification of the model.
+        place: Placement of the weights.
+        ops: Operations of the device.
+        quantization: Quantization that the next layer expects of its input.
+    """
     check_shape(weights, name, (spec.hidden_size,))
     weight = weights.get(name).dequantize(torch.float32).to(place.device)
     return RMSNorm(weight, spec.norm_eps, place.dtype, ops, quantization)
 
 
 class Decoder:
-    """The model of one rank.
+    """Model of one rank.
 
     Args:
-        dtype: of weights and activations. The residual stream is float32 on the CPU, where it costs nothing.
-        max_num_tokens: most tokens of a step.
-        deterministic: a token's result may not depend on the batch or on how its request is cut into chunks.
-        max_model_len: positions that occur are below it.
+        spec: Specification of the model.
+        weights: Weights of the model.
+        parallel: Ranks.
+        dtype: Dtype of weights and activations. The residual stream is float32 on the CPU, where it costs nothing.
+        device: Device of the weights.
+        max_num_tokens: Maximum number of tokens of a step.
+        deterministic: The result of a token must not depend on the batch or on how its prompt is split into
+            chunks.
+        max_model_len: Upper bound of positions.
 
     Raises:
-        ModelFileError: a tensor is missing or has another shape than the spec implies.
-        ConfigurationError: the model cannot be split over the ranks, or needs what is not supported.
+        ModelFileError: A tensor is missing or has another shape than the specification implies.
+        ConfigurationError: The model cannot be split over the ranks, or needs an unsupported feature.
     """
 
     def __init__(
@@ -135,7 +155,8 @@ class Decoder:
     ) -> None:
         if spec.num_heads % spec.num_kv_heads:
             raise ConfigurationError(
-                f"the model has {spec.num_heads} attention heads, no multiple of its {spec.num_kv_heads} KV heads"
+                f"the model has {spec.num_heads} attention heads, which is not a multiple of its {spec.num_kv_heads} "
+                "KV heads"
             )
         self.spec = spec
         self.dtype = dtype
@@ -160,7 +181,7 @@ class Decoder:
             self._head = VocabularyParallelHead(weights, vocab_size, hidden_size, place, tied)
 
     def fuse_layers(self, kv: KVStorage) -> None:
-        """From now on the layers of a step, on this cache or one of its kind, are one op where that is possible."""
+        """Compute the layers of a step as one operation from now on, if that is possible with this kind of cache."""
         if self.device.type == "cpu":
             geometry = attention_geometry(self.spec, kv.page_size, self._groups[0].window, self._parallel)
             self._fused = fuse_layers(
@@ -169,7 +190,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
-        """Computes a step, writing its keys and values to their pages.
+        """Compute a step and write its keys and values to their pages.
 
         Returns:
             [S, vocab] float32 logits of the tokens batch.logits_indices.
@@ -178,7 +199,7 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
-        """The first part of `forward`: [S, hidden] of the tokens batch.logits_indices, normed for the head."""
+        """Return the first part of `forward`: [S, hidden] of the tokens batch.logits_indices, after the last norm."""
         residual = self._embedding(batch.input_ids, self._residual_dtype, self.spec.embedding_scale)
         prepared = [self._prepare(batch, kv, group) for group in range(len(self._groups))]
         delta: torch.Tensor | None = None
@@ -187,7 +208,7 @@ class Decoder:
         else:
             for i, layer in enumerate(self._layers):
                 delta = layer(delta, residual, kv.layers[i], prepared[self._group_of_layer[i]])
-        # Only the rows that are asked for go through the last norm and the head.
+        # Only the requested rows go through the last norm and the head.
         wanted = batch.logits_indices
         residual = residual.index_select(0, wanted)
         delta = delta.index_select(0, wanted) if delta is not None else None
@@ -195,7 +216,10 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The second part of `forward`: [S, hidden] -> [S, vocab] float32. A caller bounds its memory by slices."""
+        """Return the second part of `forward`: [S, hidden] -> [S, vocab] float32.
+
+        The caller bounds its memory by slices.
+        """
         logits = self._head(hidden)
         if self.spec.logits_softcap is not None:
             logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap

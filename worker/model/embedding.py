@@ -1,4 +1,4 @@
-"""Token embedding and output head, their vocabulary split over ranks."""
+"""Token embedding and output head with the vocabulary split over ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from worker.quant.raw_weight import RawWeight
 
 
 def vocabulary_shard(vocab_size: int, tp_rank: int, tp_size: int) -> tuple[slice, int]:
-    """Rows of this rank, and the row count of every rank with padding: the last ranks may hold fewer."""
+    """Return the rows of this rank, and the padded number of rows of every rank; the last ranks may hold fewer."""
     padded = -(-vocab_size // tp_size)
     start = min(tp_rank * padded, vocab_size)
     return slice(start, min(start + padded, vocab_size)), padded
 
 
 def keeps_format(device: torch.device) -> bool:
-    """Whether an embedding stays in the file's format, its rows dequantized as they are looked up: on the CPU.
+    """Return True if an embedding stays in the file's format, as on the CPU.
 
-    A tied head holds its own, packed copy there.
+    Rows are then dequantized at each lookup, and a tied head has a packed copy of its own.
     """
     return device.type == "cpu"
 
 
 class VocabularyParallelEmbedding:
-    """Looks tokens up; each rank contributes the rows it holds."""
+    """Embedding lookup. Each rank contributes the rows that it holds."""
 
     def __init__(
         self, weights: WeightSource, vocab_size: int, hidden_size: int, place: Placement, ops: DecoderOps
@@ -42,16 +42,16 @@ class VocabularyParallelEmbedding:
 
     @property
     def raw(self) -> RawWeight | None:
-        """[rows of this rank, hidden] as in the file, where it is kept."""
+        """[rows of this rank, hidden] in the file's format, if it is kept."""
         return self._raw
 
     @property
     def values(self) -> torch.Tensor:
-        """[rows of this rank, hidden] on the device; no rows where they are kept as in the file."""
+        """[rows of this rank, hidden] on the device; no rows if they are kept in the file's format."""
         return self._weight
 
     def __call__(self, input_ids: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> torch.Tensor:
-        """[T] int32 -> [T, hidden] of `dtype`, times `scale`, the same on every rank."""
+        """Look up [T] int32 ids: [T, hidden] of `dtype`, multiplied by `scale`, the same on every rank."""
         alone = self._parallel.tp_size == 1
         local = input_ids if alone else input_ids - self._rows.start
         if self._raw is None:
@@ -63,7 +63,7 @@ class VocabularyParallelEmbedding:
 
 
 def _held(table: RawWeight, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[T, hidden]; zeros where another rank holds the row."""
+    """Return [T, hidden]; zeros if another rank holds the row."""
     num_rows, hidden_size = table.shape
     if num_rows == 0:
         return torch.zeros((rows.shape[0], hidden_size), dtype=dtype)
@@ -82,7 +82,7 @@ class VocabularyParallelHead:
         place: Placement,
         tied: VocabularyParallelEmbedding | None,
     ) -> None:
-        """tied: the embedding whose rows are the head's too."""
+        """Load the head. `tied` is the embedding whose rows are also the head's."""
         self._parallel = place.parallel
         self._vocab_size = vocab_size
         rows, padded = vocabulary_shard(vocab_size, place.parallel.tp_rank, place.parallel.tp_size)
@@ -97,12 +97,12 @@ class VocabularyParallelHead:
             return
         self._scheme.create_weights(padded, hidden_size)
         self._scheme.load_rows(0, raw)
-        if padded > raw.shape[0]:  # cut off again after the gather
+        if padded > raw.shape[0]:  # removed again after the gather
             self._scheme.load_rows(raw.shape[0], raw.zero_rows(padded - raw.shape[0]))
         self._scheme.after_load()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S, vocab] float32."""
+        """Compute [S, hidden] -> [S, vocab] float32."""
         logits = self._parallel.all_gather_last(self._scheme.apply(x, None))
-        # Compiled functions take rows without gaps between them.
+        # Compiled functions require rows without gaps.
         return logits[:, : self._vocab_size].float().contiguous()

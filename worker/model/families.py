@@ -1,4 +1,4 @@
-"""The families of models as data: what their files call things, and what their configurations leave unsaid."""
+"""Model families as data: names of tensors, and defaults that their configurations leave out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class Family:
 
     Attributes:
         name: `model_type` in config.json.
-        gguf_architecture: `general.architecture` in GGUF files; None where those use another family's.
-        gguf_interleaved: GGUF files hold query and key rows permuted for rope on pairs (2i, 2i + 1).
-        qkv_bias: queries, keys and values have biases and the output none; elsewhere `attention_bias` says it for all.
-        qk_norm: queries and keys are normed per head.
-        window_by_default: `sliding_window` holds for all layers without `use_sliding_window`.
+        gguf_architecture: `general.architecture` in GGUF files; None if they use another family's.
+        gguf_interleaved: GGUF files contain query and key rows permuted for rope on pairs (2i, 2i + 1).
+        qkv_bias: Queries, keys and values have biases and the output has none; otherwise `attention_bias` decides
+            for all.
+        qk_norm: Queries and keys are normalized per head.
+        window_by_default: `sliding_window` applies to all layers without `use_sliding_window`.
     """
 
     name: str
@@ -37,7 +38,7 @@ FAMILIES = (
 BY_MODEL_TYPE = {family.name: family for family in FAMILIES}
 BY_GGUF_ARCHITECTURE = {family.gguf_architecture: family for family in FAMILIES if family.gguf_architecture}
 
-# Canonical module name -> name in GGUF files and in Hugging Face checkpoints.
+# Canonical module name, with its name in GGUF files and in Hugging Face checkpoints.
 _MODULES = {
     "embed": ("token_embd", "model.embed_tokens"),
     "norm": ("output_norm", "model.norm"),
@@ -70,17 +71,17 @@ def _names(num_layers: int, column: int, layer_prefix: str) -> dict[str, str]:
 
 
 def gguf_names(num_layers: int) -> dict[str, str]:
-    """Canonical tensor name -> name in a GGUF file, for every tensor that a family may have."""
+    """Return the name in a GGUF file of every tensor that a family may have, by canonical name."""
     return _names(num_layers, 0, "blk")
 
 
 def hf_names(num_layers: int) -> dict[str, str]:
-    """Canonical tensor name -> name in a Hugging Face checkpoint, for every tensor that a family may have."""
+    """Return the name in a Hugging Face checkpoint of every tensor that a family may have, by canonical name."""
     return _names(num_layers, 1, "model.layers")
 
 
 def required_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor that the decoder of this spec needs."""
+    """Return the shape of every tensor that the decoder of this specification needs, by canonical name."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}

@@ -1,4 +1,4 @@
-"""The tensors of one forward pass, passed explicitly to every layer (no ambient state)."""
+"""Tensors of one forward pass, passed explicitly to every layer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from kernels.ops.attention.cascade import CascadeWork
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Inputs of one step: T tokens of R requests, the tokens of a request adjacent and in order.
+    """Inputs of one step: T tokens of R requests. The tokens of a request are adjacent and in order.
 
     Attributes:
         input_ids: [T] int32.
-        positions: [T] int32, absolute.
+        positions: [T] int32, absolute positions.
         cu_seqlens_q: [R + 1] int32, prefix sums of the tokens per request.
         seq_lens: [R] int32, context length of each request including this step's tokens.
-        slot_mapping: per KV group, [T] int64: page * page_size + slot for each token.
-        block_tables: per KV group, [R, max_pages] int32; entries past a request's pages are 0.
-        logits_indices: [S] int64, the tokens whose logits are wanted.
-        max_seqlen_q, max_seqlen_k: host integers, the largest of both lengths.
-        cascade: prefixes that requests of a decode step share, in KV group 0; None: each reads its own.
+        slot_mapping: Per KV group, [T] int64: page * page_size + slot for each token.
+        block_tables: Per KV group, [R, max_pages] int32; entries after a request's pages are 0.
+        logits_indices: [S] int64, tokens whose logits are computed.
+        max_seqlen_q: Largest number of tokens of a request, on the host.
+        max_seqlen_k: Largest context length, on the host.
+        cascade: Prefixes that requests of a decode step share, in KV group 0; None if each reads its own.
     """
 
     input_ids: torch.Tensor

@@ -1,4 +1,4 @@
-"""All layers of a step as one op on the CPU, where the model and the processor allow it."""
+"""All layers of a step as one operation on the CPU, if the model and the processor support it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def fuse_layers(
     *,
     fixed: bool,
 ) -> DecoderLayers | None:
-    """The layers as one op, or None where something of the model is not covered.
+    """Return the layers as one operation, or None if a feature of the model is not supported.
 
     Args:
-        geometry: of all layers' attention.
-        layers: what each layer would bring; None where it has what the op has not.
-        kv: that the op will be used with, or one of the same kind.
-        fixed: a token's result is the same in every batch.
+        spec: Specification of the model.
+        geometry: Attention geometry of all layers.
+        layers: Contribution of each layer; None for an unsupported layer.
+        kv: KV cache that the operation will use, or one of the same kind.
+        fixed: The result of a token is the same in every batch.
     """
     first = kv.layers[0]
     fusable = [layer for layer in layers if layer is not None]

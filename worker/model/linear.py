@@ -1,4 +1,4 @@
-"""Linear layers split over tensor-parallel ranks; each reads only its own slice of the file."""
+"""Linear layers split over tensor-parallel ranks. Each rank reads only its own slice of the file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from worker.quant.select import linear_scheme
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model's weights go: the dtype they are multiplied in, the device, and this rank.
+    """Placement of a model's weights: dtype of their products, device, and rank.
 
     Attributes:
-        deterministic: a row's result may not depend on the batch.
+        dtype: Dtype of activations.
+        device: Device of the weights.
+        parallel: Ranks.
+        deterministic: The result of a row must not depend on the batch.
     """
 
     dtype: torch.dtype
@@ -32,7 +35,10 @@ class Placement:
     deterministic: bool = False
 
     def scheme(self, raws: Sequence[RawWeight], *, unrounded: bool = False) -> LinearScheme:
-        """The scheme of a layer that these weights make up. unrounded: float32 results, where the scheme has them."""
+        """Return the scheme of a layer that consists of these weights.
+
+        `unrounded` requests float32 results if supported.
+        """
         return linear_scheme(self.dtype, self.device, raws, deterministic=self.deterministic, unrounded=unrounded)
 
 
@@ -41,8 +47,8 @@ class Part:
     """One named weight among those that a layer concatenates.
 
     Attributes:
-        name: canonical name without `.weight`.
-        rows: the output features that this rank holds.
+        name: Canonical name without `.weight`.
+        rows: Output features that this rank holds.
         order: [rows of this rank] permutation of them, or None.
     """
 
@@ -52,11 +58,12 @@ class Part:
 
     @property
     def num_rows(self) -> int:
+        """Number of output features of this rank."""
         return int(self.rows.stop - self.rows.start)
 
 
 def split_evenly(total: int, parallel: ParallelContext, what: str) -> slice:
-    """This rank's share of `total`. Raises ConfigurationError where it cannot be shared out."""
+    """Return this rank's share of `total`. Raises ConfigurationError if it cannot be divided."""
     if total % parallel.tp_size:
         raise ConfigurationError(
             f"tensor-parallel size {parallel.tp_size} does not divide the model's {total} {what}; choose a divisor"
@@ -66,23 +73,25 @@ def split_evenly(total: int, parallel: ParallelContext, what: str) -> slice:
 
 
 def check_shape(weights: WeightSource, name: str, expected: tuple[int, ...]) -> None:
-    """Raises ModelFileError where the tensor is missing or not of the shape that the model's description implies."""
+    """Check that a tensor exists with the expected shape. Raises ModelFileError."""
     if name not in weights:
         raise ModelFileError(f"the model has no tensor {name!r}")
     shape = tuple(weights.shape(name))
     if shape != expected:
-        raise ModelFileError(f"tensor {name!r} has shape {list(shape)}, the model's description needs {list(expected)}")
+        raise ModelFileError(
+            f"tensor {name!r} has shape {list(shape)}; the model's configuration implies {list(expected)}"
+        )
 
 
 def _panels(scheme: LinearScheme, bias: torch.Tensor | None, parallel: ParallelContext) -> Linear | None:
-    """Between the layers of a rank alone nothing is exchanged."""
+    """With a single rank, nothing is exchanged between layers."""
     if isinstance(scheme, PanelScheme) and parallel.tp_size == 1:
         return Linear(scheme.weight, bias)
     return None
 
 
 class ColumnParallelLinear:
-    """Outputs split over ranks; several weights (q, k and v; gate and up) are one matrix."""
+    """Linear layer with outputs split over ranks. Several weights (q, k and v; gate and up) form one matrix."""
 
     def __init__(
         self,
@@ -94,7 +103,7 @@ class ColumnParallelLinear:
         bias: bool,
         place: Placement,
     ) -> None:
-        """totals: output features of each part over all ranks."""
+        """Load the layer. `totals` are the output features of each part over all ranks."""
         self._parallel = place.parallel
         self.out_features = sum(part.num_rows for part in parts)
         for part, total in zip(parts, totals):
@@ -116,26 +125,26 @@ class ColumnParallelLinear:
 
     @property
     def panels(self) -> Linear | None:
-        """The layer for the op that takes all layers at once; None where it has no such form."""
+        """The layer for the operation that computes all layers at once; None if it has no such form."""
         return _panels(self._scheme, self._bias, self._parallel)
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:
-        """How the layer wants its input; None: as it is."""
+        """Quantization that the layer expects of its input; None for none."""
         return self._scheme.input_quantization
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features of this rank]."""
+        """Compute [T, in_features] -> [T, out_features of this rank]."""
         return self._scheme.apply(x, self._bias)
 
 
 class RowParallelLinear:
-    """Inputs split over ranks; the partial products are summed over them."""
+    """Linear layer with inputs split over ranks. The partial products are summed over the ranks."""
 
     def __init__(
         self, weights: WeightSource, name: str, shape: tuple[int, int], cols: slice, *, bias: bool, place: Placement
     ) -> None:
-        """shape: (out_features, in_features) over all ranks; cols: the inputs of this rank."""
+        """Load the layer. `shape` is (out_features, in_features) over all ranks; `cols` are the inputs of this rank."""
         check_shape(weights, f"{name}.weight", shape)
         self._parallel = place.parallel
         whole = cols == slice(0, shape[1])
@@ -147,19 +156,19 @@ class RowParallelLinear:
         self._bias = None
         if bias:
             check_shape(weights, f"{name}.bias", (shape[0],))
-            if place.parallel.tp_rank == 0:  # the sum over ranks must hold it once
+            if place.parallel.tp_rank == 0:  # the sum over ranks must include it once
                 self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
 
     @property
     def panels(self) -> Linear | None:
-        """The layer for the op that takes all layers at once; None where it has no such form."""
+        """The layer for the operation that computes all layers at once; None if it has no such form."""
         return _panels(self._scheme, self._bias, self._parallel)
 
     @property
     def input_quantization(self) -> ActivationQuantization | None:
-        """How the layer wants its input; None: as it is."""
+        """Quantization that the layer expects of its input; None for none."""
         return self._scheme.input_quantization
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        """[T, in_features of this rank] -> [T, out_features], the same on every rank."""
+        """Compute [T, in_features of this rank] -> [T, out_features], the same on every rank."""
         return self._parallel.all_reduce(self._scheme.apply(x, self._bias))

@@ -1,4 +1,4 @@
-"""RMS normalisation layers."""
+"""RMS normalization layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.common.quantized import ActivationQuantization, Activations
 
 
 class RMSNorm:
-    """Adds a block's output to the residual stream and normalises it."""
+    """Addition of a block's output to the residual stream, and normalization."""
 
     def __init__(
         self,
@@ -19,7 +19,15 @@ class RMSNorm:
         ops: DecoderOps,
         quantization: ActivationQuantization | None = None,
     ) -> None:
-        """weight: [hidden] float32; dtype: of the result, or of the activations that `quantization` makes codes of."""
+        """Create the layer.
+
+        Args:
+            weight: [hidden] float32.
+            eps: Epsilon of the norm.
+            dtype: Dtype of the result, or of the activations that `quantization` converts to codes.
+            ops: Operations of the device.
+            quantization: Quantization of the result; None for none.
+        """
         self.weight = weight
         self._quantization = quantization
         self._eps = eps
@@ -27,5 +35,5 @@ class RMSNorm:
         self._ops = ops
 
     def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor) -> Activations:
-        """residual += delta in place; returns the normalised residual, [T, hidden]."""
+        """Add delta to the residual in place; return the normalized residual, [T, hidden]."""
         return self._ops.add_rms_norm(delta, residual, self.weight, self._eps, self._dtype, self._quantization)

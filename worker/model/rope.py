@@ -1,7 +1,7 @@
-"""Frequencies of the rotary position embedding and their scalings for long contexts, as a table by position.
+"""Rotary position embedding: frequencies and their scaling for long contexts, as a table by position.
 
-The arithmetic is float32 like that of the models' own training code: at position 8,000 the angle itself is only good
-to 5e-4, so a more exact table would be further from the model.
+The arithmetic is float32, like that of the models' own training code. At position 8,000 the angle itself is accurate
+only to 5e-4, so a more exact table would be further from the model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from worker.model.spec import RopeSpec
 
 
 def rope_table(rope: RopeSpec, max_positions: int) -> torch.Tensor:
-    """[max_positions, rotary_dim] float32: cosines of rotary_dim / 2 frequencies, then their sines.
+    """Return [max_positions, rotary_dim] float32: cosines of rotary_dim / 2 frequencies, then their sines.
 
     Raises:
-        ConfigurationError: a scaling whose parameters do not fit together.
+        ConfigurationError: The parameters of a scaling are inconsistent.
     """
     frequencies, attention_factor = inverse_frequencies(rope, max_positions)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
@@ -26,7 +26,7 @@ def rope_table(rope: RopeSpec, max_positions: int) -> torch.Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, max_positions: int) -> tuple[torch.Tensor, float]:
-    """[rotary_dim / 2] float32 radians per position, and the factor of cosines and sines (1 except for yarn)."""
+    """Return [rotary_dim / 2] float32 radians per position, and the factor of cosines and sines (1 except for yarn)."""
     attention_factor = 1.0
     frequencies = base = _base_frequencies(rope.theta, rope.rotary_dim)
     match rope.kind:
@@ -62,10 +62,10 @@ def _original_max_position(rope: RopeSpec) -> int:
 
 
 def _dynamic_theta(rope: RopeSpec, max_positions: int) -> float:
-    """NTK-aware base for contexts of max_positions.
+    """Return the NTK-aware base for contexts of max_positions.
 
-    It is fixed by the longest context that is served instead of by each sequence: cached keys stay valid while a
-    sequence grows, and a prefix may be shared by sequences of different lengths.
+    It depends on the longest context that is served, not on each sequence. Cached keys therefore remain valid while a
+    sequence grows, and sequences of different lengths can share a prefix.
     """
     original = _original_max_position(rope)
     if max_positions <= original:
@@ -75,7 +75,7 @@ def _dynamic_theta(rope: RopeSpec, max_positions: int) -> float:
 
 
 def _llama3(base: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Llama 3.1: long wavelengths divided by factor, short ones kept, a ramp in wavelength between them."""
+    """Scale as Llama 3.1: long wavelengths divided by factor, short ones unchanged, a ramp between them."""
     original = _original_max_position(rope)
     wavelengths = 2 * math.pi / base
     ramp = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -85,7 +85,7 @@ def _llama3(base: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
 
 
 def _yarn(base: torch.Tensor, rope: RopeSpec) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023), equations 17 to 22: interpolate below beta_slow turns, keep above beta_fast."""
+    """Scale as YaRN (Peng et al. 2023, equations 17 to 22): interpolate below beta_slow turns, keep above beta_fast."""
     original = _original_max_position(rope)
 
     def dimension_of(turns: float) -> float:
@@ -114,9 +114,10 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
 
 
 def half_split_rows(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """[num_heads * head_dim] int64: for each row of the half-split order, its row in the interleaved order.
+    """Return, for each row of the half-split order, its row in the interleaved order: [num_heads * head_dim] int64.
 
-    Interleaved weights rotate dimensions 2i and 2i + 1 of a head together, the kernels i and i + rotary_dim / 2.
+    Interleaved weights rotate dimensions 2i and 2i + 1 of a head together; the kernels rotate i and i + rotary_dim /
+    2.
     """
     rotary = torch.arange(rotary_dim).view(-1, 2).transpose(0, 1).reshape(-1)
     head = torch.cat((rotary, torch.arange(rotary_dim, head_dim)))

@@ -1,4 +1,4 @@
-"""DecoderSpec: a decoder-only transformer as data. Families are rows of worker/model/families.py, not code."""
+"""Description of a decoder-only transformer as data. Families are rows of worker/model/families.py, not code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from worker.kv.geometry import KVGroupSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al. 2021) and how its frequencies are scaled for long contexts.
+    """Rotary position embedding (Su et al. 2021) and the scaling of its frequencies for long contexts.
 
     Attributes:
-        theta: base of the frequencies.
-        rotary_dim: how many dimensions of a head rotate.
-        kind: none; linear (positions divided by factor); dynamic (NTK-aware, base grows with the length);
-            llama3 (frequencies scaled by wavelength band); yarn (Peng et al. 2023).
-        interleaved: pairs are (2i, 2i + 1) as in GGUF's llama files; otherwise (i, i + rotary_dim / 2).
+        theta: Base of the frequencies.
+        rotary_dim: Number of dimensions of a head that rotate.
+        kind: none; linear (positions divided by factor); dynamic (NTK-aware, base grows with the length); llama3
+            (frequencies scaled by wavelength band); yarn (Peng et al. 2023).
+        interleaved: Pairs are (2i, 2i + 1) as in GGUF's llama files; otherwise (i, i + rotary_dim / 2).
+        factor: Factor of the scaling.
+        original_max_position: Context length before the scaling.
+        low_freq_factor: Parameter of llama3.
+        high_freq_factor: Parameter of llama3.
+        beta_fast: Parameter of yarn.
+        beta_slow: Parameter of yarn.
+        attention_factor: Parameter of yarn.
+        mscale: Parameter of yarn.
+        mscale_all_dim: Parameter of yarn.
+        truncate: Parameter of yarn.
+        frequency_factors: Divisors of the frequencies.
     """
 
     theta: float
@@ -39,10 +50,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Everything that shapes a decoder, read once from config.json or GGUF metadata.
+    """Complete description of a decoder, read once from config.json or GGUF metadata.
 
     Attributes:
-        kv_groups: every layer is in one; left out, all layers are one group without a window.
+        kv_groups: Partition of the layers into KV groups; empty for one group of all layers without a window.
     """
 
     family: str

@@ -1,0 +1,1 @@
+"""Quantization schemes of linear layers, one per file, and the choice between them."""

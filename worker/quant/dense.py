@@ -1,4 +1,4 @@
-"""Dense weights as torch keeps them: on a GPU, and on processors where oneDNN does not serve a dtype."""
+"""Dense weights in torch's layout: on GPUs, and on processors where oneDNN does not support a dtype."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class DenseScheme:
         self.weight = torch.empty(0)
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates [out_features, in_features]."""
+        """Allocate [out_features, in_features]."""
         self.weight = torch.empty((out_features, in_features), dtype=self.dtype, device=self.device)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Copies values, converting dtype and device."""
+        """Copy values and convert dtype and device."""
         values = raw.dequantize(self.dtype)
         self.weight[start : start + raw.shape[0]].copy_(values if order is None else values[order])
 
     def after_load(self) -> None:
-        """Nothing to do: the layout is torch's."""
+        """Do nothing: the layout is torch's."""
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias."""
+        """Return x @ weight.T + bias."""
         return F.linear(dense(x), self.weight, bias)

@@ -1,4 +1,4 @@
-"""FP8 weights on a GPU, multiplied by activations that are quantized on their way in."""
+"""FP8 weights on a GPU, multiplied by activations that are quantized on input."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from kernels.ops.linear_fp8.inputs import Fp8Weight, check
 from worker.quant.raw_weight import RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of the activations before and after; who asks for float32 wants more than FP8 gives."""
+"""Supported dtypes of activations. Float32 activations need more precision than FP8 has."""
 
 
 class Fp8Scheme:
-    """Weights of e4m3fn codes with a scale a tensor, an output feature, or a block of 128 inputs.
+    """Weights of e4m3fn codes with a scale per tensor, per output feature, or per block of 128 inputs.
 
     Args:
-        dtype: of the layer's result.
-        raws: the parts that will be loaded, all scaled in the same way.
-        fixed: a row's result does not depend on the batch.
+        dtype: Dtype of the layer's result.
+        device: Device of the weights.
+        raws: Parts that will be loaded, all scaled in the same way.
+        fixed: The result of a row does not depend on the batch.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
@@ -32,7 +33,7 @@ class Fp8Scheme:
         self._input_scales: list[float] = []
         self._codes = self._scales = torch.empty(0)
         self._weight: Fp8Weight | None = None
-        from kernels.ops.linear_fp8.triton import linear_fp8  # a CPU serves without triton
+        from kernels.ops.linear_fp8.triton import linear_fp8  # a CPU runs without triton
         from kernels.ops.quantize.triton import quantize
 
         self._linear = linear_fp8
@@ -40,7 +41,7 @@ class Fp8Scheme:
 
     @staticmethod
     def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
-        """Whether a layer of these parts can be kept in FP8; dense otherwise."""
+        """Return True if a layer of these parts can be kept in FP8; otherwise it is dense."""
         if dtype not in DTYPES or not raws or any(raw.format != "fp8" or raw.columns is not None for raw in raws):
             return False
         width = raws[0].shape[1]
@@ -50,16 +51,16 @@ class Fp8Scheme:
         return len(blocks) == 1 and all(raw.extra["scale"].cols in (0, width, BLOCK) for raw in raws)
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates codes and a scale for each feature, or for each block of a feature, on the device."""
+        """Allocate codes, and a scale for each feature or for each block of a feature, on the device."""
         self._codes = torch.zeros((out_features, in_features), dtype=torch.float8_e4m3fn, device=self._device)
         shape = (out_features, -(-in_features // BLOCK)) if self._blocks else (out_features,)
         self._scales = torch.zeros(shape, device=self._device)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Copies codes, and scales spread over the features that share one."""
+        """Copy codes, and scales expanded over the features that share one."""
         count = raw.shape[0]
         scales = raw.extra["scale"].by_row(slice(0, count)).expand(count, -1)
-        # Indexing is not there for FP8 everywhere.
+        # Indexing is not supported for FP8 everywhere.
         codes = raw.data.view(torch.uint8)
         if order is not None:
             codes, scales = codes[order], scales[order]
@@ -69,7 +70,7 @@ class Fp8Scheme:
             self._input_scales.append(float(raw.extra["input_scale"].values.max()))
 
     def after_load(self) -> None:
-        """Keeps one scale of 128 features where they share it; settles how activations come."""
+        """Merge equal scales of 128 features, and choose the quantization of activations."""
         scales = self._scales
         if self._blocks:
             firsts = scales[::BLOCK]
@@ -82,7 +83,7 @@ class Fp8Scheme:
         if self._blocks:
             self.input_quantization = ActivationQuantization("fp8_block")
         elif self._input_scales:
-            # Parts that share their input were measured on the same one: the largest scale clips nothing of any.
+            # Parts that share their input were calibrated on the same one; the largest scale clips none of them.
             fixed = torch.full((1, 1), max(self._input_scales), device=self._device)
             self.input_quantization = ActivationQuantization("fp8_tensor", fixed)
         else:
@@ -90,21 +91,21 @@ class Fp8Scheme:
 
     @property
     def weight(self) -> Fp8Weight:
-        """As the kernel reads it."""
+        """Weight for the kernel."""
         if self._weight is None:
-            raise RuntimeError("the weight is there after after_load")
+            raise RuntimeError("weight is available after after_load")
         return self._weight
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias; activations that come as they are become codes first."""
+        """Return x @ weight.T + bias; activations that are not codes are quantized first."""
         weight = self.weight
         if isinstance(x, torch.Tensor):
             if self.input_quantization is None:
-                raise RuntimeError("how activations come is known after after_load")
+                raise RuntimeError("the quantization of activations is known after after_load")
             x = self._quantize(x, self.input_quantization)
         return self._linear(x, weight, bias, invariant=self._fixed)
 
 
 def _in_blocks(raw: RawWeight) -> bool:
-    """Whether a row has several scales."""
+    """Return True if a row has several scales."""
     return raw.extra["scale"].cols not in (0, raw.shape[1])

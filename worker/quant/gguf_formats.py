@@ -1,13 +1,13 @@
-"""Block formats of GGUF tensors: their sizes in a file and their values.
+"""Block formats of GGUF tensors: sizes in a file, and values.
 
-Layouts are those of the GGML type list in the GGUF specification. A block holds 32 consecutive values of a row; nibbles
-are stored with values 0..15 in the low halves of 16 bytes and values 16..31 in the high halves.
+Layouts follow the GGML type list in the GGUF specification. A block holds 32 consecutive values of a row. Nibbles are
+stored with values 0..15 in the low halves of 16 bytes and values 16..31 in the high halves.
 
-    q4_0: f16 scale, 16 bytes of nibbles                      value = scale * (nibble - 8)
-    q4_1: f16 scale, f16 minimum, 16 bytes of nibbles         value = scale * nibble + minimum
-    q5_0: f16 scale, u32 fifth bits, 16 bytes of nibbles      value = scale * (code - 16)
-    q5_1: f16 scale, f16 minimum, u32 fifth bits, 16 bytes    value = scale * code + minimum
-    q8_0: f16 scale, 32 signed bytes                          value = scale * code
+        q4_0: f16 scale, 16 bytes of nibbles                      value = scale * (nibble - 8)
+        q4_1: f16 scale, f16 minimum, 16 bytes of nibbles         value = scale * nibble + minimum
+        q5_0: f16 scale, u32 fifth bits, 16 bytes of nibbles      value = scale * (code - 16)
+        q5_1: f16 scale, f16 minimum, u32 fifth bits, 16 bytes    value = scale * code + minimum
+        q8_0: f16 scale, 32 signed bytes                          value = scale * code
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FORMATS: dict[WeightFormat, FormatInfo] = {
 
 PLAIN_DTYPES: dict[str, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-# Type ids of GGUF tensors. Ids 4, 5, 31-33 and 36-38 belonged to types that were withdrawn.
+# Type ids of GGUF tensors. Ids 4, 5, 31-33 and 36-38 belonged to withdrawn types.
 GGML_TYPE_NAMES: dict[int, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 4: "Q4_2", 5: "Q4_3", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
@@ -70,16 +70,16 @@ _ZERO_POINTS = {"q8_0": 0, "q4_0": 8, "q4_1": 0, "q5_0": 16, "q5_1": 0}
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A quantized matrix taken apart: value = scales * (codes - zero_point) + minimums, block by block.
+    """Components of a quantized matrix: value = scales * (codes - zero_point) + minimums, block by block.
 
     Attributes:
-        codes: [rows, num_blocks, 32], int8 for q8_0, otherwise uint8; where they are still packed
-            [rows, num_blocks, 16], two in a byte.
+        codes: [rows, num_blocks, 32], int8 for q8_0, otherwise uint8; packed codes are [rows, num_blocks, 16], two
+            per byte.
         scales: [rows, num_blocks], float16 as in the file.
-        minimums: [rows, num_blocks], float16; None where the format has none.
-        zero_point: subtracted from each code.
-        fifth: [rows, num_blocks, 4] uint8, the fifth bits of codes that are still packed, bit j of the little-endian
-            word that of value j; None where codes have four bits, or eight, or are not packed.
+        minimums: [rows, num_blocks], float16; None if the format has none.
+        zero_point: Subtracted from each code.
+        fifth: [rows, num_blocks, 4] uint8, fifth bits of packed codes; bit j of the little-endian word belongs to
+            value j. None if codes have four or eight bits, or are not packed.
     """
 
     codes: torch.Tensor
@@ -90,17 +90,20 @@ class Blocks:
 
 
 def row_bytes(weight_format: WeightFormat, num_values: int) -> int:
-    """Bytes of one row. Raises ValueError where the row is no whole number of blocks."""
+    """Return the bytes of one row. Raises ValueError if the row is not a whole number of blocks."""
     info = FORMATS[weight_format]
     if num_values % info.block:
-        raise ValueError(f"a row of {num_values} values is no whole number of {weight_format} blocks of {info.block}")
+        raise ValueError(
+            f"a row of {num_values} values is not a whole number of {weight_format} blocks of {info.block}"
+        )
     return num_values // info.block * info.block_bytes
 
 
 def split_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
-    """Takes rows apart; codes stay as they are packed, and are views of `data`.
+    """Split rows into components. Codes stay packed and are views of `data`.
 
     Args:
+        weight_format: Format of the rows.
         data: [rows, row bytes], uint8, contiguous, on the CPU.
     """
     records = data.numpy().view(_RECORDS[weight_format])  # [rows, num_blocks]
@@ -115,7 +118,7 @@ def split_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
 
 
 def unpacked(blocks: Blocks) -> torch.Tensor:
-    """[rows, num_blocks, 32] codes of blocks whose codes are packed; int8 for q8_0, otherwise uint8."""
+    """Return [rows, num_blocks, 32] codes of blocks with packed codes; int8 for q8_0, otherwise uint8."""
     packed = blocks.codes
     if packed.shape[-1] == BLOCK:
         return packed.contiguous()
@@ -129,16 +132,18 @@ def unpacked(blocks: Blocks) -> torch.Tensor:
 
 
 def unpack_blocks(weight_format: WeightFormat, data: torch.Tensor) -> Blocks:
-    """Takes packed rows apart, one code an input; `data` as in `split_blocks`."""
+    """Split packed rows into components with one code per input; `data` as in `split_blocks`."""
     blocks = split_blocks(weight_format, data)
     return replace(blocks, codes=unpacked(blocks), fifth=None)
 
 
 def dequantize(weight_format: WeightFormat, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values of packed rows, computed in float32 and rounded once to `dtype`.
+    """Dequantize packed rows in float32 and round once to `dtype`.
 
     Args:
+        weight_format: Format of the rows.
         data: [rows, row bytes], uint8, contiguous, on the CPU.
+        dtype: Dtype of the result.
 
     Returns:
         [rows, row values].
@@ -146,7 +151,7 @@ def dequantize(weight_format: WeightFormat, data: torch.Tensor, dtype: torch.dty
     num_rows = data.shape[0]
     info = FORMATS[weight_format]
     out = torch.empty((num_rows, data.shape[1] // info.block_bytes * info.block), dtype=dtype)
-    # Some rows at a time, so that the float32 intermediates stay in the processor's cache.
+    # Process some rows at a time, so that float32 intermediates stay in the processor's cache.
     step = max(1, (1 << 19) // max(1, out.shape[1]))
     for start in range(0, num_rows, step):
         blocks = unpack_blocks(weight_format, data[start : start + step])

@@ -1,4 +1,4 @@
-"""Int8 weights on a GPU, multiplied by activations that are quantized row by row on their way in."""
+"""Int8 weights on a GPU, multiplied by activations that are quantized row by row on input."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kernels.ops.linear_int8.inputs import MAX_INPUTS, check
 from worker.quant.raw_weight import RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of the activations before and after; who asks for float32 wants more than int8 gives."""
+"""Supported dtypes of activations. Float32 activations need more precision than int8 has."""
 
 
 class Int8Scheme:
-    """Weights of int8 codes with a scale an output feature. Sums are exact: no row depends on the batch.
+    """Weights of int8 codes with a scale per output feature. Sums are exact, so no row depends on the batch.
 
     Args:
-        dtype: of the layer's result.
+        dtype: Dtype of the layer's result.
+        device: Device of the weights.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -26,7 +27,7 @@ class Int8Scheme:
         self.dtype = dtype
         self._device = device
         self._codes = self._scales = torch.empty(0)
-        from kernels.ops.linear_int8.triton import linear_int8  # a CPU serves without triton
+        from kernels.ops.linear_int8.triton import linear_int8  # a CPU runs without triton
         from kernels.ops.quantize.triton import quantize
 
         self._linear = linear_int8
@@ -34,7 +35,7 @@ class Int8Scheme:
 
     @staticmethod
     def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
-        """Whether a layer of these parts can be kept in int8; dense otherwise."""
+        """Return True if a layer of these parts can be kept in int8; otherwise it is dense."""
         if dtype not in DTYPES or not raws or any(raw.format != "int8" or raw.columns is not None for raw in raws):
             return False
         width = raws[0].shape[1]
@@ -43,12 +44,12 @@ class Int8Scheme:
         return all(raw.extra["scale"].cols in (0, width) for raw in raws)
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates codes and a scale for each feature on the device."""
+        """Allocate codes, and a scale for each feature, on the device."""
         self._codes = torch.zeros((out_features, in_features), dtype=torch.int8, device=self._device)
         self._scales = torch.zeros(out_features, device=self._device)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Copies codes, and scales spread over the features that share one."""
+        """Copy codes, and scales expanded over the features that share one."""
         count = raw.shape[0]
         scales = raw.extra["scale"].by_row(slice(0, count))[:, 0].expand(count)
         codes = raw.data
@@ -58,11 +59,11 @@ class Int8Scheme:
         self._scales[start : start + count] = scales.to(self._device)
 
     def after_load(self) -> None:
-        """Codes stay as they are; what the kernel needs of them is checked once."""
+        """Validate the codes for the kernel once; they keep their layout."""
         check(self._codes, self._scales)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias; activations that come as they are become codes first."""
+        """Return x @ weight.T + bias; activations that are not codes are quantized first."""
         if isinstance(x, torch.Tensor):
             x = self._quantize(x, ActivationQuantization("int8_token"))
         return self._linear(x, self._codes, self._scales, bias)

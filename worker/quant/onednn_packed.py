@@ -1,4 +1,4 @@
-"""Dense weights in oneDNN's blocked layout: without it each product would re-lay the weight first."""
+"""Dense weights in oneDNN's blocked layout, which avoids reordering the weight for each product."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from kernels.common.quantized import ActivationQuantization, Activations, dense
 from worker.quant.raw_weight import RawWeight
 
-# The row count that the layout is chosen for: decode of a moderate batch. It is right for any other count.
+# Row count for which the layout is chosen: decoding of a moderate batch. Products with other counts are correct too.
 _ROWS_HINT = 16
 
 
 class OneDNNPackedScheme:
-    """bfloat16 (or float16) weights on the CPU, packed once at load."""
+    """bfloat16 or float16 weights on the CPU, packed once at load."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -20,20 +20,20 @@ class OneDNNPackedScheme:
         self._weight = torch.empty(0)
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates the plain layout, which lives until `after_load`."""
+        """Allocate the plain layout, which is freed in `after_load`."""
         self._weight = torch.empty((out_features, in_features), dtype=self.dtype)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Copies values, converting the dtype."""
+        """Copy values and convert the dtype."""
         values = raw.dequantize(self.dtype)
         self._weight[start : start + raw.shape[0]].copy_(values if order is None else values[order])
 
     def after_load(self) -> None:
-        """Packs and drops the plain layout."""
+        """Pack the weight and free the plain layout."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, _ROWS_HINT)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias, accumulated in float32."""
+        """Return x @ weight.T + bias, accumulated in float32."""
         x = dense(x)
         if x.shape[0] == 1 and self.dtype is torch.float32:
             # A single row would be summed in another order than the same row in a batch.

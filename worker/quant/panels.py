@@ -1,7 +1,7 @@
-"""Weights on the CPU as the file has them, in panels: 4 or 8 bits of GGUF's formats, else bfloat16.
+"""Weights on the CPU in panels that keep the file's precision: 4 or 8 bits of GGUF's formats, else bfloat16.
 
-A step of one request reads every weight for one row, so its time is that of reading; a prompt's is that of the
-products. One form serves both.
+A step of one request reads every weight for one row, so reading determines its time; the products determine a
+prompt's. One layout serves both.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _WITH_MINIMUM = ("q4_1", "q5_1")
 
 
 def kind_of(raws: Sequence[RawWeight]) -> tuple[int, bool]:
-    """Bits, and whether blocks have minimums, of a layer of these parts: those of the widest."""
+    """Return the bits, and whether blocks have minimums, of a layer of these parts: those of the widest part."""
     bits = max(_BITS.get(raw.format, 16) for raw in raws)
     return bits, bits < 16 and any(raw.format in _WITH_MINIMUM for raw in raws)
 
 
 class PanelScheme:
-    """bfloat16 activations.
+    """Weights in panels, for bfloat16 activations.
 
     Args:
-        raws: the parts that will be loaded; the layer has the bits of the widest.
-        result: BFLOAT16, or FLOAT32 for what is not rounded.
-        fixed: a row's sums are the same in every batch.
+        raws: Parts that will be loaded; the layer has the bits of the widest.
+        result: BFLOAT16, or FLOAT32 for results that are not rounded.
+        fixed: The sums of a row are the same in every batch.
     """
 
     def __init__(self, raws: Sequence[RawWeight], *, result: Result = Result.BFLOAT16, fixed: bool = False) -> None:
@@ -46,18 +46,18 @@ class PanelScheme:
 
     @staticmethod
     def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
-        """Whether a layer of these parts can be kept so, on this processor."""
+        """Return True if this processor supports a layer of these parts."""
         return dtype is torch.bfloat16 and len(raws) > 0 and all(supported(raw.shape[1]) for raw in raws)
 
     @property
     def weight(self) -> PanelWeight:
-        """Raises RuntimeError before `after_load`."""
+        """Packed weight. Raises RuntimeError before `after_load`."""
         if self._weight is None:
-            raise RuntimeError("the weight is there after after_load")
+            raise RuntimeError("weight is available after after_load")
         return self._weight
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates codes and factors, which live until `after_load`."""
+        """Allocate codes and factors, which are freed in `after_load`."""
         blocks = (out_features, in_features // BLOCK)
         if self._bits == 16:
             self._codes = torch.empty((out_features, in_features), dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ class PanelScheme:
         self._minimums = torch.empty(blocks if self._minimum else 0, dtype=torch.float16)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Takes output features apart."""
+        """Split output features into codes and factors."""
         rows = slice(start, start + raw.shape[0])
         if self._bits == 16:
             values = raw.dequantize(torch.bfloat16)
@@ -81,7 +81,7 @@ class PanelScheme:
         self._scales[rows] = blocks.scales
         if self._bits == 4:
             self._codes[rows] = blocks.codes
-            # Without minimums the product takes 8 off the codes itself.
+            # Without minimums the product itself subtracts 8 from the codes.
             offset = blocks.zero_point
         else:
             codes = unpacked(blocks)
@@ -92,7 +92,7 @@ class PanelScheme:
             self._minimums[rows] = blocks.scales * -offset if minimums is None else minimums
 
     def after_load(self) -> None:
-        """Packs, and drops what was read."""
+        """Pack the weight and free the loaded codes."""
         if self._bits == 16:
             self._weight = pack_values(self._codes)
         else:
@@ -100,7 +100,7 @@ class PanelScheme:
         self._codes = self._scales = self._minimums = torch.empty(0)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias, accumulated in float32."""
+        """Return x @ weight.T + bias, accumulated in float32."""
         if bias is not None and bias.shape[0] % WIDTH:
             bias = torch.nn.functional.pad(bias, (0, -bias.shape[0] % WIDTH))
         linear = panel_linear(*self.weight.kind, self._result)

@@ -1,4 +1,4 @@
-"""A weight as a file holds it: values, blocks, or codes with factors beside them; its values and its slices."""
+"""A weight as stored in a file (values, blocks, or codes with factors), its values and its slices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CODE_DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
-"""u4, u8: weights alone are quantized, codes 0..15 or 0..255, one a byte. int8, fp8: the activations are, too."""
+"""u4, u8: only weights are quantized, codes 0..15 or 0..255, one per byte. int8, fp8: activations are quantized too."""
 
-# About this many values at a time, so that the float32 intermediates stay in the processor's cache.
+# Approximate number of values processed at a time, so that float32 intermediates stay in the processor's cache.
 _STEP = 1 << 19
 
 
@@ -31,8 +31,8 @@ class Factors:
 
     Attributes:
         values: [ceil(out / rows), ceil(in / cols)], floating point.
-        rows: output features of a rectangle; 0: all of them.
-        cols: input features of a rectangle; 0: all of them.
+        rows: Output features of a rectangle; 0 for all of them.
+        cols: Input features of a rectangle; 0 for all of them.
     """
 
     values: torch.Tensor
@@ -40,17 +40,23 @@ class Factors:
     cols: int
 
     def by_row(self, rows: slice) -> torch.Tensor:
-        """float32, a row of values for each of these output features, or a single row where it holds for all."""
+        """Return float32 values for each of these output features, or a single row that applies to all."""
         values = self.values.float()
         return values[torch.arange(rows.start, rows.stop) // self.rows] if self.rows else values
 
     def spread(self, rows: slice, num_cols: int) -> torch.Tensor:
-        """float32, one value for each of these output features or a single row, and each input feature or a column."""
+        """Return float32 values for these output features and the input features.
+
+        A dimension has size 1 if one value applies to all of its features.
+        """
         values = self.by_row(rows)
         return values.repeat_interleave(self.cols, dim=1)[:, :num_cols] if self.cols else values
 
     def part(self, axis: int, start: int, stop: int, size: int) -> Factors | None:
-        """Those of a slice along an axis of `size`; None where it begins or ends within a rectangle."""
+        """Return the factors of a slice along an axis of `size`.
+
+        None if the slice begins or ends within a rectangle.
+        """
         extent = (self.rows, self.cols)[axis]
         if extent == 0:
             return self
@@ -62,16 +68,16 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class RawWeight:
-    """A tensor, or a slice of one, as the file holds it.
+    """A tensor, or a slice of one, in the format of the file.
 
     Attributes:
         format: f32, f16, bf16; a block format of worker.quant.gguf_formats; or codes (CODE_DTYPES).
         shape: (out, in), or (n,) for vectors.
-        data: plain formats: the values, [*shape] in the format's dtype. Block formats: [out, in / 32 * block bytes],
+        data: Plain formats: values, [*shape] in the format's dtype. Block formats: [out, in / 32 * block bytes],
             uint8. Codes: [out, in]. Contiguous, on the CPU, in memory of our own.
-        extra: of codes: "scale", and "minimum" where the format has one; value = code * scale + minimum.
-            "input_scale" [1, 1] where the checkpoint fixes the scale of the activations.
-        columns: [in] int64; column i of the codes is input feature columns[i]. None: in order.
+        extra: For codes: "scale", and "minimum" if the format has one; value = code * scale + minimum.
+            "input_scale" [1, 1] if the checkpoint fixes the scale of the activations.
+        columns: [in] int64; column i of the codes is input feature columns[i]. None for columns in order.
     """
 
     format: RawFormat
@@ -82,11 +88,11 @@ class RawWeight:
 
     @property
     def plain(self) -> bool:
-        """Whether `data` are the values."""
+        """True if `data` contains the values themselves."""
         return self.format in PLAIN_DTYPES
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values, [*shape] in `dtype`, computed in float32 and rounded once."""
+        """Return the values, [*shape] in `dtype`, computed in float32 and rounded once."""
         if self.format in PLAIN_DTYPES:
             return self.data.to(dtype)
         if self.format in FORMATS:
@@ -105,7 +111,7 @@ class RawWeight:
         return torch.empty_like(out).index_copy_(1, self.columns, out)
 
     def take_rows(self, order: torch.Tensor | None) -> RawWeight:
-        """Output features in another order ([n] int32 or int64), or some of them; the weight itself for None."""
+        """Return output features in another order ([n] int32 or int64), or some of them; the weight itself for None."""
         if order is None:
             return self
         shape = (order.shape[0], *self.shape[1:])
@@ -118,7 +124,7 @@ class RawWeight:
         return replace(self, shape=shape, data=self.data.index_select(0, order), extra=extra)
 
     def zero_rows(self, count: int) -> RawWeight:
-        """`count` output features of the same format whose values are 0."""
+        """Return `count` output features of the same format with value 0."""
         extra = {}
         for name, one in self.extra.items():
             num_values = -(-count // one.rows) if one.rows else one.values.shape[0]
@@ -128,7 +134,7 @@ class RawWeight:
 
 
 def slice_rows(weight: RawWeight, rows: slice | None) -> RawWeight:
-    """Output features (step 1) of a weight that was read with all of them."""
+    """Return output features (step 1) of a weight that was read completely."""
     start, stop = bounds(rows, weight.shape[0])
     if (start, stop) == (0, weight.shape[0]):
         return weight
@@ -140,7 +146,7 @@ def slice_rows(weight: RawWeight, rows: slice | None) -> RawWeight:
 
 
 def slice_columns(weight: RawWeight, cols: slice | None) -> RawWeight:
-    """Input features (step 1) of a matrix that was read with all of them; f32 where its format cannot be cut there."""
+    """Return input features (step 1) of a matrix that was read completely; f32 if its format cannot be cut there."""
     start, stop = bounds(cols, weight.shape[-1])
     if (start, stop) == (0, weight.shape[-1]):
         return weight
@@ -156,17 +162,17 @@ def slice_columns(weight: RawWeight, cols: slice | None) -> RawWeight:
 
 
 def bounds(part: slice | None, size: int) -> tuple[int, int]:
-    """Start and end of a slice with step 1. Raises ValueError for any other step."""
+    """Return start and end of a slice with step 1. Raises ValueError for other steps."""
     if part is None:
         return 0, size
     start, stop, step = part.indices(size)
     if step != 1:
-        raise ValueError(f"slices of weights have step 1, not {step}")
+        raise ValueError(f"slices of weights must have step 1, not {step}")
     return start, max(start, stop)
 
 
 def _parts(weight: RawWeight, axis: int, start: int, stop: int) -> dict[str, Factors] | None:
-    """The factors of a slice; None where one of them cannot be cut there."""
+    """Return the factors of a slice; None if one of them cannot be cut there."""
     parts = {}
     for name, one in weight.extra.items():
         part = one.part(axis, start, stop, weight.shape[axis])
@@ -177,7 +183,7 @@ def _parts(weight: RawWeight, axis: int, start: int, stop: int) -> dict[str, Fac
 
 
 def _block_format(name: RawFormat) -> WeightFormat:
-    """The name as one of GGUF's formats. Raises ValueError for codes."""
+    """Return the name as a format of GGUF. Raises ValueError for codes."""
     if name in CODE_DTYPES:
-        raise ValueError(f"{name} is no format of GGUF")
+        raise ValueError(f"{name} is not a GGUF format")
     return name  # type: ignore[return-value]

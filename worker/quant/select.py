@@ -1,4 +1,4 @@
-"""Which scheme a linear layer gets: the one place that knows."""
+"""The choice of a scheme for a linear layer; the only place that makes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.quant.weight_only import WeightOnlyScheme
 
 
 def packed_linears_supported(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed weights of this dtype natively on this processor.
+    """Return True if oneDNN multiplies packed weights of this dtype natively on this processor.
 
     In float32 they take half to two thirds of the time of torch's own linear.
     """
@@ -43,23 +43,25 @@ def linear_scheme(
     deterministic: bool = False,
     unrounded: bool = False,
 ) -> LinearScheme:
-    """The fastest scheme for a layer.
+    """Return the fastest scheme for a layer.
 
     Args:
-        dtype: of the activations, and of the weights where they are dense.
-        raws: what will be loaded, part by part.
-        deterministic: a row's result may not depend on the batch.
-        unrounded: float32 results, where the scheme has them.
+        dtype: Dtype of the activations, and of dense weights.
+        device: Device of the weights.
+        raws: Parts that will be loaded.
+        deterministic: The result of a row must not depend on the batch.
+        unrounded: Return float32 results if the scheme supports it.
 
-    Raises ConfigurationError where deterministic is asked for and not to be had.
+    Raises:
+        ConfigurationError: Deterministic mode is requested but not available.
     """
     if device.type == "cpu":
         if PanelScheme.accepts(dtype, raws):
             return PanelScheme(raws, result=Result.FLOAT32 if unrounded else Result.BFLOAT16, fixed=deterministic)
         if deterministic:
             raise ConfigurationError(
-                "deterministic on the CPU needs dtype bfloat16, a processor with AVX512-BF16, and layers whose inputs "
-                "are a multiple of 32"
+                "--deterministic on the CPU needs --dtype bfloat16, a processor with AVX512-BF16, and layers whose "
+                "inputs are a multiple of 32"
             )
         return OneDNNPackedScheme(dtype) if packed_linears_supported(dtype) else DenseScheme(dtype, device)
     if WeightOnlyScheme.accepts(dtype, raws):

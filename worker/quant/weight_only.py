@@ -1,4 +1,4 @@
-"""Integer weights, activations as they are: GGUF's block formats, GPTQ and AWQ, transcoded to one layout at load."""
+"""Integer weights with unquantized activations: GGUF's block formats, GPTQ and AWQ, converted to one layout at load."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from worker.quant.gguf_formats import unpack_blocks
 from worker.quant.raw_weight import RawWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Activations that the kernel multiplies."""
+"""Dtypes of activations that the kernel supports."""
 
-# Bits that the codes of a format need, and the code that stands for about 0: codes are stored relative to it.
+# Bits of the codes of a format, and the code that stands for about 0: codes are stored relative to it.
 _BITS = {"q4_0": 4, "q4_1": 4, "u4": 4, "q5_0": 8, "q5_1": 8, "q8_0": 8, "u8": 8}
 _CENTRES = {"q4_0": 8, "q4_1": 8, "u4": 8, "q5_0": 16, "q5_1": 16, "q8_0": 0, "u8": 128}
 
@@ -36,8 +36,10 @@ class _Codes:
 
     Attributes:
         codes: [rows, in] int8 or uint8.
-        scales, minimums: [rows, groups] float32.
-        group: inputs of a group.
+        scales: [rows, groups] float32.
+        minimums: [rows, groups] float32.
+        centre: Code that is subtracted.
+        group: Inputs of a group.
     """
 
     codes: torch.Tensor
@@ -48,7 +50,10 @@ class _Codes:
 
 
 def group_of(raws: Sequence[RawWeight]) -> int | None:
-    """Inputs of a group into which all parts of a layer can be cut (0: all); None where the kernel has no such."""
+    """Return the group size into which all parts of a layer can be divided (0 for all inputs).
+
+    None if the kernel supports none.
+    """
     if any(raw.format not in _BITS for raw in raws):
         return None
     groups = {_group(raw) for raw in raws}
@@ -60,7 +65,7 @@ def group_of(raws: Sequence[RawWeight]) -> int | None:
 
 
 def _group(raw: RawWeight) -> int:
-    """Inputs of a group of one weight."""
+    """Return the group size of one weight."""
     if "scale" not in raw.extra:
         return GGUF_BLOCK
     return raw.extra["scale"].cols or raw.shape[1]
@@ -70,15 +75,16 @@ class WeightOnlyScheme:
     """Weights of 4 or 8 bits on a GPU.
 
     Args:
-        dtype: of the activations.
-        raws: the parts that will be loaded; the layer has the bits of the widest and groups that suit all.
-        fixed: a row's result does not depend on the batch.
+        dtype: Dtype of the activations.
+        device: Device of the weights.
+        raws: Parts that will be loaded; the layer has the bits of the widest, and groups that suit all.
+        fixed: The result of a row does not depend on the batch.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
         group = group_of(raws)
         if group is None:
-            raise ValueError("weights that are not quantized in groups that the kernel takes")
+            raise ValueError("the weights are not quantized in groups that the kernel supports")
         self.input_quantization: ActivationQuantization | None = None
         self._device = device
         self._fixed = fixed
@@ -90,13 +96,13 @@ class WeightOnlyScheme:
         self._num_in = 0
         self._words = self._scales = self._minimums = torch.empty(0)
         self._weight: PackedWeight | None = None
-        from kernels.ops.linear_weight_only.triton import linear  # a CPU serves without triton
+        from kernels.ops.linear_weight_only.triton import linear  # a CPU runs without triton
 
         self._linear = linear
 
     @staticmethod
     def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
-        """Whether a layer of these parts can be kept as integers; dense otherwise."""
+        """Return True if a layer of these parts can be kept as integers; otherwise it is dense."""
         if dtype not in DTYPES or not raws or group_of(raws) is None:
             return False
         first = raws[0].columns
@@ -105,7 +111,7 @@ class WeightOnlyScheme:
         )
 
     def create_weights(self, out_features: int, in_features: int) -> None:
-        """Allocates words on the device; factors stay in float32 until all are known."""
+        """Allocate words on the device. Factors stay in float32 until all are loaded."""
         self._num_in = in_features
         self._words = empty_words(out_features, in_features, self._bits, self._device)
         groups = num_groups(in_features, self._group)
@@ -113,11 +119,11 @@ class WeightOnlyScheme:
         self._minimums = torch.zeros((groups, out_features), device=self._device)
 
     def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
-        """Transcodes output features."""
+        """Convert output features."""
         part = _taken_apart(raw.take_rows(order))
         stop = start + part.codes.shape[0]
         shift = (1 << (self._bits - 1)) - part.centre
-        # As bytes, whose sums wrap around: negative codes come out right.
+        # As bytes, whose sums wrap around, so that negative codes are correct.
         codes = part.codes.to(self._device).view(torch.uint8) + shift
         pack_rows(self._words, start, codes)
         repeats = part.group // self._group if self._group else 1
@@ -126,7 +132,7 @@ class WeightOnlyScheme:
             target[: spread.shape[1], start:stop] = spread.T
 
     def after_load(self) -> None:
-        """Rounds the factors to float16 where scales lose nothing by it, and drops minimums that are all 0."""
+        """Round the factors to float16 if scales lose nothing by it, and drop minimums that are all 0."""
         narrow = bool((self._scales.half().float() == self._scales).all())
         factors = torch.float16 if narrow else torch.float32
         minimums = self._minimums.to(factors) if bool(self._minimums.any()) else None
@@ -143,13 +149,13 @@ class WeightOnlyScheme:
 
     @property
     def weight(self) -> PackedWeight:
-        """As the kernel reads it."""
+        """Weight for the kernel."""
         if self._weight is None:
-            raise RuntimeError("the weight is there after after_load")
+            raise RuntimeError("weight is available after after_load")
         return self._weight
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias, accumulated in float32."""
+        """Return x @ weight.T + bias, accumulated in float32."""
         x = dense(x)
         if self._columns is not None:
             x = x.index_select(1, self._columns)
@@ -157,7 +163,7 @@ class WeightOnlyScheme:
 
 
 def _taken_apart(raw: RawWeight) -> _Codes:
-    """Codes and factors of a quantized weight."""
+    """Return the codes and factors of a quantized weight."""
     centre = _CENTRES[raw.format]
     if raw.format in ("u4", "u8"):
         scale = raw.extra["scale"]

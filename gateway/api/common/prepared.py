@@ -75,29 +75,12 @@ async def build_request(
         thinking: Bound on reasoning.
         stop_token_ids: Token ids that stop generation, in addition to those of the request.
     """
-    fields, facts = options.fields, entry.facts
+    fields = options.fields
     _check_report_size(options, prompts)
-    values: dict[str, Any] = {"thinking": thinking}
-    if fields.bad_words or fields.dry_multiplier:
-        values |= await word_values(fields, entry.pipeline)
-    if stop_token_ids:
-        values["stop_token_ids"] = tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *stop_token_ids)))
-    sampling: list[SamplingParams] = []
-    for prompt in prompts:
-        if sampling:
-            await asyncio.sleep(0)  # hundreds of prompts with long lists of ids must not block the event loop
-        sampling.append(sampling_params(options, prompt.max_tokens, facts.vocab_size, values))
+    sampling = await _sampling_of_prompts(options, entry, prompts, thinking, stop_token_ids)
+    detail = _detail(options, entry, prompts)
+    envelope = _envelope(options, entry, id_prefix, request.app[GATEWAY_INDEX])
     speculative, prediction = may_draft(fields), await prediction_ids(fields, entry)
-    envelope = Envelope(
-        identifier=new_id(id_prefix, request.app[GATEWAY_INDEX]),
-        created=int(time.time()),
-        model=fields.model,
-        fingerprint=fingerprint(facts),
-        tier=options.tier,
-        metadata=fields.metadata or None,
-        include_usage=options.include_usage,
-        continuous_usage=options.continuous_usage,
-    )
     generations = [
         GenerationRequest(
             request_id=f"{envelope.identifier}-{index}",
@@ -120,7 +103,35 @@ async def build_request(
         )
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
     ]
-    detail = Detail(
+    return PreparedRequest(
+        options=options, entry=entry, envelope=envelope, detail=detail, prompts=prompts, generations=generations
+    )
+
+
+async def _sampling_of_prompts(
+    options: RequestOptions,
+    entry: ModelEntryLike,
+    prompts: Sequence[SizedPrompt],
+    thinking: ThinkingBudget | None,
+    stop_token_ids: Sequence[int],
+) -> list[SamplingParams]:
+    fields = options.fields
+    values: dict[str, Any] = {"thinking": thinking}
+    if fields.bad_words or fields.dry_multiplier:
+        values |= await word_values(fields, entry.pipeline)
+    if stop_token_ids:
+        values["stop_token_ids"] = tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *stop_token_ids)))
+    sampling: list[SamplingParams] = []
+    for prompt in prompts:
+        if sampling:
+            await asyncio.sleep(0)  # hundreds of prompts with long lists of ids must not block the event loop
+        sampling.append(sampling_params(options, prompt.max_tokens, entry.facts.vocab_size, values))
+    return sampling
+
+
+def _detail(options: RequestOptions, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]) -> Detail:
+    fields = options.fields
+    return Detail(
         token_bytes=entry.pipeline.token_bytes,
         logprobs=options.shown_logprobs,
         prompt_logprobs=fields.prompt_logprobs,
@@ -129,8 +140,18 @@ async def build_request(
         prompts=[prompt.token_ids for prompt in prompts],
         reasoning=not isinstance(fields, ChatFields) or fields.include_reasoning is not False,
     )
-    return PreparedRequest(
-        options=options, entry=entry, envelope=envelope, detail=detail, prompts=prompts, generations=generations
+
+
+def _envelope(options: RequestOptions, entry: ModelEntryLike, id_prefix: str, gateway_index: int) -> Envelope:
+    return Envelope(
+        identifier=new_id(id_prefix, gateway_index),
+        created=int(time.time()),
+        model=options.fields.model,
+        fingerprint=fingerprint(entry.facts),
+        tier=options.tier,
+        metadata=options.fields.metadata or None,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
     )
 
 

@@ -1,8 +1,7 @@
 """Trial compilation of grammars before their requests go to a worker.
 
 Grammars are compiled in separate processes (gateway.text.grammars.process), which are killed when a grammar takes too
-long
-and restarted when a grammar has killed them. Results, including those of bad grammars, are cached.
+long and restarted when a grammar has killed them. Results, including those of bad grammars, are cached.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Conversion of EBNF, as llama.cpp (GBNF) and xgrammar write it, to llguidance's dialect of Lark.
 
 A rule is `name ::= alternatives`, and the first rule to match is `root`. An element is a text in single or double
-quotes, a
-character class, `.`, the name of a rule, a group, or a special token (`<name>`, `<[id]>`). Each may be followed by
-`*`, `+`,
-`?`, `{n}`, `{n,}` or `{n,m}`. `#` begins a comment. A rule ends where the next one begins.
+quotes, a character class, `.`, the name of a rule, a group, or a special token (`<name>`, `<[id]>`). Each may be
+followed by `*`, `+`, `?`, `{n}`, `{n,}` or `{n,m}`. `#` begins a comment. A rule ends where the next one begins.
 
 Rules that cannot contain themselves become terminals, which are much faster to follow, if that does not change the
-language
-(see gbnf_lexing). If `root` is such a rule, the whole grammar is one regular expression. llguidance has a conversion
-of its own,
-which is wrong when a terminal rule is followed by characters of its own.
+language (see gbnf_lexing). If `root` is such a rule, the whole grammar is one regular expression. llguidance has a
+conversion of its own, which is wrong when a terminal rule is followed by characters of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 r"""Decision which rules of an EBNF grammar can become terminals without changing the language.
 
 A terminal consumes as much text as it can. This equals trying all divisions of a text only if no character that could
-extend a
-complete terminal can follow it: in a rule with `ws "\n"`, `ws ::= [ \n]*` cannot be a terminal. The check is
-conservative, and
-all characters beyond ASCII count as one.
+extend a complete terminal can follow it: in a rule with `ws "\n"`, `ws ::= [ \n]*` cannot be a terminal. The check is
+conservative, and all characters beyond ASCII count as one.
 """
 
 from __future__ import annotations

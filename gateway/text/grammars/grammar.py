@@ -1,8 +1,7 @@
 """Grammars in llguidance's dialect of Lark, composed of fragments.
 
 The fragments come from structured output, tool calls and reasoning. The worker receives the complete grammar and masks
-the
-tokens that would violate it.
+the tokens that would violate it.
 """
 
 from __future__ import annotations

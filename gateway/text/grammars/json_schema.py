@@ -108,8 +108,7 @@ def _is_simple(schema: Mapping[str, Any], place: str) -> bool:
     """Return True if unconstrained values can be bounded too, and check the size.
 
     If llguidance has to intersect schemas, or to resolve references relative to another place than the root, an
-    additional
-    definition would get in the way.
+    additional definition would get in the way.
     """
     num_nodes, simple = 0, True
     nodes: list[tuple[Any, int]] = [(schema, 0)]

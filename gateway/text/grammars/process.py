@@ -1,10 +1,8 @@
 """Process for the trial compilation of clients' grammars: `python -m gateway.text.grammars.process`.
 
 A grammar within all limits of llguidance can still take minutes (`multipleOf: 123456789`), gigabytes, or the whole
-stack, which
-ends the process (a chain of a thousand `$ref`s). A grammar is therefore compiled here first, under limits that the
-kernel
-enforces, and only then in a worker, whose limits are higher.
+stack, which ends the process (a chain of a thousand `$ref`s). A grammar is therefore compiled here first, under limits
+that the kernel enforces, and only then in a worker, whose limits are higher.
 
 Messages on standard input and output: four bytes of length in little-endian order, and a Job or a Verdict as
 MessagePack.

@@ -47,8 +47,7 @@ def num_written_out(pattern: str) -> int:
     """Count the characters of an expression with its repeats expanded: each `x{n,m}` is n times x, at least once.
 
     The syntax is Rust's or Python's. Optional repeats beyond n do not count, because they need not be expanded in
-    advance. Of
-    alternatives the largest counts. A malformed expression has some number; the parser refuses it.
+    advance. Of alternatives the largest counts. A malformed expression has some number; the parser refuses it.
     """
     # For each open group: the size of its largest alternative so far, of the current one, and of its last item.
     groups = [[0, 0, 0]]

@@ -1,8 +1,7 @@
 """Structural tags as vLLM takes them from xgrammar: text with tags around structured parts.
 
 A format is an object with a `type`. Free text (`any_text`, `triggered_tags`) is allowed only where its end is defined:
-inside a
-tag, before a tag or a constant text, or at the end of the output.
+inside a tag, before a tag or a constant text, or at the end of the output.
 """
 
 from __future__ import annotations

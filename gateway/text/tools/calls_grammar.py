@@ -36,8 +36,7 @@ def object_call(tool: Tool, arguments: str, key: str = "arguments", *, before: s
     """Return `{"name": ..., "arguments": ...}` with the text before it.
 
     llguidance takes the longest lexeme. If other text is allowed in the same place, the first lexeme of the call must
-    extend to
-    the point where the two differ.
+    extend to the point where the two differ.
     """
     head = f'{before}{{"name": {json.dumps(tool.name)}, {json.dumps(key)}: '
     return f'{json.dumps(head)} {arguments} "}}"'

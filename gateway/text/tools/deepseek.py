@@ -1,8 +1,7 @@
 """DeepSeek's tool calls.
 
 V3 and R1 write the kind `function`, a separator, the name, and the arguments in a code fence. Since V3.1 a call is the
-name, the
-separator and the arguments.
+name, the separator and the arguments.
 """
 
 from __future__ import annotations

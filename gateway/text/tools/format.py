@@ -96,8 +96,7 @@ class ToolFormat(Protocol):
         """Return a parser for one choice.
 
         After a mark, any name is a call. Where only its shape distinguishes a call from content, it is a call only if
-        it names one of
-        these tools.
+        it names one of these tools.
         """
         ...
 

@@ -1,8 +1,7 @@
 """Tool calls of FunctionGemma and Gemma 4.
 
 FunctionGemma writes `<start_function_call>call:f{a:<escape>text<escape>,b:1}<end_function_call>`; Gemma 4 uses other
-marks.
-Enforced calls have their arguments as JSON, which the parser reads as well.
+marks. Enforced calls have their arguments as JSON, which the parser reads as well.
 """
 
 from __future__ import annotations

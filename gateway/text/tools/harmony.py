@@ -4,8 +4,7 @@
         <|constrain|>json<|message|>{...}<|call|>
 
 Messages on the channel `analysis` are reasoning. Messages on `final`, and on `commentary` without a recipient, are
-content. A
-call ends the model's turn, so there is at most one.
+content. A call ends the model's turn, so there is at most one.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class HarmonySplitter:
     """Splitter of messages into reasoning and visible text. See ReasoningSplitter.
 
     The visible text has no headers except those of calls, which HarmonyParser reads. An empty line separates messages
-    of the
-    same kind.
+    of the same kind.
 
     Args:
         opened: The prompt ends inside reasoning.

@@ -98,9 +98,8 @@ class JsonCallParser(CallParser):
         """Read an object; return True if it was a complete call.
 
         A call is shown as soon as its name is known, which ends a trial. The order of the keys does not matter:
-        arguments before the
-        name are held back. A call without arguments gets `{}`. Unknown keys are ignored. Braces may be doubled, as
-        Qwen 2.5 writes them.
+        arguments before the name are held back. A call without arguments gets `{}`. Unknown keys are ignored. Braces
+        may be doubled, as Qwen 2.5 writes them.
         """
         call = _Call()
         if not self.source.trying:

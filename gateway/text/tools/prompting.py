@@ -1,10 +1,8 @@
 """Conversion of conversations with tools to the form that a model's chat template expects.
 
 A template that supports tools receives them, and calls and results in the form that it expects. For other templates, a
-system
-message describes the functions and how to call them; earlier calls become text of the assistant, and their results
-text of
-the user.
+system message describes the functions and how to call them; earlier calls become text of the assistant, and their
+results text of the user.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@
         </tool_call>
 
 A value is plain text if the function's schema says that it is a string and excludes other types; otherwise it is JSON.
-Enforced
-calls are written in Hermes' form between the same marks, because a grammar can enforce any schema in JSON but only a
-few in
-this form.
+Enforced calls are written in Hermes' form between the same marks, because a grammar can enforce any schema in JSON but
+only a few in this form.
 """
 
 from __future__ import annotations

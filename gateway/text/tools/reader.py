@@ -180,8 +180,7 @@ class Message:
     """Results that have not been fetched.
 
     White space around calls belongs to the syntax and is not content. Text after a call is separated from text before
-    it by the
-    white space that preceded the call, or else by that after it.
+    it by the white space that preceded the call, or else by that after it.
     """
 
     def __init__(self, new_id: NewId) -> None:

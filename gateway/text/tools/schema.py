@@ -145,8 +145,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema that constrains a tool's arguments.
 
     If it lists properties, others are allowed only if it says so. For a tool that is not strict, patterns that no
-    automaton can
-    follow are left out.
+    automaton can follow are left out.
     """
     schema = dict(tool.parameters) if tool.strict else _without_lookaround(dict(tool.parameters))
     schema["type"] = "object"

@@ -1,4 +1,4 @@
-"""The text bundle that a gateway fetches: tokenizer, chat template, special tokens; and the cache of conversions."""
+"""Text bundle of a model for gateways, and the cache of tokenizer conversions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = get_logger("worker.loading")
 def make_bundle(
     tokenizer_json: bytes, chat_template: str | None, special_tokens: dict[str, str], add_bos_token: bool
 ) -> Bundle:
-    """A bundle with its hash: SHA-256 over every field with its length in front."""
+    """Return a bundle with its hash: SHA-256 over every field, each with its length in front."""
     digest = hashlib.sha256()
     fields = [tokenizer_json, b"none" if chat_template is None else b"some", (chat_template or "").encode()]
     fields.append(b"bos" if add_bos_token else b"")
@@ -41,7 +41,7 @@ def make_bundle(
 
 
 def parse_tokenizer(tokenizer_json: bytes, where: str) -> Tokenizer:
-    """Parses tokenizer.json, so that a bad one is found here and not in a gateway."""
+    """Parse tokenizer.json, so that a bad one is found here and not in a gateway."""
     try:
         return Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
@@ -49,10 +49,12 @@ def parse_tokenizer(tokenizer_json: bytes, where: str) -> Tokenizer:
 
 
 def cached_conversion(cache_dir: Path, key: str, convert: Callable[[], bytes]) -> bytes:
-    """The conversion of a tokenizer, from the cache where it is there and whole.
+    """Return the conversion of a tokenizer, from the cache if it is there and complete.
 
     Args:
-        key: hash of what is converted and of the converter's version.
+        cache_dir: Directory of the cache.
+        key: Hash of the source and of the converter's version.
+        convert: Function that performs the conversion.
     """
     path = cache_dir / "tokenizers" / f"{key}.bin"
     try:
@@ -70,7 +72,7 @@ def cached_conversion(cache_dir: Path, key: str, convert: Callable[[], bytes]) -
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """A cache that cannot be written costs time at the next start, nothing else."""
+    """Write a file atomically. A failure to write only costs time at the next start."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -1,4 +1,4 @@
-"""Checks that a specification makes sense and that the files hold what it needs, before any weight is read."""
+"""Checks, before any weight is read, that a specification is consistent and that the files contain its tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ MAX_POSITION = 1 << 28
 
 
 def check_spec(spec: DecoderSpec, where: str) -> None:
-    """Checks what single keys cannot show. Raises ModelFileError."""
+    """Check relations between values that single keys cannot show. Raises ModelFileError."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelFileError(f"{where}: {spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads evenly")
     rotary = spec.rope.rotary_dim
     if rotary % 2 or not 0 < rotary <= spec.head_dim:
-        raise ModelFileError(f"{where}: rope rotates {rotary} of {spec.head_dim} dimensions; an even part is needed")
+        raise ModelFileError(
+            f"{where}: rope rotates {rotary} of {spec.head_dim} dimensions; an even number of at most "
+            f"{spec.head_dim} is needed"
+        )
     factors = spec.rope.frequency_factors
     if factors and (len(factors) != rotary // 2 or not all(0 < factor < float("inf") for factor in factors)):
         raise ModelFileError(f"{where}: {rotary // 2} positive rope frequency factors are needed, not {len(factors)}")
@@ -39,18 +42,21 @@ def check_tensors(
     ignored: Callable[[str], bool],
     where: str,
 ) -> dict[str, str]:
-    """Compares the tensors of the files with what the spec needs.
+    """Compare the tensors of the files with those that the specification needs.
 
     Args:
-        names: canonical name -> name in the files.
-        found: name in the files -> shape.
-        ignored: whether a tensor that is not needed may be there.
+        spec: The specification.
+        names: Name in the files by canonical name.
+        found: Shape by name in the files.
+        ignored: Function that tells whether an unneeded tensor may be present.
+        where: Name of the file for errors.
 
     Returns:
-        canonical name -> name in the files, of the needed tensors.
+        Name in the files of the needed tensors, by canonical name.
 
     Raises:
-        ModelFileError: one is missing, has another shape, or is unknown (to ignore it would give wrong results).
+        ModelFileError: A tensor is missing, has another shape, or is unknown. Ignoring an unknown one would give
+            wrong results.
     """
     needed = {}
     for canonical, shape in required_shapes(spec).items():

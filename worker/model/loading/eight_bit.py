@@ -1,11 +1,12 @@
-"""Weights and activations in 8 bits: FP8 (e4m3) and int8 checkpoints as their tools write them.
+"""Checkpoints with weights and activations of 8 bits: FP8 (e4m3) and int8, as their tools write them.
 
-    quant_method fp8                 weight F8_E4M3 [out, in]
-        blocks                       weight_scale_inv [ceil(out / a), ceil(in / b)] for weight_block_size [a, b];
-                                     multiplied, whatever its name says
-        otherwise                    weight_scale, one number; input_scale, one number, with activation_scheme static
-    quant_method compressed-tensors  weight F8_E4M3 or I8 [out, in]; weight_scale of one number, [out, 1], or blocks;
-                                     input_scale where input activations are not dynamic
+        quant_method fp8                 weight F8_E4M3 [out, in]
+            blocks                       weight_scale_inv [ceil(out / a), ceil(in / b)] for weight_block_size [a, b];
+                                         a factor, despite its name
+            otherwise                    weight_scale, one number; input_scale, one number, with activation_scheme
+            static
+        quant_method compressed-tensors  weight F8_E4M3 or I8 [out, in]; weight_scale of one number, [out, 1], or
+        blocks; input_scale if input activations are not dynamic
 
 value = code * scale. Codes of int8 are symmetric: there are no zero points.
 """
@@ -22,13 +23,13 @@ from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slic
 
 _SCALES = ("F32", "BF16", "F16")
 _CODES: dict[str, CodeFormat] = {"F8_E4M3": "fp8", "I8": "int8"}
-# Types of 8 bits: a weight of one is quantized, whether this reads it or not.
+# Types of 8 bits. A weight of such a type is quantized, whether this module supports it or not.
 _EIGHT_BIT = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
 _MAX_BLOCK = 1 << 16
 
 
 class FP8:
-    """Checkpoints of quant_method fp8. Raises ModelFileError for variants that are not supported."""
+    """Checkpoints of quant_method fp8. Raises ModelFileError for unsupported variants."""
 
     def __init__(self, config: Fields) -> None:
         format_name = config.text("fmt", "e4m3")
@@ -53,25 +54,28 @@ class FP8:
 
 
 class CompressedTensors:
-    """Checkpoints of quant_method compressed-tensors with weights and activations in 8 bits.
+    """Checkpoints of quant_method compressed-tensors with weights and activations of 8 bits.
 
-    Raises ModelFileError for variants that are not supported.
+    Raises:
+        ModelFileError: The variant is not supported.
     """
 
     def __init__(self, config: Fields) -> None:
         groups = config.part("config_groups")
         names = config.raw("config_groups")
         if not isinstance(names, Mapping) or len(names) != 1:
-            raise config.error("config_groups", "has other than one group; one for all linear layers is supported")
+            raise config.error(
+                "config_groups", "does not have exactly one group; one group for all linear layers is supported"
+            )
         group = groups.part(next(iter(names)))
         if "input_activations" not in group:
-            raise group.error("input_activations", "is missing; supported are activations of 8 bits")
+            raise group.error("input_activations", "is missing; activations of 8 bits are supported")
         weights, inputs = group.part("weights"), group.part("input_activations")
         for one in (weights, inputs):
             if one.integer("num_bits", low=1, high=32) != 8:
                 raise one.error("num_bits", f"is {one.integer('num_bits')}; supported is 8")
             if not one.boolean("symmetric", True):
-                raise one.error("symmetric", "is false; zero points are not supported here")
+                raise one.error("symmetric", "is false; zero points are not supported")
         kind = weights.text("type", "int")
         if kind not in ("int", "float") or inputs.text("type", "int") != kind:
             raise weights.error("type", f"is {kind[:80]!r}; supported are int and float, as in input_activations")
@@ -83,7 +87,7 @@ class CompressedTensors:
         if strategy == "block" and (self._block is None or kind == "int"):
             raise weights.error("strategy", "is block, which needs block_structure and the type float")
         dynamic = inputs.raw("dynamic")
-        # int8 activations always have a scale a row, which is finer than one that is fixed.
+        # int8 activations always have a scale per row, which is finer than a fixed one.
         self._static = dynamic is not True and kind == "float" and self._block is None
 
     def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
@@ -95,7 +99,7 @@ class CompressedTensors:
 
 
 def _pair(config: Fields, key: str) -> tuple[int, int] | None:
-    """Two positive numbers: output and input features of a block."""
+    """Return two positive numbers: output and input features of a block."""
     value = config.raw(key)
     if value is None:
         return None
@@ -108,12 +112,15 @@ def _pair(config: Fields, key: str) -> tuple[int, int] | None:
 def _module(
     name: str, tensors: Mapping[str, Stored], weight: Stored, leaf: str, block: tuple[int, int] | None, *, static: bool
 ) -> QuantizedModule:
-    """How the weight of a module is read.
+    """Return the weight of a module.
 
     Args:
-        leaf: the tensor of the scales.
-        block: output and input features that share a scale; None: a scale for all or for each output feature.
-        static: the checkpoint fixes the scale of the activations, which then must be there.
+        name: Name of the module.
+        tensors: Tensors of the module.
+        weight: Tensor of the codes.
+        leaf: Name of the tensor of scales.
+        block: Output and input features that share a scale; None for one scale in total or per output feature.
+        static: The checkpoint fixes the scale of the activations, which must then be present.
     """
     if len(weight.shape) != 2 or not all(weight.shape):
         raise ModelFileError(f"{weight.file.name}: tensor {readable(name)}.weight has the shape {weight.shape}")
@@ -144,6 +151,6 @@ def _module(
             raw = slice_rows(raw, rows)
         return slice_columns(raw, cols)
 
-    # Scales of activations that are not used here, and of key and value caches, which have their own, are passed over.
+    # Scales of unused activations, and of key and value caches, which have scales of their own, are skipped.
     leaves = {"weight", leaf, "input_scale", "output_scale", "k_scale", "v_scale"} & set(tensors)
     return QuantizedModule((num_outputs, num_inputs), frozenset(leaves), read)

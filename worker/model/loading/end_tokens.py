@@ -1,11 +1,11 @@
-"""Which token ids end a text: the union of every place in which a model declares them."""
+"""Token ids that end a text: the union of all places in which a model declares them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-# Ends of a turn, by name. One counts where it is an added token of the vocabulary (a piece that ordinary text does not
-# merge into) and the chat template writes it.
+# Names of tokens that end a turn. One counts if it is an added token of the vocabulary (a piece that ordinary text does
+# not merge into) and the chat template writes it.
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -19,7 +19,7 @@ TURN_ENDS = (
 
 
 def turn_end_ids(chat_template: str | None, added_token_id: Callable[[str], int | None]) -> list[int]:
-    """Ids of the turn ends that the template uses."""
+    """Return the ids of the turn ends that the template uses."""
     if not chat_template:
         return []
     found = (added_token_id(name) for name in TURN_ENDS if name in chat_template)
@@ -27,5 +27,5 @@ def turn_end_ids(chat_template: str | None, added_token_id: Callable[[str], int 
 
 
 def united(*places: Iterable[int]) -> tuple[int, ...]:
-    """All ids, once each, in ascending order."""
+    """Return all ids, once each, in ascending order."""
     return tuple(sorted({token_id for place in places for token_id in place}))

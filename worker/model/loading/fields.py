@@ -1,4 +1,7 @@
-"""Typed, ranged access to configuration values; a missing or absurd one gives an error that names file and key."""
+"""Typed access to configuration values with ranges.
+
+A missing or invalid value gives an error that names file and key.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ _REQUIRED = object()
 
 
 class Fields:
-    """Reads values of one mapping (config.json, a part of it, or GGUF metadata).
+    """Reader of one mapping (config.json, a part of it, or GGUF metadata).
 
     Args:
-        values: null counts as absent.
-        where: put in front of the key in errors, such as `config.json: `.
+        values: The mapping; null counts as absent.
+        where: Prefix of the key in errors, such as `config.json: `.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -29,11 +32,11 @@ class Fields:
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> Any:
-        """The value as it is, or None."""
+        """Return the value unchanged, or None."""
         return self._values.get(key)
 
     def error(self, key: str, what: str) -> ModelFileError:
-        """An error that names the key."""
+        """Return an error that names the key."""
         return ModelFileError(readable(f"{self.where}{key} {what}", 500))
 
     def _get(self, key: str, default: Any) -> Any:
@@ -45,7 +48,7 @@ class Fields:
         return value
 
     def integer(self, key: str, default: Any = _REQUIRED, *, low: int = 0, high: int = 1 << 31) -> int:
-        """An integer with low <= value <= high; an array counts where all its entries are equal."""
+        """Return an integer with low <= value <= high. An array counts if all its entries are equal."""
         value = self._get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -56,11 +59,11 @@ class Fields:
         return value
 
     def optional_integer(self, key: str, *, low: int = 0, high: int = 1 << 31) -> int | None:
-        """As `integer`, or None where absent."""
+        """Return an integer as `integer` does, or None if absent."""
         return self.integer(key, low=low, high=high) if key in self else None
 
     def number(self, key: str, default: Any = _REQUIRED, *, low: float = 0.0, high: float = 1e18) -> float:
-        """A finite number with low < value <= high."""
+        """Return a finite number with low < value <= high."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(key, f"is {shown(value)}; a finite number is needed")
@@ -69,25 +72,25 @@ class Fields:
         return float(value)
 
     def optional_number(self, key: str, *, low: float = 0.0, high: float = 1e18) -> float | None:
-        """As `number`, or None where absent."""
+        """Return a number as `number` does, or None if absent."""
         return self.number(key, low=low, high=high) if key in self else None
 
     def boolean(self, key: str, default: Any = _REQUIRED) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, f"is {shown(value)}; true or false is needed")
         return value
 
     def text(self, key: str, default: Any = _REQUIRED) -> str:
-        """A string."""
+        """Return a string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"is {shown(value)}; a string is needed")
         return value
 
     def part(self, key: str) -> Fields:
-        """A mapping inside of this one; empty where absent."""
+        """Return a mapping inside this one; empty if absent."""
         value = self._values.get(key)
         if value is None:
             value = {}
@@ -97,12 +100,12 @@ class Fields:
 
 
 def readable(text: str, limit: int = 300) -> str:
-    """A text that a file brought, fit for a terminal and a log: control characters escaped, cut to `limit`."""
+    """Make text from a file safe for terminals and logs: escape control characters and cut to `limit`."""
     text = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def shown(value: object) -> str:
-    """A value for an error message, cut to a readable length."""
+    """Return a value for an error message, cut to a readable length."""
     text = f"an array of {value.size}" if isinstance(value, np.ndarray) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Opens a model that is one GGUF file: specification, weights and text bundle."""
+"""Opening of a model in one GGUF file: specification, weights and text bundle."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from worker.model.loading.model_hash import model_hash
 from worker.model.loading.tokenizer_from_gguf import CONVERTER_VERSION, Vocabulary, convert_tokenizer, read_vocabulary
 
 _FORMAT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
-"""`Name.Q4_1.gguf` and `Name-Q4_K_M.gguf` are formats of one model; clients name the model."""
+"""Suffix of the file name.
+
+`Name.Q4_1.gguf` and `Name-Q4_K_M.gguf` are formats of one model; clients use the model's name.
+"""
 
 
 def open_gguf(path: Path, cache_dir: Path) -> ModelFiles:
-    """Opens a GGUF file. Raises ModelFileError where it cannot be used."""
+    """Open a GGUF file. Raises ModelFileError if it cannot be used."""
     file = GGUFFile(path)
     try:
         vocabulary = read_vocabulary(file)

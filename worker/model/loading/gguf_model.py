@@ -1,4 +1,4 @@
-"""A model in one GGUF file: specification from its metadata, weights by canonical name."""
+"""Model in one GGUF file: specification from its metadata, weights by canonical name."""
 
 from __future__ import annotations
 
@@ -42,23 +42,27 @@ class GGUFWeights(WeightSource):
         self._tensors = {canonical: file.tensors[name] for canonical, name in names.items()}
 
     def names(self) -> Iterable[str]:
+        """Return all canonical names."""
         return self._tensors.keys()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return self._tensors[name].shape
 
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
+        """Read a tensor or a slice of it; see WeightSource."""
         return slice_columns(read_rows(self._file, self._tensors[name], rows), cols)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def read_rows(file: GGUFFile, info: TensorInfo, rows: slice | None) -> RawWeight:
-    """Rows of a tensor; only their bytes are read."""
+    """Read rows of a tensor; only their bytes are read."""
     start, stop = bounds(rows, info.shape[0])
     bytes_per_row = info.num_bytes // info.shape[0]
     raw = torch.from_numpy(file.read(info, start * bytes_per_row, (stop - start) * bytes_per_row))
@@ -71,13 +75,16 @@ def read_rows(file: GGUFFile, info: TensorInfo, rows: slice | None) -> RawWeight
 
 
 def read_gguf_model(file: GGUFFile, num_tokens: int, eos_token_ids: tuple[int, ...]) -> tuple[DecoderSpec, GGUFWeights]:
-    """Specification and weights.
+    """Return specification and weights.
 
     Args:
-        num_tokens: tokens of the file's vocabulary; the embedding may be padded beyond them.
+        file: The open file.
+        num_tokens: Number of tokens of the file's vocabulary; the embedding may be padded beyond it.
+        eos_token_ids: Ids that end a text.
 
     Raises:
-        ModelFileError: the architecture is not supported, a key is missing or absurd, or a tensor missing or misshapen.
+        ModelFileError: The architecture is not supported, a key is missing or invalid, or a tensor is missing or
+            misshapen.
     """
     metadata: dict[str, Any] = file.metadata
     general = Fields(metadata, f"{file.name}: ")
@@ -102,7 +109,7 @@ def _spec(
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{file.name}: {prefix}")
     if fields.integer("expert_count", 0):
-        raise fields.error("expert_count", "is set; mixtures of experts are not supported yet")
+        raise fields.error("expert_count", "is set; mixtures of experts are not supported")
     num_layers = fields.integer("block_count", low=1, high=MAX_LAYERS)
     hidden = fields.integer("embedding_length", low=1, high=MAX_HIDDEN)
     num_heads = fields.integer("attention.head_count", low=1, high=MAX_HEADS)
@@ -139,7 +146,7 @@ def _spec(
 
 
 def _rope(fields: Fields, file: GGUFFile, head_dim: int, max_position: int, interleaved: bool) -> RopeSpec:
-    """Rope of a GGUF file. Its llama3 scaling comes as a tensor of factors that divide the frequencies."""
+    """Return the rope of a GGUF file. Its llama3 scaling is a tensor of factors that divide the frequencies."""
     rope = RopeSpec(
         theta=fields.number("rope.freq_base", 10000.0, high=1e15),
         rotary_dim=fields.integer("rope.dimension_count", head_dim, low=2, high=MAX_HEAD_DIM),
@@ -176,5 +183,5 @@ def _frequency_factors(file: GGUFFile) -> tuple[float, ...]:
     if info is None:
         return ()
     if info.format != "f32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
-        raise ModelFileError(f"{file.name}: tensor {info.name} is no short vector of type F32")
+        raise ModelFileError(f"{file.name}: tensor {info.name} is not a short vector of type F32")
     return tuple(float(factor) for factor in file.read(info).view(np.float32))

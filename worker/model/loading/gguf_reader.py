@@ -1,8 +1,8 @@
-"""A bounded reader of GGUF files, versions 2 and 3, little endian.
+"""Bounded reader of GGUF files, versions 2 and 3, little endian.
 
-Every count and size is checked against what is left of the file before anything is allocated or walked. All bytes come
-by pread into memory of our own: nothing is mapped, so a file that shrinks later gives an error here and cannot kill a
-serving process by SIGBUS. Strings of arrays are kept as offsets and decoded when asked for.
+Every count and size is compared with the rest of the file before anything is allocated or visited. All bytes are read
+by pread into memory of our own. Nothing is mapped, so a file that shrinks later gives an error here and cannot kill a
+serving process by SIGBUS. Strings of arrays are kept as offsets and decoded on request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_ALIGNMENT = 1 << 20
 
 
 class StringArray:
-    """An array of strings that is decoded one by one, when asked for."""
+    """Array of strings that are decoded on request."""
 
     def __init__(self, buffer: bytes, starts: array[int], ends: array[int], where: str) -> None:
         self._buffer = buffer
@@ -66,17 +66,17 @@ class StringArray:
             yield self[index]
 
     def raw(self, index: int) -> bytes:
-        """The bytes of one string."""
+        """Return the bytes of one string."""
         return self._buffer[self._starts[index] : self._ends[index]]
 
     def digest(self) -> bytes:
-        """SHA-256 of the strings with their lengths, as they lie in the file."""
+        """Return the SHA-256 of the strings with their lengths, as stored in the file."""
         if not self._starts:
             return hashlib.sha256().digest()
         return hashlib.sha256(memoryview(self._buffer)[self._starts[0] - 8 : self._ends[-1]]).digest()
 
     def to_list(self) -> list[str]:
-        """All strings: takes some 10 ms for 50,000."""
+        """Return all strings, which takes some 10 ms for 50,000."""
         buffer = self._buffer
         try:
             return [buffer[start:end].decode() for start, end in zip(self._starts, self._ends, strict=True)]
@@ -89,12 +89,14 @@ MetadataValue = int | float | bool | str | npt.NDArray[np.generic] | StringArray
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies.
+    """Location of a tensor.
 
     Attributes:
-        shape: slowest dimension first, the reverse of the file's order: (out, in) for a matrix.
-        offset: from the start of the file.
-        num_bytes: of the whole tensor.
+        name: Name of the tensor.
+        shape: Slowest dimension first, the reverse of the file's order: (out, in) for a matrix.
+        format: Format of the values.
+        offset: Offset from the start of the file.
+        num_bytes: Size of the whole tensor.
     """
 
     name: str
@@ -105,7 +107,7 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads forward through the metadata; `buffer` holds the file from its start as far as it was needed."""
+    """Forward reader of the metadata; `buffer` holds the file from its start as far as it was needed."""
 
     def __init__(self, fd: int, file_size: int, name: str) -> None:
         self.file_size = file_size
@@ -122,7 +124,7 @@ class _Cursor:
         return self.file_size - self.position
 
     def need(self, count: int, what: str) -> None:
-        """Makes `count` bytes from the position available, or says that `what` is cut off."""
+        """Make `count` bytes from the position available. Raises ModelFileError if `what` is cut off."""
         if count > self.remaining:
             self.fail(f"truncated or malformed: {what} needs {count} bytes and {self.remaining} are left")
         end = self.position + count
@@ -160,7 +162,7 @@ class _Cursor:
 
 
 def _read_strings(cursor: _Cursor, count: int, what: str) -> tuple[array[int], array[int]]:
-    """Starts and ends of `count` strings in the buffer; the strings themselves are only stepped over."""
+    """Return starts and ends of `count` strings in the buffer without decoding them."""
     if count * 8 > cursor.remaining:
         cursor.fail(f"{what} claims {count} strings, more than the rest of the file can hold")
     starts, ends = array("Q"), array("Q")
@@ -183,10 +185,11 @@ def _read_strings(cursor: _Cursor, count: int, what: str) -> tuple[array[int], a
 
 
 class GGUFFile:
-    """An open GGUF file: metadata by key, tensors by name, tensor bytes on request.
+    """Open GGUF file: metadata by key, tensors by name, tensor bytes on request.
 
     Raises:
-        ModelFileError: the file is malformed, truncated or of a kind not supported; names file and tensor or key.
+        ModelFileError: The file is malformed, truncated or of an unsupported kind; the error names the file and
+            the tensor or key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,13 +213,13 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Ends reading; metadata stays."""
+        """Close the file; metadata remains available."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def read(self, tensor: TensorInfo, offset: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Bytes of a tensor, [count], in memory of our own; `offset` is from the tensor's start."""
+        """Return bytes of a tensor, [count], in memory of our own; `offset` counts from the tensor's start."""
         count = tensor.num_bytes - offset if count is None else count
         if offset < 0 or count < 0 or offset + count > tensor.num_bytes:
             raise ValueError(f"bytes {offset} to {offset + count} are outside of {tensor.name}")
@@ -294,7 +297,7 @@ class GGUFFile:
         return value
 
     def _tensor(self, cursor: _Cursor) -> TensorInfo:
-        """One entry of the tensor table; its offset is still relative to the start of the data."""
+        """Read one entry of the tensor table; its offset is still relative to the start of the data."""
         name = cursor.string(f"the name of tensor number {len(self.tensors)}", _MAX_NAME_BYTES)
         if name in self.tensors:
             cursor.fail(f"tensor {name} appears twice")
@@ -316,7 +319,10 @@ class GGUFFile:
             cursor.fail(f"tensor {name} has the type {known}; supported are {names}")
         info = FORMATS[weight_format]
         if dimensions[0] % info.block:
-            cursor.fail(f"tensor {name} has rows of {dimensions[0]} values, no multiple of its block of {info.block}")
+            cursor.fail(
+                f"tensor {name} has rows of {dimensions[0]} values, which is not a multiple of its block of "
+                f"{info.block}"
+            )
         tensor = TensorInfo(
             name, weight_format, tuple(reversed(dimensions)), offset, elements // info.block * info.block_bytes
         )
@@ -324,7 +330,7 @@ class GGUFFile:
         return tensor
 
     def _place(self, infos: list[TensorInfo], data_start: int, alignment: int, cursor: _Cursor) -> None:
-        """Checks that the tensors lie in the file, aligned and apart, and makes their offsets absolute."""
+        """Check that the tensors are inside the file, aligned and disjoint, and make their offsets absolute."""
         end, before = 0, ""
         for info in sorted(infos, key=lambda one: one.offset):
             if info.offset % alignment:

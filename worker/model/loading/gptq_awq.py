@@ -1,12 +1,12 @@
 """Weights quantized by GPTQ (Frantar et al. 2022) and AWQ (Lin et al. 2023), as their tools write them.
 
-In both, value = (code - zero) * scale; zero and scale belong to `group_size` consecutive inputs of an output feature.
+In both, value = (code - zero) * scale. Zero and scale belong to `group_size` consecutive inputs of an output feature.
 
-    GPTQ   qweight [in * bits / 32, out]: word i holds inputs i * 32 / bits and following, the first in the lowest bits
-           qzeros  [groups, out * bits / 32]: packed likewise along out; stored less one unless the format is gptq_v2
-           scales  [groups, out]; g_idx [in]: group of each input, where they were quantized in another order
-    AWQ    qweight [in, out / 8]: nibble i of word c holds output 8 * c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
-           qzeros  [groups, out / 8]: in the same order, as they are; scales [groups, out]
+        GPTQ   qweight [in * bits / 32, out]: word i holds inputs i * 32 / bits and following, the first in the lowest
+        bits qzeros  [groups, out * bits / 32]: packed likewise along out; stored minus one unless the format is
+               gptq_v2 scales  [groups, out]; g_idx [in]: group of each input, if they were quantized in another order
+        AWQ    qweight [in, out / 8]: nibble i of word c holds output 8 * c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
+               qzeros  [groups, out / 8]: in the same order, unchanged; scales [groups, out]
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slic
 
 _SCALES = ("F16", "BF16", "F32")
 _MAX_GROUP = 1 << 20
-# Where the output feature of each of a word's values lies among the word's nibbles.
+# Position of each output feature of a word among its nibbles.
 _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of packed words, lowest bits first: [n, w] int32 -> [n, w * 32 / bits] uint8; bits is 4 or 8."""
+    """Return the codes of packed words, lowest bits first: [n, w] int32 -> [n, w * 32 / bits] uint8; bits is 4 or 8."""
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
         return packed
@@ -41,7 +41,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 def _weight(
     codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int, group: int, columns: torch.Tensor | None
 ) -> RawWeight:
-    """[out, in] codes with [out, groups] zeros and scales as a weight."""
+    """Return [out, in] codes with [out, groups] zeros and scales as a weight."""
     name: CodeFormat = "u4" if bits == 4 else "u8"
     extra = {
         "scale": Factors(scales.contiguous(), 1, group),
@@ -51,7 +51,7 @@ def _weight(
 
 
 def _group_size(config: Fields) -> int:
-    """Inputs of a group; 0 where all inputs are one."""
+    """Return the inputs of a group; 0 if all inputs form one group."""
     size = config.integer("group_size", low=-1, high=_MAX_GROUP)
     if size == 0:
         raise config.error("group_size", "is 0; -1 for whole rows or a positive number is needed")
@@ -60,7 +60,7 @@ def _group_size(config: Fields) -> int:
 
 def _num_groups(num_inputs: int, group: int, module: str) -> int:
     if num_inputs % group:
-        raise ModelFileError(f"{readable(module)}: {num_inputs} inputs are no whole number of groups of {group}")
+        raise ModelFileError(f"{readable(module)}: {num_inputs} inputs are not a whole number of groups of {group}")
     return num_inputs // group
 
 
@@ -84,7 +84,9 @@ class GPTQ:
         in_word = 32 // self._bits
         qweight = need(name, tensors, "qweight", ("I32",))
         if len(qweight.shape) != 2 or qweight.shape[1] % in_word or not all(qweight.shape):
-            raise ModelFileError(f"tensor {readable(name)}.qweight has the shape {qweight.shape}, no packed matrix")
+            raise ModelFileError(
+                f"tensor {readable(name)}.qweight has the shape {qweight.shape}, which is not a packed matrix"
+            )
         num_inputs, num_outputs = qweight.shape[0] * in_word, qweight.shape[1]
         group = self._group or num_inputs
         groups = _num_groups(num_inputs, group, name)
@@ -107,7 +109,7 @@ class GPTQ:
 
 
 def _sorted_columns(group_of: torch.Tensor, group: int, module: str) -> torch.Tensor | None:
-    """Inputs by group, or None where they are in order. Raises ModelFileError where groups are not of one size."""
+    """Return the inputs sorted by group, or None if they are in order. Raises ModelFileError if group sizes differ."""
     expected = torch.arange(group_of.shape[0]) // group
     if torch.equal(group_of.long(), expected):
         return None
@@ -137,7 +139,9 @@ class AWQ:
             return None
         qweight = need(name, tensors, "qweight", ("I32",))
         if len(qweight.shape) != 2 or not all(qweight.shape):
-            raise ModelFileError(f"tensor {readable(name)}.qweight has the shape {qweight.shape}, no packed matrix")
+            raise ModelFileError(
+                f"tensor {readable(name)}.qweight has the shape {qweight.shape}, which is not a packed matrix"
+            )
         num_inputs, num_outputs = qweight.shape[0], qweight.shape[1] * 8
         group = self._group or num_inputs
         groups = _num_groups(num_inputs, group, name)
@@ -159,7 +163,7 @@ class AWQ:
 
 
 def _awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[n, w] int32 -> [w * 8, n] uint8: a row for each output."""
+    """Unpack [n, w] int32 -> [w * 8, n] uint8: a row for each output."""
     packed = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8)
     for output, nibble in enumerate(_AWQ_NIBBLE):

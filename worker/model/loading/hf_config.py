@@ -31,10 +31,10 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
 
 
 def spec_from_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    """The specification.
+    """Return the specification.
 
     Raises:
-        ModelFileError: the family is not supported, or a key is missing or absurd.
+        ModelFileError: The family is not supported, or a key is missing or invalid.
     """
     family = _family(fields)
     num_layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
@@ -74,7 +74,7 @@ def spec_from_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> DecoderS
 
 
 def token_ids(fields: Fields, key: str) -> list[int]:
-    """A token id or a list of them; empty where absent."""
+    """Return a token id or a list of them as a tuple; empty if absent."""
     value = fields.raw(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     for one in values:
@@ -85,7 +85,7 @@ def token_ids(fields: Fields, key: str) -> list[int]:
 
 def _family(fields: Fields) -> Family:
     if "auto_map" in fields:
-        raise fields.error("auto_map", "asks for code from the model's folder to be run, which Pelton never does")
+        raise fields.error("auto_map", "asks for code from the model's folder to be executed, which Pelton never does")
     quantization_of(fields)
     model_type = fields.text("model_type")
     family = BY_MODEL_TYPE.get(model_type)
@@ -95,7 +95,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _kv_groups(fields: Fields, family: Family, num_layers: int, max_position: int) -> tuple[KVGroupSpec, ...]:
-    """Layers with and without a sliding window. A window as long as the context is none."""
+    """Return the layers with and without a sliding window. A window as long as the context does not count."""
     window = fields.optional_integer("sliding_window", low=0, high=MAX_POSITION)
     uses = fields.boolean("use_sliding_window", family.window_by_default)
     if not window or not uses or window >= max_position:

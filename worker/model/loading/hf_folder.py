@@ -1,4 +1,4 @@
-"""Opens a folder in Hugging Face's format: config.json, safetensors, tokenizer."""
+"""Opening of a folder in Hugging Face's format: config.json, safetensors, tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _MAX_CONFIG = 1 << 24
 _CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")
-"""What quantized checkpoints propose for the key and value caches, which have their own scales."""
+"""Scales that quantized checkpoints propose for the key and value caches, which have scales of their own."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -41,45 +41,49 @@ class SafetensorsWeights(WeightSource):
         modules: Mapping[str, QuantizedModule],
         names: Mapping[str, str],
     ) -> None:
-        """names: canonical name -> name in `tensors` or in `modules`."""
+        """Store the checkpoint. `names` gives the name in `tensors` or in `modules` by canonical name."""
         self._checkpoint = checkpoint
         self._tensors = {canonical: tensors[name] for canonical, name in names.items() if name in tensors}
         self._modules = {canonical: modules[name] for canonical, name in names.items() if name in modules}
 
     def names(self) -> Iterable[str]:
+        """Return all canonical names."""
         return [*self._tensors, *self._modules]
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._modules
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return self._modules[name].shape if name in self._modules else self._tensors[name].shape
 
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
+        """Read a tensor or a slice of it; see WeightSource."""
         if name in self._modules:
             return self._modules[name].read(rows, cols)
         stored = self._tensors[name]
         return slice_columns(stored.file.read_rows(stored.tensor, rows), cols)
 
     def close(self) -> None:
+        """Close the files."""
         self._checkpoint.close()
 
     def check_types(self) -> None:
-        """Raises ModelFileError where a tensor has a type that cannot be used, before any is read."""
+        """Check that all tensors have usable types, before any is read. Raises ModelFileError."""
         for stored in self._tensors.values():
             stored.file.format_of(stored.tensor)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder holds safetensors."""
+    """Return True if the folder contains safetensors."""
     return any(folder.glob("*.safetensors")) or (folder / _INDEX).exists()
 
 
 def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
-    """Opens a folder.
+    """Open a folder.
 
     Raises:
-        ModelFileError: a file is missing, malformed or not supported; names file and key or tensor.
+        ModelFileError: A file is missing, malformed or not supported; the error names file and key or tensor.
     """
     config_path = folder / "config.json"
     if not config_path.exists():
@@ -88,7 +92,7 @@ def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
     fields = Fields(parse_object(raw_config, "config.json"), "config.json: ")
     checkpoint = _open_weights(folder)
     try:
-        # Judged before the tokenizer is read, which takes longer.
+        # Checked before the tokenizer is read, which takes longer.
         spec_from_config(fields, ())
         bundle, text_ends = read_text_side(folder, cache_dir)
         eos = united(token_ids(fields, "eos_token_id"), _generation_ends(folder), text_ends)
@@ -112,14 +116,14 @@ def open_folder(folder: Path, cache_dir: Path, default_name: str) -> ModelFiles:
 def _weights(
     checkpoint: Checkpoint, spec: DecoderSpec, quantization: QuantizedCheckpoint | None, where: str
 ) -> SafetensorsWeights:
-    """The needed tensors by canonical name. Raises ModelFileError where they are not those in the files."""
+    """Return the needed tensors by canonical name. Raises ModelFileError if the files do not contain exactly those."""
     modules, tensors = find_modules(checkpoint.tensors, quantization)
     shapes = {name: stored.shape for name, stored in tensors.items()}
     shapes |= {name: module.shape for name, module in modules.items()}
 
     def ignored(name: str) -> bool:
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in modules:
-            # GPTQ's first tools gave every layer a bias, of zeros where the model has none.
+            # GPTQ's first tools gave every layer a bias, which is 0 if the model has none.
             return not tensors[name].read().any()
         if quantization is not None and name.endswith(_CACHE_SCALES):
             return True

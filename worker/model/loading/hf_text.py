@@ -1,4 +1,4 @@
-"""The text side of a folder in Hugging Face's format: tokenizer, chat template, special tokens."""
+"""Text side of a folder in Hugging Face's format: tokenizer, chat template, special tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.model.loading.reads import read_bounded, read_json_object
 
 _MAX_TOKENIZER = 1 << 28
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# What transformers may read when it converts a tokenizer.
+# Files that transformers may read when it converts a tokenizer.
 _TOKENIZER_FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -33,10 +33,10 @@ _TOKENIZER_FILES = (
 
 
 def read_text_side(folder: Path, cache_dir: Path) -> tuple[Bundle, list[int]]:
-    """The bundle, and the end-of-text ids that tokenizer_config.json and the chat template tell.
+    """Return the bundle, and the end-of-text ids from tokenizer_config.json and the chat template.
 
     Raises:
-        ModelFileError: a file is missing, malformed or too large.
+        ModelFileError: A file is missing, malformed or too large.
     """
     config = _optional_json(folder / "tokenizer_config.json")
     tokenizer_json = _tokenizer_json(folder, cache_dir)
@@ -58,7 +58,8 @@ def _tokenizer_json(folder: Path, cache_dir: Path) -> bytes:
     try:
         digest = hashlib.sha256(f"transformers {version('transformers')}".encode())
     except PackageNotFoundError:
-        raise ModelFileError("tokenizer.json is missing, and transformers, which could make it, too") from None
+        raise ModelFileError(
+            "tokenizer.json is missing, and so is the package transformers, which could create it") from None
     for name in _TOKENIZER_FILES:
         if (folder / name).exists():
             digest.update(name.encode() + hashlib.sha256(read_bounded(folder / name, _MAX_TOKENIZER)).digest())
@@ -66,7 +67,10 @@ def _tokenizer_json(folder: Path, cache_dir: Path) -> bytes:
 
 
 def _convert(folder: Path) -> bytes:
-    """Lets transformers make tokenizer.json. Imported here only: it takes seconds, and most folders do not need it."""
+    """Create tokenizer.json with transformers, which is imported only here,.
+
+    The reason is that that takes seconds and most folders do not need it.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -74,13 +78,14 @@ def _convert(folder: Path) -> bytes:
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # noqa: BLE001 - anything may go wrong in there, and only the reason matters
         reason = str(error).replace(str(folder), folder.name).split("\n")[0][:200]
-        raise ModelFileError(f"tokenizer.json is missing and cannot be made from the other files: {reason}") from None
+        raise ModelFileError(
+            f"tokenizer.json is missing and cannot be created from the other files: {reason}") from None
     converted: str = backend.to_str()
     return converted.encode()
 
 
 def _text(value: object) -> str | None:
-    """A token's text; it may be written as a string or as an object with `content`."""
+    """Return a token's text, which may be a string or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -96,7 +101,7 @@ def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[s
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The template; a file of its own goes before the one in tokenizer_config.json."""
+    """Return the template. A file of its own takes precedence over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -120,7 +125,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _adds_bos(tokenizer: Tokenizer, bos: str | None) -> bool:
-    """Whether the tokenizer itself puts the beginning-of-text token in front of a plain text."""
+    """Return True if the tokenizer itself prepends the beginning-of-text token to a plain text."""
     if bos is None or (bos_id := tokenizer.token_to_id(bos)) is None:
         return False
     return tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos_id]

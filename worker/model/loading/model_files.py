@@ -1,4 +1,4 @@
-"""What opening a model gives."""
+"""Result of opening a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from worker.model.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """An opened model: everything known, no weight read yet.
+    """An opened model: all properties are known, and no weight has been read.
 
     Attributes:
-        weights: reads tensors on request; `weights.close()` when all are loaded.
-        eos_token_ids: the union of every place in which the model declares them; the same as spec.eos_token_ids.
-        default_name: name for clients where none is configured.
+        spec: Specification of the model.
+        weights: Reader of tensors; call `weights.close()` when all are loaded.
+        bundle: Text bundle for gateways.
+        bundle_hash: Hash of the bundle.
+        eos_token_ids: Union of all places in which the model declares them; the same as spec.eos_token_ids.
+        default_name: Name for clients if none is configured.
         created: Unix time of the model file.
-        model_hash: equal for equal weights and configuration (sampled).
+        model_hash: Equal for equal weights and configuration (sampled).
     """
 
     spec: DecoderSpec

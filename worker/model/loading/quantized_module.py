@@ -1,4 +1,4 @@
-"""The weight of a linear layer that a checkpoint holds in several tensors, as codes and what they are worth."""
+"""Weight of a linear layer that a checkpoint stores in several tensors, as codes and factors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class QuantizedModule:
 
     Attributes:
         shape: (out, in).
-        leaves: names within the module of the tensors that it is made of.
-        read: rows and cols -> the slice; see WeightSource.get.
+        leaves: Names within the module of the tensors that form it.
+        read: Function from rows and cols to the slice; see WeightSource.get.
     """
 
     shape: tuple[int, int]
@@ -30,17 +30,17 @@ class QuantizedModule:
 
 
 class QuantizedCheckpoint(Protocol):
-    """How the modules of a checkpoint are quantized, made from `quantization_config` of its config.json."""
+    """Quantization of the modules of a checkpoint, from `quantization_config` of its config.json."""
 
     def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
-        """The module's weight; None where it is not quantized, and its tensors are taken as they are.
+        """Return the module's weight; None if it is not quantized and its tensors are used unchanged.
 
         Args:
-            name: of the module, for errors.
-            tensors: name within the module -> tensor.
+            name: Name of the module, for errors.
+            tensors: Tensors by name within the module.
 
         Raises:
-            ModelFileError: a tensor is missing or misshapen, or a variant is not supported.
+            ModelFileError: A tensor is missing or misshapen, or a variant is not supported.
         """
         ...
 
@@ -48,7 +48,7 @@ class QuantizedCheckpoint(Protocol):
 def need(
     module: str, tensors: Mapping[str, Stored], leaf: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None
 ) -> Stored:
-    """A tensor of a module. Raises ModelFileError where it is missing or has another type or shape."""
+    """Return a tensor of a module. Raises ModelFileError if it is missing or has another type or shape."""
     stored = tensors.get(leaf)
     if stored is None:
         raise ModelFileError(f"tensor {readable(module)}.{leaf} is missing")
@@ -61,7 +61,7 @@ def need(
 
 
 def factors_of(stored: Stored, rows: slice | None = None, *, positive: bool = False) -> torch.Tensor:
-    """Scales, or rows of them. Raises ModelFileError where one is no finite number, or not positive if it must be."""
+    """Return scales, or rows of them. Raises ModelFileError if one is not finite, or not positive where required."""
     values = stored.read(rows)
     good = values.isfinite()
     if positive:

@@ -1,4 +1,4 @@
-"""Plain reads of model files into memory of our own; nothing is mapped."""
+"""Reading of model files into memory of our own; nothing is mapped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from shared.errors import ModelFileError
 
 
 def open_for_reading(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a regular file. Raises ModelFileError where it cannot be opened."""
+    """Open a regular file and return its descriptor and size. Raises ModelFileError if that fails."""
     try:
-        # Without O_NONBLOCK, opening a FIFO of that name would hang.
+        # Without O_NONBLOCK, opening a FIFO of that name would block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ModelFileError(f"{path.name}: cannot be opened: {error.strerror}") from None
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise ModelFileError(f"{path.name}: is no regular file")
+        raise ModelFileError(f"{path.name}: is not a regular file")
     return fd, status.st_size
 
 
 def pread_exactly(fd: int, offset: int, count: int, name: str) -> npt.NDArray[np.uint8]:
-    """`count` bytes from `offset`, in memory of our own. Raises ModelFileError where the file ends before."""
+    """Return `count` bytes from `offset` in memory of our own. Raises ModelFileError if the file ends before."""
     out = np.empty(count, dtype=np.uint8)
     view = memoryview(out)  # type: ignore[arg-type]
     done = 0
@@ -45,18 +45,18 @@ def pread_exactly(fd: int, offset: int, count: int, name: str) -> npt.NDArray[np
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """A whole file of at most `limit` bytes."""
+    """Return the contents of a file of at most `limit` bytes."""
     fd, size = open_for_reading(path)
     try:
         if size > limit:
-            raise ModelFileError(f"{path.name}: has {size} bytes; at most {limit} are read")
+            raise ModelFileError(f"{path.name}: has {size} bytes; at most {limit} are allowed")
         return pread_exactly(fd, 0, size, path.name).tobytes()
     finally:
         os.close(fd)
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """A JSON object in which no key appears twice at one level."""
+    """Return a JSON object. A key that appears twice at one level is an error."""
 
     def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -73,10 +73,10 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{where}: is not valid JSON ({str(error)[:120]})") from None
     if not isinstance(value, dict):
-        raise ModelFileError(f"{where}: is no JSON object")
+        raise ModelFileError(f"{where}: is not a JSON object")
     return value
 
 
 def read_json_object(path: Path, limit: int = 1 << 24) -> dict[str, Any]:
-    """A JSON file that holds one object."""
+    """Return the object in a JSON file."""
     return parse_object(read_bounded(path, limit), path.name)

@@ -1,4 +1,4 @@
-"""RopeSpec from config.json: `rope_scaling` beside `rope_theta`, or one object `rope_parameters`."""
+"""RopeSpec from config.json: `rope_scaling` with `rope_theta`, or one object `rope_parameters`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_from_config(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
-    """Rope of a config.json.
+    """Return the rope of a config.json.
 
     Args:
-        max_position: `max_position_embeddings`; where a scaling does not name the original context, it is this.
+        fields: Contents of config.json.
+        head_dim: Dimensions of a head.
+        max_position: `max_position_embeddings`; the default of a scaling's original context length.
 
     Raises:
-        ModelFileError: a kind that is not supported, or a missing or absurd value; names the key.
+        ModelFileError: The kind is not supported, or a value is missing or invalid; the error names the key.
     """
     key = "rope_parameters" if "rope_parameters" in fields else "rope_scaling"
     scaling = fields.part(key)
-    # Each value may stand in either place; the object's own wins.
+    # A value may be in either place; the object's own takes precedence.
     theta_at = scaling if "rope_theta" in scaling else fields
     partial_at = scaling if "partial_rotary_factor" in scaling else fields
     partial = partial_at.number("partial_rotary_factor", 1.0, high=1.0)
@@ -31,7 +33,7 @@ def rope_from_config(fields: Fields, head_dim: int, max_position: int) -> RopeSp
         theta=theta_at.number("rope_theta", 10000.0, high=1e15), rotary_dim=min(int(head_dim * partial), MAX_HEAD_DIM)
     )
     if "full_attention" in scaling or "sliding_attention" in scaling:
-        raise fields.error(key, "differs by the kind of layer, which is not supported")
+        raise fields.error(key, "differs between kinds of layers, which is not supported")
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind == "default":
         return rope
@@ -68,7 +70,7 @@ def _yarn(scaling: Fields, rope: RopeSpec, original: int, max_position: int) -> 
     slow = scaling.number("beta_slow", 1.0, high=_MAX_FACTOR)
     if fast < slow:
         raise scaling.error("beta_fast", f"is {fast}; at least beta_slow, {slow}, is needed")
-    # A scaling that names only the original context means the ratio of the two lengths.
+    # A scaling with only the original context length means the ratio of the two lengths.
     implied = {"default": max_position / original} if _ORIGINAL in scaling else {}
     return replace(
         rope,

@@ -1,7 +1,8 @@
-"""A bounded reader of safetensors files, alone or in shards with an index.
+"""Bounded reader of safetensors files, alone or in shards with an index.
 
-The header is checked as the format's description asks (its length, one object, known types, shapes that match the
-bytes, tensors apart and without holes) before any tensor is read. Tensor bytes come by pread, only the rows asked for.
+The header is checked as the description of the format requires (length, one object, known types, shapes that match the
+bytes, tensors that are disjoint and without holes) before any tensor is read. Tensor bytes are read by pread, only the
+requested rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_HEADER = 100_000_000
 _MAX_INDEX = 1 << 26
 _MAX_FILES = 10_000
 
-# Bytes of one value. Types below a byte are listed so that they are named in the error about support.
+# Bytes of one value. Types below a byte are listed so that the error about support names them.
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
@@ -40,7 +41,7 @@ _READABLE: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class SafeTensor:
-    """Where a tensor lies; `offset` is from the start of the file."""
+    """Location of a tensor; `offset` counts from the start of the file."""
 
     name: str
     dtype: str
@@ -50,10 +51,10 @@ class SafeTensor:
 
 
 class SafetensorsFile:
-    """An open safetensors file.
+    """Open safetensors file.
 
     Raises:
-        ModelFileError: the file is malformed or truncated; names file and tensor.
+        ModelFileError: The file is malformed or truncated; the error names file and tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,19 +68,19 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        """Ends reading."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def read_rows(self, tensor: SafeTensor, rows: slice | None) -> RawWeight:
-        """Rows of a tensor of values; only their bytes are read."""
+        """Read rows of a tensor of values; only their bytes are read."""
         weight_format = self.format_of(tensor)
         values = self.read_values(tensor, rows)
         return RawWeight(weight_format, tuple(values.shape), values)
 
     def read_values(self, tensor: SafeTensor, rows: slice | None = None) -> torch.Tensor:
-        """Rows of a tensor of any type that torch has; only their bytes are read."""
+        """Read rows of a tensor of any type that torch has; only their bytes are read."""
         dtype = _READABLE.get(tensor.dtype)
         if dtype is None:
             raise self._fail(f"tensor {tensor.name} has the type {tensor.dtype}; supported are {', '.join(_READABLE)}")
@@ -92,7 +93,7 @@ class SafetensorsFile:
         return torch.from_numpy(raw).view(dtype).reshape(stop - start, *tensor.shape[1:])
 
     def format_of(self, tensor: SafeTensor) -> WeightFormat:
-        """Format of a tensor. Raises ModelFileError for types that are not supported."""
+        """Return the format of a tensor. Raises ModelFileError for unsupported types."""
         weight_format = _FORMATS.get(tensor.dtype)
         if weight_format is None:
             raise self._fail(f"tensor {tensor.name} has the type {tensor.dtype}; supported are {', '.join(_FORMATS)}")
@@ -111,7 +112,7 @@ class SafetensorsFile:
             raise self._fail(f"truncated: its header of {length} bytes ends beyond the file of {self.file_size}")
         raw = pread_exactly(self._fd, 8, length, self.name).tobytes()
         if not raw.startswith(b"{"):
-            raise self._fail("is no safetensors file: its header does not begin with {")
+            raise self._fail("is not a safetensors file: its header does not begin with {")
         header = parse_object(raw, f"{self.name}: header")
         header.pop("__metadata__", None)
         data_start = 8 + length
@@ -122,7 +123,7 @@ class SafetensorsFile:
     def _entry(self, name: str, entry: object, data_start: int) -> SafeTensor:
         where = f"tensor {readable(name, 200)}"
         if not isinstance(entry, Mapping):
-            raise self._fail(f"{where} is described by {shown(entry)}, no object")
+            raise self._fail(f"{where} is described by {shown(entry)}, which is not an object")
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
             raise self._fail(f"{where} has the unknown type {shown(dtype)}")
@@ -150,7 +151,7 @@ class SafetensorsFile:
 
 
 def _counts(values: object) -> TypeGuard[list[int]]:
-    """Whether this is a list of integers from 0 to 2^62."""
+    """Return True if the value is a list of integers from 0 to 2^62."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
@@ -163,14 +164,16 @@ class Stored:
 
     @property
     def dtype(self) -> str:
+        """Type of the tensor in the file."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
         return self.tensor.shape
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or rows of it, as stored. A tensor without dimensions is [1]."""
+        """Return the tensor, or rows of it, as stored. A tensor without dimensions is [1]."""
         if not self.tensor.shape:
             whole = replace(self.tensor, shape=(1,))
             return self.file.read_values(whole)
@@ -178,23 +181,23 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a folder: one file, or shards with an index."""
+    """Tensors of a folder: one file, or shards with an index."""
 
     def __init__(self, files: list[SafetensorsFile], tensors: dict[str, Stored]) -> None:
         self.files = files
         self.tensors = tensors
 
     def close(self) -> None:
-        """Closes all files."""
+        """Close all files."""
         for file in self.files:
             file.close()
 
 
 def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = None) -> Checkpoint:
-    """Opens files and, with an index, checks that each tensor lies where it says."""
+    """Open files and, with an index, check that each tensor is in the file that the index names."""
     files: list[SafetensorsFile] = []
     try:
-        # One by one, so that those already open are closed when one fails.
+        # One by one, so that files already open are closed when one fails.
         for path in paths:
             files.append(SafetensorsFile(path))  # noqa: PERF401
         tensors = {name: Stored(file, tensor) for file in files for name, tensor in file.tensors.items()}
@@ -212,15 +215,17 @@ def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = No
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name in the same folder. Raises ModelFileError where a name would leave the folder."""
+    """Return the file name of each tensor. Raises ModelFileError if a name would leave the folder."""
     weight_map = read_json_object(path, _MAX_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFileError(f"{path.name}: weight_map is missing or no object")
+        raise ModelFileError(f"{path.name}: weight_map is missing or not an object")
     for tensor, name in weight_map.items():
         plain = isinstance(name, str) and name == os.path.basename(name) and not {"\\", "\0"} & set(name)
         if not plain or not name.endswith(".safetensors"):
             where = f"{path.name}: tensor {readable(tensor)}"
-            raise ModelFileError(f"{where} is said to be in {shown(name)}, no safetensors file of this folder")
+            raise ModelFileError(
+                f"{where} is said to be in {shown(name)}, which is not a safetensors file of this folder"
+            )
     if len(set(weight_map.values())) > _MAX_FILES:
         raise ModelFileError(f"{path.name}: names more than {_MAX_FILES} files")
     return weight_map

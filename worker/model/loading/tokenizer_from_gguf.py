@@ -1,6 +1,6 @@
-"""tokenizer.json (the format of the `tokenizers` library) from the vocabulary in a GGUF file.
+"""Conversion of the vocabulary in a GGUF file to tokenizer.json (the format of the `tokenizers` library).
 
-The text is put together directly: the library parses it once, and no tokenizer objects are built on the way.
+The text is composed directly. The library parses it once, and no tokenizer objects are created on the way.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from shared.errors import ModelFileError
 from worker.model.loading.fields import Fields
 from worker.model.loading.gguf_reader import GGUFFile, StringArray
 
-# Bump when the conversion changes, so that cached results of the old one are not used.
+# Increase when the conversion changes, so that cached results of the old one are not used.
 CONVERTER_VERSION = 1
 
 _CONTROL, _USER_DEFINED = 3, 4
 
-# Every way to cut a SentencePiece piece in two is tried, so its length is bounded; real ones have some tens.
+# Every way to cut a SentencePiece piece in two is tried, so its length is bounded; real pieces have some tens of
+# characters.
 _MAX_PIECE = 512
 
-# How each pre-tokenizer type splits text, as the model cards' own tokenizer.json files state it.
+# Splitting rules of each pre-tokenizer type, as in the tokenizer.json files of the model cards.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,14 +60,17 @@ _PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of a GGUF file.
+    """Tokens of a GGUF file.
 
     Attributes:
-        tokens: by id, as in the file.
-        special_ids: ids of control tokens.
-        bos_token_id, eos_token_id: None where the file declares none.
-        add_bos_token, add_eos_token: whether a plain text begins and ends with them. Models that are made for
-            embeddings end theirs so: that token's state is the vector.
+        tokens: Tokens by id, as in the file.
+        types: Types by id, as in the file.
+        special_ids: Ids of control tokens.
+        bos_token_id: Beginning-of-text id; None if the file declares none.
+        eos_token_id: End-of-text id; None if the file declares none.
+        add_bos_token: A plain text begins with bos_token_id.
+        add_eos_token: A plain text ends with eos_token_id. Embedding models end theirs so: the state of that token
+            is the vector.
     """
 
     tokens: StringArray
@@ -79,16 +83,16 @@ class Vocabulary:
 
 
 def read_vocabulary(file: GGUFFile) -> Vocabulary:
-    """Reads and checks the vocabulary. Raises ModelFileError where it is missing or inconsistent."""
+    """Read and check the vocabulary. Raises ModelFileError if it is missing or inconsistent."""
     fields = Fields(file.metadata, f"{file.name}: ")
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray) or not len(tokens):
-        raise fields.error("tokenizer.ggml.tokens", "is missing or no array of strings")
+        raise fields.error("tokenizer.ggml.tokens", "is missing or not an array of strings")
     types = file.metadata.get("tokenizer.ggml.token_type")
     if types is None:
         types = np.ones(len(tokens), dtype=np.int32)
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-        raise fields.error("tokenizer.ggml.token_type", f"does not hold {len(tokens)} numbers, one a token")
+        raise fields.error("tokenizer.ggml.token_type", f"does not contain {len(tokens)} numbers, one per token")
     model = fields.text("tokenizer.ggml.model")
     default_bos = model == "llama" or (model == "gpt2" and _pre_tokenizer(fields).add_bos)
     bos = fields.optional_integer("tokenizer.ggml.bos_token_id", high=len(tokens) - 1)
@@ -105,11 +109,11 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
 
 
 def convert_tokenizer(file: GGUFFile, vocabulary: Vocabulary) -> bytes:
-    """tokenizer.json for the vocabulary.
+    """Return tokenizer.json for the vocabulary.
 
     Raises:
-        ModelFileError: the kind of tokenizer, or how it splits text, is not known; a guess would give other tokens than
-            the model was trained on, without a sign of it.
+        ModelFileError: The kind of tokenizer, or its splitting rule, is unknown. A guess would give other tokens
+            than the model was trained on, unnoticed.
     """
     fields = Fields(file.metadata, f"{file.name}: ")
     model = fields.text("tokenizer.ggml.model")
@@ -148,13 +152,13 @@ def _pre_tokenizer(fields: Fields) -> _PreTokenizer:
     if known is None:
         supported = ", ".join(_PRE_TOKENIZERS)
         raise fields.error(
-            "tokenizer.ggml.pre", f"is {name!r}, which does not say how text is split; supported are {supported}"
+            "tokenizer.ggml.pre", f"is {name!r}, which does not define how text is split; supported are {supported}"
         )
     return known
 
 
 def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """A post-processor that puts the tokens around a text that the model wants there; None where it wants none."""
+    """Return a post-processor that adds the tokens which the model expects around a text; None if it expects none."""
     begin = [vocabulary.bos_token_id] if vocabulary.add_bos_token else []
     end = [vocabulary.eos_token_id] if vocabulary.add_eos_token else []
     texts = {token_id: vocabulary.tokens[token_id] for token_id in (*begin, *end) if token_id is not None}
@@ -174,10 +178,10 @@ def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
 
 
 def _byte_level(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Byte-level BPE as of GPT-2: every byte has a printable stand-in, so that nothing is unknown."""
+    """Convert byte-level BPE as of GPT-2: every byte has a printable stand-in, so nothing is unknown."""
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, StringArray):
-        raise fields.error("tokenizer.ggml.merges", "is missing or no array of strings")
+        raise fields.error("tokenizer.ggml.merges", "is missing or not an array of strings")
     pre = _pre_tokenizer(fields)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre.split is None}
     steps: list[dict[str, Any]] = [byte_level]
@@ -202,14 +206,16 @@ def _byte_level(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> dict[
 
 
 def _sentencepiece(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> dict[str, Any]:
-    """SentencePiece BPE with byte fallback: the score of a piece ranks the merges that make it."""
+    """Convert SentencePiece BPE with byte fallback: the score of a piece ranks the merges that form it."""
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
-        raise fields.error("tokenizer.ggml.scores", f"does not hold {len(vocabulary.tokens)} numbers, one a token")
+        raise fields.error("tokenizer.ggml.scores", f"does not contain {len(vocabulary.tokens)} numbers, one per token")
     vocab = _vocab(file, vocabulary)
     longest = max(map(len, vocab))
     if longest > _MAX_PIECE:
-        raise fields.error("tokenizer.ggml.tokens", f"holds a piece of {longest} characters; {_MAX_PIECE} are allowed")
+        raise fields.error(
+            "tokenizer.ggml.tokens", f"contains a piece of {longest} characters; at most {_MAX_PIECE} are allowed"
+        )
     unknown = fields.optional_integer("tokenizer.ggml.unknown_token_id", high=len(vocab) - 1)
     prefix = fields.boolean("tokenizer.ggml.add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -238,7 +244,7 @@ def _sentencepiece(file: GGUFFile, fields: Fields, vocabulary: Vocabulary) -> di
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, best piece first; among equals, longer parts first."""
+    """Return every way to form a piece from two others, best piece first; among equals, longer parts first."""
     merges = []
     for piece, i in vocab.items():
         ways = []

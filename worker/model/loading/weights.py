@@ -9,35 +9,35 @@ from worker.quant.raw_weight import RawWeight
 
 
 class WeightSource(ABC):
-    """The tensors of a model by canonical name.
+    """Tensors of a model by canonical name.
 
-    Names: embed.weight; layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}.weight, with .bias where the spec says
-    so; layers.{i}.{q_norm,k_norm}.weight with spec.qk_norm; norm.weight; head.weight (absent where tied).
+    Names: embed.weight; layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}.weight, with .bias if the specification
+    says so; layers.{i}.{q_norm,k_norm}.weight with spec.qk_norm; norm.weight; head.weight (absent if tied).
     """
 
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """All canonical names."""
+        """Return all canonical names."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor. Raises KeyError for a name that is not there."""
+        """Return the shape of the whole tensor. Raises KeyError for an unknown name."""
 
     @abstractmethod
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
-        """Reads a tensor, or `rows` and `cols` of it (step 1); only the rows asked for are read from the file.
+        """Read a tensor, or `rows` and `cols` of it (step 1); only the requested rows are read from the file.
 
-        A quantized format keeps its format where the slice begins and ends at blocks or groups; otherwise it comes as
-        f32. Where output features are not the slowest dimension in the file, the whole tensor is read.
+        A quantized format is kept if the slice begins and ends at blocks or groups; otherwise the result is f32. If
+        output features are not the slowest dimension in the file, the whole tensor is read.
 
         Raises:
-            KeyError: no such tensor.
-            ModelFileError: the file could not be read.
+            KeyError: There is no such tensor.
+            ModelFileError: The file could not be read.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the files. Weights that were read stay valid."""
+        """Close the files. Weights that were read remain valid."""
 
     def __contains__(self, name: str) -> bool:
         return name in set(self.names())
