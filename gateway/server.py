@@ -31,10 +31,10 @@ class HttpProtocol(ConnectionProtocol):
     """One connection."""
 
     __slots__ = (
+        "_has_received",
         "_header_timeout",
         "_header_timer",
         "_server",
-        "_has_received",
         "_unsent",
         "_write_timeout",
         "_write_timer",
