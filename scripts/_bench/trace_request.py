@@ -15,7 +15,6 @@ import contextlib
 import dis
 import inspect
 import itertools
-import json
 import os
 import signal
 import socket
@@ -35,6 +34,7 @@ from tests.fakes.hermes import Answers, hermes_bundle
 
 PACKAGE = Path(gateway.service.__file__).parent
 _RESUME, _RETURN = dis.opmap["RESUME"], dis.opmap["RETURN_VALUE"]
+BODY = '{"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 HANDLER, SUBMIT = "chat_completions", "Generator.submit"
 
 
@@ -80,12 +80,12 @@ def _summary(functions: list[str]) -> str:
     return f"{len(functions)} functions, {len(files)} stops in {num_files} files, {len(files) - num_files} returns"
 
 
-async def _ask(port: int, line: str, body: bytes = b"") -> bytes:
+async def _ask(port: int, line: str, body: str = "") -> bytes:
     """Send one request, headers and body in one write, and return the whole response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"{line} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    headers = f"Host: 127.0.0.1:{port}\r\nConnection: close\r\nContent-Type: application/json"
     with contextlib.closing(writer):
-        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        writer.write(f"{line} HTTP/1.1\r\n{headers}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
         return await reader.read()
 
 
@@ -100,11 +100,9 @@ async def _serve_and_ask(directory: Path, tracer: Tracer) -> None:
         await asyncio.sleep(0.05)
         with contextlib.suppress(OSError):
             response = await _ask(port, "GET /ready")
-    message = {"role": "user", "content": "hi"}
     threading.setprofile(tracer)
     sys.setprofile(tracer)
-    body = json.dumps({"model": "fake", "messages": [message], "stream": True})
-    response = await _ask(port, "POST /v1/chat/completions", body.encode())
+    response = await _ask(port, "POST /v1/chat/completions", BODY)
     sys.setprofile(None)
     assert b"[DONE]" in response, response
     os.kill(os.getpid(), signal.SIGTERM)
@@ -116,13 +114,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/trace_request", description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the functions in order")
     options = parser.parse_args()
-    tracer = Tracer()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        directory.chmod(0o700)
-        answers = Answers({"hi": "Hello there."})
-        with FakeWorker(directory, model_names=("fake",), bundle=hermes_bundle(), script=answers.script, delay=0.001):
-            asyncio.run(_serve_and_ask(directory, tracer))
+    tracer, script = Tracer(), Answers({"hi": "Hello there."}).script
+    worker: dict[str, Any] = {"model_names": ("fake",), "bundle": hermes_bundle(), "script": script, "delay": 0.001}
+    with tempfile.TemporaryDirectory() as name, FakeWorker(Path(name), **worker):
+        asyncio.run(_serve_and_ask(Path(name), tracer))
     functions = list(tracer.functions.values())
     if options.list:
         print("\n".join(f"{index:3} {function}" for index, function in enumerate(functions, 1)))
