@@ -82,61 +82,40 @@ async def stream_log(
     if request.method == "HEAD":
         return web.Response(headers=HEADERS)
     async with SseResponse(request) as sse:
+
+        async def follow() -> None:
+            nonlocal seen
+            while True:
+                if events := record.after(seen):
+                    seen += len(events)  # first: a cancelled wait does not undo the write
+                    await sse.send(b"".join(events))
+                elif record.error is not None:
+                    raise record.error
+                elif record.ended:
+                    return
+                else:
+                    await record.news()
+
         with request.app[STREAMS].claim(identifier, record):
-            reader = _Reader(sse, record, seen)
             try:
-                await reader.follow()
-            except asyncio.CancelledError:
-                error = request.app[DRAIN].take_over_cancellation()
-                if error is None:
-                    raise
-                await reader.finish(failed, error)
+                try:
+                    await follow()
+                except asyncio.CancelledError:
+                    shutdown = request.app[DRAIN].take_over_cancellation()
+                    if shutdown is None:
+                        raise
+                    # The task that fills the log is cancelled too, and the last event that it writes is more precise.
+                    try:
+                        async with asyncio.timeout(_FINISH_SECONDS):
+                            await follow()
+                    except TimeoutError:
+                        raise shutdown from None
             except PeltonError as error:
-                await reader.fail(failed, error)
+                if not sse.begun:
+                    raise
+                await sse.send(failed(error, seen))
     await sse.response.write_eof()
     return sse.response
-
-
-class _Reader:
-    """Position of one client in a log of events."""
-
-    def __init__(self, sse: SseResponse, record: StreamLog, seen: int) -> None:
-        self._sse = sse
-        self._record = record
-        self._seen = seen
-
-    async def follow(self) -> None:
-        """Send all events. Raises PeltonError if the stream failed."""
-        record = self._record
-        while True:
-            if events := record.after(self._seen):
-                self._seen += len(events)  # first: a cancelled wait does not undo the write
-                await self._sse.send(b"".join(events))
-            elif record.error is not None:
-                raise record.error
-            elif record.ended:
-                return
-            else:
-                await record.news()
-
-    async def finish(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
-        """End the stream while the server shuts down, if possible with the last event of the log itself.
-
-        The task that fills the log is cancelled too, and its own error is more precise than `error`.
-        """
-        try:
-            async with asyncio.timeout(_FINISH_SECONDS):
-                await self.follow()
-        except TimeoutError:
-            await self.fail(failed, error)
-        except PeltonError as own:
-            await self.fail(failed, own)
-
-    async def fail(self, failed: Callable[[PeltonError, int], bytes], error: PeltonError) -> None:
-        """End the stream with an error event, or raise the error if nothing has been sent."""
-        if not self._sse.begun:
-            raise error
-        await self._sse.send(failed(error, self._seen))
 
 
 async def fill(
