@@ -28,7 +28,7 @@ async def test_indices_of_several_prompts_with_several_choices():
     assert events.tally.num_cached_tokens == 8
 
 
-async def test_others_have_their_turn_between_the_prompts():
+async def test_other_tasks_run_between_the_prompts():
     turns = 0
     at_submit = []
 
@@ -51,7 +51,7 @@ async def test_others_have_their_turn_between_the_prompts():
     assert at_submit == list(range(at_submit[0], at_submit[0] + 8))
 
 
-async def test_what_was_submitted_is_left_when_a_later_one_is_refused_or_the_client_goes():
+async def test_a_refusal_or_a_disconnect_cancels_what_was_submitted():
     generator = FakeGenerator()
 
     def script(request):

@@ -37,14 +37,14 @@ def tools(required: bool, free: Fragment | None = FREE) -> ToolGrammar:
         ((None, tools(False), None), ["", "say <call>"], []),
     ],
 )
-def test_parts_together(parts, good, bad):
+def test_grammars_of_combined_parts(parts, good, bad):
     source = output_grammar(*parts)
     assert [text for text in good if not allows(source, text, SPECIAL)] == []
     assert [text for text in bad if allows(source, text, SPECIAL)] == []
 
 
 @pytest.mark.parametrize("parts", [(None, None, None), (None, None, REASONING), (None, tools(False, None), REASONING)])
-def test_nothing_is_demanded_of_free_text(parts):
+def test_free_text_has_no_grammar(parts):
     assert output_grammar(*parts) == ""
 
 
@@ -115,7 +115,7 @@ def json_schema(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
         ({"response_format": {"type": "structural_tag", **STRUCTURES}}, ["hm <a>5!"], ["<b>"]),
     ],
 )
-def test_what_is_asked_for(fields, good, bad):
+def test_structured_output_accepts_and_rejects(fields, good, bad):
     found = fragment(**fields)
     assert [text for text in good if not allows(found, text)] == []
     assert [text for text in bad if allows(found, text)] == []
@@ -178,7 +178,7 @@ WRONG_OUTPUTS = [
         *(({name: "a"}, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
     ],
 )
-def test_what_is_wrong_is_named(fields, param):
+def test_a_refusal_names_the_field(fields, param):
     with pytest.raises(InvalidRequestError) as error:
         fragment(**fields)
     assert error.value.param == param and param.split(".")[0] in error.value.message

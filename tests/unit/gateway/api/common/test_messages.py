@@ -14,7 +14,7 @@ from shared.errors import InvalidRequestError
 @pytest.mark.parametrize(
     ("sent", "kept"), [('{"a": 1}', '{"a": 1}'), ("", "{}"), ('{"city": "Par', '{"city": "Par'), ("[1]", "[1]")]
 )
-def test_arguments_of_a_former_call_stay_as_the_model_wrote_them(sent: str, kept: str) -> None:
+def test_arguments_of_an_earlier_call_are_not_changed(sent: str, kept: str) -> None:
     """Clients send back a call that max_tokens cut off, and OpenAI accepts it."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": sent}}
     history = [
@@ -25,7 +25,7 @@ def test_arguments_of_a_former_call_stay_as_the_model_wrote_them(sent: str, kept
     assert check_messages(history)[1]["tool_calls"][0]["function"]["arguments"] == kept
 
 
-def test_arguments_of_a_former_call_are_not_nested_without_end() -> None:
+def test_nesting_of_arguments_is_bounded() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}}
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     with pytest.raises(InvalidRequestError) as refusal:
@@ -34,7 +34,7 @@ def test_arguments_of_a_former_call_are_not_nested_without_end() -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
-def test_a_mark_of_cached_text_changes_nothing(role: str) -> None:
+def test_a_cache_breakpoint_has_no_effect(role: str) -> None:
     for mark in (None, {"mode": "explicit"}, {"mode": "explicit", "ttl": "12h"}):
         part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
         assert check_messages([{"role": role, "content": [part]}])[0]["content"] == "x"
@@ -47,7 +47,7 @@ def test_a_mark_of_cached_text_changes_nothing(role: str) -> None:
     [("x", ""), ({}, ".mode"), ({"mode": "implicit"}, ".mode"), ({"mode": "explicit", "ttl": "1h"}, ".ttl"),
      ({"mode": "explicit", "x": 1}, ".x")],
 )  # fmt: skip
-def test_a_wrong_mark_of_cached_text_is_refused_where_it_is(mark: object, where: str) -> None:
+def test_a_malformed_cache_breakpoint_is_refused(mark: object, where: str) -> None:
     part = {"type": "text", "text": "x", "prompt_cache_breakpoint": mark}
     with pytest.raises(InvalidRequestError) as refusal:
         check_messages([{"role": "user", "content": [part]}])
@@ -58,7 +58,7 @@ def test_a_wrong_mark_of_cached_text_is_refused_where_it_is(mark: object, where:
     assert refusal.value.code == "unknown_parameter"
 
 
-def test_messages_that_openais_library_has_parsed_are_taken_back() -> None:
+def test_messages_parsed_by_openais_library_are_accepted() -> None:
     """OpenAI's `parse()` adds parsed copies to a message, and programs send such a message back."""
     function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
     answer = {

@@ -37,7 +37,7 @@ NAMES = sorted({*ChatFields.__struct_fields__, *CompletionFields.__struct_fields
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
-def test_any_body_is_taken_or_refused(body):
+def test_any_body_is_accepted_or_refused(body):
     try:
         chat = parse_fields({"model": "m", "messages": [{"role": "user", "content": "x"}], **body}, ChatFields)
         check_messages(chat.messages)
@@ -55,7 +55,7 @@ def test_any_body_is_taken_or_refused(body):
 
 
 @pytest.mark.parametrize("name", sorted(set(UNSUPPORTED).difference(TokenizeFields.__struct_fields__)))
-def test_unsupported_fields_are_taken_only_where_they_ask_for_nothing(name):
+def test_unsupported_fields_are_accepted_only_with_neutral_values(name):
     for value in (None, *NO_EFFECT.get(name, ())):
         parse_fields({"model": "m", "prompt": "x", name: value}, TokenizeFields)
     with pytest.raises(InvalidRequestError) as refused:
@@ -101,7 +101,7 @@ def test_salts_differ_by_cache_salt():
     )
 
 
-def test_errors_have_all_that_a_client_needs():
+def test_errors_name_the_nested_field():
     with pytest.raises(PeltonError) as refused:
         parse_fields({"model": "m", "prompt": "x", "stream_options": {"x": 1}}, CompletionFields)
     assert refused.value.param == "stream_options.x"
@@ -109,7 +109,7 @@ def test_errors_have_all_that_a_client_needs():
         parse_fields({"model": "m", "prompt": "x", "response_format": {"type": None}}, CompletionFields)
 
 
-def test_a_kind_that_does_not_exist_is_named():
+def test_an_unknown_format_is_named_in_the_error():
     for kind, shown in (("xml", "'xml'"), ("x" * 1000, "'" + "x" * 63)):
         with pytest.raises(InvalidRequestError) as raised:
             parse_fields({"model": "m", "messages": [], "response_format": {"type": kind}}, ChatFields)

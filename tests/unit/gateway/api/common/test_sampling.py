@@ -69,7 +69,7 @@ def test_without_fields_the_defaults_are_those_of_sampling_params(make):
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-def test_a_nucleus_of_nothing_is_the_likeliest_token(make):
+def test_an_empty_nucleus_keeps_the_likeliest_token(make):
     """OpenAI accepts top_p = 0."""
     got = sampling(make, top_p=0, top_k=40, temperature=0.8)
     assert (got.top_k, got.top_p, got.temperature) == (1, 1.0, 0.8)
@@ -77,7 +77,7 @@ def test_a_nucleus_of_nothing_is_the_likeliest_token(make):
         sampling(make, top_p=0, mirostat=1)
 
 
-def test_what_is_not_supported_and_asks_for_nothing_is_taken():
+def test_neutral_values_of_unsupported_fields_change_nothing():
     for name, values in NO_EFFECT.items():
         for make, struct in ((chat, ChatFields), (completion, CompletionFields)):
             for value in values if name not in struct.__struct_fields__ else ():
@@ -129,7 +129,7 @@ def test_llama_cpp_and_vllm_names_of_one_parameter():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [chat, completion])
-def test_what_cannot_be(make, fields, param):
+def test_invalid_sampling_fields_are_refused(make, fields, param):
     with pytest.raises(InvalidRequestError) as refused:
         sampling(make, **fields)
     assert refused.value.param is not None and refused.value.param.startswith(param)
@@ -143,7 +143,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300, -1e300, "1", True, [], {}])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_of_another_kind(name, value):
+def test_numbers_out_of_range_and_of_other_types_are_refused(name, value):
     # CVE-2026-54235, CVE-2026-21869
     with pytest.raises(InvalidRequestError) as refused:
         sampling_params(completion(use_beam_search=name == "length_penalty", **{name: value}), 16, 500)
@@ -164,7 +164,7 @@ def test_numbers_of_another_kind(name, value):
         ({"dry_multiplier": 0.5}, "dry_multiplier"), ({"xtc_probability": 0.5}, "xtc_probability"),
     ],
 )  # fmt: skip
-def test_what_beam_search_is_not_combined_with(fields, param):
+def test_fields_that_beam_search_refuses(fields, param):
     with pytest.raises(InvalidRequestError) as refused:
         completion(use_beam_search=True, **fields)
     assert refused.value.param == param
@@ -207,7 +207,7 @@ async def test_bad_words_with_and_without_a_space(threads):
     assert refused.value.param == "bad_words[1]"
 
 
-async def test_breakers_are_all_tokens_that_contain_them(threads, monkeypatch):
+async def test_sequence_breakers_are_all_tokens_that_contain_them(threads, monkeypatch):
     pipeline = TextPipeline(make_bundle(), threads)
     table = [pipeline.token_bytes(token_id) for token_id in range(400)]
     default = (await word_values(completion(dry_multiplier=0.8).fields, pipeline))["dry_breakers"]
@@ -248,7 +248,7 @@ def test_service_tiers(tier, priority, used):
     assert (options.priority, options.tier) == (priority, used)
 
 
-def test_bookkeeping_that_changes_nothing():
+def test_accounting_fields_do_not_change_sampling():
     taken = {"user": "u", "safety_identifier": "s" * 128, "store": False, "prompt_cache_retention": "in_memory"}
     assert sampling(chat, **taken, metadata={"k" * 64: "v" * 512}) == sampling(chat)
     assert chat().tier is None
@@ -270,14 +270,14 @@ def test_bookkeeping_that_changes_nothing():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [chat, completion])
-def test_bookkeeping_out_of_its_bounds(make, fields, param):
+def test_invalid_accounting_fields_are_refused(make, fields, param):
     with pytest.raises(InvalidRequestError) as refused:
         make(**fields)
     assert refused.value.param.startswith(param)
 
 
 @pytest.mark.parametrize("top_p", [-0.5, 1.5, float("inf"), float("nan")])
-def test_the_range_of_top_p_that_is_named_has_the_0_that_is_taken(top_p):
+def test_the_range_of_top_p_in_the_error_includes_0(top_p):
     assert sampling(chat, top_p=0).top_k == 1
     with pytest.raises(InvalidRequestError, match=r"top_p must be in \[0, 1\], got"):
         sampling(chat, top_p=top_p)

@@ -65,7 +65,7 @@ def test_speculative_is_an_object_with_one_boolean(make, value, param):
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-def test_what_the_client_lets_be_drafted(make):
+def test_speculative_allows_or_forbids_drafts(make):
     for body, expected in (
         ({}, True),
         ({"speculative": None}, True),
@@ -104,7 +104,7 @@ def test_what_the_client_lets_be_drafted(make):
         ),
     ],
 )  # fmt: skip
-def test_a_malformed_prediction_is_refused_where_it_is_wrong(value, param):
+def test_a_malformed_prediction_is_refused_with_its_field(value, param):
     with pytest.raises(InvalidRequestError) as error:
         check_speculation(chat(prediction=value), DRAFTS)
     assert error.value.param == param
@@ -122,7 +122,7 @@ def test_a_prediction_without_effect_is_refused():
     assert error.value.param == "prediction" and error.value.code == "unsupported_parameter"
 
 
-def test_a_prediction_goes_with_what_openai_refuses_it_with():
+def test_a_prediction_combines_with_fields_that_openai_refuses():
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"n": 3, "logprobs": True, "presence_penalty": 1.0, "frequency_penalty": 1.0, "max_completion_tokens": 5}
     fields = chat(**predicted(), **body, tools=[tool], mirostat=0)
@@ -169,7 +169,7 @@ async def test_a_prediction_may_be_as_long_as_the_context():
         assert error.value.code != "context_length_exceeded"
 
 
-async def test_ids_that_the_model_does_not_have_are_not_drafted():
+async def test_a_prediction_outside_the_vocabulary_is_refused():
     entry = FakeEntry(facts(vocab_size=100))
     with pytest.raises(InvalidRequestError) as error:
         await prediction_ids(chat(**predicted(json.dumps("\u00e9z"))), entry)

@@ -86,7 +86,7 @@ def test_grammars() -> None:
     assert loose is not None and not loose.required and loose.free is None and len(loose.parts) == 1
 
 
-def test_a_function_may_say_little() -> None:
+def test_a_function_needs_only_a_name() -> None:
     (only,) = asked([tool(description=None, parameters=None, strict=None)]).tools
     assert (only.name, only.description, only.parameters, only.strict) == ("f", None, {}, False)
     assert only.as_json() == tool(description="", parameters={"type": "object", "properties": {}})
@@ -94,7 +94,7 @@ def test_a_function_may_say_little() -> None:
 
 
 @pytest.mark.parametrize("tools", [None, []])
-def test_without_tools_nothing_may_be_asked_of_them(tools: Any) -> None:
+def test_tool_fields_without_tools_are_refused(tools: Any) -> None:
     for choice in (None, "none", "auto"):
         assert requested(tools, tool_choice=choice) is None
     for fields in ({"tool_choice": "required"}, {"tool_choice": named("f")}, {"parallel_tool_calls": False}):
@@ -118,7 +118,7 @@ def test_without_tools_nothing_may_be_asked_of_them(tools: Any) -> None:
         ([{**tool(), "cache_control": {}}], "tools[0].cache_control"), ("f", "tools"), ({}, "tools"), ([5], "tools[0]"),
     ],
 )  # fmt: skip
-def test_tools_that_are_none(tools: Any, param: str) -> None:
+def test_invalid_tools_are_refused(tools: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         requested(tools)
     assert caught.value.param == param
@@ -141,7 +141,7 @@ def test_tools_that_are_none(tools: Any, param: str) -> None:
         (allowed("auto", "f", "unknown"), "tool_choice.allowed_tools.tools[1].function.name"),
     ],
 )
-def test_choices_that_are_none(choice: Any, param: str) -> None:
+def test_invalid_tool_choices_are_refused(choice: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         requested([tool()], tool_choice=choice)
     assert caught.value.param == param
@@ -158,7 +158,7 @@ def test_choices_that_are_none(choice: Any, param: str) -> None:
           for bad in ("(unclosed", "[", "*a", "\\", 5, "(" * 8000)),
     ],
 )  # fmt: skip
-def test_schemas_that_are_none(schema: dict[str, Any]) -> None:
+def test_invalid_schemas_are_refused(schema: dict[str, Any]) -> None:
     """CVE-2025-48944: a bad `type` or `pattern` inside parameters, enforced or not."""
     for choice in ("auto", "required"):
         with pytest.raises(InvalidRequestError) as caught:
@@ -166,7 +166,7 @@ def test_schemas_that_are_none(schema: dict[str, Any]) -> None:
         assert caught.value.param == "tools[1].function.parameters"
 
 
-def test_schemas_that_are_large() -> None:
+def test_large_schemas_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(70):
         deep = {"properties": {"a": deep}}
@@ -190,6 +190,6 @@ def test_schemas_that_are_large() -> None:
         {"not": {"type": "string"}, "if": {}, "then": {}},
     ],
 )
-def test_schemas_of_programs(schema: dict[str, Any]) -> None:
+def test_schemas_that_programs_generate_are_accepted(schema: dict[str, Any]) -> None:
     """Schemas that pydantic writes, and schemas that no grammar can express but that are not enforced."""
     check_tools(asked([tool(parameters=schema)]))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import orjson
-import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.api.common.envelope import Detail, Envelope, Tally
@@ -63,7 +62,7 @@ def test_chat_chunks(text, model, index, usage, stop):
 
 
 @given(text=TEXT, reasoning=TEXT, arguments=TEXT, begins=st.booleans(), shown=st.booleans(), ids=st.booleans())
-def test_chunks_of_all_that_a_message_has(text, reasoning, arguments, begins, shown, ids):
+def test_every_piece_of_a_message_has_its_own_chunk(text, reasoning, arguments, begins, shown, ids):
     """Every piece of a message has a chunk of its own, in order; the first one reports on the tokens."""
     detail = Detail(token_bytes=lambda token_id: bytes([token_id]), token_ids=ids, prompts=[[9]], reasoning=shown)
     chunks = ChatChunks(envelope("m"), Tally(1), detail)
@@ -105,18 +104,14 @@ def test_completion_chunks(text, model, reason, usage, stop):
 
 
 @given(TEXT)
-def test_json_is_one_line_for_everybody(text):
+@example("\u0085\u2028\u2029\x0b\x0c\r\n\x1c\x1d\x1e")
+def test_json_has_no_line_separators(text):
     data = dump_json({"text": text})
     assert orjson.loads(data) == {"text": text}
     assert len(data.decode().splitlines()) == 1
 
 
-@pytest.mark.parametrize("raw", ["\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\r", "\n", "\x1c", "\x1d", "\x1e"])
-def test_line_separators_are_escaped(raw):
-    assert raw.encode() not in dump_json(raw)
-
-
-def test_offsets_of_a_prompt_that_was_given_a_beginning_of_text_token():
+def test_offsets_of_an_echoed_prompt_with_a_beginning_of_text_token():
     table = {0: b"<s>", 1: b" he", 2: b"llo", 3: b"!"}
     detail = Detail(token_bytes=table.__getitem__, logprobs=0, prompts=[[0, 1, 2], [1, 2]])
     choices = Choices(["hello", " hello"], detail)
@@ -130,7 +125,7 @@ def test_offsets_of_a_prompt_that_was_given_a_beginning_of_text_token():
     assert shown.logprobs is not None and (shown.text, shown.logprobs["text_offset"]) == (" hello!", [0, 3, 6])
 
 
-async def test_log_probabilities_of_a_whole_answer_take_little_more_than_their_text():
+async def test_memory_of_a_whole_responses_log_probabilities():
     count = 2000
 
     async def tokens():

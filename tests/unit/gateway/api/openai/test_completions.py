@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -36,7 +34,7 @@ def with_marks(tokenizer_json, marks, **bundle):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_each_familys_order_and_ends(threads, name):
+async def test_order_and_end_tokens_of_each_family(threads, name):
     marks = FAMILIES[name]
     pipeline = TextPipeline(with_marks(byte_level_json(), marks), threads)
     filled = await fill_in_middle(PREFIX, SUFFIX, pipeline)
@@ -54,7 +52,7 @@ async def test_each_familys_order_and_ends(threads, name):
     assert SUFFIX not in pipeline.decode((await fill_in_middle(PREFIX, "", pipeline)).token_ids, False)
 
 
-async def test_the_beginning_of_text_stands_before_all(threads):
+async def test_the_beginning_of_text_comes_first(threads):
     marks = FAMILIES["starcoder"]
     pipeline = TextPipeline(with_marks(byte_level_json(), marks, add_bos_token=True), threads)
     bos = pipeline.token_id("<|endoftext|>")
@@ -63,7 +61,7 @@ async def test_the_beginning_of_text_stands_before_all(threads):
     assert (await fill_in_middle("a", "b", pipeline, add_special_tokens=False)).token_ids == filled.token_ids[1:]
 
 
-async def test_a_suffix_begins_without_the_space_that_texts_begin_with(threads):
+async def test_a_suffix_gets_no_leading_space(threads):
     marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>")
     names = {"special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}
     pipeline = TextPipeline(with_marks(byte_fallback_json(), marks, add_bos_token=True, **names), threads)
@@ -87,7 +85,3 @@ async def test_models_without_marks_and_texts_that_are_too_long(threads):
         with pytest.raises(ContextLengthError) as refused:
             await fill_in_middle(prefix, suffix, pipeline, max_tokens=50)
         assert refused.value.param == param
-
-
-def test_the_marks_are_what_they_look_like():
-    assert json.dumps(FAMILIES["deepseek"][0]) == '"<\\uff5cfim\\u2581begin\\uff5c>"'

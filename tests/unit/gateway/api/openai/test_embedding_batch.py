@@ -33,7 +33,7 @@ def observations(core: Core, name: str) -> float:
     return core.sample(f"{name}_count", model_name="fake")
 
 
-async def test_a_batch_is_one_request_to_metrics_and_no_token_is_timed(tmp_path) -> None:
+async def test_metrics_count_a_batch_as_one_request(tmp_path) -> None:
     prompts = [[5 + index, 6] for index in range(20)]
     with FakeWorker(tmp_path) as worker:
         async with running_core(tmp_path) as core:
@@ -52,7 +52,7 @@ async def test_a_batch_is_one_request_to_metrics_and_no_token_is_timed(tmp_path)
             assert core.admission.num_requests == core.admission.num_sequences == core.admission.waiting_tokens == 0
 
 
-async def test_to_admission_it_is_what_runs_at_a_time(tmp_path) -> None:
+async def test_admission_counts_the_inputs_in_flight(tmp_path) -> None:
     prompts = [[5] * (1 + index % 3) for index in range(40)]
     with FakeWorker(tmp_path, max_num_seqs=4) as worker:
         async with running_core(tmp_path, max_waiting_requests=1, max_waiting_tokens=10) as core:
@@ -92,7 +92,7 @@ class CountingWorker(FakeWorker):
         ([[5] * 2500, [6]] * 6, 1e9, 1, 2500),
     ],
 )
-async def test_never_more_than_these_are_at_the_worker(tmp_path, prompts, speed, requests, tokens) -> None:
+async def test_inputs_in_flight_are_bounded(tmp_path, prompts, speed, requests, tokens) -> None:
     """The bounds are four steps of 512 tokens and one second, or one step while the speed is unknown."""
     worker = CountingWorker(tmp_path, stats=WorkerStats(prefill_tokens_per_second=speed))
     with worker:
@@ -119,7 +119,7 @@ async def test_an_input_may_be_as_long_as_the_context(tmp_path) -> None:
             assert error.value.param == "input"
 
 
-async def test_one_that_the_worker_refuses_ends_the_others(tmp_path) -> None:
+async def test_an_input_that_the_worker_refuses_cancels_the_others(tmp_path) -> None:
     def embedding(submit: Submit) -> bytes | Finish:
         if submit.token_ids == [9]:
             return Finish(FinishReason.ERROR, message="It does not fit.", code="context_length_exceeded")
@@ -136,7 +136,7 @@ async def test_one_that_the_worker_refuses_ends_the_others(tmp_path) -> None:
             assert core.admission.num_sequences == 0
 
 
-async def test_being_cancelled_ends_all_at_the_worker(tmp_path) -> None:
+async def test_cancellation_cancels_all_inputs_at_the_worker(tmp_path) -> None:
     with FakeWorker(tmp_path) as worker:
         worker.faults.stalled = True
         async with running_core(tmp_path) as core:
@@ -151,7 +151,7 @@ async def test_being_cancelled_ends_all_at_the_worker(tmp_path) -> None:
             assert core.sample("request_failures_total", model_name="fake", reason="abort") == 1
 
 
-async def test_what_a_lost_worker_had_goes_to_another_once(tmp_path) -> None:
+async def test_inputs_of_a_lost_worker_move_to_another_once(tmp_path) -> None:
     prompts = [[5, index] for index in range(12)]
     with FakeWorker(tmp_path) as lost, FakeWorker(tmp_path, 1) as other:
         lost.faults.stalled = other.faults.stalled = True
@@ -168,7 +168,7 @@ async def test_what_a_lost_worker_had_goes_to_another_once(tmp_path) -> None:
             assert core.sample("request_success_total", model_name="fake", finished_reason="stop") == 1
 
 
-async def test_a_mean_goes_where_least_waits_whatever_is_cached_there(tmp_path) -> None:
+async def test_mean_pooling_ignores_the_prefix_cache_in_routing(tmp_path) -> None:
     prompt = [5 + index for index in range(400)]
     with FakeWorker(tmp_path) as one, FakeWorker(tmp_path, 1) as two:
         workers = (one, two)
@@ -194,7 +194,7 @@ async def test_a_mean_goes_where_least_waits_whatever_is_cached_there(tmp_path) 
             assert await places(prompt, pooling="last") == cached
 
 
-async def test_without_another_worker_the_batch_is_lost(tmp_path) -> None:
+async def test_a_batch_fails_if_its_only_worker_is_lost(tmp_path) -> None:
     with FakeWorker(tmp_path) as worker:
         worker.faults.stalled = True
         async with running_core(tmp_path) as core:
@@ -207,7 +207,7 @@ async def test_without_another_worker_the_batch_is_lost(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"finish": None}, {"embedding": None}, {"token_ids": [5]}, {"choice": 1}])
-async def test_what_no_worker_should_send_is_an_error(tmp_path, wrong: dict[str, Any]) -> None:
+async def test_invalid_output_of_a_worker_is_an_internal_error(tmp_path, wrong: dict[str, Any]) -> None:
     class WrongWorker(FakeWorker):
         def _embedding(self, one):
             return msgspec.structs.replace(super()._embedding(one), **wrong)

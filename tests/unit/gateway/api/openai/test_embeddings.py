@@ -44,7 +44,7 @@ async def ids_of(entry: Any, **fields: Any) -> list[int]:
     return ids
 
 
-async def test_special_tokens_are_those_of_the_tokenizer(entry) -> None:
+async def test_texts_get_the_tokenizers_special_tokens(entry) -> None:
     plain = plain_ids(TEXT)
     assert await ids_of(entry, input=TEXT) == [BEGIN, *plain, END]
     assert await ids_of(entry, input=TEXT, add_special_tokens=False) == plain
@@ -53,7 +53,7 @@ async def test_special_tokens_are_those_of_the_tokenizer(entry) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-async def test_what_is_cut_keeps_them(entry, side) -> None:
+async def test_truncation_keeps_special_tokens(entry, side) -> None:
     plain = plain_ids(TEXT)
     for keep in range(3, len(plain) + 4):
         ids = await ids_of(entry, input=TEXT, truncate_prompt_tokens=keep, truncation_side=side)
@@ -84,7 +84,7 @@ async def test_special_tokens_count_towards_the_context(entry) -> None:
     side=st.sampled_from(["left", "right"]),
     special=st.booleans(),
 )
-async def test_a_cut_input_is_as_long_as_was_asked_for(entry, text, keep, side, special) -> None:
+async def test_truncated_inputs_have_the_requested_length(entry, text, keep, side, special) -> None:
     options: dict[str, Any] = {"input": text, "add_special_tokens": special}
     longer = SimpleNamespace(facts=facts(vocab_size=400, max_model_len=1000), pipeline=entry.pipeline)
     whole = await ids_of(longer, **options)
