@@ -1,5 +1,7 @@
-"""`python -m worker`: the model side. Exit code 0 after an orderly end, 1 for a model or setting that cannot be used
-and for a device or rank that is lost."""
+"""Entry point of the worker process: `python -m worker`.
+
+The exit code is 0 after an orderly shutdown, and 1 for an unusable model or setting and for a lost device or rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from shared.errors import ConfigurationError
 from shared.messages import WorkerFacts
 from shared.settings import WorkerSettings
 from worker.engine import Engine, StalledError
-from worker.executor.build import BuiltExecutor, build_executor, compile_beside
+from worker.executor.build import BuiltExecutor, build_executor, start_compile_process
 from worker.executor.draft_files import open_draft
 from worker.executor.executor import ExecutorError
 from worker.executor.resolve import cache_directory, num_threads
@@ -35,14 +37,14 @@ from worker.transport import Transport
 _LOAD_NOTICE_SECONDS = 10.0
 _ORPHAN_SECONDS = 10.0
 _WARM_UP_SECONDS = 5.0
-"""From then on idle time goes to what the first grammar would wait for; by then gateways know of the worker."""
+"""Seconds after which idle time is used to warm up grammar compilation. By then gateways know the worker."""
 
 logger = log.get_logger("worker")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a worker until it is stopped; returns the exit code."""
-    # Before anything is served there is nothing to drain: either signal ends the process at once.
+    """Run a worker until it is stopped and return the exit code."""
+    # Before anything is served there is nothing to drain: both signals end the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         settings = load_settings(WorkerSettings, argv, os.environ, prog="pelton worker")
@@ -55,22 +57,22 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(settings: WorkerSettings) -> int:
     begin = time.monotonic()
-    # The collector need not look again and again at what the imports have made, while numba makes more.
+    # Exclude the objects of the imports from garbage collection while numba creates more.
     gc.freeze()
-    beside = compile_beside(settings)  # before there are threads
+    compile_process = start_compile_process(settings)  # before there are threads
     orphan = _Orphan()
     supervisor_pipe.watch(orphan.end)
     directory = sockets.runtime_dir(settings.runtime_dir)
     with contextlib.ExitStack() as ending:
-        if beside is not None:
-            ending.callback(beside.close)
+        if compile_process is not None:
+            ending.callback(compile_process.close)
         with _announced("loading the model"):
             files = open_model(settings.model, cache_directory(settings))
-            # Until worker_ready nothing else is said.
-            compiling = {} if beside is None else {"compiling": "kernels, once; may take a minute"}
+            # The next status follows with worker_ready.
+            compiling = {} if compile_process is None else {"compiling": "kernels, once; may take a minute"}
             logger.info("loading", model=files.default_name, **compiling)
             draft_files = open_draft(settings, files, cache_directory(settings))
-            built = build_executor(settings, files, beside=beside, draft_files=draft_files)
+            built = build_executor(settings, files, compile_process=compile_process, draft_files=draft_files)
             ending.callback(built.executor.close)
             files.weights.close()
             if draft_files is not None:
@@ -85,7 +87,7 @@ def _serve(settings: WorkerSettings) -> int:
         orphan.engine = engine
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: engine.stop())
-        # What is loaded by now lives as long as the process; the collector need not look at it again.
+        # Everything loaded by now lives as long as the process; exclude it from garbage collection.
         gc.collect()
         gc.freeze()
         logger.info("worker_ready", model=files.default_name, seconds=round(time.monotonic() - begin, 2), epoch=epoch)
@@ -99,7 +101,7 @@ def _serve(settings: WorkerSettings) -> int:
 
 
 def _speculation(settings: WorkerSettings, built: BuiltExecutor) -> SpeculationConfig | None:
-    """None where nothing is drafted."""
+    """Return the configuration of speculation; None if nothing is drafted."""
     if settings.speculative_method == "off":
         return None
     return SpeculationConfig(
@@ -107,14 +109,14 @@ def _speculation(settings: WorkerSettings, built: BuiltExecutor) -> SpeculationC
         draft_len=built.draft_max_len,
         max_drafts=settings.num_speculative_tokens,
         rejection=settings.speculative_acceptance == "rejection",
-        alike_rows=built.alike_rows,
+        max_bitwise_identical_rows=built.max_bitwise_identical_rows,
     )
 
 
 def build_engine(
     settings: WorkerSettings, files: ModelFiles, built: BuiltExecutor, transport: Transport, counters: Counters
 ) -> Engine:
-    """Scheduler and KV manager for what was loaded, and the loop around them."""
+    """Return the engine with its scheduler and KV manager for the loaded model."""
     facts = WorkerFacts(
         model_names=list(settings.served_model_name or (files.default_name,)),
         max_model_len=built.max_model_len,
@@ -154,7 +156,7 @@ def build_engine(
         eos_token_ids=files.eos_token_ids,
         counters=counters,
         on_compiled=transport.wake,
-        # On the CPU the model's own threads hold the cores, also between steps.
+        # On the CPU the model's own threads occupy the cores between steps too.
         num_threads=1 if built.device == "cpu" else num_threads(settings),
     )
     warm_up_at = time.monotonic() + _WARM_UP_SECONDS
@@ -173,12 +175,12 @@ def build_engine(
 
 
 class _Orphan:
-    """Ends a worker whose supervisor is gone: at once while it loads, else when its requests were told."""
+    """End of a worker whose supervisor has died: at once while it loads, else after its requests were answered."""
 
     engine: Engine | None = None
 
     def end(self) -> None:
-        """Does not return while the process lives. Called from a thread of its own."""
+        """End the process; does not return before that. Called from a thread of its own."""
         if self.engine is not None:
             self.engine.stop(now=True)
             # The loop may be inside a step that never ends.
@@ -188,7 +190,7 @@ class _Orphan:
 
 @contextlib.contextmanager
 def _announced(status: str) -> Iterator[None]:
-    """Tells systemd every few seconds that the start goes on, so that a large model is not taken for a hung one."""
+    """Report progress to systemd every few seconds, so that a large model is not taken for a hung one."""
     done = threading.Event()
 
     def announce() -> None:
@@ -209,5 +211,6 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is closed. A thread that still compiles would be unwound through C++ by the interpreter's end, which aborts.
+    # Everything is closed. At the interpreter's end a thread that still compiles would be unwound through C++, which
+    # aborts the process.
     os._exit(exit_code)

@@ -15,11 +15,11 @@ _FAR_BELOW = 2 / 3
 
 
 class CostTable:
-    """Token count -> milliseconds, never falling with the count.
+    """Milliseconds by token count, never decreasing with the count.
 
     Args:
-        lean_low: whether to take high measurements for slow moments. Where a count was dearer than a larger one, the
-            larger one is believed; and a measurement far below what was believed replaces it.
+        lean_low: Take high measurements for slow moments: if a smaller count was slower than a larger one, believe
+            the larger one, and let a measurement far below the estimate replace it.
     """
 
     def __init__(self, *, lean_low: bool = False) -> None:
@@ -31,11 +31,11 @@ class CostTable:
 
     @property
     def largest(self) -> float:
-        """The largest token count seen (mean of its bucket); 0 while the table is empty."""
+        """Largest token count seen (mean of its bucket); 0 while the table is empty."""
         return self._tokens[-1] if self._tokens else 0.0
 
     def observe(self, num_tokens: int, milliseconds: float) -> None:
-        """One more measurement."""
+        """Add a measurement."""
         # Two buckets per power of two.
         exponent = num_tokens.bit_length()
         bucket = 2 * exponent + (num_tokens >> max(exponent - 2, 0) & 1)
@@ -54,7 +54,10 @@ class CostTable:
             self._ms = list(accumulate(ms_by_count, max))
 
     def cost(self, num_tokens: float) -> float | None:
-        """Milliseconds for a count; beyond the largest seen in proportion to it. None while the table is empty."""
+        """Return the milliseconds for a count, in proportion beyond the largest one seen.
+
+        None while the table is empty.
+        """
         if not self._tokens:
             return None
         index = bisect_left(self._tokens, num_tokens)
@@ -66,7 +69,10 @@ class CostTable:
         return self._ms[index - 1] + share * (self._ms[index] - self._ms[index - 1])
 
     def count_within(self, milliseconds: float, limit: int) -> int:
-        """The largest count up to `limit` whose cost is within the time; at most twice what was seen before."""
+        """Return the largest count up to `limit` whose cost is within the time.
+
+        At most twice the largest count seen.
+        """
         limit = min(limit, int(self.largest * GROWTH))
         low, high = 0, limit
         while low < high:

@@ -1,6 +1,6 @@
-"""The engine loop: takes messages in, lets the scheduler plan, the executor compute, and tells the gateways.
+"""Engine loop: receives messages, lets the scheduler plan and the executor compute, and sends outputs to the gateways.
 
-It owns no request state itself: requests are the scheduler's, connections the transport's.
+It owns no state of requests: requests belong to the scheduler, connections to the transport.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from worker.transport import BrokenSubmit, Transport
 IDLE_WAIT_SECONDS = 1.0
 BLOCKED_WAIT_SECONDS = 0.02
 STALL_SECONDS = 60.0
-"""Requests that wait so long without a step running are a fault of the scheduler's: the worker starts anew."""
+"""Seconds of waiting requests without a running step that indicate a fault of the scheduler; the worker then ends and
+is restarted.
+"""
 INTEGRITY_SECONDS = 30.0
-"""Idle time between two checks of pages and queues."""
+"""Idle seconds between two integrity checks of pages and queues."""
 
 log = get_logger("worker.engine")
 
 
 class StalledError(RuntimeError):
-    """Requests wait, and yet nothing can be computed."""
+    """Requests wait, but nothing can be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,16 @@ class _Flight:
 
 
 class Engine:
-    """One worker's loop.
+    """Loop of one worker.
 
     Args:
-        check_executor: raises ExecutorError where a rank has died; asked while idle.
-        use_idle_time: does a little of what makes later steps faster; False where nothing is left to do.
-        drain_seconds: what running requests get to finish after `stop`.
+        transport: Connections to gateways.
+        scheduler: Requests.
+        executor: Runs plans.
+        check_executor: Function that raises ExecutorError if a rank has died; called while idle.
+        use_idle_time: Function that does a little work to make later steps faster; returns False if nothing is
+            left.
+        drain_seconds: Seconds that running requests get to finish after `stop`.
     """
 
     def __init__(
@@ -97,21 +103,23 @@ class Engine:
         self._next_watchdog = 0.0
 
     def stop(self, *, now: bool = False) -> None:
-        """Takes no new requests; the loop ends when those it has are finished, or their time is up. May be called
-        from a signal handler or another thread; the second call, like `now`, waits for nothing."""
+        """Accept no new requests and end the loop when the existing ones have finished or their time is up.
+
+        Signal handlers and other threads may call this. A second call, like `now`, does not wait.
+        """
         now = now or self._stop_at is not None
         self._stop_at = self._clock() + (0.0 if now else self._drain_seconds)
         self._transport.wake()
 
     def run(self) -> None:
-        """Runs until stopped. Raises ExecutorError or StalledError, after every request was told of its end."""
+        """Run until stopped. Raises ExecutorError or StalledError after every request was answered."""
         try:
             while not self._stopped():
                 self.step()
-            self.scheduler.fail_all("The server is shutting down.", "service_unavailable")
+            self.scheduler.fail_all("The server is shutting down. Try again.", "service_unavailable")
         except Exception as error:
             log.error("engine_failed", error=f"{type(error).__name__}: {error}")
-            self.scheduler.fail_all("The worker that ran this request failed.", "worker_lost")
+            self.scheduler.fail_all("The worker that ran this request failed. Try again.", "worker_lost")
             raise
         finally:
             self._transport.send_outputs(self.scheduler.take_outputs())
@@ -120,10 +128,10 @@ class Engine:
         return self._stop_at is not None and (not self.scheduler.has_requests or self._clock() >= self._stop_at)
 
     def step(self) -> None:
-        """One pass: poll, schedule, execute, apply, emit.
+        """Run one pass: poll, schedule, execute, apply, emit.
 
-        Up to the executor's depth of steps are in flight: the next one is planned while the last one runs, and a
-        result is waited for only when no further step can be submitted.
+        Up to the executor's depth of steps are in flight. The next step is planned while the last one runs, and a
+        result is awaited only if no further step can be submitted.
         """
         self._poll()
         plan = self.scheduler.schedule() if len(self._flights) < self._executor.depth else None
@@ -135,8 +143,6 @@ class Engine:
             self._land()
         self._transport.send_outputs(self.scheduler.take_outputs())
         self._watch()
-
-    # ---- messages ---------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
         if not self._flights and not self.scheduler.has_requests:
@@ -161,7 +167,7 @@ class Engine:
         if isinstance(message, Hello):
             self._on_hello(identity, message)
         elif not self._transport.knows(identity):
-            # Its lease ran out, or it never said hello. It will miss its pongs and connect anew.
+            # Its lease expired, or it never sent a hello. It will miss its pongs and connect again.
             self.scheduler.counters.malformed_messages_total += 1
         elif isinstance(message, Submit | BrokenSubmit):
             self._on_submit(identity, message)
@@ -180,7 +186,7 @@ class Engine:
         if message.version == PROTOCOL_VERSION:
             self._transport.welcome(identity, answer)
             return
-        # It learns from the answer which version would do; nothing else that it says is understood.
+        # The answer tells it the supported version. Its other messages cannot be understood.
         self.scheduler.counters.malformed_messages_total += 1
         log.warning("protocol_version", theirs=message.version, ours=PROTOCOL_VERSION)
         self._transport.forget(identity)
@@ -189,12 +195,12 @@ class Engine:
     def _on_submit(self, identity: bytes, message: Submit | BrokenSubmit) -> None:
         choices = range(message.choice, message.choice + message.num_choices)
         if self.scheduler.is_live(message.request_id, choices, identity):
-            # An answer under this id would end the stream that it belongs to.
+            # An answer with this id would end the stream that the id belongs to.
             self.scheduler.counters.malformed_messages_total += 1
             return
         try:
             if self._stop_at is not None:
-                raise UnavailableError("The server is shutting down.")
+                raise UnavailableError("The server is shutting down. Try again.")
             if isinstance(message, BrokenSubmit):
                 raise InvalidRequestError("the request breaks a limit of the protocol between gateway and worker")
             validate_submit(message, self._limits)
@@ -218,25 +224,23 @@ class Engine:
             accepted_per_position=list(scheduler.counters.accepted_per_position),
         )
 
-    # ---- results ----------------------------------------------------------------------------------------------
-
     def _land(self) -> None:
-        """Waits for the oldest step in flight and hands its result to the scheduler."""
+        """Wait for the oldest step in flight and pass its result to the scheduler."""
         flight = self._flights.popleft()
         result = flight.handle.result()
         landed = self._clock()
-        # With two in flight a step begins when the one before it ends, not when it is submitted.
+        # With two steps in flight, a step begins when the previous one ends, not when it is submitted.
         milliseconds = (landed - max(flight.submitted, self._last_landing)) * 1000
         self._last_landing = self._last_progress = landed
         self.scheduler.apply(flight.plan, result, milliseconds)
 
     def _watch(self) -> None:
-        """Says to systemd that the loop turns, unless it turns without getting anywhere."""
+        """Notify systemd's watchdog, unless the loop runs without progress."""
         now = self._clock()
         if not self.scheduler.has_computable:
-            self._last_progress = now  # grammars are compiled, within a time of their own
+            self._last_progress = now  # grammars compile, with a time limit of their own
         elif self._blocked and now - self._last_progress > STALL_SECONDS:
-            raise StalledError(f"{self.scheduler.num_waiting} requests wait and no step runs")
+            raise StalledError(f"{self.scheduler.num_waiting} requests are waiting and no step is running")
         if self._watchdog_interval is not None and now >= self._next_watchdog:
             notify.watchdog()
             self._next_watchdog = now + self._watchdog_interval / 2

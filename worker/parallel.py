@@ -1,4 +1,4 @@
-"""How a model is laid out over processes."""
+"""Layout of a model over processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Rank and size of the tensor-parallel group; pipeline stages have their place, size 1 for now.
+    """Rank and size of the tensor-parallel group. Pipeline stages are prepared, with size 1 for now.
 
-    Column-parallel linears split their outputs, row-parallel ones their inputs and add the partial sums up; KV heads
-    are replicated where there are fewer than ranks.
+    Column-parallel linear layers split their outputs; row-parallel ones split their inputs and add the partial sums.
+    KV heads are replicated if there are fewer than ranks.
     """
 
     tp_rank: int = 0
@@ -24,13 +24,13 @@ class ParallelContext:
     group: Any = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over the group, in place; the tensor itself where the group has one rank."""
+        """Sum a tensor over the group in place; return it unchanged if the group has one rank."""
         if self.tp_size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[..., n] of each rank -> [..., n * tp_size] in rank order."""
+        """Concatenate [..., n] of each rank to [..., n * tp_size] in rank order."""
         if self.tp_size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.tp_size)]

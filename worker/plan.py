@@ -1,6 +1,6 @@
-"""What one engine step shall do, and what came of it: the only things that pass between scheduler and executor.
+"""Plans and results of engine steps: all data that passes between scheduler and executor.
 
-Plain structs without tensors, so that the leader can send a plan to the other ranks as MessagePack.
+They are plain structs without tensors, so that the leader can send a plan to the other ranks as MessagePack.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 
 NOTHING_LEFT = -2
-"""The sampler's word for a row all of whose tokens are masked."""
+"""Token id of the sampler for a row all of whose tokens are masked."""
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A request (one choice) enters a row of device state; whatever the row held before is forgotten.
+    """A request (one choice) that enters a row of device state and replaces the row's contents.
 
     Attributes:
-        row: index of the row, below max_num_seqs.
-        token_ids: prompt, and what was generated before a preemption or a resume.
-        num_prompt_tokens: how many of them are prompt.
-        eos_token_ids: ids that min_tokens and ignore_eos mask.
-        choice: enters the sampling noise.
-        mu: what mirostat aims at after these tokens, as the last SampledToken said; None: it begins.
+        row: Index of the row, below max_num_seqs.
+        token_ids: Prompt, and tokens generated before a preemption or resumption.
+        num_prompt_tokens: Number of prompt tokens among them.
+        sampling: Sampling parameters.
+        eos_token_ids: Ids that min_tokens and ignore_eos mask.
+        choice: Index of the choice, part of the key of the sampling noise.
+        mu: mirostat's mu after these tokens, from the last SampledToken; None at the beginning.
     """
 
     row: int
@@ -45,7 +46,7 @@ class BlockTableUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copies all layers of a KV group from one page to another before the step's tokens are written."""
+    """Copy of all layers of a KV group from one page to another, before the step's tokens are written."""
 
     group: int
     source: int
@@ -56,18 +57,21 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one row to compute in this step: positions start .. start + count - 1.
 
     Attributes:
-        sample: the last of them is the last known token of the request, so a new token is sampled at position
+        row: Index of the row.
+        start: First position.
+        count: Number of tokens.
+        sample: The last of them is the last known token of the request, so a new token is sampled at position
             start + count.
-        prompt_logprobs: how many alternatives to report for each prompt token that this chunk's logits predict
-            (positions start + 1 .. start + count within the prompt); None: no report.
-        mask: index in the plan's masks of the tokens that may be sampled; -1: all may. With drafts, of the first of
-            1 + len(drafts) masks, one after the other.
-        drafts: what may come after the last known token, which is then the only other one: count is 1 + len(drafts),
-            and tokens are sampled at all positions start + 1 .. start + count. Those after the first that differs
-            from its draft mean nothing.
-        drawn: the draft model drew the drafts in the last step of its own for this row.
-        num_pooled: how many of the last of these tokens are part of an embedding: their hidden states after the
-            model's last norm are summed up. Nothing is sampled after them.
+        prompt_logprobs: Number of alternatives to report for each prompt token that this chunk's logits predict
+            (positions start + 1 .. start + count within the prompt); None for no report.
+        mask: Index in the plan's masks of the allowed tokens; -1 if all are allowed. With drafts, the first of 1 +
+            len(drafts) consecutive masks.
+        drafts: Possible successors of the last known token, which is then the only other one: count is 1 +
+            len(drafts), and tokens are sampled at all positions start + 1 .. start + count. Those after the first that
+            differs from its draft are meaningless.
+        drawn: The draft model drew the drafts in its last step for this row.
+        num_pooled: Number of last tokens that are part of an embedding: their hidden states after the model's last
+            norm are summed. Nothing is sampled after them.
     """
 
     row: int
@@ -82,12 +86,13 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftedRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row for which the draft model proposes tokens, or only catches up.
+    """A row for which the draft model proposes tokens or only catches up.
 
     Attributes:
-        start, count: known tokens that it has not seen: positions start .. start + count - 1.
-        num_drafts: tokens to propose after them, which are then all known tokens of the row; the row's pages have
-            room for them. 0: none.
+        row: Index of the row.
+        start: Position of the first known token that the draft model has not computed.
+        count: Number of such tokens.
+        num_drafts: Number of tokens to propose after them; the row's pages have room for them. 0 for none.
     """
 
     row: int
@@ -99,12 +104,17 @@ class DraftedRow(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Order of execution: new_rows, block_tables, page_copies, then all scheduled tokens in one pass.
 
-    Scheduled rows that were sampled in a step still in flight read their input id from the device's row.
+    Scheduled rows that were sampled in a step in flight read their input id from the device's row.
 
     Attributes:
-        masks: bits of the tokens that may be sampled, ceil(vocab / 32) little-endian words of 32 bits each; bit
-            `id % 32` of word `id // 32`, from the lowest.
-        drafting: a step of the draft model; nothing is scheduled then, and no row enters.
+        step: Number of the step.
+        scheduled: Tokens to compute.
+        new_rows: Requests that enter a row.
+        block_tables: Changes of block tables.
+        page_copies: Pages to copy.
+        masks: Bits of allowed tokens, ceil(vocab / 32) little-endian words of 32 bits each; bit `id % 32` of word
+            `id // 32`, from the lowest.
+        drafting: Rows of a step of the draft model; nothing is scheduled then, and no row enters.
     """
 
     step: int
@@ -117,15 +127,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step's matrix products."""
+        """Number of rows of the step's matrix products."""
         return sum(item.count for item in self.scheduled)
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """The new token of one row. token_id is -1 where the logits were not finite, NOTHING_LEFT where masks leave no
-    token: that request fails, no other.
+    """New token of one row.
 
-    mu: what mirostat aims at after it; None where the step samples nobody who uses it.
+    A token_id of -1 (non-finite logits) or NOTHING_LEFT (all tokens masked) fails that request only.
+
+    mu: mirostat's mu after it; None if no sampled row uses mirostat.
     """
 
     row: int
@@ -135,11 +146,13 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What the draft model proposes for one row.
+    """Tokens that the draft model proposes for one row.
 
     Attributes:
-        probabilities: of each token in the distribution that it was drawn from, 0 to 1; in a greedy row in that of
-            temperature 1. Not finite where the draft's logits are not.
+        row: Index of the row.
+        token_ids: Proposed tokens.
+        probabilities: Probability of each token in the distribution that it was drawn from, 0 to 1; for a greedy
+            row in that of temperature 1. Not finite if the draft's logits are not.
     """
 
     row: int
@@ -148,14 +161,16 @@ class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step computed.
+    """Result of a step.
 
     Attributes:
-        sampled: one entry per scheduled item with `sample`, in the plan's order; 1 + len(drafts) entries in a row for
-            those with drafts.
-        prompt_logprobs: row -> entries for the prompt tokens that its chunk predicted, in order.
-        drafted: one entry per row of `drafting` with num_drafts, in the plan's order.
-        pooled: row -> sum of the hidden states of its num_pooled tokens, [hidden] float64 in little endian.
+        step: Number of the step.
+        sampled: One entry per scheduled item with `sample`, in the plan's order; 1 + len(drafts) consecutive
+            entries for items with drafts.
+        prompt_logprobs: Entries for the prompt tokens that a row's chunk predicted, in order, by row.
+        drafted: One entry per row of `drafting` with num_drafts, in the plan's order.
+        pooled: Sum of the hidden states of a row's num_pooled tokens by row, [hidden] float64 in little-endian
+            order.
     """
 
     step: int

@@ -1,7 +1,7 @@
-"""The worker's ROUTER: frames to messages and back, and which gateways are connected.
+"""ROUTER socket of the worker: conversion of frames to messages and back, and the connected gateways.
 
-Knows gateways, leases and sequence numbers; nothing of requests. Everything that arrives malformed is counted and
-dropped. One thread calls it, except `wake`.
+It knows gateways, leases and sequence numbers, and no requests. Malformed messages are counted and dropped. One thread
+uses it, except for `wake`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from shared.messages import MAX_CHOICES, GatewayMessage, Output, RequestId, Step
 from worker.stats import Counters
 
 LEASE_SECONDS = 10.0
-"""A gateway that says nothing for so long (it pings every second) is gone, and its requests with it."""
+"""Seconds of silence after which a gateway (which pings every second) and its requests are dropped."""
 
 LONGEST_PASS_SECONDS = 2.0
-"""More than this between two looks at the leases, in a long step or after a SIGSTOP, does not count as silence: what
-the gateways said meanwhile may lie unread, some of it still in the kernel."""
+"""Largest time between two checks of the leases that counts as silence.
+
+After a longer one (a long step, a SIGSTOP), messages of the gateways may still be unread, some of them in the kernel.
+"""
 
 MAX_MESSAGES_PER_PASS = 512
-"""Messages read before the engine computes the next step, so that a flood cannot keep it from that."""
+"""Messages read before the engine computes the next step, so that a flood cannot prevent it."""
 
 _FLUSH_MS = 500
 
 
 class BrokenSubmit(msgspec.Struct, tag="submit", frozen=True):
-    """What can still be read of a Submit that breaks a limit: enough to tell its gateway that it has ended."""
+    """Readable part of a Submit that violates a limit: enough to tell its gateway that it has ended."""
 
     request_id: RequestId
     choice: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)] = 0
@@ -58,9 +60,10 @@ class Transport:
     """One bound socket.
 
     Args:
-        endpoint: where `start` binds.
-        epoch: of this life of the worker; on every Steps message.
-        clock: monotonic seconds.
+        endpoint: Endpoint that `start` binds.
+        epoch: Epoch of this worker process, part of every Steps message.
+        counters: Counters of dropped messages and gateways.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Transport:
         self._wake_read, self._wake_write = os.pipe()
 
     def start(self) -> None:
-        """Binds. Raises ConfigurationError where that is not possible."""
+        """Bind the socket. Raises ConfigurationError if that is not possible."""
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
@@ -88,14 +91,14 @@ class Transport:
         self._poller.register(self._wake_read, zmq.POLLIN)
 
     def close(self) -> None:
-        """Sends what is queued, as far as that takes no longer than half a second, and unbinds. Idempotent."""
+        """Send queued messages for at most half a second, and unbind. Idempotent."""
         if self._socket is not None:
             self._socket.close(_FLUSH_MS)
             self._socket = None
         if self._context is not None:
             self._context.term()
             self._context = None
-        # A late `wake` must not write to whatever gets the number next.
+        # A late `wake` must not write to a reused descriptor.
         pipe, self._wake_read, self._wake_write = (self._wake_read, self._wake_write), -1, -1
         for fd in pipe:
             if fd >= 0:
@@ -105,21 +108,21 @@ class Transport:
                 os.unlink(self.endpoint.removeprefix("ipc://"))
 
     def wake(self) -> None:
-        """Ends a `wait`. May be called from a signal handler or another thread."""
+        """End a `wait`. Signal handlers and other threads may call this."""
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"w")
 
     def wait(self, seconds: float) -> None:
-        """Returns when a message is there, when woken, or after the time."""
-        # A poller of the socket looks for messages before it sleeps. Its descriptor alone would not do: that tells of a
-        # message once, and sending may have taken notice of it.
+        """Return when a message has arrived, after `wake`, or after the time."""
+        # A poller of the socket checks for messages before it sleeps. The descriptor alone does not suffice: it signals
+        # a message once, and sending may have consumed the signal.
         for source, _ in self._poller.poll(int(seconds * 1000)):
             if source == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
 
     def receive(self) -> list[tuple[bytes, GatewayMessage | BrokenSubmit]]:
-        """What has arrived, with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
+        """Return received messages with the sender's identity; at most MAX_MESSAGES_PER_PASS."""
         messages: list[tuple[bytes, GatewayMessage | BrokenSubmit]] = []
         now = self._clock()
         for _ in range(MAX_MESSAGES_PER_PASS):
@@ -138,7 +141,10 @@ class Transport:
         return messages
 
     def _receive_frames(self) -> tuple[bytes, bytes | None] | None:
-        """Identity and payload of the next message, the payload None unless it is one frame; None for no message."""
+        """Return identity and payload of the next message, the payload None unless it is one frame.
+
+        None for no message.
+        """
         if self._socket is None:
             return None
         try:
@@ -147,37 +153,35 @@ class Transport:
             return None
         payload: bytes | None = None
         num_frames = 0
-        # The parts of a message arrive together, so reading on never waits.
+        # The parts of a message arrive together, so reading further parts never waits.
         while self._socket.getsockopt(zmq.RCVMORE):
             frame = self._socket.recv(zmq.NOBLOCK)
             num_frames += 1
             payload = frame if num_frames == 1 else None
         return identity, payload
 
-    # ---- gateways ---------------------------------------------------------------------------------------------
-
     def welcome(self, identity: bytes, message: WorkerMessage) -> None:
-        """Counts a gateway as connected, with step numbers from 1, and answers its Hello."""
+        """Register a gateway, with step numbers from 1, and answer its Hello."""
         self.forget(identity)
         self._gateways[identity] = _Gateway(0, self._clock())
         self.send(identity, message)
 
     def forget(self, identity: bytes) -> None:
-        """Ends a gateway's connected state. It will not be among the lost: the caller deals with its requests."""
+        """Unregister a gateway. It will not be reported as lost: the caller handles its requests."""
         self._gateways.pop(identity, None)
         self._lost = [who for who in self._lost if who != identity]
 
     def knows(self, identity: bytes) -> bool:
-        """Whether the gateway has said hello and not been given up since."""
+        """Return True if the gateway has sent a hello and has not been dropped since."""
         return identity in self._gateways
 
     @property
     def num_gateways(self) -> int:
-        """Connected gateways."""
+        """Number of connected gateways."""
         return len(self._gateways)
 
     def take_lost(self) -> list[bytes]:
-        """Gateways given up since the last call: silent past their lease, or unable to take their messages."""
+        """Return the gateways dropped since the last call: silent past their lease, or unable to receive messages."""
         now = self._clock()
         unseen = now - self._last_look - LONGEST_PASS_SECONDS
         self._last_look = now
@@ -196,10 +200,8 @@ class Transport:
             self._counters.gateways_dropped_total += 1
             log.warning("gateway_dropped", gateway=identity.decode("utf-8", "replace"), reason=reason)
 
-    # ---- sending ----------------------------------------------------------------------------------------------
-
     def send_outputs(self, outputs: list[tuple[bytes, Output]]) -> None:
-        """One Steps message per gateway. Outputs for gateways that are gone are dropped with them."""
+        """Send one Steps message per gateway. Outputs for gateways that are gone are dropped."""
         by_gateway: dict[bytes, list[Output]] = {}
         for identity, output in outputs:
             by_gateway.setdefault(identity, []).append(output)
@@ -211,7 +213,7 @@ class Transport:
             self.send(identity, Steps(epoch=self.epoch, sequence=gateway.sequence, outputs=items))
 
     def send(self, identity: bytes, message: WorkerMessage) -> None:
-        """Queues a message. A gateway whose queue is full, or whose connection is gone, is given up."""
+        """Queue a message. A gateway whose queue is full or whose connection is gone is dropped."""
         if self._socket is None:
             return
         try:
@@ -221,9 +223,9 @@ class Transport:
 
 
 def _decode(payload: bytes | None) -> GatewayMessage | BrokenSubmit:
-    """Raises WireError for what cannot even be answered."""
+    """Decode a message. Raises WireError if it cannot even be answered."""
     if payload is None:
-        raise WireError("a message has one frame")
+        raise WireError("a message must have one frame")
     try:
         return wire.decode_gateway_message(payload)
     except WireError as error:

@@ -1,0 +1,1 @@
+"""Policy of draft lengths, and drafts from look-ups and predictions. Pure Python."""

@@ -1,4 +1,4 @@
-"""Pages of the KV cache as numbers: who holds them, and which of the free ones can still be found."""
+"""Pool of KV cache pages as numbers: reference counts, free pages, and free pages that can still be found."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterable
 
 
 class OutOfPagesError(Exception):
-    """More pages were asked for than are free. The caller checks `num_free` first, so this is a fault of its own."""
+    """More pages were requested than are free. The caller checks `num_free` first, so this is a programming error."""
 
 
 class BlockPool:
     """Reference counts of the pages 0 .. num_pages - 1 of one KV group.
 
-    A page is held (reference count > 0), blank (free, its content is nobody's) or cached (free, but the prefix cache
-    can still find it). Blank pages are handed out first, then cached ones, least recently released first.
+    A page is held (reference count > 0), blank (free, without content) or cached (free, but still in the prefix
+    cache). Blank pages are allocated first, then cached ones, least recently released first.
 
     Args:
-        num_pages: size of the pool.
-        on_evict: told of each cached page that is about to be handed out for other content.
+        num_pages: Size of the pool.
+        on_evict: Called with each cached page that is about to be allocated for other content.
     """
 
     def __init__(self, num_pages: int, on_evict: Callable[[int], None]) -> None:
         self.num_pages = num_pages
         self._on_evict = on_evict
         self._ref_counts = [0] * num_pages
-        # Popped from the end: page 0 goes out first.
+        # Popped from the end: page 0 is allocated first.
         self._blank = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -40,11 +40,11 @@ class BlockPool:
         return len(self._cached)
 
     def is_held(self, page: int) -> bool:
-        """Whether any request holds the page."""
+        """Return True if a request holds the page."""
         return self._ref_counts[page] > 0
 
     def allocate(self, count: int) -> list[int]:
-        """Pages with a reference count of 1, for new content. Raises OutOfPagesError."""
+        """Return pages with a reference count of 1, for new content. Raises OutOfPagesError."""
         if count > self.num_free:
             raise OutOfPagesError(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -59,16 +59,16 @@ class BlockPool:
         return pages
 
     def acquire(self, page: int) -> None:
-        """One more holder of a page that is held or cached."""
+        """Add a holder to a page that is held or cached."""
         if self._ref_counts[page] == 0:
             del self._cached[page]
         self._ref_counts[page] += 1
 
     def release(self, page: int, *, findable: bool) -> None:
-        """One holder fewer; the last one leaves the page cached where it is findable, else blank."""
+        """Remove a holder. After the last one the page is cached if it is findable, else blank."""
         count = self._ref_counts[page] - 1
         if count < 0:
-            raise ValueError(f"page {page} is released more often than it was acquired")
+            raise ValueError(f"page {page} was released more often than acquired")
         self._ref_counts[page] = count
         if count == 0:
             if findable:
@@ -77,31 +77,36 @@ class BlockPool:
                 self._blank.append(page)
 
     def forget(self, page: int) -> None:
-        """The prefix cache can no longer find the page: a cached one becomes blank, a held one stays held."""
+        """Record that the prefix cache can no longer find the page.
+
+        A cached page becomes blank, a held one stays held.
+        """
         if page in self._cached:
             del self._cached[page]
             self._blank.append(page)
 
     def check(self, held: Iterable[int], findable: set[int]) -> None:
-        """Raises AssertionError unless the counts equal the holders' lists and every page is in exactly one state.
+        """Check that the counts equal the holders' lists and that every page is in exactly one state.
+
+        Raises AssertionError.
 
         Args:
-            held: all pages of all holders, with repetitions.
-            findable: the pages that the prefix cache knows.
+            held: All pages of all holders, with repetitions.
+            findable: Pages in the prefix cache.
         """
         expected = [0] * self.num_pages
         for page in held:
             expected[page] += 1
         _require(expected == self._ref_counts, "reference counts differ from the pages that requests hold")
         blank, cached = set(self._blank), set(self._cached)
-        _require(len(blank) == len(self._blank), "a page is twice in the list of blank pages")
+        _require(len(blank) == len(self._blank), "a page is listed twice as blank")
         _require(not blank & cached, "a page is both blank and cached")
         free = {page for page, count in enumerate(expected) if count == 0}
         _require(blank | cached == free, "the free lists differ from the pages without a holder")
-        _require(cached == free & findable, "the cached pages differ from the free ones that can be found")
+        _require(cached == free & findable, "the cached pages differ from the free pages in the prefix cache")
 
 
 def _require(holds: bool, message: str) -> None:
-    # Not `assert`: production runs this too, also under -O.
+    # Not `assert`, because production runs this too, also under -O.
     if not holds:
         raise AssertionError(message)

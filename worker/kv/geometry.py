@@ -23,10 +23,17 @@ class KVGeometry(Protocol):
     """Shape of a model's keys and values; worker.model.spec.DecoderSpec implements it."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Number of layers."""
+
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """Number of key-value heads."""
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Values per head."""
+
     @property
-    def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]:
+        """Partition of the layers into KV groups."""

@@ -1,4 +1,4 @@
-"""Which pages each request holds: the owner of block tables, sharing and the prefix cache."""
+"""Owner of block tables, of the sharing of pages, and of the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from worker.plan import PageCopy
 
 
 class SequencePages:
-    """The pages of one sequence. Only the KVManager writes here, except `num_announced`.
+    """Pages of one sequence. Only the KVManager writes here, except `num_announced`.
 
     Attributes:
-        salt: mixed into its hashes.
-        tables: per KV group, the pages in the order of positions. All groups grow in step.
-        num_slots: tokens that the pages can hold.
-        num_announced: entries of each block table that the executor knows; kept by the scheduler.
-        num_committed: leading full pages that are computed and, where caching is on, in the prefix cache.
-        num_drafted: leading tokens that the draft model has computed too; 0 where there is none.
-        last_match: what `match_prefix` last found, and when and for how many tokens.
-        hashes: of the leading full pages, as far as they were ever needed. They depend on token ids alone and so
-            outlive the pages when a request is preempted.
+        salt: Salt of its hashes.
+        tables: Per KV group, the pages in the order of positions. All groups grow together.
+        num_slots: Number of tokens that the pages can hold.
+        num_announced: Number of entries of each block table that the executor knows; written by the scheduler.
+        num_committed: Number of leading full pages that are computed and, with caching, in the prefix cache.
+        num_drafted: Number of leading tokens that the draft model has computed too; 0 without a draft model.
+        last_match: Last result of `match_prefix`, with its version and number of tokens.
+        hashes: Hashes of the leading full pages, as far as they were needed. They depend only on token ids and so
+            outlive the pages after a preemption.
     """
 
     __slots__ = ("hashes", "last_match", "num_announced", "num_committed", "num_drafted", "num_slots", "salt", "tables")
@@ -41,12 +41,12 @@ class SequencePages:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What a prompt can reuse.
+    """Reusable prefix of a prompt.
 
     Attributes:
-        num_tokens: reusable tokens, a multiple of the page size.
-        pages: per KV group, the pages that hold them.
-        num_revived: per KV group, how many of those are free now and would leave the pool.
+        num_tokens: Reusable tokens, a multiple of the page size.
+        pages: Per KV group, the pages that hold them.
+        num_revived: Per KV group, how many of these pages are free now and would leave the pool.
     """
 
     num_tokens: int
@@ -57,15 +57,15 @@ class PrefixMatch:
 class KVManager:
     """Pages for sequences, in one pool per KV group.
 
-    Where a draft model works beside the target, each page of the first group has a second half for its keys and values.
-    It is computed on its own, later than the target's or never, so a page is marked when all of it is; the mark goes
-    with the page from one sequence to the next, until the page is handed out for other content.
+    With a draft model, each page of the first group has a second half for the draft model's keys and values. It is
+    computed separately, later than the target's half or never, so a page is marked when its draft half is complete.
+    The mark stays with the page when another sequence uses it, until the page is allocated for other content.
 
     Args:
-        num_pages: pages of each group's pool.
-        page_size: tokens in a page, the same in all groups.
-        num_groups: layers that share a window share a group; one for Llama.
-        enable_prefix_caching: whether full pages are hashed and found again.
+        num_pages: Pages of each group's pool.
+        page_size: Tokens per page, the same in all groups.
+        num_groups: Number of KV groups; 1 for Llama.
+        enable_prefix_caching: Hash full pages and find them again.
     """
 
     def __init__(
@@ -79,48 +79,48 @@ class KVManager:
         self._caches = [PrefixCache() for _ in range(num_groups)]
         self._pools = [BlockPool(num_pages, self._evictor(cache)) for cache in self._caches]
         self._live: set[SequencePages] = set()
-        # Pages of the first group whose draft half is computed; blank ones may be left among them.
+        # Pages of the first group with a computed draft half; blank pages may remain among them.
         self._drafted: set[int] = set()
-        # Raised whenever a page changes hands or becomes findable.
+        # Increased whenever a page changes its holder or becomes findable.
         self._version = 0
         self._no_match = PrefixMatch(0, [[] for _ in range(num_groups)], [0] * num_groups)
 
     @property
     def num_free(self) -> int:
-        """Pages that every group has free."""
+        """Number of pages that every group has free."""
         return min(pool.num_free for pool in self._pools)
 
     @property
     def pages_in_use(self) -> int:
-        """Pages that sequences hold, of the fullest group."""
+        """Number of pages that sequences hold, in the fullest group."""
         return self.num_pages - self.num_free
 
     @property
     def num_cached(self) -> int:
-        """Free pages that could still be found, of the group with most of them."""
+        """Number of free pages that can still be found, in the group with most of them."""
         return max(pool.num_cached for pool in self._pools)
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that fits when it is alone."""
+        """Length of the longest sequence that fits when it is alone."""
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages of one group that hold so many tokens."""
+        """Return the pages of one group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def open(self, salt: bytes) -> SequencePages:
-        """An empty sequence. It counts as live from its first page until `free`."""
+        """Return an empty sequence. It counts as live from its first page until `free`."""
         return SequencePages(salt, self.num_groups)
 
     def match_prefix(self, sequence: SequencePages, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest run of leading pages that all groups have. Takes nothing yet.
+        """Return the longest run of leading pages that all groups have, without taking them.
 
-        Whole pages only, and never the last token: its logits are what the next token is sampled from.
+        It has whole pages only and never includes the last token, whose logits are needed to sample the next one.
         """
         if not self.enable_prefix_caching:
             return self._no_match
-        # A request at the head of the queue asks in every step, mostly with nothing changed since.
+        # The first request of the queue asks in every step, usually without any change since the last one.
         last = sequence.last_match
         if last is not None and last[:2] == (self._version, len(token_ids)):
             return last[2]
@@ -148,7 +148,7 @@ class KVManager:
         return PrefixMatch(len(pages[0]) * size, pages, revived)
 
     def fits(self, num_tokens: int, match: PrefixMatch, reserve: int = 0) -> bool:
-        """Whether a new sequence of num_tokens can start from `match` and leave `reserve` pages free."""
+        """Return True if a new sequence of num_tokens can start from `match` and leave `reserve` pages free."""
         wanted = self.pages_for(num_tokens) + reserve
         return all(
             wanted - len(pages) + revived <= pool.num_free
@@ -156,11 +156,11 @@ class KVManager:
         )
 
     def no_match(self) -> PrefixMatch:
-        """A match of nothing, for requests that must compute their whole prompt."""
+        """Return an empty match, for requests that must compute their whole prompt."""
         return self._no_match
 
     def adopt(self, sequence: SequencePages, match: PrefixMatch) -> None:
-        """Gives an empty sequence the pages of a match, at once after match_prefix."""
+        """Give an empty sequence the pages of a match, immediately after match_prefix."""
         for pool, table, pages in zip(self._pools, sequence.tables, match.pages, strict=True):
             for page in pages:
                 pool.acquire(page)
@@ -174,25 +174,25 @@ class KVManager:
         self.find_drafted(sequence)
 
     def shared_with(self, parent: SequencePages, num_tokens: int) -> PrefixMatch:
-        """The full pages below num_tokens of a live sequence, as something to start from."""
+        """Return the full pages below num_tokens of a live sequence as a match."""
         count = num_tokens // self.page_size
         return PrefixMatch(count * self.page_size, [table[:count] for table in parent.tables], [0] * self.num_groups)
 
     def fork(self, parent: SequencePages, child: SequencePages, num_tokens: int) -> list[PageCopy]:
-        """Gives an empty child the first num_tokens of its parent.
+        """Give an empty child the first num_tokens tokens of its parent.
 
-        Full pages are shared; a partial last page is copied with its draft half, because both will write into theirs.
-        The caller has checked with `fits` that there is a page for it.
+        Full pages are shared. A partial last page is copied together with its draft half, because both sequences will
+        write to it. The caller has checked with `fits` that a page is available.
         """
         shared = self.shared_with(parent, num_tokens)
         child.hashes = parent.hashes[: len(shared.pages[0])]
         self.adopt(child, shared)
-        # What the parent has not committed yet the child commits when its own first step arrives.
+        # Pages that the parent has not committed yet are committed by the child's first own step.
         child.num_committed = min(child.num_committed, parent.num_committed)
         if num_tokens == shared.num_tokens:
             return []
         self.extend(child, num_tokens)
-        # Of the page that is copied, so far as all before it is drafted.
+        # For the copied page: only if everything before it is drafted.
         child.num_drafted = max(child.num_drafted, min(parent.num_drafted, num_tokens))
         index = len(shared.pages[0])
         return [
@@ -201,7 +201,7 @@ class KVManager:
         ]
 
     def extend(self, sequence: SequencePages, num_tokens: int) -> bool:
-        """Makes room for num_tokens in all; False, with nothing changed, where pages are lacking."""
+        """Make room for num_tokens in total; return False without any change if there are not enough pages."""
         if num_tokens <= sequence.num_slots:
             return True
         count = self.pages_for(num_tokens) - len(sequence.tables[0])
@@ -217,7 +217,10 @@ class KVManager:
         return True
 
     def commit(self, sequence: SequencePages, token_ids: Sequence[int], num_computed: int) -> None:
-        """The first num_computed tokens are computed and their ids known: hashes the pages that became full."""
+        """Record that the first num_computed tokens are computed and their ids known.
+
+        Hash the pages that became full.
+        """
         size = self.page_size
         for index in range(sequence.num_committed, num_computed // size):
             if self.enable_prefix_caching:
@@ -230,19 +233,22 @@ class KVManager:
             self._version += 1
 
     def commit_drafted(self, sequence: SequencePages, num_drafted: int) -> None:
-        """The draft model has computed the first num_drafted tokens of a sequence, all of them known by now.
+        """Record that the draft model has computed the first num_drafted tokens, all of them known by now.
 
-        Raises ValueError where the sequence has no pages for so many. Fewer than it is known to have change nothing.
+        A number below the recorded one changes nothing.
+
+        Raises:
+            ValueError: The sequence has no pages for so many tokens.
         """
         if num_drafted > sequence.num_slots:
-            raise ValueError(f"{num_drafted} tokens drafted in pages for {sequence.num_slots}")
+            raise ValueError(f"{num_drafted} tokens drafted in pages for {sequence.num_slots} tokens")
         if num_drafted > sequence.num_drafted:
             first, end = sequence.num_drafted // self.page_size, num_drafted // self.page_size
             self._drafted.update(sequence.tables[0][first:end])
             sequence.num_drafted = num_drafted
 
     def find_drafted(self, sequence: SequencePages) -> int:
-        """The sequence's num_drafted, raised by what others have drafted meanwhile in pages that it shares."""
+        """Return the sequence's num_drafted, increased by what others have drafted in shared pages."""
         if self._drafted:
             size, pages = self.page_size, sequence.tables[0]
             index = sequence.num_drafted // size
@@ -252,15 +258,15 @@ class KVManager:
         return sequence.num_drafted
 
     def free(self, sequence: SequencePages, *, distrust: bool = False) -> None:
-        """Gives all pages back. Those in the prefix cache stay findable until they are needed.
+        """Release all pages. Those in the prefix cache remain findable until they are reused.
 
         Args:
-            distrust: the computation gave no finite numbers or failed, so that its pages, whoever computed them,
-                must not be found again.
+            sequence: The sequence.
+            distrust: The computation failed or gave non-finite numbers, so its pages must not be found again.
         """
         self._version += 1
         for pool, cache, table in zip(self._pools, self._caches, sequence.tables, strict=True):
-            # Last page first: the tail of a prefix is useless without its head, so it is evicted before it.
+            # Last page first: the tail of a prefix is useless without its head, so it must be evicted earlier.
             for page in reversed(table):
                 if distrust and cache.remove(page):
                     pool.forget(page)
@@ -270,7 +276,7 @@ class KVManager:
         self._live.discard(sequence)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where counts, free lists, tables and hashes contradict each other."""
+        """Check that counts, free lists, tables and hashes are consistent. Raises AssertionError."""
         for group, (pool, cache) in enumerate(zip(self._pools, self._caches, strict=True)):
             cache.check()
             pool.check((page for sequence in self._live for page in sequence.tables[group]), cache.pages)
@@ -278,7 +284,7 @@ class KVManager:
             if {len(table) for table in sequence.tables} != {sequence.num_slots // self.page_size}:
                 raise AssertionError("block tables of the KV groups differ in length")
             if any(len(set(table)) != len(table) for table in sequence.tables):
-                raise AssertionError("a page is twice in one block table")
+                raise AssertionError("a page is listed twice in one block table")
             if sequence.num_drafted > sequence.num_slots:
                 raise AssertionError("more tokens are drafted than there are pages for")
             if not self._drafted.issuperset(sequence.tables[0][: sequence.num_drafted // self.page_size]):
@@ -286,7 +292,7 @@ class KVManager:
 
     @property
     def num_live(self) -> int:
-        """Sequences that hold pages."""
+        """Number of sequences that hold pages."""
         return len(self._live)
 
     def _hash(self, sequence: SequencePages, index: int, parent: bytes, token_ids: Sequence[int]) -> bytes:

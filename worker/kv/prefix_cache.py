@@ -1,4 +1,4 @@
-"""Finds pages by what they hold: the tokens of the page and, through the chained hash, all tokens before it."""
+"""Index of pages by content: the tokens of the page and, through the chained hash, all tokens before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Entry(NamedTuple):
 
 
 class PrefixCache:
-    """hash -> page for full pages whose keys and values are computed. One page a hash; the first one stays."""
+    """Map from hash to page for full pages whose keys and values are computed. The first page with a hash stays."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
@@ -35,16 +35,16 @@ class PrefixCache:
         return set(self._entries)
 
     def insert(self, page: int, page_hash: bytes, parent: bytes, token_ids: Sequence[int], salt: bytes) -> None:
-        """Makes a page findable, unless another page with the same hash already is."""
+        """Make a page findable unless another page with the same hash is."""
         if page_hash not in self._pages:
             self._pages[page_hash] = page
             self._entries[page] = _Entry(page_hash, parent, _packed(token_ids), salt)
 
     def find(self, page_hash: bytes, parent: bytes, token_ids: Sequence[int], salt: bytes) -> int | None:
-        """The page with this hash, if its parent, its tokens and its salt are the same too.
+        """Return the page with this hash if its parent, tokens and salt are the same too.
 
-        A walk from the first page compares every token of the prefix in this way, so that a collision of hashes
-        is a miss and never another prompt's keys and values.
+        A walk from the first page thus compares every token of the prefix, so that a hash collision is a miss and
+        never another prompt's keys and values.
         """
         page = self._pages.get(page_hash)
         if page is None:
@@ -53,7 +53,7 @@ class PrefixCache:
         return page if same else None
 
     def remove(self, page: int) -> bool:
-        """Makes a page unfindable; returns whether it was findable."""
+        """Make a page unfindable; return True if it was findable."""
         entry = self._entries.pop(page, None)
         if entry is None:
             return False
@@ -61,7 +61,7 @@ class PrefixCache:
         return True
 
     def check(self) -> None:
-        """Raises AssertionError unless both directions agree and every hash is that of its entry."""
+        """Check that both directions agree and every hash belongs to its entry. Raises AssertionError."""
         if len(self._pages) != len(self._entries):
             raise AssertionError("prefix cache: the number of hashes differs from the number of pages")
         for page, entry in self._entries.items():

@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: for each layer keys and values by page. Owns their layout; the scheduler owns pages."""
+"""Tensors of the KV cache: keys and values of each layer by page. This module owns their layout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from worker.parallel import ParallelContext
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Pages of one KV group to copy at once: no page is written twice, or read after it was written.
+    """Pages of one KV group to copy at once. No page is written twice, or read after it was written.
 
     Attributes:
-        sources, targets: [n] int64 on the device.
+        group: Index of the KV group.
+        sources: [n] int64 on the device.
+        targets: [n] int64 on the device.
     """
 
     group: int
@@ -27,19 +29,22 @@ class CopyBatch:
 
 
 def kv_heads_per_rank(spec: KVGeometry, parallel: ParallelContext) -> int:
-    """KV heads that one rank holds; at least one, replicated where there are fewer than ranks."""
+    """Return the KV heads that one rank holds; at least one, replicated if there are fewer than ranks."""
     return max(1, spec.num_kv_heads // parallel.tp_size)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that cost nothing yet: writing 4 GiB of them takes seconds at start, most of them for a page never used."""
+    """Return zeros whose memory is provided on first write.
+
+    Writing 4 GiB of zeros would take seconds at start, mostly for unused pages.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _cell(head_dim: int, dtype: torch.dtype, kv_format: KVFormat) -> tuple[int, torch.dtype]:
-    """Values that a cell stores, and their dtype."""
+    """Return the number of values that a cell stores, and their dtype."""
     match kv_format:
         case "dense":
             return head_dim, dtype
@@ -55,8 +60,8 @@ class KVStorage:
     """Pages 0 .. num_pages - 1 of every layer; no page is reserved.
 
     `layers[layer]` has its keys and values, [page, kv_head, slot, head_dim]. On the CPU the memory of dense keys is
-    [page, kv_head, head_dim, slot] (the tensors are views of it): scores of a page's slots are then computed side by
-    side in one vector register. Where the CPU multiplies pairs of bfloat16, both are stored in pairs, see KVPages.
+    [page, kv_head, head_dim, slot] (the tensors are views of it), so that the scores of a page's slots are computed in
+    one vector register. If the CPU multiplies pairs of bfloat16, both are stored in pairs; see KVPages.
     """
 
     def __init__(
@@ -69,9 +74,16 @@ class KVStorage:
         parallel: ParallelContext | None = None,
         kv_format: KVFormat = "dense",
     ) -> None:
-        """Allocates zeros. On the CPU the system provides each page of memory when it is first written.
+        """Allocate zeros. On the CPU the system provides memory when it is first written.
 
-        dtype: of dense cells; the other formats have their own.
+        Args:
+            spec: Shape of the model's keys and values.
+            num_pages: Number of pages.
+            page_size: Tokens per page.
+            dtype: Dtype of dense cells; other formats have their own.
+            device: Device of the tensors.
+            parallel: Ranks.
+            kv_format: Format of the cells.
         """
         num_kv_heads = kv_heads_per_rank(spec, parallel or ParallelContext())
         self.num_pages = num_pages
@@ -84,7 +96,7 @@ class KVStorage:
         by_slot = on_cpu and not paired
         self._draft: KVStorage | None = None
         found: dict[int, KVPages] = {}
-        # Per KV group its tensors as they lie in memory, [layers of the group, pages, ...].
+        # Tensors of each KV group in memory order, [layers of the group, pages, ...].
         self._groups: list[list[torch.Tensor]] = []
         for group in spec.kv_groups:
             shape = (len(group.layers), num_pages, num_kv_heads, page_size)
@@ -98,7 +110,7 @@ class KVStorage:
                 factors = [self._zeros(shape, torch.float32) for _ in range(2)]
                 tensors += factors
                 cells += factors
-            # torch copies bytes by index everywhere, but not numbers of eight bits.
+            # torch copies bytes by index on every device, but not 8-bit floating-point numbers.
             self._groups.append([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors])
             for i, layer in enumerate(group.layers):
                 key, value, *scales = (tensor[i] for tensor in cells)
@@ -119,18 +131,18 @@ class KVStorage:
         parallel: ParallelContext | None = None,
         kv_format: KVFormat = "dense",
     ) -> int:
-        """Bytes that one page takes on one rank, over all layers, keys and values and their scales."""
+        """Return the bytes of one page on one rank, over all layers, with keys, values and scales."""
         num_kv_heads = kv_heads_per_rank(spec, parallel or ParallelContext())
         width, cell_dtype = _cell(spec.head_dim, dtype, kv_format)
         cell_bytes = width * cell_dtype.itemsize + (0 if kv_format == "dense" else torch.float32.itemsize)
         return 2 * spec.num_layers * num_kv_heads * page_size * cell_bytes
 
     def copy_along(self, draft: KVStorage) -> None:
-        """From now on the draft model's half of a page, which goes by the ids of the first group, is copied too."""
+        """Copy the draft model's half of a page too from now on; it uses the page ids of the first group."""
         self._draft = draft
 
     def copy_pages(self, copies: CopyBatch) -> None:
-        """Copies pages in all layers of a KV group; nothing is read on the host."""
+        """Copy pages in all layers of a KV group; nothing is read on the host."""
         for tensor in self._groups[copies.group]:
             tensor.index_copy_(1, copies.targets, tensor.index_select(1, copies.sources))
         if self._draft is not None and copies.group == 0:

@@ -1,15 +1,16 @@
-"""What narrows the next token of a choice: the grammar that it must follow, the budget of its reasoning, or both.
+"""Constraints on the next token of a choice: its grammar, the budget of its reasoning, or both.
 
-The scheduler asks three things: whether a choice's constraint is there yet (grammars are compiled in threads), how many
-tokens may be sampled before one must be masked, and the masks of a step's rows, all together. What a grammar is knows
-`Grammars`, which is handed in.
+The scheduler asks three questions: whether a choice's constraint is ready (grammars are compiled in threads), how many
+tokens may be sampled before one needs a mask, and for the masks of a step's rows, all together. `Grammars`, an
+argument, implements grammars.
 
-Where several rules meet, in this order:
+Priorities of the rules:
 - A token that the grammar, allowed_token_ids or bad_words forbid is never sampled.
-- The end of the budget forces a token only where that is allowed; else the budget is dropped.
-- A choice ends, without a further token, where its grammar accepts the text and allows nothing but its end. So it does
-  where min_tokens or ignore_eos forbid all that the grammar allows besides.
-- Where a grammar that does not accept the text and the other rules leave no token, the choice fails, and says so.
+- The end of the budget forces a token only if it is allowed; otherwise the budget is dropped.
+- A choice ends without a further token if its grammar accepts the text and allows nothing but its end, also if
+min_tokens or ignore_eos forbid everything else that the grammar allows.
+- If a grammar that does not accept the text and the other rules together leave no token, the choice fails with a
+message.
 """
 
 from __future__ import annotations
@@ -31,84 +32,98 @@ FINISH_STOP = Finish(FinishReason.STOP)
 
 
 class ConstrainedRequest(Protocol):
-    """What masks need of a request (worker.requests.request.Request)."""
+    """Part of a request that masks depend on (worker.requests.request.Request)."""
 
     @property
-    def sampling(self) -> SamplingParams: ...
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters."""
+
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and generated tokens."""
+
     @property
-    def min_num_tokens(self) -> int: ...
+    def min_num_tokens(self) -> int:
+        """Length up to which no stop token ends the request."""
+
     @property
-    def stop_ids(self) -> frozenset[int]: ...
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end the request."""
+
     @property
-    def constraint(self) -> Constraint | None: ...
+    def constraint(self) -> Constraint | None:
+        """Constraint of the request."""
 
 
 class GrammarState(Protocol):
-    """One text's place in a grammar."""
+    """State of one text in a grammar."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text follows the grammar, and nothing may come any more."""
+        """True if the text follows the grammar and nothing may follow."""
         ...
 
     @property
     def error(self) -> str:
-        """Why the grammar can no longer be followed, or nothing."""
+        """Reason why the grammar can no longer be followed; empty if it can."""
         ...
 
     def consume(self, token_id: int) -> bool:
-        """Takes the text's next token; False where the grammar does not allow it."""
+        """Take the next token; return False if the grammar does not allow it."""
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come next, one after the other. Takes none."""
+        """Return how many of these tokens may follow, one after the other, without taking them."""
         ...
 
 
 class PendingGrammar(Protocol):
-    """A grammar that one choice waits for. Exactly one of `open` and `release` is called."""
+    """A grammar that one choice waits for. The owner calls exactly one of `open` and `release`."""
 
     def poll(self) -> bool:
-        """Whether `open` would return, or raise, at once."""
+        """Return True if `open` would return, or raise, at once."""
         ...
 
     def open(self) -> GrammarState:
-        """A state at the beginning of a text. Raises PeltonError where the grammar cannot be used."""
+        """Return a state at the beginning of a text. Raises PeltonError if the grammar cannot be used."""
         ...
 
     def release(self) -> None:
-        """Nobody waits for it any longer."""
+        """Release the grammar, because nobody waits for it any longer."""
         ...
 
 
 class Grammars(Protocol):
-    """Compiles grammars and computes what they allow."""
+    """Compiler of grammars and of the masks that follow from them."""
 
     def prepare(self, source: str) -> PendingGrammar:
-        """Begins to compile a grammar, or finds it compiled. Raises UnavailableError."""
+        """Start to compile a grammar, or find it in the cache. Raises UnavailableError."""
         ...
 
     def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
-        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end.
+        """Write what each state allows to its row of masks [n, ceil(vocab / 32)].
+
+        Return [n], whether the text may end.
 
         Args:
-            ahead: for each state the tokens, allowed by it, after each of which it has one more row; none: no tokens.
+            states: States of the texts.
+            masks: Rows to fill.
+            ahead: For each state, allowed tokens after each of which another row follows; empty for no tokens.
         """
         ...
 
 
 class Constraint:
-    """Of one choice.
+    """Constraint of one choice.
 
     Args:
-        pending: of its grammar.
-        emitted: tokens that it brings with it, generated in an earlier life.
+        pending: Its grammar, which is being compiled.
+        thinking: Budget of its reasoning.
+        emitted: Tokens generated in an earlier run.
 
     Attributes:
-        grammar: None where it has none, or until `poll` says that it is there.
-        finish: how the choice ends before its next token, known with `poll`.
+        grammar: None if there is none, or until `poll` reports that it is ready.
+        finish: End of the choice before its next token, known after `poll`.
     """
 
     __slots__ = ("_emitted", "_pending", "allowed", "finish", "grammar", "thinking")
@@ -124,7 +139,7 @@ class Constraint:
         self._emitted = emitted
 
     def poll(self) -> bool:
-        """Whether all that it needs is there."""
+        """Return True if everything that it needs is ready."""
         pending = self._pending
         if pending is None:
             return True
@@ -148,14 +163,17 @@ class Constraint:
 
     @property
     def num_free(self) -> int:
-        """So many tokens may be sampled, one after the other, before one must be masked."""
+        """Number of tokens that may be sampled, one after the other, before one needs a mask."""
         if self.grammar is not None:
             return 0
         return UNBOUNDED if self.thinking is None else self.thinking.num_free
 
     def num_verifiable(self, drafts: Sequence[int]) -> int:
-        """How many of these tokens, which may come next one after the other, are worth a look: those that the grammar
-        allows, and fewer than may be sampled before the budget of reasoning forces one."""
+        """Return how many of these possible next tokens are worth verifying.
+
+        They must be allowed by the grammar, and fewer than the number that may be sampled before the reasoning budget
+        forces one.
+        """
         count = len(drafts)
         if self.thinking is not None:
             count = max(0, min(count, self.thinking.num_free - 1))
@@ -164,7 +182,7 @@ class Constraint:
         return count
 
     def advance(self, token_id: int) -> Finish | None:
-        """Takes the next token; how the choice ends with it, or None where it goes on."""
+        """Take the next token; return the end of the choice with it, or None."""
         if self.thinking is not None:
             self.thinking.advance(token_id)
         if self.grammar is None:
@@ -175,22 +193,22 @@ class Constraint:
         return FINISH_STOP if self.grammar.is_complete else None
 
     def close(self) -> None:
-        """The choice has ended."""
+        """Release everything, because the choice has ended."""
         if self._pending is not None:
             self._pending.release()
             self._pending = None
 
 
 class Constraints:
-    """Makes the constraints of choices, and the masks of a step.
+    """Factory of constraints, and of the masks of a step.
 
     Args:
-        grammars: None: requests with a grammar are refused.
-        vocab_size: bits of a mask.
-        eos_token_ids: ids that end a text.
+        grammars: Compiler of grammars; None to refuse requests with a grammar.
+        vocab_size: Number of bits of a mask.
+        eos_token_ids: Ids that end a text.
 
     Attributes:
-        everything: a mask that allows all tokens.
+        everything: Mask that allows all tokens.
     """
 
     def __init__(self, grammars: Grammars | None, *, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -202,16 +220,18 @@ class Constraints:
         self.everything = b"\xff" * (4 * self._num_words)
 
     def open(self, submit: Submit) -> list[Constraint | None]:
-        """For each of its choices, in order; None where nothing narrows them.
+        """Return a constraint for each choice, in order; None where nothing constrains them.
 
-        Raises InvalidRequestError and UnavailableError where its grammar cannot be taken.
+        Raises:
+            InvalidRequestError: The grammar cannot be used.
+            UnavailableError: Too many grammars are waiting.
         """
         budget = submit.sampling.thinking
         choices = range(submit.num_choices)
         if not submit.grammar and budget is None:
             return [None for _ in choices]
         if submit.grammar and self._grammars is None:
-            raise InvalidRequestError("this worker follows no grammars", param="grammar")
+            raise InvalidRequestError("this worker supports no grammars", param="grammar")
         emitted = submit.token_ids[submit.num_prompt_tokens :]
         opened: list[Constraint | None] = []
         try:
@@ -229,10 +249,11 @@ class Constraints:
         return opened
 
     def masks(self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]]) -> list[list[bytes] | Finish]:
-        """What each of these, whose constraint is there, may sample next; or how it ends without a further token.
+        """Return what each request may sample next, or how it ends without a further token.
 
-        With a request come its drafts, as many as are verifiable: then what it may sample after each of them follows,
-        up to one after which it would end.
+        The constraints are ready. For a request with drafts (as many as are verifiable), the masks after each of them
+        follow, up to
+        one after which it would end.
         """
         places = [
             request if not index else _Ahead(request, drafts[:index])
@@ -261,7 +282,7 @@ class Constraints:
     def _fill(
         self, requests: Sequence[tuple[ConstrainedRequest, Sequence[int]]], num_places: int
     ) -> tuple[Words, Flags]:
-        """What grammars allow at each place, [num_places, words], and whether the text may end there."""
+        """Return what grammars allow at each place, [num_places, words], and whether the text may end there."""
         masks: Words = np.full((num_places, self._num_words), 0xFFFFFFFF, dtype=np.uint32)
         may_end: Flags = np.zeros(num_places, dtype=np.bool_)
         states: list[GrammarState] = []
@@ -285,7 +306,7 @@ class Constraints:
         return masks, may_end
 
     def _narrow(self, request: ConstrainedRequest, mask: Words, may_end: bool) -> bytes | Finish:
-        """Applies everything else that the request says of tokens."""
+        """Apply all other rules of the request to a mask."""
         constraint = request.constraint
         if constraint is None:
             return mask.tobytes()
@@ -311,7 +332,7 @@ class Constraints:
     def _bits(self, token_ids: Iterable[int]) -> Words:
         words: Words = np.zeros(self._num_words, dtype=np.uint32)
         for token_id in token_ids:
-            if token_id < self._vocab_size:  # a model may declare ends that it does not have
+            if token_id < self._vocab_size:  # a model may declare end tokens that it does not have
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
         return words
 
@@ -321,7 +342,7 @@ class Constraints:
         return constraint.allowed
 
     def _suppressed(self, request: ConstrainedRequest) -> set[int]:
-        """What the sampler itself masks: ends of the text, while min_tokens or ignore_eos say so."""
+        """Return the tokens that the sampler itself masks: end tokens during min_tokens or with ignore_eos."""
         sampling = request.sampling
         too_short = len(request.token_ids) < request.min_num_tokens
         suppressed: set[int] = set()
@@ -357,7 +378,7 @@ class _Ahead:
 
 
 class _Followed(Sequence[int]):
-    """A text and what follows it, neither of them copied: a text may be long, and each draft has one of these."""
+    """A text and its continuation without copying either. A text may be long, and there is one of these per draft."""
 
     __slots__ = ("_after", "_before")
 
@@ -383,11 +404,11 @@ class _Followed(Sequence[int]):
 
 
 def nothing_left(sampling: SamplingParams, rules: str) -> Finish:
-    """The end of a choice whose rules leave no token that may come next, naming the field that most likely does it."""
+    """Return the end of a choice whose rules leave no token; it names the most likely field."""
     param = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words" if sampling.bad_words else None
     if param is None and sampling.min_tokens:
         param = "min_tokens"
-    message = f"{rules} leave no token that may come next"
+    message = f"{rules} leave no token that may come next; relax one of them"
     return Finish(FinishReason.ERROR, message=message, code="invalid_request", param=param)
 
 
@@ -401,7 +422,7 @@ def _before_finish(masks: Iterable[bytes | Finish]) -> list[bytes]:
 
 
 def _is_plain(request: ConstrainedRequest) -> bool:
-    """Whether nothing but its grammar narrows the request's next token."""
+    """Return True if only the grammar constrains the request's next token."""
     sampling, constraint = request.sampling, request.constraint
     return not (
         sampling.allowed_token_ids
@@ -413,7 +434,7 @@ def _is_plain(request: ConstrainedRequest) -> bool:
 
 
 def _completed_bad_words(request: ConstrainedRequest) -> list[int]:
-    """The ids that would complete a sequence of bad_words now."""
+    """Return the ids that would complete a sequence of bad_words now."""
     ids = request.token_ids
     completed = []
     for word in request.sampling.bad_words:

@@ -1,4 +1,4 @@
-"""Finds texts that have fallen into repeating themselves, token by token."""
+"""Detection of texts that repeat themselves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from shared.sampling_params import RepetitionDetection
 
 
 class RepetitionWatch:
-    """Follows one text. Each token costs a few operations over an array of max_pattern_size.
+    """Detector for one text. Each token costs a few operations over an array of max_pattern_size.
 
-    For each distance d it counts how many of the last tokens, without a gap, equal the one d before them: d * (n - 1)
-    of them are a pattern of d tokens, n times in a row.
+    For each distance d it counts how many consecutive last tokens equal the token d before them. d * (n - 1) of them
+    mean that a pattern of d tokens occurs n times in a row.
 
     Args:
-        emitted: tokens generated already.
+        rule: Parameters of the detection.
+        emitted: Tokens generated already.
     """
 
     def __init__(self, rule: RepetitionDetection, emitted: Sequence[int] = ()) -> None:
@@ -25,7 +26,7 @@ class RepetitionWatch:
         distances = np.arange(1, size + 1)
         self._needed = distances[self._first :] * (rule.min_count - 1)
         self._runs = np.zeros(size, dtype=np.int64)
-        # The latest token comes first: `at` moves down, and what is left of the window is copied to the end again.
+        # The latest token comes first: `at` moves down, and the rest of the window is copied to the end again.
         self._recent = np.full(3 * size, -1, dtype=np.int64)
         self._at = 2 * size
         self._size = size
@@ -33,7 +34,7 @@ class RepetitionWatch:
             self.append(token_id)
 
     def append(self, token_id: int) -> bool:
-        """Takes the next token; whether the text now ends in repetitions."""
+        """Add the next token; return True if the text now ends with repetitions."""
         size, at = self._size, self._at
         self._runs += 1
         self._runs *= self._recent[at : at + size] == token_id

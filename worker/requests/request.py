@@ -1,4 +1,4 @@
-"""One choice of one Submit while it lives in this worker, and the checks that a Submit must pass."""
+"""State of one choice of a Submit in this worker, and validation of Submits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _SAMPLES_NOTHING = SamplingParams(max_tokens=1)
 
 
 class Status(enum.Enum):
-    """Where a request is. HELD: waits for the first choice of its Submit to compute the prompt that they share.
-    COMPILING: waits for its grammar; it holds up nobody."""
+    """Phase of a request.
+
+    HELD requests wait for the first choice of their Submit to compute the shared prompt. COMPILING requests wait for
+    their grammar and delay no others.
+    """
 
     COMPILING = enum.auto()
     HELD = enum.auto()
@@ -30,33 +33,33 @@ class Status(enum.Enum):
 
 
 class Request:
-    """The scheduler's view of one choice. Only the scheduler writes here.
+    """The scheduler's state of one choice. Only the scheduler writes here.
 
     Attributes:
-        owner: identity of the gateway that submitted it.
-        arrival: order of submission; with the priority it orders all queues.
-        token_ids: prompt and every generated token whose value has arrived.
-        num_initial_tokens: tokens that came with the Submit, the same for all its choices.
-        max_num_tokens: length at which the request ends for its length.
-        min_num_tokens: length up to which no stop token ends it.
-        stop_ids: ids that end it.
-        life: raised when it leaves its row; results of steps of an earlier life are discarded.
-        num_computed_tokens: tokens whose keys and values are computed by the steps submitted so far.
-        num_pending: tokens sampled by steps in flight, whose values have not arrived.
-        prompt_step: the step that completed the initial tokens in this life; others may fork from later steps on.
-        leader, followers: while followers are HELD they wait for the leader's prompt; later the leader is the one
-            to fork from if it still runs.
-        follows_started: its leader had started when it let it go.
-        num_cached_tokens: prompt tokens that were not computed when it first started; None before that.
-        wants_prompt_logprobs: still owes the report on its prompt.
-        mu: what mirostat aims at after token_ids; None before the first token, and where it is not used.
-        constraint: what narrows its tokens, in step with token_ids once it is there; None: nothing.
-        repetition: follows its generated tokens; None: nobody looks for repetitions.
-        speculation: what may come next, by guess; None: nothing is drafted for it. Steps that nothing is drafted for do
-            not touch it.
-        is_drafting: the draft model has been asked about it, and has not answered.
-        draft_counts: what came of its drafts so far; None: none was verified.
-        embedding: pools the hidden states of its prompt, with which it ends: nothing is sampled. None: it generates.
+        owner: Identity of the gateway that submitted it.
+        arrival: Order of submission; together with the priority it orders all queues.
+        token_ids: Prompt and every generated token whose value has arrived.
+        num_initial_tokens: Tokens of the Submit, the same for all its choices.
+        max_num_tokens: Length at which the request ends with reason LENGTH.
+        min_num_tokens: Length up to which no stop token ends it.
+        stop_ids: Ids that end it.
+        life: Increased when it leaves its row; results of steps of an earlier life are discarded.
+        num_computed_tokens: Tokens whose keys and values are computed by the steps submitted so far.
+        num_pending: Tokens sampled by steps in flight, whose values have not arrived.
+        prompt_step: Step that completed the initial tokens in this life; others may fork from later steps on.
+        leader: Choice whose prompt a HELD request waits for, and from which it can later fork if that still runs.
+        followers: HELD choices that wait for this one.
+        follows_started: The leader had started when it released this request.
+        num_cached_tokens: Prompt tokens that were not computed when it first started; None before that.
+        wants_prompt_logprobs: The report on its prompt has not been sent.
+        mu: mirostat's mu after token_ids; None before the first token and without mirostat.
+        constraint: Constraint on its tokens, in step with token_ids once it is ready; None for none.
+        repetition: Detector of repetitions in its output; None for none.
+        speculation: Possible continuations of its text; None if nothing is drafted. Steps without drafts do not
+            touch it.
+        is_drafting: The draft model was asked about it and has not answered.
+        draft_counts: Counts of its verified drafts; None if none was verified.
+        embedding: Pooling of its prompt, with which it ends without sampling; None if it generates.
     """
 
     __slots__ = (
@@ -120,7 +123,7 @@ class Request:
         self.token_ids = list(submit.token_ids)
         self.num_prompt_tokens = submit.num_prompt_tokens
         self.num_initial_tokens = len(submit.token_ids)
-        # An embedding may fill the context: it is never as long as a text that is to end.
+        # An embedding may fill the context, because no token follows it.
         most = max_model_len if self.embedding is None else max_model_len + 1
         self.max_num_tokens = min(submit.num_prompt_tokens + sampling.max_tokens, most)
         self.min_num_tokens = submit.num_prompt_tokens + sampling.min_tokens
@@ -153,29 +156,29 @@ class Request:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place in every queue: smaller runs first and is preempted last."""
+        """Position in every queue: smaller keys run first and are preempted last."""
         return (self.priority, self.arrival)
 
     @property
     def has_started(self) -> bool:
-        """Whether it, or another choice of its Submit that read the prompt for it, has ever had a row."""
+        """True if it, or the choice that computed the prompt for it, has ever had a row."""
         if self.num_cached_tokens is not None or self.follows_started:
             return True
         return self.leader is not None and self.leader.has_started
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether all its tokens must be computed, those too whose pages are cached."""
+        """True if all its tokens must be computed, including those with cached pages."""
         return self.wants_prompt_logprobs or (self.embedding is not None and self.embedding.needs_all)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has, those included whose value is still on the device."""
+        """Number of its tokens, including those whose value is still on the device."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def awaits_values(self) -> bool:
-        """Whether its next token can be chosen, or is to be drafted, only once those in flight have arrived."""
+        """True if its next token can be chosen, or drafted, only after the tokens in flight have arrived."""
         if self.num_pending == 0:
             return self.is_drafting
         if self.constraint is not None and self.num_pending >= self.constraint.num_free:
@@ -185,16 +188,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SubmitLimits:
-    """What a Submit is checked against."""
+    """Limits for the validation of a Submit."""
 
     model_names: tuple[str, ...]
     vocab_size: int
 
 
 def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
-    """Raises an InvalidRequestError or ModelNotFoundError naming what is wrong.
+    """Validate a Submit. Types were checked by the decoder, and the scheduler checks lengths.
 
-    Types were checked by the decoder; lengths are the scheduler's to judge.
+    Raises:
+        InvalidRequestError: The Submit is invalid.
+        ModelNotFoundError: The model is not served here.
     """
     if submit.model not in limits.model_names:
         raise ModelNotFoundError(f"the model {submit.model!r} is not served here", param="model")
@@ -204,11 +209,11 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
     largest = max(submit.token_ids)
     if largest >= limits.vocab_size or min(submit.token_ids) < 0:
         raise InvalidRequestError(
-            f"token id {largest} is not below the vocabulary's size {limits.vocab_size}", param="token_ids"
+            f"token id {largest} must be below the vocabulary size {limits.vocab_size}", param="token_ids"
         )
     if submit.prediction and max(submit.prediction) >= limits.vocab_size:
         raise InvalidRequestError(
-            f"predicted token id {max(submit.prediction)} is not below the vocabulary's size {limits.vocab_size}",
+            f"predicted token id {max(submit.prediction)} must be below the vocabulary size {limits.vocab_size}",
             param="prediction",
         )
     if not 1 <= submit.num_prompt_tokens <= num_tokens:
@@ -218,7 +223,7 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
         )
     if submit.choice + submit.num_choices > MAX_CHOICES:
         raise InvalidRequestError(
-            f"choices up to {submit.choice + submit.num_choices - 1} are asked for; they must be below {MAX_CHOICES}",
+            f"choices up to {submit.choice + submit.num_choices - 1} are requested; they must be below {MAX_CHOICES}",
             param="num_choices",
         )
     if submit.deadline is not None and not math.isfinite(submit.deadline):
@@ -229,7 +234,7 @@ def validate_submit(submit: Submit, limits: SubmitLimits) -> None:
 
 
 def _validate_embedding(submit: Submit) -> None:
-    """Refuses what has no meaning for an embedding."""
+    """Refuse fields without meaning for an embedding."""
     refused = {
         "num_prompt_tokens": submit.num_prompt_tokens != len(submit.token_ids),
         "num_choices": submit.num_choices != 1,
@@ -240,16 +245,21 @@ def _validate_embedding(submit: Submit) -> None:
     for name, is_there in refused.items():
         if is_there:
             raise InvalidRequestError(
-                f"{name} does not go with pooling: an embedding is of one prompt, and nothing is generated", param=name
+                f"{name} cannot be combined with pooling: an embedding has one prompt, and nothing is generated",
+                param=name,
             )
 
 
 def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> None:
-    """Raises ContextLengthError where the request can never be computed.
+    """Check that a request can ever be computed.
 
     Args:
-        max_model_len: tokens of prompt and completion together.
-        max_cached_tokens: what the whole KV cache holds.
+        submit: The request.
+        max_model_len: Maximum tokens of prompt and completion together.
+        max_cached_tokens: Capacity of the whole KV cache.
+
+    Raises:
+        ContextLengthError: The request can never be computed.
     """
     num_tokens = len(submit.token_ids)
     if submit.pooling is not None:
@@ -264,7 +274,7 @@ def check_length(submit: Submit, max_model_len: int, max_cached_tokens: int) -> 
             f"the prompt has {num_tokens} tokens; this model's maximum context length is {max_model_len} tokens, "
             "one of which is needed for the completion"
         )
-    # The last token of a completion is never computed, so it needs no place in the cache.
+    # The last token of a completion is never computed, so it needs no room in the cache.
     longest = min(submit.num_prompt_tokens + submit.sampling.max_tokens, max_model_len) - 1
     if max(num_tokens, longest) > max_cached_tokens:
         raise ContextLengthError(

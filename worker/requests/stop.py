@@ -1,4 +1,4 @@
-"""When a choice ends by itself. Stop strings are the gateway's: this side knows only token ids."""
+"""End of a choice by its token ids. Stop strings are handled in the gateway."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ FINISH_REPETITION = Finish(FinishReason.REPETITION)
 
 
 def finish_after(request: Request) -> Finish | None:
-    """How the request ends with the last of its token_ids, or None where it goes on. Called once for each token.
+    """Return how the request ends with the last of its token_ids, or None. Called once for each token.
 
-    A stop token wins, then the end of the grammar, then the length, then a repetition. The executor masks stop tokens
-    until min_tokens are generated; the check here keeps that promise whatever was sampled. A repetition ends nothing
-    before min_tokens either; the end of a grammar, after which nothing may come, does.
+    A stop token takes precedence, then the end of the grammar, the length, and a repetition. The executor masks stop
+    tokens until min_tokens are generated; the check here ensures the same whatever was sampled. A repetition ends
+    nothing before min_tokens either; the end of a grammar, after which nothing may follow, does.
     """
     length = len(request.token_ids)
     token_id = request.token_ids[-1]

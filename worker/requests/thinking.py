@@ -1,4 +1,4 @@
-"""The bound on a model's reasoning, as a small automaton over token ids."""
+"""Budget of a model's reasoning, as a small automaton over token ids."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ UNBOUNDED = 1 << 30
 
 
 class ThinkingAutomaton:
-    """Follows one text through its reasoning, and says which token must come once the budget is spent.
+    """State of one text in its reasoning, and the token that must follow once the budget is used up.
 
-    The budget is for all the reasoning of a text together: a model that opens it again goes on with what is left. A
-    token counts where the text is inside before it and it does not complete the end mark.
+    The budget covers all reasoning of a text: a model that opens it again continues with the rest. A token counts if
+    the text is inside the reasoning before it and the token does not complete the end mark.
 
     Args:
-        emitted: tokens generated already.
+        budget: The budget.
+        emitted: Tokens generated already.
     """
 
     def __init__(self, budget: ThinkingBudget, emitted: Sequence[int] = ()) -> None:
@@ -31,14 +32,14 @@ class ThinkingAutomaton:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next, where the budget is spent: the mark's next one after what is there of it."""
+        """Token that must follow when the budget is used up: the next one of the end mark; None for no such token."""
         if self._dropped or not self._inside or self._num_left:
             return None
         return self._end_ids[self._end.num_matched]
 
     @property
     def num_free(self) -> int:
-        """So many tokens may follow, whatever they are, before one might have to be forced."""
+        """Number of arbitrary tokens that may follow before one might have to be forced."""
         if self._dropped:
             return UNBOUNDED
         if self._inside:
@@ -46,7 +47,7 @@ class ThinkingAutomaton:
         return UNBOUNDED if not self._start.num_tokens else self._start.num_missing + self._num_left
 
     def advance(self, token_id: int) -> None:
-        """The next token of the text."""
+        """Take the next token of the text."""
         if not self._inside:
             if self._start.advance(token_id):
                 self._inside = True
@@ -56,12 +57,12 @@ class ThinkingAutomaton:
             self._num_left -= 1
 
     def drop(self) -> None:
-        """Bounds nothing any longer."""
+        """Drop the budget."""
         self._dropped = True
 
 
 class _Finder:
-    """Finds a sequence of tokens in a stream (Knuth, Morris and Pratt 1977)."""
+    """Search for a sequence of tokens in a stream (Knuth, Morris and Pratt 1977)."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tuple(tokens)
@@ -83,7 +84,7 @@ class _Finder:
         return len(self._tokens) - self.num_matched
 
     def advance(self, token: int) -> bool:
-        """Whether the sequence ends with this token; the search then begins anew."""
+        """Take a token; return True if the sequence ends with it. The search then starts again."""
         if not self._tokens:
             return False
         while self.num_matched and self._tokens[self.num_matched] != token:

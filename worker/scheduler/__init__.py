@@ -1,0 +1,1 @@
+"""Scheduler: queues, token budget, planner, and the outputs of requests. Pure Python."""

@@ -1,7 +1,7 @@
 """Number of prompt tokens that a step may carry, from cost tables that are learned while serving.
 
-A step's time is modelled as decode(d) + prompt(p): what d decoding rows take alone, plus what p prompt tokens beside
-them add. Both tables are exponentially weighted means over buckets of the token count, read by interpolation.
+The time of a step is modelled as decode(d) + prompt(p): the time of d decoding rows alone, plus the time that p prompt
+tokens add. Both tables are exponentially weighted means over buckets of the token count, interpolated between buckets.
 """
 
 from __future__ import annotations
@@ -9,44 +9,54 @@ from __future__ import annotations
 from worker.costs import GROWTH, WEIGHT, CostTable
 
 MIN_CHUNK = 8
-"""Prompt tokens that a step takes whatever it costs, so that prompts always progress."""
+"""Prompt tokens that a step takes whatever they cost, so that prompts always progress."""
 
 MAX_STRETCH = 2.5
-"""A step with tokens of one prompt is meant to last at most this many times one without: streams keep their rhythm.
-Noise carries steps beyond it, and so do MIN_CHUNK tokens that come late in a long prompt, whose attention is dear; the
-distance to 4 is for them. With 2.0 the longest gaps were 12 % shorter and the prompt took 19 % longer."""
+"""Maximum duration of a step with tokens of one prompt, relative to a step without, so that streams keep their rhythm.
+
+Noise makes steps exceed it, and so do MIN_CHUNK tokens late in a long prompt, whose attention is slow; the required
+bound is 4. With 2.0 the longest gaps were 12 % shorter and the prompt took 19 % longer.
+"""
 
 MIN_STRETCH = 2.0
-"""Where decoding alone comes near target_step_ms (many rows, a slow or busy machine), prompts still get as much time as
-the decoding rows: with less they would starve, and new requests wait for ever."""
+"""Share of time for prompts when decoding alone takes about target_step_ms (many rows, a slow or busy machine):
+prompts still get as much time as the decoding rows. With less they would starve.
+"""
 
 MAX_ALONE_SECONDS = 2.0
-"""What a step of prompts alone may take: between steps the worker answers those who ask whether it lives, and one that
-is silent for some seconds gets no requests, and is given up after some more."""
+"""Maximum duration of a step of prompts alone.
+
+Between steps the worker answers pings; a worker that is silent for some seconds gets no requests and is later given
+up.
+"""
 
 _FIRST_ALONE = 512
 _BULK = 64
-"""Prompt tokens of a step alone that tell how fast prompts are read, and that such a step takes whatever it costs."""
+"""Prompt tokens in a step alone that suffice to measure the speed of prompts, and that such a step takes whatever they
+cost.
+"""
 
 _FIRST_PROBE = 1
 _PROBE_EVERY = 32
-"""Steps with prompt tokens after which one goes without, to measure again what the decoding rows take alone. The
-first such steps follow each other closely, because one slow step must not be believed for long."""
+"""Steps with prompt tokens after which one runs without, to measure the decoding rows alone again.
+
+The first such steps follow each other closely, because one slow step must not be believed for long.
+"""
 
 
 class StepBudget:
-    """Splits a step between decoding rows and prompt tokens.
+    """Division of a step between decoding rows and prompt tokens.
 
     Args:
-        target_ms: milliseconds that a step with decoding rows may take, but at least MIN_STRETCH times what they take
-            alone.
-        max_tokens: most tokens in a step.
+        target_ms: Milliseconds that a step with decoding rows may take, and at least MIN_STRETCH times what they
+            take alone.
+        max_tokens: Maximum number of tokens in a step.
     """
 
     def __init__(self, *, target_ms: float, max_tokens: int) -> None:
         self.target_ms = target_ms
         self.max_tokens = max_tokens
-        # What is too low here makes prompts wait; what is too high would make streams wait.
+        # An estimate that is too low makes prompts wait; one that is too high would make streams wait.
         self._decode = CostTable(lean_low=True)
         self._prompt = CostTable()
         self._prefill_rate = 0.0
@@ -57,11 +67,11 @@ class StepBudget:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Speed at which prompts were read lately; 0 while unknown."""
+        """Recent speed at which prompts were computed; 0 while unknown."""
         return self._prefill_rate
 
     def observe(self, num_decode: int, num_prompt: int, milliseconds: float) -> None:
-        """What a step of so many decoding rows and prompt tokens took."""
+        """Learn from the duration of a step with these numbers of decoding rows and prompt tokens."""
         if num_prompt == 0:
             if num_decode:
                 self._decode.observe(num_decode, milliseconds)
@@ -77,18 +87,22 @@ class StepBudget:
         if alone is not None:
             self._num_beside += 1
             if milliseconds < alone:
-                # Without the prompt tokens it would have taken less still.
+                # Without the prompt tokens it would have taken even less.
                 self._decode.observe(num_decode, milliseconds)
-            # A step without decoding rows also reads the weights, which rows beside the prompt share: not comparable.
+            # A step without decoding rows also reads the weights, which rows beside the prompt share, so it is not
+            # comparable.
             self._prompt.observe(num_prompt, max(milliseconds - alone, 0.0))
 
     def prompt_tokens(self, num_decode: int, num_waiting: int = 1) -> int:
-        """Prompt tokens that a step with num_decode decoding rows may take, at least 1 where the step has room.
+        """Return the prompt tokens that a step with num_decode decoding rows may take.
 
-        One prompt lets streams keep their rhythm (MAX_STRETCH). Where more prompts wait than streams run, the time is
-        shared by their numbers, up to the target: a burst joins the batch soon, and all decode together, which is
-        cheaper for each. Once for each doubling of the decoding rows, and now and then while prompts follow each
-        other, a step goes without prompts, to learn what so many take alone.
+        It is at least 1 if the step has room. With one prompt, streams keep their rhythm (MAX_STRETCH). If more
+        prompts wait than streams
+        run, the time is shared by their numbers, up to the target: a burst then joins the batch soon, and all decode
+        together, which is
+        cheaper for each. Once per doubling of the decoding rows, and occasionally while prompts follow each other, a
+        step runs without
+        prompts to measure the rows alone.
         """
         room = self.max_tokens - num_decode
         if num_decode == 0:

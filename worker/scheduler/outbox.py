@@ -1,4 +1,4 @@
-"""What is to be told to the gateways: one Output after the other, until the engine takes them."""
+"""Buffer of outputs until the engine sends them to the gateways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from worker.requests.request import Request
 
 
 class Outbox:
-    """Outputs in order, each with the identity of the gateway that it is for."""
+    """Outputs in order, each with the identity of its gateway."""
 
     def __init__(self) -> None:
         self._outputs: list[tuple[bytes, Output]] = []
@@ -20,8 +20,11 @@ class Outbox:
         logprobs: list[TokenLogprobs] | None,
         embedding: bytes | None = None,
     ) -> None:
-        """News of a request. The first carries the number of cached tokens, and the report on the prompt goes with
-        the first one after it is complete. Counts of drafts go with all: a stop string ends a choice in the gateway."""
+        """Add an output of a request.
+
+        The first one carries the number of cached tokens, and the first one after its completion the report on the
+        prompt. All carry counts of drafts, because a stop string ends a choice in the gateway.
+        """
         cached = prompt_logprobs = None
         if not request.reported_cached_tokens:
             request.reported_cached_tokens = True
@@ -44,16 +47,16 @@ class Outbox:
 
     @staticmethod
     def collect_prompt_logprobs(request: Request, entries: list[TokenLogprobs]) -> None:
-        """The part of the report on the prompt that one chunk gave; nothing predicts the first token."""
+        """Add the part of the report on the prompt that one chunk gave; nothing predicts the first token."""
         if not request.prompt_logprobs:
             request.prompt_logprobs.append(TokenLogprobs(request.token_ids[0], None, 0, [], []))
         request.prompt_logprobs += entries
 
     def take(self) -> list[tuple[bytes, Output]]:
-        """All that collected since the last call."""
+        """Return everything added since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def drop_owner(self, owner: bytes) -> None:
-        """Forgets what was to be told to one gateway."""
+        """Remove the outputs for one gateway."""
         self._outputs = [item for item in self._outputs if item[0] != owner]

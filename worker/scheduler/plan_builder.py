@@ -1,4 +1,4 @@
-"""A step's plan in the making, and what is remembered of it until its result arrives."""
+"""Construction of a step's plan, and the record that is kept until its result arrives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from worker.requests.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan that was handed out.
+    """A plan in flight.
 
     Attributes:
-        requests, lives: for each scheduled item the request and which of its lives it was.
-        num_prompt: tokens of rows that were more than one behind.
-        masked: the requests of the plan's masks, which are still to be made, each with its drafts.
+        plan: The plan.
+        requests: For each scheduled item, the request.
+        lives: For each scheduled item, the life of the request.
+        num_prompt: Tokens of rows that were more than one token behind.
+        masked: Requests of the plan's masks, which are still to be computed, each with its drafts.
     """
 
     plan: StepPlan
@@ -29,7 +31,7 @@ class Flight:
     masked: list[tuple[Request, Sequence[int]]]
 
     def cut(self, request: Request, num_drafts: int) -> None:
-        """Leaves the request, whose result is not there yet, no more than its first drafts."""
+        """Reduce the drafts of a request whose result has not arrived to the first `num_drafts`."""
         index = self.requests.index(request)
         item = self.plan.scheduled[index]
         num_fewer = len(item.drafts) - num_drafts
@@ -40,7 +42,7 @@ class Flight:
 
 
 class PlanBuilder:
-    """Collects what a step shall compute. Moves the requests' num_computed_tokens and num_pending on as it goes."""
+    """Collection of what a step computes. Advances the requests' num_computed_tokens and num_pending."""
 
     def __init__(self, step: int, page_size: int) -> None:
         self.step = step
@@ -57,7 +59,7 @@ class PlanBuilder:
         self._drafting: list[DraftedRow] = []
 
     def enter_row(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-        """The request's row was given to it in this step."""
+        """Record that the request got its row in this step."""
         self._new_rows.append(
             NewRow(
                 row=request.row,
@@ -71,10 +73,12 @@ class PlanBuilder:
         )
 
     def take(self, request: Request, room: int, proposal: Proposal | None = None) -> int:
-        """Schedules up to `room` of the tokens that the request is behind; returns how many. It has the pages.
+        """Schedule up to `room` of the tokens that the request is behind, and return their number. It has the pages.
 
         Args:
-            proposal: to be verified; the request is one token behind then, and has pages for it too.
+            request: The request.
+            room: Tokens that the step can still take.
+            proposal: Drafts to verify; the request is then one token behind and has pages for them too.
         """
         drafts = proposal.token_ids if proposal is not None else ()
         start = request.num_computed_tokens
@@ -92,7 +96,7 @@ class PlanBuilder:
             mask = self._num_masks
             self._num_masks += 1 + len(drafts)
             self._masked.append((request, drafts))
-        # A grammar may have cut what was drawn, so the rest of it is no sample of the draft's distribution.
+        # A grammar may have cut what was drawn, so the rest is not a sample of the draft's distribution.
         drawn = proposal is not None and proposal.source is Source.DRAFT_MODEL and request.constraint is None
         num_pooled = 0 if request.embedding is None else request.embedding.num_pooled(count, ends=ends)
         item = ScheduledTokens(request.row, start, count, sample, alternatives, mask, list(drafts), drawn, num_pooled)
@@ -108,7 +112,7 @@ class PlanBuilder:
         return count
 
     def draft(self, request: Request, row: DraftedRow) -> None:
-        """The draft model works on this row; a step has such rows alone."""
+        """Schedule a row for the draft model; a step has only such rows then."""
         request.is_drafting = True
         self._drafting.append(row)
         self.requests.append(request)
@@ -116,7 +120,7 @@ class PlanBuilder:
         self._announce_pages(request)
 
     def _announce_pages(self, request: Request) -> None:
-        """Tells the executor of the pages that it does not know."""
+        """Tell the executor about pages that it does not know."""
         pages = request.pages
         if pages.num_announced * self._page_size < pages.num_slots:
             for group, table in enumerate(pages.tables):
@@ -125,7 +129,7 @@ class PlanBuilder:
             pages.num_announced = len(pages.tables[0])
 
     def launch(self) -> Flight:
-        """The finished plan."""
+        """Return the finished plan."""
         plan = StepPlan(
             step=self.step,
             scheduled=self._scheduled,

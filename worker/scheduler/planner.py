@@ -1,4 +1,4 @@
-"""Which requests run, and what each step computes for them: the owner of queues and rows."""
+"""Owner of queues and rows: which requests run, and what each step computes for them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from worker.stats import Counters
 
 
 class Planner:
-    """The requests in their order, from the queue to a row and, when they are preempted, back.
+    """Requests in their order, from the queue to a row and, after a preemption, back.
 
     Args:
-        max_num_seqs: rows, and so requests that run at a time.
-        eos_token_ids: told to the executor with each request that enters a row.
-        kv: owner of the pages.
-        budget: tokens that a step may take.
-        counters: raised here.
-        speculator: decides on drafts; None: nothing is drafted.
+        max_num_seqs: Number of rows, and so of requests that run at a time.
+        eos_token_ids: Sent to the executor with each request that enters a row.
+        kv: Owner of the pages.
+        budget: Tokens that a step may take.
+        counters: Counters to increase.
+        speculator: Decides on drafts; None for no drafts.
     """
 
     def __init__(
@@ -50,17 +50,15 @@ class Planner:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_steps = 0
 
-    # ---- requests come and go ---------------------------------------------------------------------------------
-
     def enqueue(self, request: Request, leader: Request | None = None) -> None:
-        """A new request waits for a row, or first for its grammar or its leader's prompt, which it shares."""
+        """Queue a new request for a row, or first for its grammar or for its leader's prompt, which it shares."""
         if leader is None:
             self._queue_up(request)
         else:
             self._hold(request, leader)
 
     def _queue_up(self, request: Request) -> None:
-        """In its place among those that wait for a row, once its constraint is there."""
+        """Put a request into its place in the queue for a row, once its constraint is ready."""
         constraint = request.constraint
         if constraint is None or (constraint.poll() and constraint.finish is None):
             request.status = Status.WAITING
@@ -70,7 +68,7 @@ class Planner:
             self._compiling.append(request)
 
     def settle(self) -> list[Request]:
-        """Lets those wait for a row whose grammar has come; those whose constraint ends them, to be finished."""
+        """Queue the requests whose grammar is ready; return those whose constraint ends them."""
         ending = []
         compiling, self._compiling = self._compiling, []
         for request in compiling:
@@ -80,10 +78,11 @@ class Planner:
         return ending
 
     def remove(self, request: Request, *, distrust: bool) -> None:
-        """A request ends, wherever it is: its row and pages are free, and no one waits for it any longer.
+        """Remove a request wherever it is: free its row and pages, and release the requests that wait for it.
 
         Args:
-            distrust: its pages must not be found again.
+            request: The request.
+            distrust: Its pages must not be found again.
         """
         if request.status is Status.RUNNING:
             self._leave_row(request, distrust=distrust)
@@ -105,8 +104,10 @@ class Planner:
         self._num_held += 1
 
     def _release_followers(self, leader: Request) -> None:
-        """Lets those wait for a row of their own who waited for the leader's prompt. Where the leader ended without
-        computing it, the first of them takes its place."""
+        """Queue the requests that waited for the leader's prompt.
+
+        If the leader ended without computing it, the first of them takes its place.
+        """
         followers, leader.followers = leader.followers, []
         self._num_held -= len(followers)
         computed = leader.prompt_step is not None
@@ -121,16 +122,14 @@ class Planner:
             else:
                 self._hold(request, heir)
 
-    # ---- one step ---------------------------------------------------------------------------------------------
-
     def plan(self) -> Flight | None:
-        """The next step, or None where nothing can be computed now.
+        """Return the next step, or None if nothing can be computed now.
 
-        There is no prefill phase and no decode phase. Each request has num_tokens and num_computed_tokens, and a
-        step lets the second catch up with the first: by one token where the last one was just sampled, by a chunk
-        where a prompt is read or, after a preemption, read again. A token that a step in flight samples counts as
-        known; its value is never looked at here. Decoding rows come first, since streams wait for them; then
-        prompts begun, then new ones, as far as the budget of milliseconds and the pages go.
+        There is no prefill phase and no decode phase. Each request has num_tokens and num_computed_tokens, and a step
+        lets the second catch up with the first: by one token if the last one was just sampled, by a chunk while a
+        prompt is computed or, after a preemption, recomputed. A token that a step in flight samples counts as known;
+        its value is never read here. Decoding rows come first, because streams wait for them; then prompts that have
+        begun, then new ones, within the time budget and the pages.
         """
         self._make_way()
         builder = PlanBuilder(self._num_steps, self._kv.page_size)
@@ -156,7 +155,7 @@ class Planner:
         return builder.launch()
 
     def _draft(self, builder: PlanBuilder, speculator: Speculator) -> bool:
-        """Lets the draft model have this step where that pays."""
+        """Give this step to the draft model if that pays."""
         ready = [
             request
             for request in self._running
@@ -169,8 +168,11 @@ class Planner:
         return bool(builder.requests)
 
     def _schedule_decoding(self, builder: PlanBuilder) -> tuple[list[Request], bool]:
-        """Gives each row that is one token behind its token, with drafts to verify where that pays; returns the rows
-        further behind, and whether pages were so short that requests had to be preempted."""
+        """Schedule the token of each row that is one token behind, with drafts where they pay.
+
+        Returns:
+            The rows that are further behind, and whether requests had to be preempted for lack of pages.
+        """
         behind: list[Request] = []
         ready: list[Request] = []
         preempted = False
@@ -192,18 +194,18 @@ class Planner:
             index += 1
         proposals: list[Proposal | None] | None = None
         if self._speculator is not None and ready and not preempted:
-            # Prompts go on, however much there is to verify.
+            # Prompts continue however much there is to verify.
             reserve = MIN_CHUNK if behind or len(self._waiting) else 0
             proposals = self._speculator.choose(ready, max(0, self._budget.max_tokens - len(ready) - reserve))
         for place, request in enumerate(ready):
             builder.num_decode += builder.take(request, 1, proposals[place] if proposals is not None else None)
         return behind, preempted
 
-    # ---- admission and preemption -----------------------------------------------------------------------------
-
     def _admit_waiting(self, builder: PlanBuilder, room: int) -> None:
-        """Starts waiting requests in order, as far as rows, pages and the budget go. The first that does not fit
-        holds up those behind it, or a large request would starve."""
+        """Start waiting requests in order, as far as rows, pages and the budget allow.
+
+        The first one that does not fit blocks those behind it; otherwise a large request would starve.
+        """
         while len(self._waiting) and self._free_rows and room > 0:
             request = self._waiting[0]
             match = self._find_start(request)
@@ -214,7 +216,7 @@ class Planner:
             room -= builder.take(request, room)
 
     def _parent(self, request: Request) -> Request | None:
-        """The running request whose prompt, computed in an earlier step of its present life, can be forked."""
+        """Return the running request whose prompt, computed in an earlier step of its present life, can be forked."""
         leader = request.leader
         ready = leader is not None and leader.status is Status.RUNNING
         if ready and leader is not None and leader.prompt_step is not None and leader.prompt_step < self._num_steps:
@@ -222,7 +224,7 @@ class Planner:
         return None
 
     def _find_start(self, request: Request, victims: Sequence[Request] = ()) -> PrefixMatch | None:
-        """The pages to begin with, or None where the rest does not fit the free ones and those of the victims."""
+        """Return the pages to begin with, or None if the rest does not fit the free pages and those of the victims."""
         parent = self._parent(request)
         if parent is not None:
             match = self._kv.shared_with(parent.pages, request.num_initial_tokens - 1)
@@ -235,7 +237,7 @@ class Planner:
         return match if self._kv.fits(request.num_tokens, match, reserve - reclaimable) else None
 
     def _start(self, builder: PlanBuilder, request: Request, match: PrefixMatch) -> None:
-        """Gives a request its row and all the pages that its tokens need."""
+        """Give a request its row and all pages that its tokens need."""
         parent = self._parent(request)
         if parent is not None:
             builder.page_copies += self._kv.fork(parent.pages, request.pages, request.num_initial_tokens - 1)
@@ -264,9 +266,9 @@ class Planner:
             self._counters.prefix_cache_hits_total += match.num_tokens
 
     def _make_way(self) -> None:
-        """Preempts running requests for the first waiting one where that is more urgent and finds no place.
+        """Preempt running requests for the first waiting one if that is more urgent and does not fit.
 
-        Nobody is preempted where even that would not make room: the more urgent ones hold it.
+        Nobody is preempted if even that would not make room, because more urgent requests hold it.
         """
         if not len(self._waiting) or not len(self._running):
             return
@@ -282,9 +284,9 @@ class Planner:
                 return
 
     def _preempt(self, request: Request) -> None:
-        """Takes row and pages away; the request is computed again later, from what the prefix cache still has.
+        """Release row and pages of a request; it is recomputed later, from what the prefix cache still has.
 
-        Tokens in flight are forgotten: the sampling noise is a function of the position, so they come again.
+        Tokens in flight are forgotten. They will be sampled again, because the noise is a function of the position.
         """
         self._leave_row(request, distrust=False)
         request.num_computed_tokens = 0
@@ -304,31 +306,32 @@ class Planner:
         request.life += 1
         self._kv.free(request.pages, distrust=distrust)
 
-    # ---- what others ask --------------------------------------------------------------------------------------
-
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
+        """Number of requests that hold a row."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests without a row."""
         return len(self._waiting) + len(self._compiling) + self._num_held
 
     @property
     def is_compiling(self) -> bool:
-        """Whether requests wait for their grammars."""
+        """True if requests wait for their grammars."""
         return bool(self._compiling)
 
     @property
     def has_computable(self) -> bool:
-        """Whether requests run, or wait for nothing but a row."""
+        """True if requests run, or wait only for a row."""
         return len(self._running) > 0 or len(self._waiting) > 0
 
     def num_waiting_tokens(self) -> int:
-        """Tokens of prompts, and of what is computed again, that wait to be read. Those that share a prompt with
-        another choice count one each; a stream's own last token does not count."""
+        """Return the number of tokens of prompts, and of recomputed text, that wait to be computed.
+
+        Requests that share a prompt with another choice count one token each; a stream's own last token does not
+        count.
+        """
         total = self._num_held
         for request in chain(self._waiting, self._compiling):
             total += 1 if request.leader is not None else request.num_tokens
@@ -338,7 +341,7 @@ class Planner:
         return total
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where queues, rows and pages contradict each other."""
+        """Check that queues, rows and pages are consistent. Raises AssertionError."""
         self._kv.check_integrity()
         placed = [*self._running, *self._waiting, *self._compiling]
         rows = sorted([request.row for request in self._running] + self._free_rows)

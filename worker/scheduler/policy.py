@@ -1,4 +1,4 @@
-"""The order of requests: priority first (lower runs first), then first come, first served; and their deadlines."""
+"""Order of requests (priority first, lower first; then first come, first served), and their deadlines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _key = attrgetter("key")
 
 
 class RequestQueue:
-    """Requests sorted by their key. The first is served first; the last is preempted first.
+    """Requests sorted by their key. The first one is served first; the last one is preempted first.
 
-    A preempted request keeps its key, so it comes back before all that arrived after it: within a priority nobody
+    A preempted request keeps its key and so comes back before all that arrived after it: within a priority no request
     starves.
     """
 
@@ -32,11 +32,11 @@ class RequestQueue:
         return self._items[index]
 
     def add(self, request: Request) -> None:
-        """Puts a request in its place."""
+        """Add a request in its place."""
         insort(self._items, request, key=_key)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out. Raises ValueError where it is not in the queue."""
+        """Remove a request. Raises ValueError if it is not in the queue."""
         index = bisect_left(self._items, request.key, key=_key)
         if index == len(self._items) or self._items[index] is not request:
             raise ValueError(f"request {request.request_id} is not in the queue")
@@ -44,10 +44,10 @@ class RequestQueue:
 
 
 class DeadlineQueue:
-    """Requests that must start before a time, the most pressing first.
+    """Requests that must start before a time, most urgent first.
 
-    One that started or ended stays until its time comes or the next pruning, so that there are never many more of
-    them than of those that wait: each keeps its prompt.
+    A request that started or ended stays until its time comes or until the next pruning, which keeps the queue
+    proportional to the number of waiting requests, because each keeps its prompt alive.
     """
 
     _SLACK = 64
@@ -60,7 +60,7 @@ class DeadlineQueue:
         return len(self._heap)
 
     def add(self, request: Request, deadline: float) -> None:
-        """Watches over a request until it starts."""
+        """Add a request until it starts."""
         if len(self._heap) >= self._prune_at:
             self._heap = [entry for entry in self._heap if self._is_watched(entry[2])]
             heapq.heapify(self._heap)
@@ -68,7 +68,10 @@ class DeadlineQueue:
         heapq.heappush(self._heap, (deadline, request.arrival, request))
 
     def take_late(self, now: float) -> Iterator[Request]:
-        """Those that have not started by their time. Once any choice has started, its siblings may wait on."""
+        """Return the requests that have not started by their deadline.
+
+        Once a choice has started, its siblings may continue to wait.
+        """
         while self._heap and self._heap[0][0] <= now:
             _, _, request = heapq.heappop(self._heap)
             if self._is_watched(request):
@@ -80,9 +83,9 @@ class DeadlineQueue:
 
 
 def admission_reserve(num_running: int, num_pages: int) -> int:
-    """Pages that admission leaves free so that the running requests can grow before anyone must be preempted.
+    """Return the pages that admission leaves free, so that running requests can grow before one must be preempted.
 
-    Each running request takes one page per page_size steps. One page for each, at most a twentieth of the cache;
-    none where nothing runs, so that a request that fits the cache alone is always admitted.
+    Each running request takes one page per page_size steps. The reserve is one page for each, at most a twentieth of
+    the cache, and none if nothing runs, so that a request that fits the cache alone is always admitted.
     """
     return min(num_running, max(1, num_pages // 20))

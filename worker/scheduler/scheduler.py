@@ -1,4 +1,4 @@
-"""The scheduler: which requests live, what each step shall compute, and what its results mean for them."""
+"""The scheduler: live requests, the contents of each step, and the consequences of its results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from worker.stats import Counters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The limits that the scheduler keeps.
+    """Limits of the scheduler.
 
     Attributes:
-        max_num_seqs: rows, and so requests that run at a time.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: tokens of prompt and completion together.
-        target_step_ms: milliseconds that a step may take while streams are decoding.
-        eos_token_ids: ids that end a text.
+        max_num_seqs: Number of rows, and so of requests that run at a time.
+        max_num_batched_tokens: Maximum number of tokens in a step.
+        max_model_len: Maximum tokens of prompt and completion together.
+        target_step_ms: Milliseconds that a step may take while streams are decoding.
+        eos_token_ids: Ids that end a text.
     """
 
     max_num_seqs: int
@@ -55,16 +55,16 @@ class SchedulerConfig:
 class Scheduler:
     """Requests from submission to their last token. One thread; no torch.
 
-    `schedule` and `apply` are called by the engine, results in the order of the plans; up to the executor's depth of
-    plans may be in flight. Everything that is to be told to gateways collects in `take_outputs`.
+    The engine calls `schedule` and `apply`, with results in the order of the plans. Up to the executor's depth of
+    plans may be in flight. Outputs for gateways collect in `take_outputs`.
 
     Args:
-        config: limits.
-        kv: owner of the pages.
-        counters: raised here.
+        config: Limits.
+        kv: Owner of the pages.
+        counters: Counters to increase.
         clock: Unix time in seconds, for deadlines.
-        constraints: what requests may ask of their tokens beyond sampling parameters; None: nothing that needs masks.
-        speculation: how tokens are drafted; None: not at all.
+        constraints: Factory of constraints; None to refuse requests that need masks.
+        speculation: Configuration of drafts; None for no drafts.
     """
 
     def __init__(
@@ -100,18 +100,16 @@ class Scheduler:
         self._outbox = Outbox()
         self._num_arrived = 0
 
-    # ---- requests come and go ---------------------------------------------------------------------------------
-
     def add(self, submit: Submit, owner: bytes = b"") -> None:
-        """Takes the choices of a validated Submit over; each will end with exactly one terminal Output.
+        """Add the choices of a validated Submit; each will end with exactly one terminal Output.
 
         Raises:
-            PeltonError: it can never run, or one of its choices is live already. Nothing was taken over.
+            PeltonError: It can never run, or one of its choices is already live. Nothing was added.
         """
         check_length(submit, self.config.max_model_len, self.kv.max_tokens)
         choices = range(submit.choice, submit.choice + submit.num_choices)
         if self.is_live(submit.request_id, choices, owner):
-            raise PeltonError(f"request {submit.request_id} is running already")
+            raise PeltonError(f"request {submit.request_id} is already running")
         constraints = self._open_constraints(submit)
         leader: Request | None = None
         for choice, constraint in zip(choices, constraints, strict=True):
@@ -129,7 +127,7 @@ class Scheduler:
             self._num_arrived += 1
             self._live.setdefault((owner, submit.request_id), {})[choice] = request
             if request.num_tokens >= request.max_num_tokens:
-                # Resumed with everything generated already.
+                # Resumed with everything already generated.
                 self._planner.enqueue(request)
                 self._finish(request, FINISH_LENGTH)
                 continue
@@ -149,21 +147,21 @@ class Scheduler:
         if self._constraints is not None:
             return self._constraints.open(submit)
         if submit.grammar or submit.sampling.thinking is not None:
-            raise InvalidRequestError("this worker masks no tokens: grammars and budgets of reasoning are not served")
+            raise InvalidRequestError("this worker does not support grammars and reasoning budgets")
         return [None] * submit.num_choices
 
     def is_live(self, request_id: str, choices: range, owner: bytes) -> bool:
-        """Whether any of the choices is live: answering for its id would end another's stream."""
+        """Return True if any of the choices is live; an answer with its id would end another request's stream."""
         return any(choice in choices for choice in self._live.get((owner, request_id), ()))
 
     def abort(self, request_id: str, choice: int | None = None, owner: bytes = b"") -> None:
-        """Ends a request, or one choice of it, with Finish(ABORT). Unknown and finished ids are ignored."""
+        """End a request, or one choice of it, with Finish(ABORT). Unknown and finished ids are ignored."""
         live = self._live.get((owner, request_id), {})
         for request in [request for number, request in live.items() if choice is None or number == choice]:
             self._finish(request, Finish(FinishReason.ABORT))
 
     def abort_owner(self, owner: bytes) -> int:
-        """Drops all requests of a gateway that is gone, and what was to be told to it; returns how many."""
+        """Drop all requests of a lost gateway and their outputs; return the number of requests."""
         gone = [request for (who, _), live in self._live.items() if who == owner for request in live.values()]
         for request in gone:
             self._finish(request, Finish(FinishReason.ABORT))
@@ -171,18 +169,16 @@ class Scheduler:
         return len(gone)
 
     def fail_all(self, message: str, code: str) -> None:
-        """Ends every live request with an error; results still in flight will be discarded."""
+        """End every live request with an error. Results in flight will be discarded."""
         for request in [request for live in self._live.values() for request in live.values()]:
             self._finish(request, Finish(FinishReason.ERROR, message=message, code=code))
 
     def take_outputs(self) -> list[tuple[bytes, Output]]:
-        """What happened since the last call, as (owner, Output) in order."""
+        """Return the outputs since the last call as (owner, Output), in order."""
         return self._outbox.take()
 
-    # ---- one step ---------------------------------------------------------------------------------------------
-
     def schedule(self) -> StepPlan | None:
-        """The next step, or None where nothing can be computed now."""
+        """Return the next step, or None if nothing can be computed now."""
         self._drop_late()
         self._settle_constraints()
         flight = self._planner.plan()
@@ -201,15 +197,17 @@ class Scheduler:
             self._finish(request, Finish(FinishReason.ERROR, message=message, code="deadline_exceeded"))
 
     def _settle_constraints(self) -> None:
-        # The end of one lets its siblings wait for their own: they are looked at next.
+        # The end of one may start the wait of its siblings: they are checked next.
         while self._planner.is_compiling and (ending := self._planner.settle()):
             for request in ending:
                 if request.constraint is not None and request.constraint.finish is not None:
                     self._finish(request, request.constraint.finish)
 
     def _mask(self, flight: Flight, constraints: Constraints) -> None:
-        """Says what the rows of a plan may sample. One for which nothing is left to sample ends now; its row computes
-        what nobody waits for."""
+        """Compute the masks of a plan's rows.
+
+        A request without an allowed token ends now; its row computes a result that is ignored.
+        """
         for (request, drafts), masks in zip(flight.masked, constraints.masks(flight.masked), strict=True):
             if isinstance(masks, Finish):
                 self._finish(request, masks)
@@ -219,13 +217,13 @@ class Scheduler:
             num_unused = 1 + len(drafts) - len(masks)
             flight.plan.masks.extend([*masks, *[constraints.everything] * num_unused])
 
-    # ---- results ----------------------------------------------------------------------------------------------
-
     def apply(self, plan: StepPlan, result: StepResult, milliseconds: float | None = None) -> None:
-        """Takes in what a step computed; plans and results come in the order of `schedule`.
+        """Process the result of a step; plans and results come in the order of `schedule`.
 
         Args:
-            milliseconds: what the step took, for the cost table; None where it was not measured.
+            plan: The plan.
+            result: Its result.
+            milliseconds: Duration of the step, for the cost table; None if it was not measured.
         """
         flight = self._land(plan)
         if plan.drafting:
@@ -244,7 +242,7 @@ class Scheduler:
         for request, life, item in zip(flight.requests, flight.lives, plan.scheduled, strict=True):
             tokens = list(islice(sampled, 1 + len(item.drafts))) if item.sample else None
             if request.life != life:
-                # It ended or was preempted while the step was in flight.
+                # The request ended or was preempted while the step was in flight.
                 self.counters.discarded_tokens_total += tokens is not None
                 continue
             if item.prompt_logprobs is not None:
@@ -264,8 +262,10 @@ class Scheduler:
         return flight
 
     def _append(self, request: Request, item: ScheduledTokens, tokens: list[SampledToken]) -> None:
-        """Takes a sampled token; and with drafts those after it, up to the first that differs from its draft: what is
-        sampled after a draft holds where the draft was right."""
+        """Append a sampled token and, with drafts, those after it up to the first that differs from its draft.
+
+        The token sampled after a draft is valid if the draft was right.
+        """
         if tokens[0].row != request.row:
             raise RuntimeError(f"row {tokens[0].row} was sampled where row {request.row} was planned")
         drafts = item.drafts
@@ -279,7 +279,8 @@ class Scheduler:
                 if not drafts or token_id == NOTHING_LEFT:
                     finish, distrust = self._failure(request, token_id)
                 elif request.speculation is not None:
-                    # Drafts whose values are not finite show even where their weight is zero: it is computed without.
+                    # Drafts with non-finite values show even where their weight is zero: the row is computed again
+                    # without.
                     request.speculation.is_suspect = True
                 break
             request.token_ids.append(token_id)
@@ -289,7 +290,7 @@ class Scheduler:
             if finish is not None or taken > len(drafts) or token_id != drafts[taken - 1]:
                 break
         request.mu = tokens[0].mu
-        # What the last of them was sampled from is computed, and it is not.
+        # The last of them was sampled from computed tokens, and is not computed itself.
         num_computed = item.start + item.count - len(drafts) + len(token_ids) - 1
         if drafts:
             self._resolve(request, drafts, token_ids, num_computed)
@@ -303,30 +304,30 @@ class Scheduler:
             self._outbox.put(request, token_ids, None, logprobs)
 
     def _pool(self, request: Request, embedding: Embedding, item: ScheduledTokens, pooled: dict[int, bytes]) -> None:
-        """Takes what a chunk gave for an embedding; with its last token it is complete, and the request ends."""
+        """Add a chunk's result to an embedding. With its last token the embedding is complete and the request ends."""
         if item.num_pooled and not embedding.add(pooled[item.row], item.num_pooled):
             self._finish(request, self._not_finite("numbers"), distrust=True)
             return
         end = item.start + item.count
         if not embedding.needs_all:
-            # Pages of a mean, many and seldom read again, would push out those that streams begin with.
+            # Pages of a mean are many and seldom reused; they would evict those that streams begin with.
             self.kv.commit(request.pages, request.token_ids, end)
         if end == len(request.token_ids):
             self._finish(request, FINISH_EMBEDDED, embedding=embedding.vector())
 
     def _failure(self, request: Request, token_id: int) -> tuple[Finish, bool]:
-        """How a request ends for which nothing was sampled, and whether its pages are not to be trusted."""
+        """Return how a request ends without a sampled token, and whether its pages are not to be trusted."""
         if token_id == NOTHING_LEFT:
             return nothing_left(request.sampling, "the request's rules for tokens"), False
         return self._not_finite("logits"), True
 
     def _not_finite(self, what: str) -> Finish:
         self.counters.invalid_logits_total += 1
-        message = f"the model computed no finite {what} for this request"
+        message = f"the model computed non-finite {what} for this request"
         return Finish(FinishReason.ERROR, message=message, code="invalid_logits")
 
     def _resolve(self, request: Request, drafts: list[int], token_ids: list[int], num_computed: int) -> None:
-        """What a verification means for a request: the keys of drafts that were wrong are to be written over."""
+        """Apply a verification to a request: the keys of wrong drafts will be overwritten."""
         request.num_computed_tokens = num_computed
         matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, token_ids))
         if self._speculator is not None:
@@ -335,7 +336,7 @@ class Scheduler:
             request.draft_counts = request.speculation.draft_counts
 
     def _take_drafted(self, flight: Flight, result: StepResult, milliseconds: float | None) -> None:
-        """What the draft model read and proposes."""
+        """Process what the draft model computed and proposes."""
         speculator, plan = self._speculator, flight.plan
         if speculator is None or len(result.drafted) != sum(row.num_drafts > 0 for row in plan.drafting):
             raise RuntimeError(f"the result of step {result.step} does not belong to the plan of step {plan.step}")
@@ -348,8 +349,6 @@ class Scheduler:
             if request.life == life:
                 speculator.take_drafted(request, row, proposed)
 
-    # ---- ends -------------------------------------------------------------------------------------------------
-
     def _finish(
         self,
         request: Request,
@@ -360,7 +359,7 @@ class Scheduler:
         embedding: bytes | None = None,
         distrust: bool = False,
     ) -> None:
-        """The one way in which a request ends: gives everything back and says so once."""
+        """End a request: release everything and send one terminal output. No other function ends requests."""
         self._planner.remove(request, distrust=distrust)
         if request.constraint is not None:
             request.constraint.close()
@@ -370,34 +369,32 @@ class Scheduler:
             del self._live[key]
         self._outbox.put(request, token_ids or [], finish, logprobs, embedding)
 
-    # ---- what others ask --------------------------------------------------------------------------------------
-
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
+        """Number of requests that hold a row."""
         return self._planner.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests without a row."""
         return self._planner.num_waiting
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is live."""
+        """True if any request is live."""
         return bool(self._live)
 
     @property
     def has_computable(self) -> bool:
-        """Whether requests run, or wait for nothing but a row."""
+        """True if requests run, or wait only for a row."""
         return self._planner.has_computable
 
     def num_waiting_tokens(self) -> int:
-        """Tokens of prompts, and of what is computed again, that wait to be read."""
+        """Return the number of tokens of prompts, and of recomputed text, that wait to be computed."""
         return self._planner.num_waiting_tokens()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where queues, rows, pages and live requests contradict each other."""
+        """Check that queues, rows, pages and live requests are consistent. Raises AssertionError."""
         self._planner.check_integrity()
         live = [request for requests in self._live.values() for request in requests.values()]
         if any(request.status is Status.FINISHED for request in live):

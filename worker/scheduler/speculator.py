@@ -1,7 +1,8 @@
 """What a step drafts and verifies: the part of speculation that scheduler and planner talk to.
 
 The output with drafts is the output without them: the model samples each token as always, with noise that is a
-function of its position, and a draft is only a guess at it. What is decided here costs or saves time, and nothing else.
+function of its position, and a draft is only a guess at it. What is decided here costs or saves time, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class SpeculationConfig:
         draft_len: tokens of a text that the draft model can read; 0: there is no draft model.
         max_drafts: most tokens of a request that a step verifies.
         rejection: drafts are accepted by rejection sampling.
-        alike_rows: rounding does not tell steps of up to so many rows from each other, and drafts do not carry a step
-            beyond them; 0: there is no such border.
+        max_bitwise_identical_rows: Largest number of rows up to which steps of different sizes yield bitwise identical
+            results; drafts do not make a step larger. 0 for no limit.
     """
 
     look_up: bool
     draft_len: int
     max_drafts: int
     rejection: bool = False
-    alike_rows: int = 0
+    max_bitwise_identical_rows: int = 0
 
 
 class Speculator:
@@ -146,8 +147,8 @@ class Speculator:
     def _choose(
         self, requests: Sequence[Request], proposals: Sequence[Proposal | None], room: int, wait: float
     ) -> list[Proposal | None]:
-        if len(requests) <= self._config.alike_rows:
-            room = min(room, self._config.alike_rows - len(requests))
+        if len(requests) <= self._config.max_bitwise_identical_rows:
+            room = min(room, self._config.max_bitwise_identical_rows - len(requests))
         # Who never has drafts has no account either: each wait for those of others is too long or not.
         credit = [-wait if request.speculation is None else request.speculation.credit for request in requests]
         counts = self._controller.choose(proposals, len(requests), room, credit)
@@ -206,8 +207,10 @@ class Speculator:
             request.speculation.resolve(num_verified, num_accepted)
 
     def observe(self, num_rows: int, milliseconds: float) -> None:
-        """What a step without prompt tokens took, drafts counted as rows. It is learned from before the next decision:
-        as with texts, many at a time take hardly longer than one."""
+        """What a step without prompt tokens took, drafts counted as rows.
+
+        It is learned from before the next decision: as with texts, many at a time take hardly longer than one.
+        """
         self._observed.append((num_rows, milliseconds))
         if len(self._observed) >= LONGEST:
             self._learn_costs()
@@ -234,8 +237,9 @@ class Speculator:
         return not self._drafting_pause.holds(num_requests)
 
     def plan_drafting(self, requests: Sequence[Request], room: int) -> list[tuple[Request, DraftedRow]]:
-        """What the draft model shall do before the next step for these, which are all one token behind; nothing where
-        that would not pay.
+        """What the draft model shall do before the next step for these, which are all one token behind.
+
+        Nothing where that would not pay.
 
         Args:
             room: tokens that it may read.
