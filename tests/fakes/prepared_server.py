@@ -1,4 +1,4 @@
-"""A real gateway process over a fake worker that gives prepared answers: what clients' programs are tested with."""
+"""Gateway process over a fake worker with prepared answers, for tests of client programs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MODEL = "prepared"
 
 
 class PreparedServer:
-    """A context manager.
+    """Context manager that runs the gateway and its worker.
 
     Args:
-        answers: what each question is answered with, see tests.fakes.hermes.
-        flags: of the gateway.
-        options: of the FakeWorker.
+        answers: Answer to each question; see tests.fakes.hermes.
+        flags: Command-line flags of the gateway.
+        options: Arguments of the FakeWorker.
 
     Attributes:
-        url: of the gateway, without /v1.
-        worker: remembers what it received.
-        directory: the runtime directory.
+        url: URL of the gateway, without /v1.
+        worker: The worker, which records what it receives.
+        directory: The runtime directory.
     """
 
     def __init__(self, answers: Mapping[str, Answer], *, flags: Sequence[str] = (), **options: Any) -> None:
@@ -69,7 +69,7 @@ class PreparedServer:
         self._directory.cleanup()
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
-        """Status and body of a request to the model: parsed where it is JSON, else its bytes."""
+        """Send a request to the model; return the status, and the body parsed if it is JSON, else as bytes."""
         raw = json.dumps({"model": MODEL, **body}, ensure_ascii=False).encode()
         request = urllib.request.Request(self.url + path, raw, {"Content-Type": "application/json"})
         try:
@@ -82,20 +82,20 @@ class PreparedServer:
             return response.status, json.loads(data) if parsed else data
 
     def stream(self, path: str, **body: Any) -> list[Any]:
-        """The events of a stream."""
+        """Send a request to the model and return the events of its stream."""
         status, data = self.post(path, stream=True, **body)
         assert status == 200, data
         return parse_events(data)
 
     def memory(self) -> int:
-        """Bytes of the gateway and the processes that it has started."""
+        """Return the resident bytes of the gateway and its child processes."""
         assert self._process is not None
         table = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
         rows = [list(map(int, line.split())) for line in table.splitlines()]
         return sum(rss for pid, parent, rss in rows if self._process.pid in (pid, parent)) << 10
 
     def log(self) -> str:
-        """What the gateway wrote."""
+        """Return the log of the gateway."""
         return self._log.read_text(errors="replace")
 
     def _is_ready(self) -> bool:
