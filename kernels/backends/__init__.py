@@ -1,1 +1,1 @@
-"""Implementations of the operations for CPU and GPU, their reference in plain torch, and the choice between them."""
+"""Operations for the CPU and the GPU, their reference in plain PyTorch, and the choice between them."""

@@ -1,4 +1,7 @@
-"""The CPU's ops: its own kernels where they cover dtypes and shapes, else the reference."""
+"""Decoder operations on the CPU.
+
+Compiled kernels run where they support the dtypes and shapes; the reference runs otherwise.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,18 @@ from shared.errors import ConfigurationError
 
 
 class CpuOps(DecoderOps):
-    """Decoder operations on the CPU. Kernels are compiled, or read from numba's cache, at their first use."""
+    """Decoder operations on the CPU.
+
+    Kernels are compiled, or loaded from numba's cache, at their first use.
+    """
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: refuse what the kernels do not cover; they themselves are so always."""
+        """Create the operations.
+
+        Args:
+            deterministic: Raise an error for attention that the kernels do not support. The kernels themselves are
+                always deterministic.
+        """
         self._deterministic = deterministic
         self._norms: dict[tuple[int, torch.dtype], norm_cpu.AddRMSNorm] = {}
         self._activations: dict[tuple[int, torch.dtype], activation_cpu.SiluAndMul] = {}
@@ -38,7 +49,7 @@ class CpuOps(DecoderOps):
         dtype: torch.dtype,
         quantization: ActivationQuantization | None = None,
     ) -> Activations:
-        """kernels/ops/norm."""
+        """See kernels/ops/norm."""
         if quantization is not None:
             return super().add_rms_norm(delta, residual, weight, eps, dtype, quantization)
         hidden = residual.shape[-1]
@@ -52,7 +63,7 @@ class CpuOps(DecoderOps):
     def activation_and_mul(
         self, gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
     ) -> Activations:
-        """kernels/ops/activation."""
+        """See kernels/ops/activation."""
         width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
         if quantization is not None or not activation_cpu.supported(width, dtype, activation):
             return super().activation_and_mul(gate_up, activation, quantization)
@@ -62,11 +73,11 @@ class CpuOps(DecoderOps):
         return op(gate_up)
 
     def prepare_attention(self, inputs: AttentionInputs, geometry: AttentionGeometry) -> Any:
-        """Cuts the step into tiles."""
+        """Cut the step into tiles."""
         return PreparedAttention(inputs, geometry, attention_cpu.make_tiles(inputs))
 
     def paged_attention(self, qkv: torch.Tensor, pages: KVPages, prepared: Any, layer: LayerConstants) -> torch.Tensor:
-        """kernels/ops/attention."""
+        """See kernels/ops/attention."""
         geometry = prepared.geometry
         dtype, kv_dtype, paired = qkv.dtype, pages.keys.dtype, pages.paired
         key = geometry, dtype, kv_dtype, paired
@@ -76,7 +87,10 @@ class CpuOps(DecoderOps):
                 pages.format == "dense" and layer.sinks is None and attention_cpu.supported(geometry, dtype, kv_dtype)
             )
             if not covered and self._deterministic:
-                raise ConfigurationError("deterministic on the CPU does not cover this model's kind of attention")
+                raise ConfigurationError(
+                    "--deterministic on the CPU does not support this model's kind of attention; start the worker "
+                    "without it"
+                )
             if not covered:
                 return attention_reference.paged_attention(qkv, pages, prepared.inputs, geometry, layer)
             attention = self._attentions[key] = PagedAttention(geometry, dtype, kv_dtype, paired=paired)

@@ -1,4 +1,7 @@
-"""Sampling on a GPU: the kernels of kernels/ops/sampling, penalties and logprobs behind the protocol of the op."""
+"""Sampling and verification of drafts on a GPU.
+
+The kernels are those of kernels/ops/sampling, penalties, logprobs and speculative.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,32 @@ from dataclasses import replace
 
 import torch
 
-from kernels.backends.reference import SamplingOps
+from kernels.backends.reference import SamplingOps, SpeculativeOps
 from kernels.common.triton.scratch import Scratch
 from kernels.ops.logprobs import triton as logprobs_kernels
-from kernels.ops.logprobs.tensors import LogprobTensors
+from kernels.ops.logprobs.reference import LogprobTensors
 from kernels.ops.penalties import triton as penalty_kernels
 from kernels.ops.sampling import triton as sampling_kernels
 from kernels.ops.sampling.inputs import (
-    NO_CUT,
     AdjustInputs,
     PenaltyInputs,
     SamplingInputs,
+    dummy_row,
 )
-from kernels.ops.sampling.row_arguments import scratch_size
+from kernels.ops.sampling.triton_splits import scratch_size
+from kernels.ops.speculative import triton as kernels
+from kernels.ops.speculative.reference import DraftInputs, Verified
 
 
 class TritonSamplingOps(SamplingOps):
-    """What has no kernel of its own runs on a GPU as the reference has it.
+    """Sampling operations on a GPU; operations without a kernel use the reference.
 
-    Owns the scratch of sampling, which grows to the most rows seen; the steps of one stream may share it.
+    This object owns the scratch memory of the kernels, which grows to the largest number of rows. All steps run on one
+    stream, so they can share it.
 
     Args:
-        vocab_size: what `compile` compiles for; 0: nothing, kernels then compile when they are first needed.
+        device: Device of the logits.
+        vocab_size: Vocabulary size for which `compile` compiles; with 0, kernels are compiled at their first use.
     """
 
     def __init__(self, device: torch.device, vocab_size: int = 0) -> None:
@@ -36,11 +43,11 @@ class TritonSamplingOps(SamplingOps):
         self._scratch = Scratch(device)
 
     def compile(self) -> None:
-        """Launches every variant that the worker uses once, on a row of zeros."""
+        """Launch every variant that the worker uses once, on a row of zeros."""
         if not self._vocab_size:
             return
         logits = torch.zeros((1, self._vocab_size), device=self._device)
-        inputs = one_row(self._device)
+        inputs = dummy_row(self._device)
         words = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
         masked = replace(inputs, mask=words, mask_rows=torch.zeros(1, dtype=torch.int64, device=self._device))
         for random, filtered in ((False, False), (True, False), (True, True)):
@@ -52,11 +59,11 @@ class TritonSamplingOps(SamplingOps):
         entry = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
         rows = torch.zeros(1, dtype=torch.int32, device=self._device)
         self.adjust(logits, AdjustInputs(entry, entry.float(), entry, rows, row))
-        for num_top in (0, 8, 20):  # each number of slots that requests need
+        for num_top in (0, 8, 20):  # each kernel width that requests need
             self.logprobs(logits, row, num_top)
 
     def compile_usual(self) -> None:
-        """The same; what few requests ask for needs no compiling here."""
+        """Compile all kernels; there are no rarely used ones here."""
         self.compile()
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
@@ -77,21 +84,47 @@ class TritonSamplingOps(SamplingOps):
         return logprobs_kernels.compute_logprobs(logits, token_ids, num_top)
 
 
-def one_row(device: torch.device) -> SamplingInputs:
-    """Inputs of a row that is only there so that something is compiled.
+class TritonSpeculativeOps(SpeculativeOps):
+    """Verification of drafts on a GPU; `add_kept` uses the reference.
 
-    Types are as the worker's tables have them: 32 bits but for positions and top_p.
+    This object owns the scratch memory of the kernels, which grows to the largest number of rows. All steps run on one
+    stream, so they can share it.
+
+    Args:
+        device: Device of the logits.
+        vocab_size: Vocabulary size for which `compile` compiles; with 0, kernels are compiled at their first use.
     """
-    words = torch.zeros(1, dtype=torch.int32, device=device)
-    return SamplingInputs(
-        temperature=torch.ones(1, device=device),
-        top_k=words,
-        top_p=torch.full((1,), 0.5, dtype=torch.float64, device=device),
-        log_min_p=torch.full((1,), NO_CUT, device=device),
-        key=torch.zeros((2, 1), dtype=torch.int32, device=device),
-        position=torch.zeros(1, dtype=torch.int64, device=device),
-        choice=words,
-        any_random=True,
-        any_filter=True,
-        rows=words,
-    )
+
+    def __init__(self, device: torch.device, vocab_size: int = 0) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._scratch = Scratch(device)
+
+    def compile(self) -> None:
+        """Launch every variant that the worker uses once, on a row of zeros."""
+        if not self._vocab_size:
+            return
+        logits = torch.zeros((1, self._vocab_size), device=self._device)
+        row = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self.verify(row, row, torch.zeros(2, dtype=torch.int32, device=self._device))
+        inputs = dummy_row(self._device)
+        words = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
+        for row_inputs in (inputs, replace(inputs, mask=words, mask_rows=row)):
+            self.probabilities(logits, row_inputs)
+            for drafts in (DraftInputs(row), DraftInputs(row, logits, row)):
+                self.reject(logits, row_inputs, drafts)
+
+    def verify(self, token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
+        """See kernels/ops/speculative/reference.py."""
+        return kernels.verify(token_ids, drafts, cu_rows)
+
+    def reject(self, logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs) -> torch.Tensor:
+        """See kernels/ops/speculative/reference.py."""
+        return kernels.reject(logits, inputs, drafts, self._scratch_of(logits))
+
+    def probabilities(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """See kernels/ops/speculative/reference.py."""
+        return kernels.probabilities(logits, inputs, self._scratch_of(logits))
+
+    def _scratch_of(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._scratch.of(scratch_size(*logits.shape))

@@ -1,7 +1,7 @@
 """Operations in plain torch, on any device; the backends for CPU and GPU override what they have kernels for.
 
-The class of each group of operations is also its interface. Shapes and dtypes are documented by the reference functions
-in kernels/ops/<op>/reference.py.
+The class of each group of operations is also its interface. Shapes and dtypes are documented by the reference
+functions in kernels/ops/<op>/reference.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, Lay
 from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.embedding import reference as embedding_reference
 from kernels.ops.logprobs import reference as logprobs_reference
-from kernels.ops.logprobs.tensors import LogprobTensors
+from kernels.ops.logprobs.reference import LogprobTensors
 from kernels.ops.norm import reference as norm_reference
-from kernels.ops.sampling import dry, extended
+from kernels.ops.sampling import extended
 from kernels.ops.sampling import reference as sampling_reference
 from kernels.ops.sampling.inputs import (
     AdjustInputs,
@@ -32,7 +32,7 @@ from kernels.ops.sampling.inputs import (
     SamplingInputs,
 )
 from kernels.ops.speculative import reference as speculative_reference
-from kernels.ops.speculative.inputs import DraftInputs, Verified
+from kernels.ops.speculative.reference import DraftInputs, Verified
 
 
 class DecoderOps:
@@ -91,7 +91,7 @@ class SamplingOps:
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
         """Apply the DRY penalty in place."""
-        dry.penalize_repetitions(logits, inputs)
+        extended.penalize_repetitions(logits, inputs)
 
     def allow_only(self, logits: torch.Tensor, inputs: AllowedInputs) -> None:
         """Mask all tokens but the allowed ones in place."""

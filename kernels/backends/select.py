@@ -71,7 +71,7 @@ def speculative_ops(device: torch.device, num_threads: int, vocab_size: int = 0)
         from kernels.backends.cpu_speculative import CpuSpeculativeOps
 
         return CpuSpeculativeOps(num_threads)
-    from kernels.backends.gpu_speculative import TritonSpeculativeOps
+    from kernels.backends.gpu_sampling import TritonSpeculativeOps
 
     return TritonSpeculativeOps(device, vocab_size)
 

@@ -1,9 +1,10 @@
-"""The rarer filters: both implementations beside an independent model of each, row by row in Python's floats."""
+"""Rare filters: both implementations against an independent model in Python floats."""
 
 from __future__ import annotations
 
 import math
 import random
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -119,7 +120,7 @@ def make(wishes, vocab, *, spread=2.0, step=0.0, seed=0):
 
 
 def model(row, wish, coin):
-    """What stays of a row: token id -> (logit - largest) / temperature; and -log2 of each token's probability."""
+    """Return a row's kept tokens as id -> (logit - largest) / temperature, and -log2 of each token's probability."""
     wish = PLAIN | wish
     left = {i: x for i, x in enumerate(row) if x > -math.inf}
     highest = max(left.values())
@@ -198,7 +199,7 @@ def typical(left, typical_p):
 
 
 def estimate_k(left, mu):
-    """Basu et al. 2021, algorithm 1, with probabilities rather than logits."""
+    """Compute mirostat 1's k (Basu et al. 2021, algorithm 1) from probabilities."""
     total = math.fsum(math.exp(s) for s in left.values())
     shares = [math.exp(left[i]) / total for i in ordered(left)[:100]]
     if len(shares) < 2:
@@ -250,7 +251,7 @@ def test_large_rows_on_the_cpu_keep_what_the_reference_keeps(vocab, spread, cpu)
     torch.testing.assert_close(found[uses], masses[uses], rtol=1e-6, atol=1e-6)
     for i in range(len(ROWS)):
         differs = (expected[i] > -math.inf) != (logits[i] > -math.inf)
-        # Sums of the two differ by about 1e-7, so a token may fall on the other side of a border.
+        # The two sums differ by about 1e-7, so a token at a border may differ.
         assert differs.sum() <= 2, ROWS[i]
         both = (expected[i] > -math.inf) & (logits[i] > -math.inf)
         torch.testing.assert_close(logits[i][both], expected[i][both], rtol=1e-5, atol=1e-5)
@@ -309,7 +310,7 @@ def test_a_grammar_comes_before_the_filters(name, cpu):
     for i, mask_row in enumerate(mask_rows.tolist()):
         if mask_row >= 0:
             masked[i, ~allowed[mask_row, :77]] = -math.inf
-            logits[i, ~allowed[mask_row, :77]] = math.nan  # is not looked at
+            logits[i, ~allowed[mask_row, :77]] = math.nan  # masked, so the value must not matter
     expected_mass = run(masked, inputs)
     found_mass = run(logits, replace(inputs, mask=words, mask_rows=mask_rows))
     assert torch.equal(masked, logits)
@@ -374,16 +375,17 @@ def test_what_few_ask_for_is_compiled_when_one_asks():
     logits, inputs = make(ROWS, 60)
     expected, found = logits.clone(), logits.clone()
     extended.extend(expected, inputs)
-    ops.extend(found, inputs)  # by plain torch
+    ops.extend(found, inputs)  # in plain PyTorch
     assert torch.equal(found, expected)
-    ops._extended.wait()
-    assert ops._extended.get(beside=True) is not None
+    for thread in threading.enumerate():
+        if thread.name == "compile-extended":
+            thread.join()
     ops.extend(logits, inputs)
     assert torch.equal(logits > -math.inf, expected > -math.inf)
 
 
 def test_random_wishes(cpu):
-    """Any combination, on rows with many equal logits."""
+    """Check random combinations on rows with many equal logits."""
     rng = random.Random(5)
     wishes = [
         {
@@ -406,7 +408,7 @@ def test_random_wishes(cpu):
     extended.extend(expected, inputs)
     cpu.extend(logits, inputs)
     same = ((logits > -math.inf) == (expected > -math.inf)).all(dim=1)
-    assert same.double().mean() > 0.98  # sums that fall on a border to the last bit may differ
+    assert same.double().mean() > 0.98  # sums at a border may differ in the last bit
     torch.testing.assert_close(logits[same], expected[same], rtol=1e-5, atol=1e-5)
 
 
@@ -418,7 +420,7 @@ def test_mirostat_aims_on_by_what_was_sampled(cpu):
     token_ids = logits.argmax(dim=-1)
     failed = ROWS.index({"mirostat": 1, "mu": 3.0})
     token_ids[failed] = -1
-    # Rows of the logits in another order than those of the parameters.
+    # The logits' rows have another order than the parameters'.
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
     inputs = replace(inputs, rows=order.argsort())
     aims = extended.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order])

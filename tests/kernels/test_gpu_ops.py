@@ -1,4 +1,4 @@
-"""The ops of a GPU as a decoder calls them: whole attention over mixed batches, beside the reference in float64."""
+"""GPU operations as a decoder calls them: attention over mixed batches against the reference in float64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.backends.gpu import TritonOps
-from kernels.backends.gpu_attention import TritonAttention
+from kernels.backends.gpu import TritonAttention, TritonOps
 from kernels.backends.reference import DecoderOps
 from kernels.common.tolerances import TOLERANCES, of_attention
 from kernels.ops.attention.cascade import SharedPrefix, cascade_work
@@ -45,9 +44,9 @@ def check(case: Case, dtype: torch.dtype, kv_format: KVFormat, ops: DecoderOps, 
     wanted = attend(query.to(dtype).double(), expected, step.inputs, step.geometry, step.layer)
     out = run(ops, step)
     if kv_format != "dense":
-        # A rotated key's sum in float32 may fall on the other side of a tie, which one score can show: what counts is
-        # that nearly all cells are the reference's (test_rope_kv.py knows how far the others may be), and what is
-        # made of those that were written.
+        # A rotated key's float32 sum may round to the other side of a tie, which can change a score. Nearly all cells
+        # must equal the reference's (test_rope_kv.py bounds the others), and the result must follow from the cells
+        # written.
         same = [ours == theirs for ours, theirs in zip(cells_of(step.pages), cells_of(expected))]
         assert all(float((~one).double().mean()) < 0.002 for one in same)
         wanted = attend(query.to(dtype).double(), step.pages, step.inputs, step.geometry, step.layer)
@@ -57,7 +56,7 @@ def check(case: Case, dtype: torch.dtype, kv_format: KVFormat, ops: DecoderOps, 
 
 
 def cells_of(pages: KVPages) -> list[torch.Tensor]:
-    """The bytes of keys and values."""
+    """Return the bytes of keys and values."""
     return [pages.keys.view(torch.uint8), pages.values.view(torch.uint8)]
 
 
@@ -94,7 +93,7 @@ def test_the_next_layer_finds_what_the_first_one_prepared(device: torch.device) 
 
 @pytest.mark.parametrize(("deterministic", "window"), [(False, None), (True, None), (False, 40)])
 def test_a_shared_prefix(deterministic: bool, window: int | None, device: torch.device) -> None:
-    """Four requests have the pages of the first 512 keys in common; beside them are one with its own and a prompt."""
+    """Four requests share the pages of the first 512 keys; the batch also has one with its own pages and a prompt."""
     case = dataclasses.replace(
         MIXED, requests=[(1, 520), (1, 540), (2, 513), (1, 530), (1, 520), (5, 0)], window=window
     )
@@ -110,14 +109,14 @@ def test_a_shared_prefix(deterministic: bool, window: int | None, device: torch.
     out = attention.run(step.qkv, step.pages, prepared, step.layer)
     items = prepared.work.decode_items[: int(prepared.work.counts[0])]
     own = items[items[:, 0] < 4]
-    assert bool((own[:, 1] >= 512).all()) == (window is None)  # deterministic: there are none
+    assert bool((own[:, 1] >= 512).all()) == (window is None)  # empty if deterministic
     wanted = paged_attention(step.qkv, expected, step.inputs, step.geometry, step.layer, torch.float64)
     relative, absolute = TOLERANCES[torch.float32]
     torch.testing.assert_close(out, wanted, rtol=relative, atol=absolute)
 
 
 def test_steps_of_all_sizes_share_one_object(device: torch.device) -> None:
-    """Buffers grow, and those of the steps before are neither lost nor mixed up."""
+    """Buffers grow without losing or mixing those of earlier steps."""
     ops = TritonOps(device)
     for requests in ([(1, 5)], [(1, 5), (10, 0)], [(20, 0)], [(1, 9)] * 5, [(1, 5)]):
         check(dataclasses.replace(MIXED, requests=requests), torch.float32, "dense", ops, device)
@@ -150,7 +149,7 @@ def test_partial_results_without_room_are_computed_in_one_piece(device: torch.de
 def test_deterministic_rows_are_the_same_in_any_batch_and_chunk(
     dtype: torch.dtype, kv_format: KVFormat, device: torch.device
 ) -> None:
-    """One request's tokens in a single chunk beside others; then alone in three chunks, the last a single token."""
+    """Compute a request in one chunk beside others, then alone in three chunks, the last a single token."""
     case = Case("", [(25, 0), (1, 40), (3, 3)], num_heads=2, num_kv_heads=1, qk_norm=True)
     step = make_step(case, dtype, kv_format, device)
     pages = step.copy_of_pages()

@@ -1,6 +1,6 @@
-"""Direct launches hand Triton's launcher what Triton's own way hands it, for every kernel that is timed.
+"""Direct launches pass Triton's launcher the same arguments as Triton itself, for every timed kernel.
 
-In a process of its own: without the interpreter, and with a driver that compiles and runs nothing.
+The test runs in its own process, without the interpreter and with a driver that compiles and runs nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ print(json.dumps(sorted(kernels)))
 
 
 def test_direct_launches_are_tritons_own() -> None:
-    """At several times the tiles: integers of 1 and multiples of 16, empty parts, pointers of any alignment."""
+    """Use sizes of several tiles, integers 1 and multiples of 16, empty parts, and pointers of any alignment."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", _PROGRAM, str(SCALE), *FOLDERS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

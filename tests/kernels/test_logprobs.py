@@ -9,7 +9,7 @@ from kernels.common.tolerances import TOLERANCES
 from kernels.ops.logprobs import reference
 from kernels.ops.logprobs import triton as kernels
 from kernels.ops.logprobs.cases import SHAPES, make_case
-from kernels.ops.logprobs.tensors import LOWEST_LOGPROB
+from kernels.ops.logprobs.reference import LOWEST_LOGPROB
 
 RTOL, ATOL = TOLERANCES[torch.float32]
 
@@ -23,7 +23,7 @@ def cpu():
 
 @pytest.fixture(params=["triton", "cpu"])
 def by_kernels(request, device, cpu):
-    """The kernels of one device; results are on the CPU."""
+    """Run the kernels of one device and return results on the CPU."""
     if request.param == "triton":
         ops, place = TritonSamplingOps(device), device
     else:
@@ -66,7 +66,7 @@ def test_the_kernels_report_what_the_reference_does(rows, vocab, num_top, step, 
 
 
 def test_rows_far_apart_and_ids_of_32_bits(device):
-    """Rows 2**31 numbers apart; only the pages that hold them are ever touched."""
+    """Use rows 2**31 elements apart; only the pages that hold them are touched."""
     logits, token_ids = make_case(2, 150, 0.0)
     apart = torch.empty(2**31 + 300, device=device).as_strided((2, 150), (2**31 + 64, 1))
     apart.copy_(logits)
@@ -90,7 +90,7 @@ def test_unusable_rows_report_the_lowest(name, by_kernels):
     logits[1, 4999] = float("inf")
     logits[2] = float("-inf")
     logits[3, 1:] = float("-inf")
-    logits[4, 4096:] = float("-inf")  # a split without a token
+    logits[4, 4096:] = float("-inf")  # a split without finite logits
     token_ids = torch.tensor([17, 4999, 3, 0, 4097, 8])
     if name == "kernels":
         result = by_kernels(logits, token_ids, 4)
@@ -116,7 +116,7 @@ def test_rows_do_not_depend_on_their_neighbours(by_kernels):
 
 
 def test_rows_of_the_reference_do_not_depend_on_their_neighbours():
-    """torch sums up a single row of so many in several pieces, in two rows of these 64 to another last bit."""
+    """PyTorch sums a single large row in several pieces, which changes the last bit of two of these 64 rows."""
     logits = torch.randn((64, 49152), generator=torch.Generator().manual_seed(0)) * 3
     token_ids = torch.arange(64)
     together = reference.compute_logprobs(logits, token_ids, 2)
@@ -130,7 +130,7 @@ def test_other_arguments_are_refused(device):
     logits, token_ids = make_case(2, 40, 0.0)
     with pytest.raises(ValueError, match="float32 logits"):
         kernels.compute_logprobs(logits.double(), token_ids, 1)
-    with pytest.raises(ValueError, match="at most 128"):
+    with pytest.raises(ValueError, match="between 0 and 128"):
         kernels.compute_logprobs(logits, token_ids, 129)
     with pytest.raises(ValueError, match="2 rows"):
         kernels.compute_logprobs(logits, token_ids[:1], 1)

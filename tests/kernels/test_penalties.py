@@ -1,4 +1,4 @@
-"""Biases, masks and penalties on a GPU, in place, to the bit of the reference; other rows and tokens stay."""
+"""Biases, masks and penalties in place, bit for bit against the reference."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_adjustments(width, vocab, dtype, device):
     reference.adjust(expected, inputs)
     result = logits.to(device, copy=True)
     TritonSamplingOps(device).adjust(result, adjustments_on(inputs, device))
-    # Equal to the bit: an id that occurs twice is added up in the order of its entries.
+    # Bit for bit equal: entries of a repeated id are added in order.
     assert torch.equal(result.cpu(), expected)
     assert not torch.equal(expected, logits)
 
@@ -141,7 +141,7 @@ def test_drafts_count_as_if_the_table_had_them(num_rows, vocab, num_extra, devic
 
 
 def test_a_slot_far_into_the_table(device):
-    """slot x vocab beyond 2**31, by tables of which only the slot's pages are ever touched."""
+    """Address slot x vocab beyond 2**31, in tables of which only the slot's pages are touched."""
     inputs = penalties(1, 4096)
     slot = 2**31 // 4096 + 1
     counts = torch.empty((slot + 1) * 4096, dtype=torch.int32, device=device).view(-1, 4096)
@@ -159,14 +159,14 @@ def test_a_slot_far_into_the_table(device):
 
 def test_other_tensors_are_refused(device):
     inputs = penalties(2, 40)
-    with pytest.raises(ValueError, match="float32 logits"):
+    with pytest.raises(ValueError, match="must be float32"):
         kernels.penalize(torch.zeros(4, 40).double(), inputs)
-    with pytest.raises(ValueError, match="as wide"):
+    with pytest.raises(ValueError, match="same width"):
         kernels.penalize(torch.zeros(4, 41), inputs)
     with pytest.raises(ValueError, match="int32 counts"):
         kernels.penalize(torch.zeros(4, 40), replace(inputs, output_counts=inputs.output_counts.long()))
     with pytest.raises(ValueError, match="contiguous"):
         kernels.penalize(torch.zeros(4, 40), replace(inputs, slots=torch.zeros(4, dtype=torch.int64)[::2]))
     adjusted = adjustments(2, 4, 40, torch.int32)
-    with pytest.raises(ValueError, match="tables of adjustments differ"):
+    with pytest.raises(ValueError, match="one shape and stride"):
         kernels.adjust(torch.zeros(2, 40), replace(adjusted, values=adjusted.values[:, :2]))

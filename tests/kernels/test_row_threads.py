@@ -1,4 +1,4 @@
-"""Rows shared out among threads."""
+"""Distribution of rows among threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_row_is_done_once(num_threads: int, num_rows: int) -> None:
 
 
 def test_one_slow_row_holds_up_no_other() -> None:
-    """The thread that has it waits until all others are done, so the other thread must do them."""
+    """The thread with the slow row waits until all other rows are done, so the other thread must process them."""
     taking, done = threading.Lock(), threading.Semaphore(0)
 
     def run(claims: Claims) -> None:

@@ -1,4 +1,4 @@
-"""The sampling op: both implementations against each other, and the reference against an independent model of it."""
+"""Sampling on the CPU against the reference, and the reference against an independent model."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_ids_agree_over_many_positions(cpu):
 
 
 def sort_and_sum(row, temperature, top_k, top_p, min_p):
-    """The ids that pass the filters, by Python's own sort and float64 sums."""
+    """Return the ids that pass the filters, by Python's sort and float64 sums."""
     highest = max(row)
     scaled = [float((np.float32(x) - np.float32(highest)) / np.float32(temperature)) for x in row]
     order = sorted(range(len(row)), key=lambda i: (-scaled[i], i))
@@ -116,7 +116,7 @@ def test_noise_is_standard_gumbel_and_finite():
     assert abs(noise.mean().item() - 0.5772) < 0.01
     assert abs(noise.var().item() - math.pi**2 / 6) < 0.03
     assert noise.isfinite().all() and noise.max() < MAX_NOISE
-    # The largest word must not become infinite noise.
+    # The noise of the largest word must stay finite.
     largest = -math.log(-math.log(((0xFFFFFFFF >> 8) + 0.5) * 2.0**-24))
     assert 17.3 < largest < MAX_NOISE
 

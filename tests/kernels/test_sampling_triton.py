@@ -1,4 +1,4 @@
-"""Sampling on a GPU, in the interpreter without one: the reference's ids, whatever splits, candidates and scratch."""
+"""Sampling kernels of the GPU, or in Triton's interpreter, against the reference."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
 from kernels.ops.logprobs.triton import tiles
-from kernels.ops.sampling import reference, row_arguments
+from kernels.ops.sampling import reference, triton_splits
 from kernels.ops.sampling import triton as kernels
 from kernels.ops.sampling.cases import CASES, SamplingCase, make_case
 from kernels.ops.sampling.inputs import NO_CUT, SamplingInputs
@@ -36,21 +36,21 @@ FILTERS = (
 
 
 def sample(logits, inputs, device, poison=0x7FC00000):
-    """By the kernels, on scratch full of NaN."""
-    size = row_arguments.scratch_size(*logits.shape)
+    """Sample with scratch memory full of NaN."""
+    size = triton_splits.scratch_size(*logits.shape)
     scratch = torch.full((size,), poison, dtype=torch.int32, device=device)
     return kernels.sample(logits.to(device), inputs.on(device), scratch).cpu()
 
 
 @pytest.fixture
 def tiny_splits(monkeypatch):
-    """Many splits that keep few candidates, so that small vocabularies go every way."""
+    """Use many splits with few candidates, so that small vocabularies exercise every path."""
 
     def split(vocab: int, num_lanes: int = 32) -> Split:
         splits = triton.cdiv(vocab, 128)
         return Split(128, splits, triton.next_power_of_2(splits), 16, 1)
 
-    monkeypatch.setattr(row_arguments, "split", split)
+    monkeypatch.setattr(triton_splits, "split", split)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -138,7 +138,7 @@ def test_rows_do_not_depend_on_their_neighbours(tiny_splits, device):
 
 
 def packed_words(allowed: torch.Tensor) -> torch.Tensor:
-    """The mask of [M, vocab] bool; bits beyond the vocabulary are set."""
+    """Pack [M, vocab] bool into mask words; bits beyond the vocabulary are set."""
     rows, vocab = allowed.shape
     bits = torch.ones(rows, -(-vocab // 32) * 32, dtype=torch.int64)
     bits[:, :vocab] = allowed
@@ -152,7 +152,7 @@ def test_a_grammar_allows_what_its_mask_says(indexed, tiny_splits, device):
     logits, inputs = make_case(case)
     allowed = torch.rand(12, 141, generator=torch.Generator().manual_seed(2)) < 0.1
     allowed[3] = False
-    logits[4, ~allowed[4]] = float("nan")  # is not looked at
+    logits[4, ~allowed[4]] = float("nan")  # masked, so the value must not matter
     rows = torch.arange(12)
     if indexed:
         rows = torch.tensor([5, 5, -1, 3, 4, -1, 0, 1, 2, 6, 7, -1], dtype=torch.int32)
@@ -213,7 +213,7 @@ def test_rows_of_logits_may_lie_2_to_the_31_apart(device):
     logits, inputs = make_case(SamplingCase("", 2, 200, 2.0, ((0.8, 9, 0.9, 0.0), (1.0, 0, 1.0, 0.0))))
     apart = torch.empty(2**31 + 300, device=device).as_strided((2, 200), (2**31 + 64, 1))
     apart.copy_(logits)
-    scratch = torch.zeros(row_arguments.scratch_size(2, 200), dtype=torch.int32, device=device)
+    scratch = torch.zeros(triton_splits.scratch_size(2, 200), dtype=torch.int32, device=device)
     assert torch.equal(kernels.sample(apart, inputs.on(device), scratch).cpu(), reference.sample(logits, inputs))
 
 
@@ -250,7 +250,7 @@ def test_compiling_launches_every_kind(device, monkeypatch):
 @pytest.mark.parametrize("logits", [torch.zeros(2, 8).half(), torch.zeros(8, 2).t(), torch.zeros(2, 0)])
 def test_other_logits_are_refused(logits, device):
     _, inputs = make_case(SamplingCase("", 2, 8, 1.0, CASES[0].rows))
-    with pytest.raises(ValueError, match=r"float32 rows of|at least one token"):
+    with pytest.raises(ValueError, match=r"must be float32|at least one token"):
         kernels.sample(logits, inputs, torch.zeros(4096, dtype=torch.int32))
 
 

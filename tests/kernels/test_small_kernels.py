@@ -26,7 +26,7 @@ EMPTY = torch.empty
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a launcher allocates is full of NaN, or of -128 or 255, before the kernel runs."""
+    """Fill all memory that a launcher allocates with NaN, -128 or 255 before the kernel runs."""
 
     def poisoned(*args, **kwargs) -> torch.Tensor:
         tensor = EMPTY(*args, **kwargs)
@@ -44,7 +44,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sc
 
 
 def _assert_codes(actual: QuantizedActivation, wanted: QuantizedActivation, moved: float = 0.01) -> None:
-    """The same scales; codes at most one step apart, and few of them: where a reciprocal falls on the other side."""
+    """Check that scales are equal and few codes differ, by one step, where a reciprocal rounds differently."""
     assert actual.codes.dtype == wanted.codes.dtype
     assert actual.dtype == wanted.dtype
     assert actual.scales.shape == wanted.scales.shape
@@ -55,7 +55,7 @@ def _assert_codes(actual: QuantizedActivation, wanted: QuantizedActivation, move
 
 
 def _ordered(codes: torch.Tensor) -> torch.Tensor:
-    """Codes as integers in the order of their values, one apart from one value to the next."""
+    """Return codes as integers in the order of their values, with neighbouring values one apart."""
     if codes.dtype is torch.int8:
         return codes.int()
     bits = codes.view(torch.uint8).int()
@@ -67,9 +67,9 @@ def _every_format(device: torch.device) -> list[ActivationQuantization | None]:
 
 
 def _assert_like(actual, plain: torch.Tensor, how: ActivationQuantization | None, dtype: torch.dtype) -> None:
-    """`plain`: the wanted result in float64 or float32, before it was rounded to dtype.
+    """Compare with `plain`, the expected result in float64 or float32 before it is rounded to dtype.
 
-    Values at the edge between two of dtype's may be rounded either way, and with them their codes.
+    Values at the edge between two values of the dtype may be rounded either way, and so may their codes.
     """
     if how is None:
         rtol, atol = TOLERANCES[dtype]
@@ -179,7 +179,7 @@ def test_embed(dtypes: tuple[torch.dtype, torch.dtype], scale: float | None, dev
 
 
 def test_offsets_beyond_32_bits(device: torch.device) -> None:
-    """Rows so far apart that 32 bits of elements do not reach them; the memory between them is never touched."""
+    """Use rows so far apart that 32-bit element offsets overflow; the memory between them is never touched."""
     width, far = 2048, 2**31 // 2048 + 3
     table = EMPTY((far + 1, width), dtype=torch.float16, device=device)
     table[far] = 3.0
@@ -194,14 +194,14 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
 def test_quantize(format: ActivationFormat, dtype: torch.dtype, device: torch.device) -> None:
     how = quantize_cases.quantization(format, device)
     for shape in [*quantize_cases.SHAPES, quantize_cases.WIDE]:
-        # As the left columns of something wider: rows may have gaps between them.
+        # A column slice of a wider tensor has gaps between its rows.
         x = _random((shape[0], shape[1] + 16), dtype, device, 2.0)[:, : shape[1]]
         _assert_codes(quantize.quantize(x, how), quantize_reference(x, how))
 
 
 @pytest.mark.parametrize("format", quantize_cases.FORMATS)
 def test_every_code_and_its_ties(format: ActivationFormat, device: torch.device) -> None:
-    """A row with all codes, the values halfway between two of them, zeros of both signs and what saturates."""
+    """Use a row with all codes, the values halfway between two codes, zeros of both signs and saturating values."""
     codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     if format == "int8_token":
         codes = torch.arange(128).float()
@@ -212,7 +212,7 @@ def test_every_code_and_its_ties(format: ActivationFormat, device: torch.device)
     if format == "fp8_tensor":
         x = torch.cat([x, torch.tensor([[460.0, 1e9, float("inf"), -float("inf")]], device=device)], dim=1)
     if format == "fp8_block":
-        # Each block's largest value becomes the largest code, so that the scale is 1 in all of them.
+        # Each block's largest value is the largest code, so that every scale is 1.
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % 127)).view(1, -1, 127)
         x = torch.nn.functional.pad(x, (0, 1), value=448.0).view(1, -1)
     actual, wanted = quantize.quantize(x, how), quantize_reference(x, how)

@@ -1,4 +1,4 @@
-"""Verification of drafts: implementations against the reference, and the reference against what it is to give."""
+"""Verification of drafts: implementations against the reference, and the reference against its specification."""
 
 import math
 from dataclasses import replace
@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from kernels.backends.cpu_speculative import CpuSpeculativeOps
-from kernels.backends.gpu_speculative import TritonSpeculativeOps
+from kernels.backends.gpu_sampling import TritonSpeculativeOps
 from kernels.backends.reference import SpeculativeOps
 from kernels.backends.select import speculative_ops
 from kernels.ops.sampling import reference as sampling
-from kernels.ops.sampling import row_arguments
+from kernels.ops.sampling import triton_splits
 from kernels.ops.sampling.cases import SamplingCase, make_case
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 from kernels.ops.sampling.philox import philox4x32
 from kernels.ops.sampling.triton_splits import Split
 from kernels.ops.speculative import reference
 from kernels.ops.speculative.cases import CASES, make_rejection, make_verification
-from kernels.ops.speculative.inputs import DraftInputs
+from kernels.ops.speculative.reference import DraftInputs
 
 NAN = float("nan")
 
@@ -32,12 +32,12 @@ def cpu():
 
 @pytest.fixture(params=["cpu", "triton"])
 def ops(request, cpu, device):
-    """Each takes tensors of the CPU and gives such."""
+    """Return operations that take and return CPU tensors."""
     return cpu if request.param == "cpu" else OnDevice(device)
 
 
 class OnDevice:
-    """The GPU's, on scratch full of NaN."""
+    """GPU operations with scratch memory full of NaN."""
 
     def __init__(self, device):
         self._device = device
@@ -103,12 +103,12 @@ def test_rejection(case, ops):
 
 @pytest.mark.parametrize("spread, step", [(0.3, 0.0), (1.5, 0.5)])
 def test_borders_beyond_the_candidates_are_found_in_the_row(spread, step, monkeypatch, device):
-    """Many splits that keep few candidates, so that a small vocabulary goes every way."""
-    monkeypatch.setattr(row_arguments, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
+    """Use many splits with few candidates, so that a small vocabulary exercises every path."""
+    monkeypatch.setattr(triton_splits, "split", lambda vocab, num_lanes=32: Split(128, 3, 4, 16, 1))
     rows = (*CASES[0].rows[1:], (5.0, 250, 0.999, 0.0), (1.0, 200, 1.0, 0.0))
     case = SamplingCase("", 9, 300, spread, rows, step=step)
     logits, inputs, drafts = make_rejection(case)
-    # Of equal tokens at the border of top_k some pass and some do not.
+    # Only some of the equal tokens at top_k's border pass.
     drafts = replace(drafts, token_ids=torch.where(torch.arange(9) % 5 == 3, torch.arange(9) * 16, drafts.token_ids))
     expected = reference.reject(logits, inputs, drafts)
     ops = OnDevice(device)
@@ -134,7 +134,7 @@ def test_drafts_without_distributions(ops):
 
 
 def test_what_cannot_have_been_drawn_is_the_only_token_proposed(ops):
-    """NaN, zero and infinity at the draft; ids beyond the vocabulary are no drafts."""
+    """Treat NaN, zero and infinite draft probabilities as one-token proposals; ignore ids beyond the vocabulary."""
     logits, inputs, drafts = make_rejection(SamplingCase("", 10, 60, 1.0, CASES[0].rows), 1)
     alone = reference.reject(logits, inputs, DraftInputs(drafts.token_ids))
     for value in (NAN, 0.0, float("inf"), -1.0):
@@ -157,7 +157,7 @@ def test_equal_distributions_accept(ops, cpu):
 
 
 def test_an_empty_rest_gives_the_draft(ops):
-    """A distribution that exceeds the target everywhere: nothing is left to draw, and nothing is divided by 0."""
+    """Accept the draft if its distribution exceeds the target everywhere; nothing is divided by 0."""
     logits, inputs = make_case(SamplingCase("", 16, 9, 1.0, ((1.0, 0, 1.0, 0.0),)))
     ids = torch.arange(16) % 9
     drafts = DraftInputs(ids, torch.full((1, 9), 1e6), torch.zeros(16, dtype=torch.int64))
@@ -179,7 +179,7 @@ def test_rows_that_are_not_usable_and_greedy_ones(ops):
 
 @pytest.mark.parametrize("vocab", [9, 67])
 def test_no_row_gives_an_id_outside_of_the_vocabulary(vocab, ops):
-    """CVE-2026-54234: rows of zeros, NaN and infinities, of the target and of what drafts were drawn from."""
+    """CVE-2026-54234: rows of zeros, NaN and infinities, in the target's logits and the drafts' distributions."""
     rows = [0.0, NAN, float("-inf"), float("inf"), -1e38]
     weights = [0.0, NAN, float("inf"), 1.0]
     ids = [-1, 0, vocab - 1, vocab]
@@ -229,7 +229,7 @@ def test_probabilities(case, ops):
 
 
 def test_numbers_are_those_that_the_documents_state():
-    """A draft of probability p is accepted where the ACCP stream's number is below it; REPL draws what follows."""
+    """Accept a draft of probability p if the ACCP number is below p; otherwise draw from the REPL stream."""
     key, position, choice = torch.tensor([[42], [0]]), torch.tensor([17]), torch.tensor([1])
     inputs = replace(
         make_case(SamplingCase("", 1, 4, 1.0, ((1.0, 0, 1.0, 0.0),)))[1], key=key, position=position, choice=choice
@@ -249,7 +249,7 @@ def test_numbers_are_those_that_the_documents_state():
 
 
 def chi_squared(observed, expected):
-    """The statistic and what it exceeds once in 10**5 (Wilson and Hilferty 1931)."""
+    """Return the statistic and its limit for a probability of 10**-5 (Wilson and Hilferty 1931)."""
     used = expected > 0
     assert observed[~used].sum() == 0
     freedom = int(used.sum()) - 1
@@ -264,7 +264,7 @@ PARAMETERS = ((0.7, 0, 0.9, 0.0), (1.3, 0, 0.95, 0.0), (1.3, 0, 1.0, 0.0))
 
 
 def of_seeds(parameters, position=40, choice=2):
-    """Inputs of a row for each seed."""
+    """Return inputs with one row per seed."""
     _, inputs = make_case(SamplingCase("", NUM_SEEDS, 1, 1.0, (parameters,)))
     key = torch.stack((torch.arange(NUM_SEEDS), torch.zeros(NUM_SEEDS, dtype=torch.int64)))
     same = torch.ones(NUM_SEEDS, dtype=torch.int64)
@@ -272,9 +272,9 @@ def of_seeds(parameters, position=40, choice=2):
 
 
 def proposals(kind, target):
-    """Logits of the draft's distribution and what is told of it."""
+    """Return the logits that drafts are drawn from."""
     flat = torch.zeros_like(target)
-    if kind == "wrong":  # almost all that the draft proposes is what the target never says
+    if kind == "wrong":  # proposes almost only a token that the target never samples
         return torch.where(target == target.min(), 12.0, flat)
     return target if kind == "equal" else flat
 
@@ -282,7 +282,7 @@ def proposals(kind, target):
 @pytest.mark.parametrize("parameters", PARAMETERS)
 @pytest.mark.parametrize("kind", ["equal", "uniform", "wrong", "one-hot", "NaN", "zeros", "none"])
 def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
-    """Drafts are drawn with the noise that both models share, as the draft model draws them."""
+    """Draw drafts with the noise that both models share, as the draft model does."""
     inputs = of_seeds(parameters)
     logits = TARGET.expand(NUM_SEEDS, -1)
     exact = reference.probabilities(TARGET.unsqueeze(0), of_one(inputs))[0] * NUM_SEEDS
@@ -292,7 +292,7 @@ def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
     ids = sampling.sample(of_draft.expand(NUM_SEEDS, -1), drawn_as)
     told = reference.probabilities(of_draft.unsqueeze(0), of_one(drawn_as)).float()
     if kind in ("one-hot", "NaN", "zeros"):
-        ids = torch.full_like(ids, 1)  # a look-up proposes what it found, whatever the noise
+        ids = torch.full_like(ids, 1)  # a look-up proposes its token whatever the noise
         told = torch.full_like(told, NAN if kind == "NaN" else 0.0)
     rows = torch.full_like(ids, -1 if kind == "one-hot" else 0)
     drafts = DraftInputs(torch.full_like(ids, -1)) if kind == "none" else DraftInputs(ids, told, rows)
@@ -305,7 +305,7 @@ def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
 
 
 def test_nothing_is_owed_to_the_noise_that_drew_the_draft(cpu):
-    """Few tokens, unlike chances: what one stream for both would do to them is seen."""
+    """Use few tokens with unequal probabilities, which would reveal a stream shared by draft and rejection."""
     inputs = of_seeds((1.0, 0, 1.0, 0.0))
     chances = torch.tensor([0.02, 0.4, 0.58])
     ids = sampling.sample(torch.zeros(NUM_SEEDS, 3), inputs)
@@ -316,15 +316,18 @@ def test_nothing_is_owed_to_the_noise_that_drew_the_draft(cpu):
 
 
 def of_one(inputs):
-    """The first row's."""
+    """Return the inputs of the first row."""
     names = ("temperature", "top_k", "top_p", "log_min_p", "position", "choice")
     return replace(inputs, key=inputs.key[:, :1], **{name: getattr(inputs, name)[:1] for name in names})
 
 
 def test_texts_have_the_distribution_of_the_target(cpu):
-    """Two drafts and a token more, each depending on the one before it: pairs of tokens as the target says them."""
+    """Check pairs of tokens over two drafts and one more token, each depending on the previous token.
+
+    The last row of the logits is the initial state.
+    """
     generator = torch.Generator().manual_seed(0)
-    target, draft = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)  # last row: begin
+    target, draft = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)
     parameters = (1.3, 0, 0.9, 0.0)
     inputs = [of_seeds(parameters, position) for position in (10, 11, 12)]
     of_target = reference.probabilities(target, repeated(of_one(inputs[0]), 6))
@@ -342,7 +345,7 @@ def test_texts_have_the_distribution_of_the_target(cpu):
     assert torch.equal(kept.sum(1).int(), accepted + 1)
     assert all((accepted == count).any() for count in range(3))
     first, second, third = sampled
-    # Where the first draft is rejected the next step samples the second token.
+    # After a rejected first draft, the next step samples the second token.
     following = cpu.reject(target[first], of_seeds(parameters, 11), DraftInputs(torch.full_like(first, -1)))
     second = torch.where(kept[:, 1], second, following)
     pairs = torch.bincount(first * 5 + second, minlength=25).double()
@@ -351,11 +354,11 @@ def test_texts_have_the_distribution_of_the_target(cpu):
     assert statistic < limit
     ends = torch.bincount((second * 5 + third)[kept[:, 2]], minlength=25).double().view(5, 5)
     statistic, limit = chi_squared(ends.flatten(), (ends.sum(1, keepdim=True) * of_target[:5]).flatten())
-    assert statistic < limit * 1.2  # 5 sums are taken from the sample itself
+    assert statistic < limit * 1.2  # 5 sums come from the sample itself
 
 
 def repeated(inputs, times):
-    """A row's inputs for several rows."""
+    """Repeat the inputs of one row."""
     names = ("temperature", "top_k", "top_p", "log_min_p", "position", "choice")
     return replace(inputs, key=inputs.key.expand(2, times), **{n: getattr(inputs, n).expand(times) for n in names})
 
@@ -363,15 +366,15 @@ def repeated(inputs, times):
 def test_other_tensors_are_refused(device):
     logits, inputs, drafts = make_rejection(SamplingCase("", 5, 40, 1.0, CASES[0].rows))
     ops = TritonSpeculativeOps(device)
-    with pytest.raises(ValueError, match="float32 rows of 40"):
+    with pytest.raises(ValueError, match="must be float32"):
         ops.reject(logits.double(), inputs, drafts)
-    with pytest.raises(ValueError, match="float32 rows of 40"):
+    with pytest.raises(ValueError, match="draft distributions must be"):
         ops.reject(logits, inputs, replace(drafts, probabilities=torch.zeros(5, 41)))
 
 
 def test_each_device_has_its_own(device):
     assert isinstance(speculative_ops(torch.device("cpu"), 1), CpuSpeculativeOps)
     logits, inputs, drafts = make_rejection(CASES[4])
-    plain = speculative_ops(torch.device("cpu"), 1)  # before it is compiled
+    plain = speculative_ops(torch.device("cpu"), 1)  # before compilation
     assert torch.equal(plain.reject(logits, inputs, drafts), reference.reject(logits, inputs, drafts))
     TritonSpeculativeOps(device, 40).compile()

@@ -1,4 +1,4 @@
-"""Step preparation: the CPU's code and the kernels against the reference."""
+"""Step inputs: the CPU code and the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_step_inputs(case: Case, ops_class, device):
         implementation(buffers).step_inputs(shape)
         assert torch.equal(buffers.state, state)
         outputs.append(buffers.outputs)
-    assert torch.equal(outputs[0], outputs[1])  # what belongs to no request is poison in both
+    assert torch.equal(outputs[0], outputs[1])  # both leave words that belong to no request poisoned
 
 
 def test_the_reference_on_a_step_small_enough_to_read(device):
@@ -61,7 +61,7 @@ def test_the_reference_on_a_step_small_enough_to_read(device):
 
 
 def segments_of(buffers: StepBuffers, changes: list[tuple[int, list[int]]]) -> tuple[int, int, int]:
-    """Puts changes (target word, words) into the packed words; the arguments of apply_diffs."""
+    """Store changes (target word, words) in the packed words and return the arguments of apply_diffs."""
     at = buffers.layout.tail
     entries = []
     for target, words in changes:
@@ -106,7 +106,7 @@ def test_append_writes_ids_and_zero_for_a_failed_request(num_sampled, ops_class,
 
 
 def test_words_past_two_thousand_million_are_found(device):
-    """A state of 9 GiB of which almost nothing is touched: row 4 lies behind word 2**31."""
+    """Use a state of 9 GiB, almost all of it untouched, in which row 4 starts after word 2**31."""
     if device.type != "cpu":
         pytest.skip("memory of the CPU costs nothing until it is touched")
     layout = StepLayout(5, 4, token_stride=2**29, num_groups=1, max_pages=4, page_size=2**27, max_adjustments=1)

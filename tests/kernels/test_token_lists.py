@@ -1,4 +1,4 @@
-"""DRY, bad words and allowed ids: both implementations beside brute force."""
+"""DRY, bad words and allowed ids: both implementations against brute force."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.backends.cpu_sampling import CpuSamplingOps
-from kernels.ops.sampling import dry, reference
+from kernels.ops.sampling import extended, reference
 from kernels.ops.sampling.inputs import (
     MAX_DRY_EXPONENT,
     MAX_DRY_PENALTY,
@@ -36,7 +36,7 @@ def ops(request, compiled):
         return compiled
 
     class Torch:
-        penalize_repetitions = staticmethod(dry.penalize_repetitions)
+        penalize_repetitions = staticmethod(extended.penalize_repetitions)
         allow_only = staticmethod(reference.allow_only)
         forbid_words = staticmethod(reference.forbid_words)
 
@@ -50,7 +50,7 @@ def bits(ids, vocab):
 
 
 def table(texts):
-    """Token ids of requests, with what an earlier request left behind them."""
+    """Return a table of token ids, with remains of earlier requests after each text."""
     tokens = torch.full((len(texts), STRIDE), 1, dtype=torch.int32)
     for i, text in enumerate(texts):
         tokens[i, : len(text)] = torch.tensor(text, dtype=torch.int32)
@@ -58,7 +58,7 @@ def table(texts):
 
 
 def dry_inputs(texts, wishes, vocab):
-    """wishes: (multiplier, base, allowed_length, last_n, breakers) of each text."""
+    """Return inputs for (multiplier, base, allowed_length, last_n, breakers) of each text."""
     order = list(reversed(range(len(texts))))
     tokens = table([texts[i] for i in order])
     breakers = torch.stack([bits(wishes[i][4], vocab) for i in order])
@@ -80,7 +80,7 @@ def dry_inputs(texts, wishes, vocab):
 
 
 def brute_force(text, multiplier, base, allowed, last_n, breakers):
-    """Token -> penalty, by comparing every place with the end."""
+    """Return token -> penalty by comparing every position with the end."""
     text = text if last_n < 0 else text[max(len(text) - last_n, 0) :]
     longest: dict[int, int] = {}
     for end in range(1, len(text)):
@@ -127,7 +127,7 @@ def test_dry_is_brute_force(vocab, ops):
 
 
 def test_many_tokens_are_taken_in_parts(ops, monkeypatch):
-    monkeypatch.setattr(dry, "MAX_TOKENS", 90)
+    monkeypatch.setattr(extended, "MAX_TOKENS", 90)
     texts = [[1, 2, 3] * (1 + number) for number in range(12)]
     check_dry(ops, texts, [(0.8, 1.75, 1 + number % 3, -1, ()) for number in range(12)], 8)
 
@@ -142,14 +142,14 @@ def test_long_repetitions_are_penalized_finitely(period, ops):
 
 
 def test_dry_in_a_known_text(ops):
-    # "1 2 3 4 | 1 2 3" would go on with 4; 5 has followed 3 too, but only after two of these tokens.
+    # "1 2 3 4 | 1 2 3" would continue with 4; 5 also followed 3, but after a match of only two tokens.
     text = [9, 2, 3, 5, 1, 2, 3, 4, 8, 1, 2, 3]
     logits = torch.zeros(1, 16)
     ops.penalize_repetitions(logits, dry_inputs([text], [(1.0, 2.0, 2, -1, ())], 16))
     assert logits[0].tolist() == [-2.0 if i == 4 else -1.0 if i == 5 else 0.0 for i in range(16)]
     logits.zero_()
     ops.penalize_repetitions(logits, dry_inputs([text], [(1.0, 2.0, 2, -1, (2,))], 16))
-    assert not logits.any()  # only one token since the breaker
+    assert not logits.any()  # only one token follows the breaker
 
 
 def test_dry_rows_are_independent(ops):
@@ -205,7 +205,7 @@ def test_only_allowed_ids_stay(vocab, ops):
     expected = logits.clone()
     for row, table_row in ((4, 2), (0, 0), (3, 2)):
         expected[row, ~allowed[table_row]] = -math.inf
-        logits[row, ~allowed[table_row]] = math.nan  # is not looked at
+        logits[row, ~allowed[table_row]] = math.nan  # masked, so the value must not matter
     words = torch.stack([bits(flags.nonzero().flatten().tolist(), vocab) for flags in allowed])
     ops.allow_only(logits, AllowedInputs(torch.tensor([4, 0, 3]), torch.tensor([2, 0, 2]), words))
     assert torch.equal(logits, expected)

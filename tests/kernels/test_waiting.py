@@ -1,4 +1,4 @@
-"""How compiled code waits for another thread."""
+"""Waiting for another thread in compiled code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def take_turns(counter: Any, first: Any) -> None:
 
 
 def test_threads_that_share_a_processor_let_each_other_work() -> None:
-    """Two that spun until the system takes the processor from them would take minutes, not under a second."""
+    """Two spinning threads on one processor would take minutes; yielding takes less than a second."""
     counter = np.zeros(1, dtype=np.int64)
     turns = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(take_turns.address)
     one = {min(os.sched_getaffinity(0))}
 
     def run(first: int) -> None:
-        os.sched_setaffinity(0, one)  # of this thread alone
+        os.sched_setaffinity(0, one)  # applies to this thread only
         turns(counter.ctypes.data, first)
 
     threads = [threading.Thread(target=run, args=(first,), daemon=True) for first in (0, 1)]

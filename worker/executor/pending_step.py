@@ -1,4 +1,4 @@
-"""A step that is enqueued: what is on its way to the host, and the result made of it once it has arrived."""
+"""An enqueued step: its outputs on their way to the host, and their conversion to a StepResult."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.ops.logprobs.tensors import LogprobTensors
+from kernels.ops.logprobs.reference import LogprobTensors
 from shared.messages import TokenLogprobs
 from worker.executor.device import Device, Download
 from worker.plan import SampledToken, StepResult
-from worker.sampling.logprobs import to_entries
 from worker.sampling.sampled_rows import Needs, SampledRows
 from worker.sampling.sampler import SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """Log-probabilities of some prompt tokens of one row."""
+    """Log-probabilities of some prompt tokens of one row, with `num_top` alternatives each."""
 
     row: int
     num_top: int
@@ -27,7 +26,7 @@ class PromptReport:
 
 @dataclass(frozen=True, slots=True)
 class PooledSums:
-    """[len(rows), hidden] float64 sums of hidden states, and whose they are."""
+    """[len(rows), hidden] float64 sums of hidden states, and their rows."""
 
     rows: Sequence[int]
     sums: torch.Tensor
@@ -35,25 +34,30 @@ class PooledSums:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step leaves on the device.
+    """Outputs of a step on the device, and host data of the rows.
+
+    The host data is copied because the rows may belong to other requests when the step completes.
 
     Attributes:
-        rows: [S] the row of each sampled token, on the host; token_ids: [S] int64, None where S is 0.
-        reporting: [L] which of the S have log-probabilities, on the host; num_top: [L] alternatives of each.
-        logprobs: of these L.
-        aiming: [E] which of the S are of rows with rarer filters, on the host; mu: [E] what mirostat aims at in them,
-            None where nobody uses it.
-        prompts: in the order of their positions.
-        pooled: for embeddings; None where the step has none.
+        step: Number of the step.
+        rows: [S] row of each sampled token, on the host.
+        token_ids: [S] int64; None if S is 0.
+        logprob_index: [L] indices of the sampled tokens with log-probabilities, on the host.
+        num_top: [L] number of alternatives of each.
+        logprobs: Log-probabilities of these L tokens.
+        mirostat_index: [E] indices of the sampled tokens of rows with extended filters, on the host.
+        mu: [E] mirostat's next target of these rows; None if no row uses mirostat.
+        prompts: Log-probabilities of prompt tokens, in order of their positions.
+        pooled: Sums for embeddings; None if the step has none.
     """
 
     step: int
     rows: Sequence[int]
     token_ids: torch.Tensor | None
-    reporting: Sequence[int]
+    logprob_index: Sequence[int]
     num_top: Sequence[int]
     logprobs: LogprobTensors | None
-    aiming: Sequence[int]
+    mirostat_index: Sequence[int]
     mu: torch.Tensor | None
     prompts: Sequence[PromptReport]
     pooled: PooledSums | None
@@ -66,7 +70,7 @@ def step_output(
     prompts: Sequence[PromptReport],
     pooled: PooledSums | None = None,
 ) -> StepOutput:
-    """With what the host must remember of the rows: by the time the step arrives they may hold other requests."""
+    """Combine the outputs of a step with the host data of its rows."""
     logprobs = mu = None
     if tokens is not None:
         logprobs, mu = tokens.logprobs, tokens.mu
@@ -75,10 +79,10 @@ def step_output(
         step=step,
         rows=sampled.rows.tolist(),
         token_ids=None if tokens is None else tokens.token_ids,
-        reporting=[] if reporting is None or logprobs is None else reporting.host_index.tolist(),
+        logprob_index=[] if reporting is None or logprobs is None else reporting.host_index.tolist(),
         num_top=[] if sampled.num_top is None else sampled.num_top.tolist(),
         logprobs=logprobs,
-        aiming=[] if extended is None or mu is None else extended.host_index.tolist(),
+        mirostat_index=[] if extended is None or mu is None else extended.host_index.tolist(),
         mu=mu,
         prompts=prompts,
         pooled=pooled,
@@ -86,7 +90,7 @@ def step_output(
 
 
 class PendingStep:
-    """One step between `launch` and its result."""
+    """A step between `launch` and its result."""
 
     def __init__(self, output: StepOutput, device: Device) -> None:
         self._output = output
@@ -95,17 +99,17 @@ class PendingStep:
         self._result: StepResult | None = None
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return True if `result` would return immediately."""
         return self._download is None or self._download.done()
 
     def wait(self) -> None:
-        """Returns when the step is over and its buffers are free. May be called twice."""
+        """Wait until the step has finished and its buffers are free. May be called repeatedly."""
         if self._download is not None:
             self._arrived = self._download.wait()
             self._download = None
 
     def result(self) -> StepResult:
-        """Waits for the step. May be called twice."""
+        """Wait for the step and return its result. May be called repeatedly."""
         self.wait()
         if self._result is None:
             self._result = _assemble(self._output, self._arrived)
@@ -134,6 +138,7 @@ def _tensors(output: StepOutput) -> list[torch.Tensor]:
 
 
 def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult:
+    """Convert the downloaded tensors, in the order of `_tensors`, to a result."""
     at = 0
 
     def take_logprobs() -> LogprobTensors:
@@ -145,17 +150,17 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
     if output.token_ids is not None:
         token_ids = arrived[0].tolist()
         at = 1
-    reported: dict[int, TokenLogprobs] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
     if output.logprobs is not None:
-        reported = dict(zip(output.reporting, to_entries(take_logprobs(), output.num_top)))
+        logprobs = dict(zip(output.logprob_index, token_logprobs(take_logprobs(), output.num_top)))
     mu: dict[int, float] = {}
     if output.mu is not None:
-        mu = dict(zip(output.aiming, arrived[at].tolist()))
+        mu = dict(zip(output.mirostat_index, arrived[at].tolist()))
         at += 1
     prompts: dict[int, list[TokenLogprobs]] = {}
     for prompt in output.prompts:
         tensors = take_logprobs()
-        entries = to_entries(tensors, [prompt.num_top] * len(tensors.token_ids))
+        entries = token_logprobs(tensors, [prompt.num_top] * len(tensors.token_ids))
         prompts.setdefault(prompt.row, []).extend(entries)
     pooled: dict[int, bytes] = {}
     if output.pooled is not None:
@@ -164,9 +169,21 @@ def _assemble(output: StepOutput, arrived: Sequence[torch.Tensor]) -> StepResult
     return StepResult(
         step=output.step,
         sampled=[
-            SampledToken(row, token_id, reported.get(index) if token_id >= 0 else None, mu.get(index))
+            SampledToken(row, token_id, logprobs.get(index) if token_id >= 0 else None, mu.get(index))
             for index, (row, token_id) in enumerate(zip(output.rows, token_ids, strict=True))
         ],
         prompt_logprobs=prompts,
         pooled=pooled,
     )
+
+
+def token_logprobs(tensors: LogprobTensors, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Convert host tensors to messages with `num_top` alternatives each. Ties are ordered by token id."""
+    entries = []
+    columns = (tensors.token_ids, tensors.logprobs, tensors.ranks, tensors.top_ids, tensors.top_logprobs)
+    rows = zip(*(column.tolist() for column in columns), num_top)
+    for token_id, logprob, rank, top_ids, top_logprobs, count in rows:
+        best = sorted(zip(top_ids, top_logprobs), key=lambda pair: (-pair[1], pair[0]))[:count]
+        ids = [pair[0] for pair in best]
+        entries.append(TokenLogprobs(token_id, logprob, rank, ids, [pair[1] for pair in best]))
+    return entries

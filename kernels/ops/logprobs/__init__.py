@@ -1,0 +1,1 @@
+"""Log-probabilities of chosen and likeliest tokens, on CPU and GPU."""

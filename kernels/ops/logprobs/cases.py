@@ -1,4 +1,4 @@
-"""Shapes of log-probabilities for their test and their benchmark."""
+"""Shapes for the test and the benchmark of log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from kernels.common.triton.benchmark import Benchmark
 
-# (rows, vocabulary, likeliest tokens, step to which logits are rounded so that there are equal ones; 0: not rounded)
+# (rows, vocabulary, number of likeliest tokens, multiple to which logits are rounded, to make some equal; 0: none)
 SHAPES = [
     (1, 1, 5, 0.0),
     (3, 33, 20, 0.5),
@@ -20,7 +20,7 @@ SHAPES = [
 
 
 def make_case(rows: int, vocab: int, step: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, vocab] logits and [rows] token ids, the first of which stands for a row that failed."""
+    """Return [rows, vocab] logits and [rows] token ids; the first id stands for a failed row."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * 4
     if step:
@@ -31,7 +31,7 @@ def make_case(rows: int, vocab: int, step: float, seed: int = 0) -> tuple[torch.
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama's vocabulary: a request's token with 20 alternatives, a batch of them, a chunk of a prompt."""
+    """Return benchmarks at Llama's vocabulary: one token with 20 alternatives, a batch, and a prompt's chunk."""
     from kernels.ops.logprobs.triton import compute_logprobs
 
     found = []

@@ -1,7 +1,8 @@
-"""Log-probabilities on the CPU, compiled by numba; the ids and ranks are those of reference.py.
+"""Log-probabilities on the CPU, compiled by numba; ids and ranks equal those of reference.py.
 
-One pass finds the largest logit of each chunk of tokens, one sums up their exp; ranks and the likeliest tokens look
-only at chunks that reach high enough. The functions release the GIL.
+One pass finds the largest logit of each chunk of tokens, and another sums exponentials. Ranks and likeliest tokens
+need
+only the chunks whose largest logit is high enough. The functions release the GIL.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from numba import njit
 
 from kernels.common.cpu.claims import next_row
 from kernels.common.cpu.inner import inner_numpy
-from kernels.ops.logprobs.tensors import LOWEST_LOGPROB
+from kernels.ops.logprobs.reference import LOWEST_LOGPROB
 from kernels.ops.sampling.cpu_borders import CHUNK, SHIFT, argmax, exp, last_chunk, num_chunks, options
 
 _LOWEST = np.float32(LOWEST_LOGPROB)
@@ -23,7 +24,7 @@ def _add_chunks(row, num, highest, masses):  # type: ignore[no-untyped-def]
     weights = np.empty(CHUNK, np.float32)
     for c in range(num):
         part = row[c * CHUNK : (c + 1) * CHUNK]
-        # Two loops, since one for both kinds of numbers takes twice as long.
+        # Two loops; a combined loop for both number types takes twice as long.
         for j in range(CHUNK):
             weights[j] = exp(part[j] - highest)
         for j in range(CHUNK):
@@ -32,7 +33,7 @@ def _add_chunks(row, num, highest, masses):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _log_mass(row, highest):  # type: ignore[no-untyped-def]
-    """Logarithm of the sum of exp(logit - highest), in lanes that are always added up in the same order."""
+    """Return the log of the sum of exp(logit - highest), in lanes that are always summed in the same order."""
     masses = np.zeros(CHUNK, np.float64)
     whole = len(row) // CHUNK
     _add_chunks(row, whole, highest, masses)
@@ -49,7 +50,7 @@ def _logprob(logit, highest, log_mass):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _rank(row, maxima, chosen):  # type: ignore[no-untyped-def]
-    """One more than how many logits are larger."""
+    """Return one plus the number of larger logits."""
     rank = 1
     for c in range(len(maxima)):
         if maxima[c] > chosen:
@@ -60,8 +61,8 @@ def _rank(row, maxima, chosen):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _order_key(logit, token):  # type: ignore[no-untyped-def]
-    """Sorts by logit downwards, then by id upwards."""
-    # The sum makes -0 equal to 0.
+    """Return a key that sorts by logit in descending order, then by id."""
+    # The addition turns -0 into 0.
     bits = np.float32(logit + np.float32(0.0)).view(np.int32)
     upwards = np.uint32(bits) ^ (np.uint32(0x80000000) if bits >= 0 else np.uint32(0xFFFFFFFF))
     return (np.uint64(np.uint32(~upwards)) << SHIFT) | np.uint64(token)
@@ -69,11 +70,11 @@ def _order_key(logit, token):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _fill_top(row, maxima, top_ids):  # type: ignore[no-untyped-def]
-    """Ids of the likeliest tokens, best first; no more are asked for than there are."""
+    """Fill `top_ids` with the likeliest tokens, best first; it is no longer than the row."""
     keys = np.full(len(top_ids), _LAST_KEY, np.uint64)
     last = len(keys) - 1
     for c in range(len(maxima)):
-        # An equal logit with a higher id comes after, so the first id of the chunk is the best that it could have.
+        # An equal logit with a higher id comes later, so the chunk's first id gives its best possible key.
         if _order_key(maxima[c], c * CHUNK) > keys[last]:
             continue
         for token in range(c * CHUNK, min((c + 1) * CHUNK, len(row))):
@@ -90,7 +91,10 @@ def _fill_top(row, maxima, top_ids):  # type: ignore[no-untyped-def]
 
 @njit(**options)
 def logprob_rows(logits, token_ids, claims, logprobs, ranks, top_ids, top_logprobs):  # type: ignore[no-untyped-def]
-    """reference.compute_logprobs of the rows that it claims; ids are no less than 0. Fills the last four."""
+    """Compute the log-probabilities of the rows that this thread claims, and fill the last four arguments.
+
+    See reference.compute_logprobs. Token ids must not be negative.
+    """
     maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
     for _ in range(len(logits)):
         r = next_row(claims)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and likeliest tokens on a GPU: what each split of a row has, then the row's from it."""
+"""Log-probabilities of chosen and likeliest tokens on a GPU, first for splits of a row, then for rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.ordered import INFINITY, MINUS_INFINITY, NONE, number_of, order_of
-from kernels.ops.logprobs.tensors import LOWEST_LOGPROB, MAX_TOP, LogprobTensors, empty_logprobs
+from kernels.ops.logprobs.reference import LOWEST_LOGPROB, MAX_TOP, LogprobTensors, empty_logprobs
 
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
@@ -19,9 +19,9 @@ _WIDTHS = (1, 8, 32, MAX_TOP)
 
 
 def tiles(vocab: int, num_top: int, num_lanes: int = 32) -> tuple[int, int, int, int]:
-    """(TILE, PADDED, WIDTH, num_warps): tokens and number of splits, slots for likeliest tokens of each.
+    """Return (TILE, PADDED, WIDTH, num_warps): tokens per split, splits per row, likeliest tokens per split, warps.
 
-    By the vocabulary and the slots alone, so that results do not depend on the batch.
+    They depend only on the vocabulary and `num_top`, so that results do not depend on the batch.
     """
     tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
     padded = triton.next_power_of_2(triton.cdiv(vocab, tile))
@@ -33,23 +33,17 @@ _VARYING: dict[str, Any] = {
     "do_not_specialize": ["num_top"],
     "do_not_specialize_on_alignment": ["p_token_ids", "p_tops"],
 }
-"""What differs from step to step, so that nothing is compiled while serving."""
+"""Arguments that vary between steps, so that nothing is compiled while serving."""
 
 
 @triton.jit(**_VARYING)
 def split_kernel(
-    p_logits,
-    row_stride,
-    vocab,
+    p_logits, row_stride, vocab,
     p_token_ids,
-    p_sums,
-    p_tops,
-    num_top,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """[L, splits] programs: a split's largest logit, sum of exponentials, tokens above the chosen, likeliest tokens.
+    p_sums, p_tops, num_top,
+    TILE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store largest logit, sum of exponentials, number of larger tokens and likeliest tokens; [L, splits] programs.
 
     p_sums: [L, 3, PADDED], p_tops: [L, 2, PADDED, WIDTH] int32: ordered integers and ids, best first.
     """
@@ -87,24 +81,13 @@ def _logprob(logit, highest, log_total, usable):
 
 @triton.jit(**_VARYING)
 def row_kernel(
-    p_logits,
-    row_stride,
-    vocab,
+    p_logits, row_stride, vocab,
     p_token_ids,
-    p_sums,
-    p_tops,
-    num_top,
-    num_splits,
-    p_ids,
-    p_logprobs,
-    p_ranks,
-    p_top_ids,
-    p_top_logprobs,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """[L] programs: a row's results from those of its splits."""
+    p_sums, p_tops, num_top, num_splits,
+    p_ids, p_logprobs, p_ranks, p_top_ids, p_top_logprobs,
+    TILE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the results of each row from those of its splits; [L] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     o_split = tl.arange(0, PADDED)
     b_there = o_split < num_splits
@@ -115,7 +98,7 @@ def row_kernel(
     order = tl.max(b_order, axis=0)
     usable = (order < INFINITY) & (order > MINUS_INFINITY)
     highest = tl.where(usable, number_of(order), 0.0)
-    # A split of minus infinities has a sum of 0, which exp(-inf) = 0 multiplies.
+    # A split without finite logits has a sum of 0, and exp(-inf) = 0 as its factor.
     b_counts = (b_order > MINUS_INFINITY) & (b_order < INFINITY)
     b_scale = tl.exp(tl.where(b_counts, number_of(b_order), _NO_LOGIT) - highest)
     total = tl.sum(b_total * b_scale, axis=0)
@@ -140,18 +123,22 @@ def row_kernel(
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-    """See the reference; the logits' rows have no gaps, token_ids are int32 or int64, adjacent.
+    """Compute log-probabilities; see reference.compute_logprobs.
+
+    Rows of the logits must be contiguous, and token_ids contiguous int32 or int64.
 
     Raises:
-        ValueError: for logits of another type or layout, or more than MAX_TOP tokens to report.
+        ValueError: If the logits have another dtype or layout, or `num_top` exceeds MAX_TOP.
     """
     num_rows, vocab = logits.shape
     if logits.dtype is not torch.float32 or (num_rows and logits.stride(1) != 1) or not vocab:
-        raise ValueError(f"logprobs take float32 logits without gaps in a row, not {logits.dtype} {logits.stride()}")
+        raise ValueError(
+            f"logprobs need float32 logits contiguous within rows, not {logits.dtype} with strides {logits.stride()}"
+        )
     if not 0 <= num_top <= MAX_TOP:
-        raise ValueError(f"logprobs report at most {MAX_TOP} tokens of a row, not {num_top}")
+        raise ValueError(f"num_top must be between 0 and {MAX_TOP}, not {num_top}")
     if token_ids.shape != (num_rows,) or not token_ids.is_contiguous():
-        raise ValueError(f"logprobs of {num_rows} rows take as many adjacent token ids, not {list(token_ids.shape)}")
+        raise ValueError(f"logprobs of {num_rows} rows need as many contiguous token ids, not {list(token_ids.shape)}")
     count = min(num_top, vocab)
     tile, padded, width, num_warps = tiles(vocab, count, 64 if torch.version.hip else 32)
     device = logits.device
@@ -178,7 +165,7 @@ _RESULTS = {"p_ids": "*i64", "p_logprobs": "*fp32", "p_ranks": "*i64", "p_top_id
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Each number of slots at Llama's vocabulary, the most at others."""
+    """Return each width at Llama's vocabulary, and the largest width at other vocabularies."""
     found = []
     for vocab, num_top in ((128256, 20), (128256, 1), (128256, 8), (128256, MAX_TOP), (49152, 128), (256000, 128)):
         tile, padded, width, num_warps = tiles(vocab, num_top, 64 if target == "gfx942" else 32)

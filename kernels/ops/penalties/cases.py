@@ -1,4 +1,4 @@
-"""Shapes of penalties for their test and their benchmark."""
+"""Shapes for the test and the benchmark of penalties."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from kernels.ops.sampling.inputs import PenaltyInputs
 
 
 def penalties(num_rows: int, vocab: int, seed: int = 0, num_extra: int | None = None) -> PenaltyInputs:
-    """Of `num_rows` of the rows of num_rows + 2 logits, in tables with three more slots; a third of the tokens seen.
+    """Return penalties of `num_rows` of num_rows + 2 rows of logits, in tables with three extra slots.
 
     Args:
-        num_extra: width of the extra ids, of which some occur twice and a third are none; None: there are none.
+        num_rows: Number of rows with penalties.
+        vocab: Number of tokens.
+        seed: Seed of the tables and parameters.
+        num_extra: Number of extra ids per row, some repeated and a third unused; None for no extra ids.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows + 3, vocab)
@@ -37,7 +40,7 @@ def penalties(num_rows: int, vocab: int, seed: int = 0, num_extra: int | None = 
 
 
 def on(inputs: PenaltyInputs, device: torch.device) -> PenaltyInputs:
-    """The same on a device."""
+    """Copy the inputs to a device."""
     moved: dict[str, Any] = {}
     for name in inputs.__slots__:
         value = getattr(inputs, name)
@@ -46,7 +49,7 @@ def on(inputs: PenaltyInputs, device: torch.device) -> PenaltyInputs:
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama's vocabulary: logits read and written, counts and flags read; extra ids are nothing beside them."""
+    """Return benchmarks at Llama's vocabulary: logits are read and written, counts and flags read."""
     from kernels.ops.penalties.triton import penalize
 
     found = []

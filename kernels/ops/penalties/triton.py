@@ -1,5 +1,6 @@
-"""Biases, masks of single tokens, and penalties on a GPU, in place. The references are those of
-kernels/ops/sampling.
+"""Biases, masks of single tokens, and penalties on a GPU, in place.
+
+The references are in kernels/ops/sampling/reference.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kernels.common.triton.launch import Variant
 from kernels.ops.sampling.inputs import AdjustInputs, PenaltyInputs
 
 TILE = 2048
-"""Tokens of a program that penalizes; entries of a row are adjusted by ADJUST_TILE."""
+"""Tokens per program of penalize_kernel; adjust_kernel processes ADJUST_TILE entries at a time."""
 ADJUST_TILE = 256
 
 _ADJUST_VARYING: dict[str, Any] = {
@@ -26,26 +27,20 @@ _PENALTY_VARYING: dict[str, Any] = {
     "do_not_specialize": ["num_extra"],
     "do_not_specialize_on_alignment": ["p_rows", "p_slots", "p_repetition", "p_presence", "p_frequency", "p_extra"],
 }
-"""What differs from step to step, and from the one row compiled ahead, so that nothing is compiled while serving."""
+"""Arguments that vary between steps and from the row used to compile, so that nothing is compiled while serving."""
 
 
 @triton.jit(**_ADJUST_VARYING)
 def adjust_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_ids,
-    p_values,
-    p_until,
-    table_stride,
-    entry_stride,
-    width,
-    p_rows,
-    p_position,
-    position_stride,
+    p_logits, row_stride, vocab,
+    p_ids, p_values, p_until, table_stride, entry_stride, width,
+    p_rows, p_position, position_stride,
     TILE: tl.constexpr,
-):
-    """[S] programs. Of entries of the same id the first adds all, in their order, so that no two threads meet."""
+):  # fmt: skip
+    """Add entries to logits; [S] programs.
+
+    The first entry of an id adds all entries of that id in order, without a race.
+    """
     i_row = tl.program_id(0).to(tl.int64)
     i_table = tl.load(p_rows + i_row).to(tl.int64) * table_stride
     position = tl.load(p_position + i_row * position_stride).to(tl.int64)
@@ -72,20 +67,21 @@ _adjust = Variant(adjust_kernel, TILE=ADJUST_TILE, num_warps=4, num_stages=1, en
 
 
 def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
-    """See the reference; rows of the logits have no gaps, the tables have the same strides.
+    """Add biases and masks. See reference.adjust; all tables must have the same strides.
 
     Raises:
-        ValueError: for logits or tables of another type or layout.
+        ValueError: If the logits or tables have another dtype or layout.
     """
     _check(logits)
     tables = (inputs.ids, inputs.values, inputs.until)
     if any(table.stride() != inputs.ids.stride() or table.shape != inputs.ids.shape for table in tables):
-        raise ValueError(f"tables of adjustments differ: {[(tuple(x.shape), x.stride()) for x in tables]}")
+        layouts = [(tuple(table.shape), table.stride()) for table in tables]
+        raise ValueError(f"tables of adjustments must have one shape and stride, not {layouts}")
     width = inputs.ids.shape[1]
     if not (logits.shape[0] and width):
         return
     if not inputs.rows.is_contiguous():
-        raise ValueError("rows of adjustments lie side by side")
+        raise ValueError("rows of adjustments must be contiguous")
     _adjust(
         (logits.shape[0],),
         logits,
@@ -102,21 +98,12 @@ def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
 
 @triton.jit(**_PENALTY_VARYING)
 def penalize_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_rows,
-    p_slots,
-    p_counts,
-    p_in_prompt,
-    p_repetition,
-    p_presence,
-    p_frequency,
-    p_extra,
-    num_extra,
+    p_logits, row_stride, vocab,
+    p_rows, p_slots,
+    p_counts, p_in_prompt, p_repetition, p_presence, p_frequency, p_extra, num_extra,
     TILE: tl.constexpr,
-):
-    """[P, tiles] programs; see the reference."""
+):  # fmt: skip
+    """Penalize the logits of TILE tokens of a row; [P, tiles] programs."""
     i_penalty = tl.program_id(0).to(tl.int64)
     o_token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = o_token < vocab
@@ -139,25 +126,25 @@ _penalize = Variant(penalize_kernel, TILE=TILE, num_warps=4, num_stages=1, enabl
 
 
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-    """See the reference; the tables are contiguous, rows of the logits have no gaps.
+    """Apply penalties. See reference.penalize; the tables must be contiguous.
 
     Raises:
-        ValueError: for logits or tables of another type or layout.
+        ValueError: If the logits or tables have another dtype or layout.
     """
     _check(logits)
     vocab = logits.shape[1]
     counts, in_prompt = inputs.output_counts, inputs.in_prompt
     if counts.shape[1] != vocab or in_prompt.shape != counts.shape:
         raise ValueError(
-            f"penalties of {vocab} tokens need tables as wide, not {counts.shape[1]}, {in_prompt.shape[1]}"
+            f"penalties of {vocab} tokens need tables of the same width, not {counts.shape[1]} and {in_prompt.shape[1]}"
         )
     if counts.dtype is not torch.int32 or in_prompt.dtype is not torch.bool:
-        raise ValueError(f"penalties take int32 counts and bool flags, not {counts.dtype}, {in_prompt.dtype}")
+        raise ValueError(f"penalties need int32 counts and bool flags, not {counts.dtype} and {in_prompt.dtype}")
     lists = (inputs.rows, inputs.slots, inputs.repetition, inputs.presence, inputs.frequency)
-    # Without extra ids any integers stand for them, of the type that they would have.
+    # Without extra ids, any integer tensor of the same dtype is passed.
     extra = inputs.rows if inputs.extra is None else inputs.extra
     if not all(tensor.is_contiguous() for tensor in (*lists, counts, in_prompt, extra)):
-        raise ValueError("penalties take contiguous tensors")
+        raise ValueError("penalties need contiguous tensors")
     if len(inputs.rows):
         _penalize(
             (len(inputs.rows), -(-vocab // TILE)),
@@ -178,11 +165,13 @@ def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
 
 def _check(logits: torch.Tensor) -> None:
     if logits.dtype is not torch.float32 or (logits.shape[0] and logits.stride(1) != 1):
-        raise ValueError(f"expected float32 logits without gaps in a row, not {logits.dtype} {logits.stride()}")
+        raise ValueError(
+            f"logits must be float32 and contiguous within rows, not {logits.dtype} with strides {logits.stride()}"
+        )
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Both kernels, on either width of integers."""
+    """Return both kernels for either integer width."""
     found = []
     for index in ("i32", "i64"):
         row = {"p_logits": "*fp32", "row_stride": "i32", "vocab": "i32"}

@@ -1,0 +1,1 @@
+"""Penalties, filters and sampling of tokens from logits, on CPU and GPU."""

@@ -1,4 +1,4 @@
-"""Shapes and parameters for the test and the benchmark of the sampling op."""
+"""Shapes and parameters for the test and the benchmark of sampling."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from kernels.ops.sampling.inputs import SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class SamplingCase:
-    """One batch.
+    """Batch for a test or benchmark.
 
     Attributes:
-        spread: standard deviation of the logits; trained models are near 3.
-        rows: (temperature, top_k, top_p, min_p) of each row, repeated to the number of rows.
-        step: logits are rounded to multiples of it, so that there are equal ones, as bfloat16 makes; 0: not rounded.
+        name: Name of the case.
+        num_rows: Number of rows of logits.
+        vocab_size: Number of tokens in a row.
+        spread: Standard deviation of the logits; trained models are near 3.
+        rows: (temperature, top_k, top_p, min_p) of each row, repeated cyclically.
+        step: Round logits to multiples of this value, which makes some of them equal, as bfloat16 does; 0 does not
+            round.
     """
 
     name: str
@@ -55,7 +59,7 @@ CASES = (
 
 
 def make_case(case: SamplingCase, seed: int = 0) -> tuple[torch.Tensor, SamplingInputs]:
-    """Logits and inputs of a case."""
+    """Return logits and inputs of a case."""
     generator = torch.Generator().manual_seed(seed)
     size = case.num_rows
     logits = torch.randn(size, case.vocab_size, generator=generator) * case.spread
@@ -77,9 +81,9 @@ def make_case(case: SamplingCase, seed: int = 0) -> tuple[torch.Tensor, Sampling
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama's vocabulary: greedy, with noise, with filters; each launch but the last reads the logits once."""
-    from kernels.ops.sampling.row_arguments import scratch_size
+    """Return benchmarks at Llama's vocabulary; every launch but the last reads the logits once."""
     from kernels.ops.sampling.triton import sample
+    from kernels.ops.sampling.triton_splits import scratch_size
 
     found = []
     vocab = 128256 // scale

@@ -1,8 +1,9 @@
-"""Biases, penalties and sampling on the CPU, compiled by numba; the ids are those of reference.py.
+"""Biases, penalties and sampling on the CPU, compiled by numba; the ids equal those of reference.py.
 
-A row is never sorted: tokens are counted in buckets of their scaled logit, and only the bucket in which a filter's
-border falls is ordered. Noise is computed only where it could still win: the raw Philox word bounds it from above.
-The functions release the GIL, so rows are shared among threads by the caller.
+Rows are not sorted. Tokens are counted in buckets of their scaled logit, and only the bucket that contains a filter's
+border is sorted. Noise is computed only for tokens that could still win; the raw Philox word gives an upper bound of
+it.
+The functions release the GIL, so that the caller can share rows among threads.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from kernels.ops.sampling.cpu_borders import (
     CHUNK,
     SHIFT,
     argmax,
-    border_of,
     key_value,
     largest_of,
-    mask_row,
+    masked_row,
     num_chunks,
     options,
+    row_border,
     token_key,
 )
 from kernels.ops.sampling.philox import (
@@ -46,7 +47,7 @@ _LN2 = np.float32(0.6931472)
 
 @inner_numpy
 def words_of_chunk(first_token, position, choice, stream, key_low, key_high, words):  # type: ignore[no-untyped-def]
-    """Philox words of one chunk of tokens on a stream; vectorized over its counters."""
+    """Compute the Philox words of one chunk of tokens on a stream, vectorized over the counters."""
     for j in range(_BLOCKS):
         c0 = np.uint32(first_token // 4 + j)
         c1 = np.uint32(position)
@@ -77,7 +78,7 @@ def _gumbel(word):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _noisy_argmax(row, maxima, best_id, temperature, border, position, choice, key_low, key_high):  # type: ignore[no-untyped-def]
-    """argmax of scaled logit + noise over the tokens up to the border; the lowest id where they are equal."""
+    """Return the argmax of scaled logit + noise over the tokens up to the border; the lowest id wins a tie."""
     words = np.empty(CHUNK, np.uint32)
     bounds = np.empty(CHUNK, np.float32)
     highest = row[best_id]
@@ -92,7 +93,7 @@ def _noisy_argmax(row, maxima, best_id, temperature, border, position, choice, k
         chunk = row[first : first + CHUNK]
         words_of_chunk(first, position, choice, _STREAM, key_low, key_high, words)
         for i in range(len(chunk)):
-            # -log(-log(u)) <= -log(1 - u); log2 of 1 - u is bounded below by its exponent and linear mantissa.
+            # -log(-log(u)) <= -log(1 - u). Exponent and linear mantissa give a lower bound of log2(1 - u).
             rest = np.float32(np.float32(np.uint32(~words[i]) >> np.uint32(8)) + np.float32(0.5))
             log2 = np.float32(rest.view(np.int32)) * np.float32(2.0**-23) - np.float32(151.001)
             bounds[i] = (chunk[i] - highest) / temperature - _LN2 * log2
@@ -114,37 +115,35 @@ def _noisy_argmax(row, maxima, best_id, temperature, border, position, choice, k
 def sample_rows(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, claims, ids
 ):
-    """Fills ids of the rows that it claims; the arguments before are the fields of SamplingInputs; mask_rows is below 0
-    without a mask."""
-    no_border = (np.uint64(0x7F7FFFFF) << SHIFT) | np.uint64(0xFFFFFFFF)
+    """Sample the rows that this thread claims and store their ids.
+
+    The arguments before `claims` are the fields of SamplingInputs; `mask_rows` is negative for rows without a mask.
+    """
     maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
     masked = np.empty(logits.shape[1], np.float32)
     for _ in range(len(logits)):
         r = next_row(claims)
         if r < 0:
             break
-        row = logits[r]
-        if mask_rows[r] >= 0:
-            mask_row(row, mask[mask_rows[r]], masked)
-            row = masked
+        row = masked_row(logits, mask, mask_rows, r, masked)
         best_id = argmax(row, maxima)
         ids[r] = best_id
         if best_id < 0 or temperature[r] == np.float32(0.0):
             continue
-        border = no_border
-        if top_k[r] > 0 or top_p[r] < 1.0:
-            border = border_of(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
-        elif log_min_p[r] > np.float32(-np.inf):
-            border = token_key(log_min_p[r], np.uint64(0xFFFFFFFF))
+        border = row_border(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
         ids[r] = _noisy_argmax(
             row, maxima, best_id, temperature[r], border, position[r], choice[r], key[0, r], key[1, r]
         )
 
 
-# By its types, since a table of one row and one entry would count as contiguous, and be compiled for in a step.
+# Compiled for explicit types: numba would treat a table with one row and one entry as contiguous, and compile again
+# later.
 @njit("void(f4[:, ::1], i4[:, :], f4[:, :], i4[:, :], i4[::1], i8[::1])", **options)
 def adjust_rows(logits, ids, values, until, table_rows, position):  # type: ignore[no-untyped-def]
-    """reference.adjust; the arguments are the fields of AdjustInputs, whose tables need not be contiguous."""
+    """Add biases and masks as reference.adjust does.
+
+    The arguments are the fields of AdjustInputs, whose tables need not be contiguous.
+    """
     for r in range(len(logits)):
         row = logits[r]
         entry = table_rows[r]
@@ -155,7 +154,7 @@ def adjust_rows(logits, ids, values, until, table_rows, position):  # type: igno
 
 @inner_numpy
 def _penalized(value, count, in_prompt, repetition, presence, frequency):  # type: ignore[no-untyped-def]
-    """One logit."""
+    """Return one penalized logit."""
     if count > 0 or in_prompt:
         value = value / repetition if value > 0 else value * repetition
     if count > 0:
@@ -167,7 +166,7 @@ def _penalized(value, count, in_prompt, repetition, presence, frequency):  # typ
 def penalize_rows(  # type: ignore[no-untyped-def]
     logits, rows, slots, output_counts, in_prompt, repetition, presence, frequency, extra
 ):
-    """reference.penalize, one pass over each row; the few tokens that count as more are then done once more."""
+    """Penalize as reference.penalize does: one pass over each row, then redo the few tokens in `extra`."""
     raw = np.empty(extra.shape[1], np.float32)
     for i in range(len(rows)):
         row = logits[rows[i]]

@@ -1,6 +1,6 @@
-"""What the compiled ops of the CPU share: tokens in order of their logits without a sort, and where filters cut.
+"""Order of the tokens of a row without sorting it, and the borders of filters; shared by the compiled CPU kernels.
 
-Tokens are counted in buckets of their scaled logit, and only the bucket in which a filter's border falls is ordered.
+Tokens are counted in buckets of their scaled logit, and only the bucket that contains a filter's border is sorted.
 The functions release the GIL.
 """
 
@@ -12,9 +12,10 @@ from kernels.common.cpu.inner import inner_numpy
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 
 SHIFT = np.uint64(32)
-CHUNK = 64  # tokens that are looked at together
+CHUNK = 64  # tokens that are processed together
 NUM_BUCKETS = 2048
-BUCKETS_PER_UNIT = np.float32(64.0)  # the last bucket takes what lies 32 and more below the largest
+BUCKETS_PER_UNIT = np.float32(64.0)  # the last bucket holds everything 32 or more below the largest
+_NO_BORDER = (np.uint64(0x7F7FFFFF) << SHIFT) | np.uint64(0xFFFFFFFF)
 _LOG2E = np.float32(1.44269504)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -24,9 +25,11 @@ options = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 @inner_numpy
 def key_range(bits):  # type: ignore[no-untyped-def]
-    """Smallest and largest float32 of a row, given and returned as int32 in an order that compares like the floats.
+    """Return the smallest and the largest float32 of a row, as int32 keys that compare like the floats.
 
-    Comparisons of floats are not vectorized, because of NaN; here positive NaN sorts above +inf, negative below -inf.
+    Comparisons of floats are not vectorized because of NaN. As keys, positive NaN sorts above +inf and negative NaN
+    below
+    -inf.
     """
     low = np.int32(0x7FFFFFFF)
     high = np.int32(-0x80000000)
@@ -39,30 +42,32 @@ def key_range(bits):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def key_float(key):  # type: ignore[no-untyped-def]
+    """Return the float32 of a key of `key_range`."""
     return np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @inner_numpy
 def word_float(word):  # type: ignore[no-untyped-def]
-    """The float32 that a word of 32 bits holds."""
+    """Return the float32 with the bits of a 32-bit word."""
     return np.int32(word).view(np.float32)
 
 
 @inner_numpy
 def largest_of(values):  # type: ignore[no-untyped-def]
-    """Maximum of values without NaN."""
+    """Return the maximum of values without NaN."""
     _, high = key_range(values.view(np.int32))
     return key_float(high)
 
 
 @inner_numpy
 def num_chunks(size):  # type: ignore[no-untyped-def]
+    """Return the number of chunks of a row."""
     return (size + CHUNK - 1) // CHUNK
 
 
 @inner_numpy
 def fill_maxima(row, maxima):  # type: ignore[no-untyped-def]
-    """Fills maxima, [num_chunks] float32, with the largest value of each chunk; returns what key_range does."""
+    """Fill `maxima`, [num_chunks] float32, with the largest value of each chunk; return the result of `key_range`."""
     bits = row.view(np.int32)
     low = np.int32(0x7FFFFFFF)
     high = np.int32(-0x80000000)
@@ -71,7 +76,7 @@ def fill_maxima(row, maxima):  # type: ignore[no-untyped-def]
         part = bits[c * CHUNK : (c + 1) * CHUNK]
         least = np.int32(0x7FFFFFFF)
         most = np.int32(-0x80000000)
-        # As key_range, which for a number of values that the compiler does not know takes four times as long.
+        # The loop of key_range, which takes four times as long if the compiler does not know the number of values.
         for j in range(CHUNK):
             key = np.int32(part[j] ^ ((part[j] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
             least = min(least, key)
@@ -89,9 +94,9 @@ def fill_maxima(row, maxima):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def argmax(row, maxima):  # type: ignore[no-untyped-def]
-    """Lowest id of the largest logit; NOT_USABLE where the row has NaN or +inf, NOTHING_LEFT where it is all -inf.
+    """Return the lowest id of the largest logit, and fill `maxima` as fill_maxima does.
 
-    Fills maxima as fill_maxima does.
+    The result is NOT_USABLE if the row has NaN or +inf, and NOTHING_LEFT if all logits are -inf.
     """
     low, high = fill_maxima(row, maxima)
     minus_infinity = np.int32(-0x7F800001)
@@ -110,26 +115,28 @@ def argmax(row, maxima):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def token_key(scaled, token):  # type: ignore[no-untyped-def]
-    """Sorts by scaled logit (<= 0) downwards, then by id upwards."""
+    """Return a key that sorts by scaled logit (<= 0) in descending order, then by id."""
     bits = np.float32(abs(scaled)).view(np.uint32)
     return (np.uint64(bits) << SHIFT) | np.uint64(token)
 
 
 @inner_numpy
 def key_value(key):  # type: ignore[no-untyped-def]
+    """Return the scaled logit of a key of `token_key`."""
     return -np.uint32(key >> SHIFT).view(np.float32)
 
 
 @inner_numpy
 def bucket_of(scaled):  # type: ignore[no-untyped-def]
+    """Return the bucket of a scaled logit."""
     return np.int32(min(np.float32(-scaled * BUCKETS_PER_UNIT), np.float32(NUM_BUCKETS - 1)))
 
 
 @inner_numpy
 def exp(x):  # type: ignore[no-untyped-def]
-    """2**n * polynomial of the remainder (Cephes' expf), without a call, so that it is vectorized.
+    """Compute 2**n * polynomial of the remainder (Cephes' expf), without a call, so that it is vectorized.
 
-    Below -87 as at -87, which no sum of probabilities notices.
+    Values below -87 give the result of -87, which is negligible in sums of probabilities.
     """
     x = max(x, np.float32(-87.0))
     n = np.floor(x * _LOG2E + np.float32(0.5))
@@ -146,13 +153,14 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def last_chunk(row, whole):  # type: ignore[no-untyped-def]
-    """What comes after so many whole chunks, with minus infinity behind it.
+    """Return the tokens after the last whole chunk, padded with minus infinity.
 
-    Functions that take exponentials are called twice, for the whole chunks and for this: in one call, a chunk that may
-    be either costs as much again as the exponentials.
+    Functions that compute exponentials are called twice, for the whole chunks and for this one. A single call for
+    chunks
+    of either kind would double the cost of the exponentials.
     """
     padded = np.empty(CHUNK, np.float32)
-    # A loop, since numpy's ways to fill a part take a tenth of a second and more to compile.
+    # A loop, because numpy's ways to fill a slice take more than a tenth of a second to compile.
     for i in range(CHUNK):
         token = whole * CHUNK + i
         padded[i] = row[token] if token < len(row) else np.float32(-np.inf)
@@ -180,7 +188,10 @@ def _count_chunks(row, maxima, highest, temperature, lowest, last_bucket, counts
 
 @inner_numpy
 def count_buckets(row, maxima, highest, temperature, lowest, last_bucket, counts, masses):  # type: ignore[no-untyped-def]
-    """Number and probability mass (largest token's = 1), by bucket up to the last, of tokens at or above `lowest`."""
+    """Count the tokens at or above `lowest` by bucket, up to the last bucket, and sum their probability mass.
+
+    The mass of the largest token is 1.
+    """
     whole = len(row) // CHUNK
     _count_chunks(row, maxima[:whole], highest, temperature, lowest, last_bucket, counts, masses)
     if whole < len(maxima):
@@ -190,7 +201,10 @@ def count_buckets(row, maxima, highest, temperature, lowest, last_bucket, counts
 
 @inner_numpy
 def sort_keys(keys):  # type: ignore[no-untyped-def]
-    """In place, best first: a shell sort, for there are few, and numpy's sorts take seconds to compile."""
+    """Sort in place, best first.
+
+    A shell sort is enough for few keys; numpy's sorts take seconds to compile.
+    """
     gap = 1
     while gap < len(keys) // 3:
         gap = 3 * gap + 1
@@ -207,7 +221,7 @@ def sort_keys(keys):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def sorted_bucket(row, maxima, highest, temperature, lowest, bucket, count):  # type: ignore[no-untyped-def]
-    """Keys of the tokens of one bucket, best first."""
+    """Return the keys of the tokens of one bucket, best first."""
     keys = np.empty(count, np.uint64)
     used = 0
     for c in range(len(maxima)):
@@ -225,7 +239,7 @@ def sorted_bucket(row, maxima, highest, temperature, lowest, bucket, count):  # 
 
 @inner_numpy
 def bucket_of_top_k(maxima, highest, temperature, top_k, counts):  # type: ignore[no-untyped-def]
-    """A bucket beyond which none of the k likeliest tokens lies: that of the k-th largest of the chunks' maxima."""
+    """Return a bucket that is not before the bucket of the k-th token: the bucket of the k-th largest chunk maximum."""
     for c in range(len(maxima)):
         counts[bucket_of((maxima[c] - highest) / temperature)] += 1
     reached = 0
@@ -239,11 +253,31 @@ def bucket_of_top_k(maxima, highest, temperature, top_k, counts):  # type: ignor
 
 
 @inner_numpy
+def masked_row(logits, mask, mask_rows, r, masked):  # type: ignore[no-untyped-def]
+    """Return row `r` of the logits; if it has a mask, apply it in the buffer `masked`."""
+    row = logits[r]
+    if mask_rows[r] >= 0:
+        mask_row(row, mask[mask_rows[r]], masked)
+        row = masked
+    return row
+
+
+@inner_numpy
+def row_border(row, maxima, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
+    """Return the key of the last token that passes the filters, without buckets if only min_p applies."""
+    if top_k > 0 or top_p < 1.0:
+        return border_of(row, maxima, highest, temperature, top_k, top_p, log_min_p)
+    if log_min_p > np.float32(-np.inf):
+        return token_key(log_min_p, np.uint64(0xFFFFFFFF))
+    return _NO_BORDER
+
+
+@inner_numpy
 def border_of(row, maxima, highest, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
-    """The key of the last token that passes the filters; maxima: as of argmax."""
+    """Return the key of the last token that passes the filters; `maxima` is filled by `argmax`."""
     counts = np.zeros(NUM_BUCKETS, np.int64)
     masses = np.zeros(NUM_BUCKETS, np.float64)
-    # -inf is never kept: a token without probability needs no border.
+    # A token at -inf is never kept, because it has no probability.
     lowest = max(log_min_p, np.float32(-3.0e38))
     last_bucket = NUM_BUCKETS - 1
     if 0 < top_k <= len(row) // CHUNK:
@@ -278,7 +312,7 @@ def border_of(row, maxima, highest, temperature, top_k, top_p, log_min_p):  # ty
 
 @inner_numpy
 def mask_row(row, words, result):  # type: ignore[no-untyped-def]
-    """The row with minus infinity where the mask has no bit; the result may be the row itself."""
+    """Copy the row with minus infinity where the mask has no bit; `result` may be the row itself."""
     for token in range(len(row)):
         bit = (np.uint32(words[token // 32]) >> np.uint32(token % 32)) & np.uint32(1)
         result[token] = row[token] if bit else np.float32(-np.inf)

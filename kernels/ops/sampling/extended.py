@@ -1,4 +1,7 @@
-"""The rarer filters in plain torch, on any device, without a look at a value on the host. README.md has the maths."""
+"""Rarely used filters and DRY in plain PyTorch, on any device, without reading values on the host.
+
+README.md defines the filters.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import math
 
 import torch
 
-from kernels.ops.sampling.inputs import NO_CUT, ExtendInputs, Feature
+from kernels.ops.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY, NO_CUT, DryInputs, ExtendInputs, Feature
 from kernels.ops.sampling.philox import XTC_STREAM, philox4x32
 from kernels.ops.sampling.reference import bits_of, keep_likeliest
 from kernels.ops.step_inputs.inputs import (
     CHOICE,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    DRY_LAST_N,
+    DRY_MULTIPLIER,
     DYNATEMP_EXPONENT,
     DYNATEMP_RANGE,
     LOG_MIN_P,
@@ -27,27 +34,32 @@ from kernels.ops.step_inputs.inputs import (
 )
 
 MIROSTAT_SAMPLE = 100
-"""So many of the likeliest tokens tell mirostat 1 how steeply the distribution falls."""
+"""Number of likeliest tokens from which mirostat 1 estimates the slope of the distribution."""
 MIN_TEMPERATURE = 1e-5
 MIN_SLOPE = 1e-6
-"""A distribution whose slope is below this is flat: mirostat 1 cuts nothing."""
+"""Below this slope a distribution counts as flat, and mirostat 1 cuts nothing."""
 MAX_LOGITS = 1 << 23
-"""Logits that are looked at together; in float64, with their order and sums, they take half a gigabyte. Those of all
-rows of a large batch would take several, of which whoever sized the cache of keys and values knows nothing."""
+"""Number of logits that are processed together.
+
+In float64, with their order and sums, they take half a gigabyte. The logits of a large batch would take several
+gigabytes, which the sizing of the KV cache does not account for.
+"""
 
 
 def extend(logits: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-    """Mask, top_n_sigma, temperature, then min_p, typical_p, top_k and top_p or mirostat, then XTC, in place.
+    """Apply mask, top_n_sigma, temperature, then min_p, typical_p, top_k and top_p or mirostat, then XTC, in place.
 
-    Rows become (logit - largest) / temperature for what is kept, which `sample` then takes with a temperature of 1 and
-    without filters, and minus infinity for the rest. Rows that are not usable stay so.
+    Kept logits become (logit - largest) / temperature and the others minus infinity, so that `sample` then uses a
+    temperature of 1 and no filters. Rows that are not usable stay unchanged.
 
     Args:
-        logits: [S, vocab] float32; biases and penalties applied.
+        logits: [S, vocab] float32, with biases and penalties applied.
+        inputs: Parameters of the E rows.
 
     Returns:
-        [E] float32, the logarithm of the sum of exp over what the mask and top_n_sigma left, before any other filter:
-        -log of the probability of a token that is kept is this less its new logit.
+        [E] float32, log of the sum of exp over the tokens that the mask and top_n_sigma keep, before any other
+            filter. The
+        negative log-probability of a kept token is this value minus its new logit.
     """
     size = max(1, MAX_LOGITS // logits.shape[1])
     if len(inputs.rows) <= size:
@@ -89,7 +101,7 @@ def _allow(rows: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
 
 
 def within_sigmas(rows: torch.Tensor, top_n_sigma: torch.Tensor) -> torch.Tensor:
-    """[E, vocab] logits without those more than n standard deviations below the largest; n = 0 keeps all."""
+    """Drop the [E, vocab] logits more than n standard deviations below the largest; n = 0 keeps all."""
     counts = rows > NO_CUT
     number = counts.sum(dim=-1, keepdim=True)
     values = torch.where(counts, rows.double(), 0.0)
@@ -101,12 +113,12 @@ def within_sigmas(rows: torch.Tensor, top_n_sigma: torch.Tensor) -> torch.Tensor
 
 
 def dynamic_temperature(shifted: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-    """[E] temperatures, by the entropy of each row at temperature 1; shifted: logit - largest."""
+    """Return [E] temperatures, from the entropy of each row at temperature 1; `shifted` is logit - largest."""
     number = (shifted > NO_CUT).sum(dim=-1)
     weights = shifted.double().exp()
     mass = weights.sum(dim=-1)
     mean = torch.where(shifted > NO_CUT, weights * shifted.double(), 0.0).sum(dim=-1) / mass
-    # log(1) = 0: of one token alone the temperature does not matter.
+    # log(1) = 0. The temperature does not matter for a single token.
     share = ((mass.log() - mean) / number.double().log()).nan_to_num(0.0, posinf=0.0, neginf=0.0).clamp(0.0, 1.0)
     temperature, reach = inputs.float_column(TEMPERATURE), inputs.float_column(DYNATEMP_RANGE).double()
     low = (temperature.double() - reach).clamp(min=0.0)
@@ -117,11 +129,11 @@ def dynamic_temperature(shifted: torch.Tensor, inputs: ExtendInputs) -> torch.Te
 
 
 def keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
-    """What is nearest to the expected surprise; what stays is moved so that the largest is 0 again."""
+    """Keep the tokens nearest to the expected surprise, and shift them so that the largest is 0 again."""
     weights = scaled.double().exp()
     mass = weights.sum(dim=-1, keepdim=True)
     mean = torch.where(scaled > NO_CUT, weights * scaled.double(), 0.0).sum(dim=-1, keepdim=True) / mass
-    # The surprise is log(mass) - scaled, its expectation log(mass) - mean.
+    # The surprise is log(mass) - scaled; its expectation is log(mass) - mean.
     order = torch.sort((scaled - mean.float()).abs(), dim=-1, stable=True)
     sorted_mass = weights.gather(1, order.indices)
     cumulative = sorted_mass.cumsum(dim=-1)
@@ -134,7 +146,10 @@ def keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
 
 
 def keep_unsurprising(scaled: torch.Tensor, log_mass: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-    """Mirostat 2 drops tokens whose surprise is above mu, mirostat 1 all but the k likeliest; one always stays."""
+    """Apply mirostat 2, which drops tokens whose surprise is above mu, or mirostat 1, which keeps k tokens.
+
+    At least one token is kept.
+    """
     second, mu = inputs.integer_column(MIROSTAT) == 2, inputs.float_column(MIROSTAT_MU)
     cut = (log_mass.double() - mu.double() * math.log(2)).float()
     cut = torch.where(second, cut, NO_CUT).unsqueeze(1)
@@ -145,7 +160,10 @@ def keep_unsurprising(scaled: torch.Tensor, log_mass: torch.Tensor, inputs: Exte
 
 
 def top_k_of_mu(scaled: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
-    """[E] int64, Basu et al. 2021, algorithm 1: how many tokens bring the expected surprise to mu."""
+    """Return [E] int64, the number of tokens that brings the expected surprise to mu (Basu et al.
+
+    2021, algorithm 1).
+    """
     likeliest = scaled.topk(min(MIROSTAT_SAMPLE, scaled.shape[1]), dim=-1).values.double()
     falls = likeliest[:, :-1] - likeliest[:, 1:]
     falls = torch.where(likeliest[:, 1:] > NO_CUT, falls, 0.0)
@@ -158,14 +176,14 @@ def top_k_of_mu(scaled: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
     ratio = torch.where(excess.abs() < MIN_SLOPE, 1 / number.log(), excess / -torch.expm1(-excess * number.log()))
     log_k = (ratio.log() + mu.double() * math.log(2)) / slope
     log_k = torch.where(slope < MIN_SLOPE, number.log(), log_k)
-    # One token alone has neither slope nor a choice.
+    # A single token has no slope and leaves no choice.
     log_k = torch.where(number > 1, log_k, 0.0).clamp(min=0.0)
     count = torch.where(log_k < number.log(), log_k.clamp(max=40.0).exp().floor(), number)
     return count.long().clamp(min=1)
 
 
 def drop_likeliest(kept: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
-    """XTC: of the tokens that reach the threshold only the last one in order stays, if the coin says so."""
+    """Apply XTC: of the tokens that reach the threshold keep only the last one in order, if the coin says so."""
     log_mass = kept.double().exp().sum(dim=-1).log()
     cut = (log_mass + inputs.float_column(LOG_XTC_THRESHOLD).double()).float().unsqueeze(1)
     above = (kept >= cut) & (kept > NO_CUT)
@@ -177,7 +195,7 @@ def drop_likeliest(kept: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
 
 
 def tossed(inputs: ExtendInputs) -> torch.Tensor:
-    """[E] bool: whether the coin of the position falls on XTC's side."""
+    """Return [E] bool, True if the coin of the position triggers XTC."""
     zero = torch.zeros_like(inputs.position)
     counter = torch.stack(
         (zero, inputs.position, inputs.integer_column(CHOICE), torch.full_like(zero, XTC_STREAM)), dim=-1
@@ -188,17 +206,96 @@ def tossed(inputs: ExtendInputs) -> torch.Tensor:
 def update_mirostat_mu(
     logits: torch.Tensor, inputs: ExtendInputs, log_mass: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """What mirostat aims at after the tokens of a step; rows without it, or without a token, keep what they have.
+    """Return mirostat's mu after the tokens of a step; rows without mirostat or without a token keep their mu.
 
     Args:
-        logits: [S, vocab] float32, as `extend` left them; log_mass: [E] float32 of it.
-        token_ids: [S] int64; below 0 there is none.
+        logits: [S, vocab] float32, as `extend` left them.
+        inputs: Parameters of the E rows.
+        log_mass: [E] float32, the result of `extend`.
+        token_ids: [S] int64; negative if the row has no token.
 
     Returns:
-        [E] float32, surprises in bits.
+        [E] float32, surprise in bits.
     """
     chosen = token_ids.index_select(0, inputs.rows)
     surprise = (log_mass - logits[inputs.rows, chosen.clamp(min=0)]) * (1 / math.log(2))
     mu = inputs.float_column(MIROSTAT_MU)
     moved = mu - inputs.float_column(MIROSTAT_ETA) * (surprise - inputs.float_column(MIROSTAT_TAU))
     return torch.where((chosen >= 0) & (inputs.integer_column(MIROSTAT) > 0), moved, mu)
+
+
+MAX_TOKENS = 1 << 21
+"""Number of tokens that DRY processes together; each takes about 200 bytes."""
+
+
+def penalize_repetitions(logits: torch.Tensor, inputs: DryInputs) -> None:
+    """Apply the DRY penalty: lower the logits of tokens that would continue a repetition.
+
+    The rows of [S, vocab] float32 logits are changed in place.
+    """
+    if inputs.longest < 2:
+        return
+    size = max(1, MAX_TOKENS // inputs.longest)
+    for at in range(0, len(inputs.rows), size):
+        _penalize(logits, inputs if len(inputs.rows) <= size else inputs.part(at, at + size))
+
+
+def _penalize(logits: torch.Tensor, inputs: DryInputs) -> None:
+    floats, integers = inputs.words.view(torch.float32), inputs.words.long()
+    last_n, allowed = integers[:, DRY_LAST_N], integers[:, DRY_ALLOWED_LENGTH]
+    back = torch.arange(inputs.longest, device=logits.device)
+    window = torch.where(last_n < 0, inputs.length, torch.minimum(last_n, inputs.length)).unsqueeze(1)
+    there = back < window
+    at = (inputs.length.unsqueeze(1) - 1 - back).clamp(min=0)
+    # [D, longest], the last token first.
+    tokens = torch.where(there, inputs.token_ids[inputs.table_rows.unsqueeze(1), at].long(), -1)
+    words = inputs.breakers[inputs.table_rows.unsqueeze(1), tokens.clamp(min=0) // 32]
+    breaks = there & ((words >> (tokens.clamp(min=0) % 32).int()) & 1 != 0)
+    limit = torch.where(breaks, back, inputs.longest).amin(dim=1)
+    limit = torch.minimum(limit, allowed + MAX_DRY_EXPONENT).unsqueeze(1)
+    lengths = torch.minimum(common_prefixes(tokens, inputs.longest_match), limit)[:, 1:]
+    over = (lengths - allowed.unsqueeze(1)).double()
+    multiplier, base = floats[:, DRY_MULTIPLIER, None].double(), floats[:, DRY_BASE, None].double()
+    penalty = multiplier * base ** over.clamp(min=0.0)
+    counts = (over >= 0) & there[:, 1:] & ~breaks[:, :-1]
+    penalty = torch.where(counts, penalty.clamp(max=MAX_DRY_PENALTY), 0.0).float()
+    # A token that followed several matches is penalized for the longest one.
+    most = torch.zeros((len(tokens), logits.shape[1]), device=logits.device)
+    most.scatter_reduce_(1, tokens[:, :-1].clamp(min=0), penalty, "amax")
+    logits[inputs.rows] = logits[inputs.rows] - most
+
+
+def common_prefixes(tokens: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return how many tokens from k on equal those from 0 on, for every k >= 1.
+
+    Lengths are exact up to `longest`; longer ones are at least `longest`. Blocks of 1, 2, 4, ... tokens are numbered
+    so
+    that equal blocks have equal numbers. The length is then composed from the largest block down, in as many steps as
+    it
+    has bits.
+
+    Args:
+        tokens: [D, N] int64; -1 after the end of a row.
+        longest: Length up to which the result is exact.
+
+    Returns:
+        [D, N] int64.
+    """
+    num_rows, size = tokens.shape
+    numbers = [tokens]
+    while 2 ** len(numbers) <= min(longest, size):
+        half = 2 ** (len(numbers) - 1)
+        first = numbers[-1]
+        second = torch.full_like(first, -1)
+        second[:, : size - half] = first[:, half:]
+        values, order = torch.sort(first * 2**31 + (second + 1), dim=1)
+        steps = torch.zeros_like(values)
+        steps[:, 1:] = (values[:, 1:] != values[:, :-1]).long()
+        numbers.append(torch.empty_like(values).scatter_(1, order, steps.cumsum(dim=1)))
+    start = torch.arange(size, device=tokens.device).expand(num_rows, size)
+    length = torch.zeros_like(tokens)
+    for power in range(len(numbers) - 1, -1, -1):
+        block, end = numbers[power], start + length
+        same = block.gather(1, end.clamp(max=size - 1)) == block.gather(1, length.clamp(max=size - 1))
+        length = length + torch.where(same & (end + 2**power <= size), 2**power, 0)
+    return length

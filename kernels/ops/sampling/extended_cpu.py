@@ -1,7 +1,7 @@
-"""The rarer filters on the CPU, compiled by numba; README.md has the maths, extended.py is the reference.
+"""Rarely used filters on the CPU, compiled by numba; README.md defines them, and extended.py is the reference.
 
-No row is sorted: borders are found from buckets, as in cpu.py. Sums run in lanes of a fixed width, so that they are
-vectorized and yet always in the same order.
+Rows are not sorted: borders are found from buckets, as in cpu.py. Sums use a fixed number of lanes, so that they are
+vectorized and always have the same order.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ from kernels.ops.step_inputs.inputs import (
     LOG_MIN_P,
     LOG_XTC_THRESHOLD,
     MIROSTAT,
-    MIROSTAT_ETA,
     MIROSTAT_MU,
-    MIROSTAT_TAU,
     TEMPERATURE,
     TOP_K,
     TOP_N_SIGMA,
@@ -54,7 +52,6 @@ from kernels.ops.step_inputs.inputs import (
 _DROPPED = np.float32(-np.inf)
 _LOWEST = np.float32(-3.4028235e38)
 _LN2 = float(np.log(2.0))
-_PER_BIT = np.float32(1.0 / _LN2)
 _NO_LIMIT = np.uint64(0xFFFFFFFF)
 _COIN_STREAM = np.uint32(XTC_STREAM)
 
@@ -66,7 +63,7 @@ def _add_chunks(row, maxima, counts, masses, moments):  # type: ignore[no-untype
         if maxima[c] == _DROPPED:
             continue
         part = row[c * CHUNK : (c + 1) * CHUNK]
-        # A loop for each kind of number: together they take twice as long.
+        # One loop for each number type; a combined loop takes twice as long.
         for j in range(CHUNK):
             weights[j] = exp(part[j]) * np.float32(np.int32(part[j] >= _LOWEST))
         for j in range(CHUNK):
@@ -79,7 +76,7 @@ def _add_chunks(row, maxima, counts, masses, moments):  # type: ignore[no-untype
 
 @inner_numpy
 def _sums(row, maxima):  # type: ignore[no-untyped-def]
-    """Of what is left of a row whose largest value is 0: number, sum of exp, and sum of exp times value."""
+    """Return number, sum of exp, and sum of exp times value of the tokens left; the largest value is 0."""
     counts = np.zeros(CHUNK, np.int32)
     masses = np.zeros(CHUNK, np.float64)
     moments = np.zeros(CHUNK, np.float64)
@@ -97,7 +94,7 @@ def _sums(row, maxima):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _sigma_cut(row, highest, top_n_sigma):  # type: ignore[no-untyped-def]
-    """The smallest logit within so many standard deviations of the largest."""
+    """Return the smallest logit within the given number of standard deviations of the largest."""
     counts = np.zeros(CHUNK, np.int64)
     sums = np.zeros(CHUNK, np.float64)
     whole = len(row) - len(row) % CHUNK
@@ -125,7 +122,7 @@ def _sigma_cut(row, highest, top_n_sigma):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _scale(row, maxima, highest, temperature, lowest):  # type: ignore[no-untyped-def]
-    """(logit - highest) / temperature in place; logits below `lowest` are dropped."""
+    """Replace logits by (logit - highest) / temperature, and drop those below `lowest`."""
     for values in (row, maxima):
         for i in range(len(values)):
             s = (values[i] - highest) / temperature
@@ -141,7 +138,7 @@ def _cut(row, maxima, lowest):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _temperature(row, maxima, highest, temperature, reach, exponent):  # type: ignore[no-untyped-def]
-    """By the entropy of the row at temperature 1."""
+    """Return the dynamic temperature, from the entropy of the row at temperature 1."""
     shifted = np.empty(len(row), np.float32)
     for i in range(len(row)):
         shifted[i] = row[i] - highest
@@ -156,7 +153,7 @@ def _temperature(row, maxima, highest, temperature, reach, exponent):  # type: i
 
 @inner_numpy
 def _keep_up_to(row, maxima, border):  # type: ignore[no-untyped-def]
-    """Drops what comes after a key in order."""
+    """Drop the tokens after a key."""
     lowest = key_value(border)
     last = np.int64(border & _NO_LIMIT)
     _cut(row, maxima, lowest)
@@ -193,7 +190,7 @@ def _count_chunks(row, maxima, mean, lowest, counts, masses):  # type: ignore[no
 
 @inner_numpy
 def _count_distances(row, maxima, mean, lowest, counts, masses):  # type: ignore[no-untyped-def]
-    """Number and mass of the tokens that are no less than `lowest`, by distance from the mean."""
+    """Count the tokens at or above `lowest`, and sum their mass, by distance from the mean."""
     whole = len(row) // CHUNK
     _count_chunks(row, maxima[:whole], mean, lowest, counts, masses)
     if whole < len(maxima):
@@ -202,8 +199,11 @@ def _count_distances(row, maxima, mean, lowest, counts, masses):  # type: ignore
 
 @inner_numpy
 def _bucket_reached(counts, masses, target, end):  # type: ignore[no-untyped-def]
-    """The bucket with which the mass reaches the target, and the mass before it; the last one that has any before `end`
-    if none does. And whether one does."""
+    """Return the bucket in which the mass reaches the target, the mass before it, and True.
+
+    If the mass does not reach the target before the bucket `end`, the bucket is the last nonempty one, and the flag is
+    False.
+    """
     chosen = 0
     reached, up_to = 0.0, 0.0
     for bucket in range(end):
@@ -217,7 +217,7 @@ def _bucket_reached(counts, masses, target, end):  # type: ignore[no-untyped-def
 
 @inner_numpy
 def _keys_of_distance(row, maxima, mean, bucket, count):  # type: ignore[no-untyped-def]
-    """Keys by distance of the tokens of one bucket, the nearest first."""
+    """Return the keys by distance of the tokens of one bucket, the nearest first."""
     keys = np.empty(count, np.uint64)
     used = 0
     for c in range(len(maxima)):
@@ -239,10 +239,10 @@ def _keys_of_distance(row, maxima, mean, bucket, count):  # type: ignore[no-unty
 
 @inner_numpy
 def _typical_border(row, maxima, mean, target):  # type: ignore[no-untyped-def]
-    """The key, by distance from the mean, of the token with which the mass reaches the target."""
+    """Return the key, by distance from the mean, of the token with which the mass reaches the target."""
     masses = np.zeros(NUM_BUCKETS, np.float64)
     counts = np.zeros(NUM_BUCKETS, np.int64)
-    # Most tokens lie so far below the mean that they have no part in it: at first they are not counted.
+    # Most tokens are so far below the mean that they do not matter, so the first attempt does not count them.
     near = max(-mean, np.float32(3.0)) + np.float32(3.0)
     end = max(min(np.int64(near * BUCKETS_PER_UNIT) - 1, NUM_BUCKETS), 0)
     _count_distances(row, maxima, mean, mean - near, counts, masses)
@@ -290,7 +290,7 @@ def _number_left(row):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _top_k_of_mu(row, maxima, mu):  # type: ignore[no-untyped-def]
-    """See extended.top_k_of_mu; 0 where nothing is cut."""
+    """See extended.top_k_of_mu; the result is 0 if nothing is cut."""
     number = _number_left(row)
     if number < 2:
         return 1
@@ -338,7 +338,7 @@ def _keep_unsurprising(row, maxima, best, mirostat, mu, log_mass):  # type: igno
 
 @inner_numpy
 def _drop_likeliest(row, maxima, log_threshold):  # type: ignore[no-untyped-def]
-    """XTC of a row for which the coin has fallen."""
+    """Apply XTC to a row whose coin triggers it."""
     _, mass, _ = _sums(row, maxima)
     lowest = max(np.float32(np.log(mass) + np.float64(log_threshold)), _LOWEST)
     least = np.float32(np.inf)
@@ -362,7 +362,10 @@ def _top_p(words):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _extend(row, maxima, words, position, coin):  # type: ignore[no-untyped-def]
-    """One row; the logarithm of its mass where mirostat will ask for it, else 0. coin: scratch for a chunk's words."""
+    """Filter one row; return the log of its mass if mirostat needs it, else 0.
+
+    `coin` is scratch for one chunk of words.
+    """
     log_mass = np.float32(0.0)
     best = argmax(row, maxima)
     if best < 0:
@@ -401,7 +404,10 @@ def _extend(row, maxima, words, position, coin):  # type: ignore[no-untyped-def]
 
 @njit(**options)
 def extend_rows(logits, rows, words, position, mask, mask_rows, claims, log_masses):  # type: ignore[no-untyped-def]
-    """extended.extend of the rows that it claims; the arguments before are the fields of ExtendInputs."""
+    """Filter the rows that this thread claims, as extended.extend does.
+
+    The arguments before `claims` are the fields of ExtendInputs.
+    """
     coin = np.empty(CHUNK, np.uint32)
     maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
     for _ in range(len(rows)):
@@ -412,15 +418,3 @@ def extend_rows(logits, rows, words, position, mask, mask_rows, claims, log_mass
         if mask_rows[e] >= 0:
             mask_row(row, mask[mask_rows[e]], row)
         log_masses[e] = _extend(row, maxima, words[e], position[e], coin)
-
-
-@njit(**options)
-def update_mirostat_mu(logits, rows, words, log_masses, token_ids, aims):  # type: ignore[no-untyped-def]
-    """extended.update_mirostat_mu; fills aims."""
-    for e in range(len(rows)):
-        mu = word_float(words[e, MIROSTAT_MU])
-        token = token_ids[rows[e]]
-        if token >= 0 and words[e, MIROSTAT] > 0:
-            surprise = (log_masses[e] - logits[rows[e], token]) * _PER_BIT
-            mu = mu - word_float(words[e, MIROSTAT_ETA]) * (surprise - word_float(words[e, MIROSTAT_TAU]))
-        aims[e] = mu

@@ -1,4 +1,4 @@
-"""DRY, bad words and allowed ids on the CPU, compiled by numba: linear in the tokens that they look at."""
+"""DRY and allowed token ids on the CPU, compiled by numba, in time linear in the tokens that they read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from kernels.ops.sampling.cpu_borders import mask_row, options, word_float
 from kernels.ops.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY
 from kernels.ops.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER
 
-_DROPPED = np.float32(-np.inf)
-
 
 @inner_numpy
 def _has_bit(words, token):  # type: ignore[no-untyped-def]
@@ -20,9 +18,9 @@ def _has_bit(words, token):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _matches(tokens, size, limit):  # type: ignore[no-untyped-def]
-    """For every k, how many of the last tokens up to `limit` are also those that end k tokens earlier.
+    """Return for every k how many of the last tokens, up to `limit`, equal those that end k tokens earlier.
 
-    The Z-function (Gusfield 1997, section 1.4) of the tokens from the last one back.
+    This is the Z-function (Gusfield 1997, section 1.4) of the reversed tokens.
     """
     last = len(tokens) - 1
     lengths = np.zeros(size, np.int32)
@@ -41,8 +39,8 @@ def _matches(tokens, size, limit):  # type: ignore[no-untyped-def]
 
 @njit(**options)
 def dry_rows(logits, rows, table_rows, token_ids, lengths, words, breakers):  # type: ignore[no-untyped-def]
-    """dry.penalize_repetitions; the arguments are the fields of DryInputs."""
-    # Only what belongs to tokens of the text is ever touched.
+    """Apply the DRY penalty as extended.penalize_repetitions does; the arguments are the fields of DryInputs."""
+    # Only entries of tokens that occur in the text are read or written.
     best = np.empty(logits.shape[1], np.int32)
     for d in range(len(rows)):
         row = logits[rows[d]]
@@ -74,28 +72,7 @@ def dry_rows(logits, rows, table_rows, token_ids, lengths, words, breakers):  # 
 
 @njit(**options)
 def allow_rows(logits, rows, table_rows, allowed):  # type: ignore[no-untyped-def]
-    """reference.allow_only."""
+    """Mask tokens as reference.allow_only does."""
     for a in range(len(rows)):
         row = logits[rows[a]]
         mask_row(row, allowed[table_rows[a]], row)
-
-
-@njit(**options)
-def forbid_rows(logits, rows, table_rows, words, token_ids, lengths):  # type: ignore[no-untyped-def]
-    """reference.forbid_words."""
-    for b in range(len(rows)):
-        row = logits[rows[b]]
-        tokens_of_words = words[table_rows[b]]
-        tokens = token_ids[table_rows[b], : lengths[b]]
-        fits = True
-        for i in range(len(tokens_of_words)):
-            token, place = tokens_of_words[i]
-            if place == 0:
-                break
-            at = len(tokens) + 1 - place
-            if place == 1:
-                if fits:
-                    row[token] = _DROPPED
-                fits = True
-            elif at < 0 or tokens[at] != token:
-                fits = False

@@ -1,7 +1,7 @@
-"""Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and the Gumbel noise made of it.
+"""Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and Gumbel noise made from it.
 
-The definition, which docs/randomness.md states with test vectors, is part of Pelton's interface: the noise of a token
-is a pure function of (seed, choice, position, token id).
+docs/randomness.md states the definition with test vectors. It is part of Pelton's interface: the noise of a token is a
+pure function of (seed, choice, position, token id).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ WEYL_0 = 0x9E3779B9
 WEYL_1 = 0xBB67AE85
 NUM_ROUNDS = 10
 STREAM = 0x504C544E
-"""Last word of the counter ("PLTN"); other uses of the generator take another word."""
+"""Last word of the counter ("PLTN"); each use of the generator has its own word."""
 XTC_STREAM = 0x58544321
-"""Of the coin that XTC tosses ("XTC!")."""
+"""Stream of the coin that XTC tosses ("XTC!")."""
 ACCEPT_STREAM = 0x41434350
-"""Of the number that decides whether a draft is accepted ("ACCP")."""
+"""Stream of the number that decides whether a draft is accepted ("ACCP")."""
 REPLACE_STREAM = 0x5245504C
-"""Of the token that takes the place of a rejected draft ("REPL")."""
+"""Stream of the token that replaces a rejected draft ("REPL")."""
 MAX_NOISE = 17.4
-"""Above the largest noise, -log(-log(1 - 2**-25)) = 17.33."""
+"""Upper bound of the noise; the largest noise is -log(-log(1 - 2**-25)) = 17.33."""
 _MASK = 0xFFFFFFFF
 
 
 def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Ten rounds on 32-bit words held in int64.
+    """Run ten rounds on 32-bit words held in int64.
 
     Args:
         counter: [..., 4] int64.
-        key: [..., 2] int64; its leading dimensions are the counter's, or broadcast to them.
+        key: [..., 2] int64; its leading dimensions equal those of `counter` or broadcast to them.
 
     Returns:
         [..., 4] int64.
@@ -56,10 +56,14 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def uniform_noise(
     key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int
 ) -> torch.Tensor:
-    """A number in (0, 1) for every token, on a stream: ((word >> 8) + 0.5) / 2**24.
+    """Return a uniform number in (0, 1) for every token on a stream: ((word >> 8) + 0.5) / 2**24.
 
     Args:
-        key: [2, S] int64; choice, position: [S] int64.
+        key: [2, S] int64.
+        choice: [S] int64.
+        position: [S] int64.
+        vocab_size: Number of tokens.
+        stream: Last word of the counter.
 
     Returns:
         [S, vocab_size] float64.
@@ -74,13 +78,16 @@ def uniform_noise(
 
 
 def gumbel_noise(key: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise of every token.
+    """Return standard Gumbel noise for every token.
 
-    The largest uniform number would round to 1 in float32, whose noise is infinite; so both logarithms are taken in
-    float64, and the result is rounded to float32 once.
+    In float32 the largest uniform number would round to 1, whose noise is infinite. Both logarithms are therefore
+    computed in float64, and the result is rounded to float32 once.
 
     Args:
-        key: [2, S] int64; choice, position: [S] int64.
+        key: [2, S] int64.
+        choice: [S] int64.
+        position: [S] int64.
+        vocab_size: Number of tokens.
 
     Returns:
         [S, vocab_size] float32.

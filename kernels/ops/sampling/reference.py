@@ -1,4 +1,4 @@
-"""Penalties, filters and sampling in plain torch, on any device. The maths is in README.md."""
+"""Penalties, filters and sampling in plain PyTorch, on any device. README.md has the definitions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kernels.ops.sampling.philox import gumbel_noise
 
 
 def adjust(logits: torch.Tensor, inputs: AdjustInputs) -> None:
-    """Adds biases and masks to [S, vocab] float32 logits, in place."""
+    """Add biases and masks to [S, vocab] float32 logits in place."""
     rows = inputs.rows.long()
     counts = inputs.position.unsqueeze(1) < inputs.until[rows]
     logits.scatter_add_(1, inputs.ids[rows].long(), torch.where(counts, inputs.values[rows], 0.0))
 
 
 def allow(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """[S, vocab] float32 logits, minus infinity where the mask of the row's grammar has no bit."""
+    """Return [S, vocab] float32 logits, with minus infinity where the mask of the row's grammar has no bit."""
     if inputs.mask is None:
         return logits
     allowed = bits_of(inputs.mask, logits.shape[1])
@@ -35,35 +35,39 @@ def allow(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
 
 
 def bits_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[n, ceil(vocab / 32)] int32 words as [n, vocab] bool."""
+    """Convert [n, ceil(vocab / 32)] int32 words to [n, vocab] bool."""
     ids = torch.arange(vocab_size, device=words.device)
     return (words[:, ids // 32] >> (ids % 32).int()) & 1 != 0
 
 
 def allow_only(logits: torch.Tensor, inputs: AllowedInputs) -> None:
-    """Makes what some rows of [S, vocab] float32 logits do not allow minus infinity, in place."""
+    """Set the logits of all but the allowed tokens to minus infinity, in place, for some rows of [S, vocab] float32."""
     allowed = bits_of(inputs.allowed[inputs.table_rows], logits.shape[1])
     logits[inputs.rows] = torch.where(allowed, logits[inputs.rows], float("-inf"))
 
 
 def forbid_words(logits: torch.Tensor, inputs: BadWordsInputs) -> None:
-    """Makes the last token of each bad word minus infinity where the others were the last ones, in place."""
+    """Set the logit of the last token of each forbidden word to minus infinity where the tokens before it match."""
     ids, left = inputs.words[inputs.table_rows, : inputs.width].long().unbind(-1)
-    left = left - 1  # tokens of the word after this one; below 0 there is no token
+    left = left - 1  # number of tokens of the word after this one; negative after the last word
     at = inputs.length.unsqueeze(1) - left
     before = inputs.token_ids[inputs.table_rows.unsqueeze(1), at.clamp(min=0, max=inputs.token_ids.shape[1] - 1)]
     differs = (left > 0) & ((at < 0) | (before != ids))
-    # What differs is counted where the word ends, `left` tokens on.
+    # Mismatches are counted at the end of the word, `left` tokens later.
     end = torch.arange(ids.shape[1], device=ids.device) + left.clamp(min=0)
     count = torch.zeros_like(ids).scatter_add_(1, end, differs.long())
     banned = (left == 0) & (count == 0)
-    times = torch.zeros((len(ids), logits.shape[1]), device=logits.device)
-    times.scatter_add_(1, ids, banned.float())
-    logits[inputs.rows] = torch.where(times > 0, float("-inf"), logits[inputs.rows])
+    # Several words may end with the same token. If the row has a banned token, all other entries ban that one again, so
+    # that no two writes disagree.
+    any_banned = banned.any(dim=1, keepdim=True)
+    first_banned = ids.gather(1, banned.int().argmax(dim=1, keepdim=True))
+    ids = torch.where(banned | ~any_banned, ids, first_banned)
+    rows = inputs.rows.unsqueeze(1)
+    logits[rows, ids] = torch.where(any_banned, float("-inf"), logits[rows, ids])
 
 
 def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-    """Applies repetition, presence and frequency penalties to some rows of [S, vocab] float32 logits, in place."""
+    """Apply repetition, presence and frequency penalties in place to some rows of [S, vocab] float32 logits."""
     counts = inputs.output_counts[inputs.slots]
     if inputs.extra is not None:
         counts.scatter_add_(1, inputs.extra.clamp(min=0), (inputs.extra >= 0).int())
@@ -77,14 +81,14 @@ def penalize(logits: torch.Tensor, inputs: PenaltyInputs) -> None:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """Samples one token a row.
+    """Sample one token per row.
 
     Args:
-        logits: [S, vocab] float32, penalties and masks applied; not changed.
+        logits: [S, vocab] float32, with penalties and masks applied; not changed.
+        inputs: Sampling parameters of the rows.
 
     Returns:
-        [S] int64; NOT_USABLE where what the mask leaves of the row has NaN or +inf, NOTHING_LEFT where it is nothing
-        but -inf.
+        [S] int64; NOT_USABLE if the row has NaN or +inf after the grammar's mask, NOTHING_LEFT if it is all -inf.
     """
     inputs = inputs.gathered()
     logits = allow(logits, inputs)
@@ -98,16 +102,17 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
             scaled = filter_tokens(scaled, inputs)
         noisy = scaled + gumbel_noise(inputs.key, inputs.choice, inputs.position, logits.shape[1])
         ids = torch.where(inputs.temperature.unsqueeze(1) > 0, noisy.argmax(dim=-1, keepdim=True), best)
-    # argmax takes NaN for the largest, so one look at the largest logit finds every row that is not usable.
+    # argmax returns NaN if there is one, so the largest logit reveals every row that is not usable.
     ids = torch.where(highest.isfinite(), ids, NOT_USABLE)
     return torch.where(highest == float("-inf"), NOTHING_LEFT, ids).squeeze(1)
 
 
 def filter_tokens(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """min_p, top_k, top_p: what they drop becomes -inf.
+    """Replace what min_p, top_k and top_p drop by -inf.
 
     Args:
         scaled: [S, vocab] float32, (logits - largest) / temperature.
+        inputs: Sampling parameters with one entry per row.
     """
     return keep_likeliest(scaled, inputs.log_min_p, inputs.top_k, inputs.top_p)
 
@@ -115,7 +120,7 @@ def filter_tokens(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
 def keep_likeliest(
     scaled: torch.Tensor, log_min_p: torch.Tensor | float, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """As filter_tokens; the largest of each row of `scaled` is 0."""
+    """Apply min_p, top_k and top_p; the largest of each row of `scaled` is 0."""
     order = torch.sort(scaled, dim=-1, descending=True, stable=True)  # equal logits stay in order of their ids
     values = order.values
     rank = torch.arange(values.shape[1], device=values.device)
@@ -124,7 +129,7 @@ def keep_likeliest(
     mass = torch.where(keep, values.double().exp(), 0.0)
     cumulative = mass.cumsum(dim=-1)
     top_p = top_p.unsqueeze(1)
-    # A token stays while the mass of those before it has not reached top_p; the first one always stays.
+    # A token stays while the mass of the tokens before it is below top_p; the first token always stays.
     keep &= (cumulative - mass < top_p * cumulative[:, -1:]) | (top_p >= 1.0)
     values = torch.where(keep, values, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, order.indices, values)

@@ -1,8 +1,9 @@
-"""Sampling on a GPU without a sort: two launches where all rows are greedy, three otherwise.
+"""Sampling on a GPU without a sort, in two launches if all rows are greedy and in three otherwise.
 
-survey: the largest logit of every split of a row. draw: of each split, the best sum of logit and noise, or, where the
-row has a top_k or top_p, its likeliest tokens. finish: a row's token from what its splits found. Where that does not
-hold the border of the filters, finish reads the row again. The maths is in README.md.
+survey: find the largest logit of every split of a row. draw: find the best sum of logit and noise of a split or, if
+the
+row has top_k or top_p, its likeliest tokens. finish: select the row's token from the results of its splits. If the
+filters' border is not among them, finish reads the row again. README.md has the definitions.
 """
 
 from __future__ import annotations
@@ -18,17 +19,6 @@ from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
 from kernels.common.triton.ordered import order_of
 from kernels.ops.sampling.inputs import SamplingInputs
-from kernels.ops.sampling.row_arguments import (
-    FILTERS,
-    NOISE,
-    WEIGHING,
-    launch_options,
-    row_arguments,
-    row_compilation,
-    table_of,
-    tile_constants,
-    varying,
-)
 from kernels.ops.sampling.triton_filters import (
     ALL,
     best_of_candidates,
@@ -40,15 +30,24 @@ from kernels.ops.sampling.triton_filters import (
 )
 from kernels.ops.sampling.triton_random import NO_TOKEN, noisy_best, words_of_tokens
 from kernels.ops.sampling.triton_splits import (
+    FILTERS,
+    NOISE,
+    WEIGHING,
     Split,
     candidate_ids,
+    launch_options,
     load_candidates,
     mask_of_row,
+    row_arguments,
+    row_compilation,
     row_of_tables,
     scratch_of_row,
     store_candidates,
     surveyed,
+    table_of,
+    tile_constants,
     tokens_of_split,
+    varying,
 )
 
 _LOWEST = tl.constexpr(float("-inf"))
@@ -58,19 +57,11 @@ _PARAMETERS = {**WEIGHING, **NOISE, **FILTERS}
 
 @triton.jit(**varying({}))
 def survey_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_mask,
-    p_mask_rows,
-    mask_stride,
-    p_scratch,
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
     MASK: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """[S, splits] programs: scratch gets the largest logit of the split, as an ordered integer, and its lowest id."""
+    TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Store the largest logit of each split, as an ordered integer, and its lowest id; [S, splits] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     p_words, masked = mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK)
@@ -85,37 +76,17 @@ def survey_kernel(
 
 @triton.jit(**varying(_PARAMETERS))
 def draw_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_mask,
-    p_mask_rows,
-    mask_stride,
-    p_scratch,
-    p_rows,
-    p_temperature,
-    temperature_stride,
-    p_log_min_p,
-    log_min_p_stride,
-    p_key,
-    key_word_stride,
-    key_stride,
-    p_choice,
-    choice_stride,
-    p_position,
-    position_stride,
-    p_top_k,
-    top_k_stride,
-    p_top_p,
-    top_p_stride,
-    MASK: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    FILTER: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """[S, splits] programs: the split's best noisy token; or number, mass and likeliest tokens of what passes min_p."""
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
+    p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
+    p_key, key_word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
+    p_top_k, top_k_stride, p_top_p, top_p_stride,
+    MASK: tl.constexpr, HAS_ROWS: tl.constexpr, FILTER: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Store each split's best noisy token, or its number, mass and likeliest tokens; [S, splits] programs.
+
+    Only tokens that pass min_p count. Rows with top_k or top_p need the latter.
+    """
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     num_splits = tl.num_programs(1)
@@ -153,40 +124,15 @@ def draw_kernel(
 
 @triton.jit(**varying(_PARAMETERS))
 def finish_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_mask,
-    p_mask_rows,
-    mask_stride,
-    p_scratch,
-    p_rows,
-    p_temperature,
-    temperature_stride,
-    p_log_min_p,
-    log_min_p_stride,
-    p_key,
-    key_word_stride,
-    key_stride,
-    p_choice,
-    choice_stride,
-    p_position,
-    position_stride,
-    p_top_k,
-    top_k_stride,
-    p_top_p,
-    top_p_stride,
-    p_out,
-    num_splits,
-    MASK: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    FILTER: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """[S] programs: the token of a row, a number below 0 where it is not usable."""
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
+    p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
+    p_key, key_word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
+    p_top_k, top_k_stride, p_top_p, top_p_stride,
+    p_out, num_splits,
+    MASK: tl.constexpr, HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTER: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Store the token of each row, negative if the row is not usable; [S] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
     highest, best_id, usable, failure = surveyed(p_row_scratch, num_splits, PADDED)
@@ -236,10 +182,12 @@ def finish_kernel(
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
-    """See the reference.
+    """Sample one token per row. See kernels/ops/sampling/reference.py.
 
     Args:
-        logits, scratch: as of `row_arguments`, which says what it raises; logits are not changed.
+        logits: As in `row_arguments`, which documents the errors; not changed.
+        inputs: Sampling parameters of the rows.
+        scratch: As in `row_arguments`.
 
     Returns:
         [S] int64.
@@ -279,7 +227,7 @@ _SHAPES = (128256, 49152, 256000, 1000)
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every variant at Llama's vocabulary, those of mixed batches at others."""
+    """Return every variant at Llama's vocabulary, and those of mixed batches at other vocabularies."""
     found = []
     for vocab in _SHAPES:
         for mask in (0, 2) if vocab == _SHAPES[0] else (2,):

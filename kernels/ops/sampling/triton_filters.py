@@ -1,8 +1,8 @@
-"""Where min_p, top_k and top_p cut a row of logits, found without a sort: by halving an interval of keys.
+"""Borders at which min_p, top_k and top_p cut a row of logits, found without a sort by bisecting an interval of keys.
 
-The key of a token is the bits of -scaled, scaled = (logit - largest) / temperature <= 0, as an integer: it orders
-tokens from the likeliest down, as the numbers do. A border is a key and how many of the tokens that have it pass,
-lowest ids first. The maths is in kernels/ops/sampling/README.md.
+The key of a token is the bits of -scaled as an integer, with scaled = (logit - largest) / temperature <= 0. Keys order
+the tokens from the likeliest down. A border is a key and the number of tokens with this key that pass, lowest ids
+first. kernels/ops/sampling/README.md has the definitions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.ops.sampling.triton_random import NO_TOKEN, noisy_best, words_of_ids, words_of_tokens
 
 ALL = tl.constexpr(2**31 - 1)
-"""Above every key; also as many equal tokens as there are."""
+"""Larger than every key; as a number of equal tokens, all of them."""
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-3.0e38)
 _MANY = tl.constexpr(1.0e9)
@@ -21,9 +21,9 @@ _MANY = tl.constexpr(1.0e9)
 
 @triton.jit
 def masked_logits(p_row, p_words, masked, vocab, b_token, MASK: tl.constexpr):
-    """Logits of some tokens, minus infinity beyond the vocabulary and where the grammar's mask has no bit.
+    """Load logits of tokens, minus infinity beyond the vocabulary and where the grammar's mask has no bit.
 
-    masked: how many tokens the mask decides on, all or none.
+    `masked` is the number of tokens that the mask covers: all or none.
     """
     b_inside = b_token < vocab
     b_logit = tl.load(p_row + b_token, mask=b_inside, other=_MINUS_INFINITY)
@@ -35,25 +35,28 @@ def masked_logits(p_row, p_words, masked, vocab, b_token, MASK: tl.constexpr):
 
 @triton.jit
 def key_of(scaled):
-    """Of a scaled logit, or of a tile of them."""
+    """Return the key of a scaled logit, or of a tile of them."""
     return tl.abs(scaled).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def value_of(key):
-    """The scaled logit of a key."""
+    """Return the scaled logit of a key."""
     return -key.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def last_key(log_min_p):
-    """The key up to which tokens pass min_p; tokens without probability never do."""
+    """Return the last key that passes min_p; tokens without probability never pass."""
     return key_of(tl.maximum(log_min_p, _LOWEST))
 
 
 @triton.jit
 def cut_of(b_key, limit, CAPACITY: tl.constexpr):
-    """A key up to which a tile has at most CAPACITY tokens, and not less than half as many where keys differ enough."""
+    """Return a key up to which a tile has at most CAPACITY tokens.
+
+    The number is at least CAPACITY // 2 if enough keys differ.
+    """
     low = tl.full((), -1, tl.int32)
     count = tl.full((), 0, tl.int32)
     high = limit
@@ -69,9 +72,9 @@ def cut_of(b_key, limit, CAPACITY: tl.constexpr):
 
 @triton.jit
 def tile_border(b_key, b_weight, high, target):
-    """The smallest key up to which the weights of a tile reach `target`, and the sum of those before it (float64).
+    """Return the smallest key up to which the weights of a tile reach `target`, and the float64 sum before it.
 
-    Up to `high` they reach it.
+    The weights up to `high` must reach the target.
     """
     low = tl.full((), -1, tl.int32)
     below = tl.full((), 0.0, tl.float32)
@@ -90,7 +93,7 @@ def row_sums(
     p_row, p_words, masked, vocab, highest, temperature, first, second, third, by_mass, MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers or masses (the likeliest token's is 1) of a row's tokens up to each of three keys, in float64."""
+    """Return float64 counts, or masses relative to the likeliest token, of a row's tokens up to each of three keys."""
     b_first = tl.zeros((TILE,), tl.float32)
     b_second = tl.zeros((TILE,), tl.float32)
     b_third = tl.zeros((TILE,), tl.float32)
@@ -115,9 +118,9 @@ def row_border(
     p_row, p_words, masked, vocab, highest, temperature, low, high, below, target, by_mass, MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """As tile_border, over the whole row, a quarter of the interval left after each pass.
+    """Find the border as tile_border does, over the whole row; each pass leaves a quarter of the interval.
 
-    Up to `low` the sum is `below`, less than `target`.
+    The sum up to `low` is `below`, which is less than `target`.
     """
     while high - low > 1:
         quarter = tl.maximum((high - low) // 4, 1)
@@ -139,16 +142,16 @@ def row_border(
 
 @triton.jit
 def equals_needed(target, below, key):
-    """How many tokens of one key, at least one, bring the mass from `below` to `target`."""
+    """Return how many tokens of one key, at least one, raise the mass from `below` to `target`."""
     weight = tl.exp(value_of(key)).to(tl.float64)
     needed = tl.ceil((target - below) / tl.where(weight > 0.0, weight, 1.0))
-    needed = tl.where(weight > 0.0, needed, _MANY)  # a key of no mass is the last of all that pass
+    needed = tl.where(weight > 0.0, needed, _MANY)  # a key without mass is the last that passes
     return tl.minimum(tl.maximum(needed, 1.0), _MANY).to(tl.int32)
 
 
 @triton.jit
 def id_of_rank(b_in, b_token, rank, vocab):
-    """The id of the token of a tile that has that rank (from 1) among those that are in, by id."""
+    """Return the id of the token with the given rank (from 1), by id, among the selected tokens of a tile."""
     low = tl.full((), -1, tl.int32)
     high = vocab - 1
     while high - low > 1:
@@ -164,10 +167,9 @@ def filter_border(
     p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key,
     MASK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Where top_k and top_p cut a row of which `count` tokens with `mass` pass min_p.
+    """Return the last key that passes top_k and top_p, and how many tokens with this key pass.
 
-    The tile holds all keys of the row up to `reach`. Returns the last key that passes, and how many tokens that have
-    it do.
+    `count` tokens of the row, with a total of `mass`, pass min_p. The tile holds all keys of the row up to `reach`.
     """
     b_known = b_key <= reach
     b_weight = tl.where(b_known, tl.exp(value_of(b_key)), 0.0)
@@ -188,19 +190,9 @@ def filter_border(
         if border <= reach:
             smaller = tl.sum(tl.where(b_key < border, b_weight, 0.0), axis=0).to(tl.float64)
         else:
+            last = border - 1
             smaller, _, _ = row_sums(
-                p_row,
-                p_words,
-                masked,
-                vocab,
-                highest,
-                temperature,
-                border - 1,
-                border - 1,
-                border - 1,
-                True,
-                MASK,
-                TILE,
+                p_row, p_words, masked, vocab, highest, temperature, last, last, last, True, MASK, TILE
             )
         mass = smaller + equals.to(tl.float64) * tl.exp(value_of(border)).to(tl.float64)
     if top_p < 1.0:
@@ -222,10 +214,12 @@ def mass_that_passes(
     p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key,
     MASK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens of a row up to a border; float64. `mass` is that of all up to `limit`, and a tile has all keys up
-    to `reach`."""
+    """Return the float64 mass of a row's tokens up to a border.
+
+    `mass` is the mass of all tokens up to `limit`. The tile holds all keys up to `reach`.
+    """
     if (border < limit) | (equals < ALL):
-        # Only so many of the equal tokens at the border pass, and there are not always as many.
+        # At most `equals` of the tokens at the border pass; there may be fewer of them.
         if border <= reach:
             b_mass = tl.exp(value_of(b_key))
             below = tl.sum(tl.where(b_key < border, b_mass, 0.0), axis=0).to(tl.float64)
@@ -245,7 +239,7 @@ def best_of_row(
     p_row, p_words, masked, vocab, highest, temperature, border, equals, position, choice, key_low, key_high,
     MASK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy token up to a border, over the whole row."""
+    """Return the best noisy token up to a border, searching the whole row."""
     best = tl.full((), _MINUS_INFINITY, tl.float32)
     best_id = tl.full((), NO_TOKEN, tl.int32)
     seen = tl.full((), 0, tl.int32)
@@ -265,7 +259,7 @@ def best_of_row(
 
 @triton.jit
 def best_of_candidates(b_key, b_token, border, equals, vocab, position, choice, key_low, key_high):
-    """The best noisy token up to a border, all of whose tokens are in the tile."""
+    """Return the best noisy token up to a border, all of whose tokens are in the tile."""
     b_equal = b_key == border
     last_id = vocab
     if equals < tl.sum(b_equal.to(tl.int32), axis=0):

@@ -1,6 +1,7 @@
-"""A token drawn by shares of tokens: the largest of share / -log(u), in registers or over a row of logits.
+"""Choice of a token in proportion to weights: the largest weight / -log(u), in registers or over a row of logits.
 
-kernels/ops/speculative/README.md has the maths; what starts these functions is launched with enable_fp_fusion=False.
+kernels/ops/speculative/README.md has the definitions. Kernels that call these functions are launched with
+enable_fp_fusion=False.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _REPLACE = tl.constexpr(REPLACE_STREAM)
 _ULP_OF_UNIFORM = tl.constexpr(2.0**-24)
 _ROUNDED_UP = tl.constexpr(1.0 + 2.0**-20)
 _MOST_TIMES = tl.constexpr(2.0**25 * (1.0 + 2.0**-20))
-"""By which a share is multiplied at most: -log(u) is no less than 1 - u, and that no less than 2**-25."""
+"""Largest factor applied to a weight: -log(u) >= 1 - u >= 2**-25."""
 
 
 @triton.jit
 def accept_number(position, choice, key_low, key_high):
-    """What decides whether a draft is accepted, in (0, 1); float64."""
+    """Return the uniform float64 in (0, 1) that decides whether a draft is accepted."""
     zero = tl.full((), 0, tl.uint32)
     word, _, _, _ = philox_words(zero, position, choice, key_low, key_high, _ACCEPT)
     return ((word >> 8).to(tl.float64) + 0.5) * _ULP_OF_UNIFORM
@@ -30,10 +31,11 @@ def accept_number(position, choice, key_low, key_high):
 
 @triton.jit
 def race(b_share, b_word, b_token, best, best_id):
-    """The largest of `best` (float64) and share / -log(u) over a tile; the lowest id among equals.
+    """Return the largest of `best` (float64) and share / -log(u) over a tile, and its id; the lowest id wins a tie.
 
-    A share of 0 takes no part. Bounds, share / (1 - u), need no logarithm; one is taken for each token whose bound
-    reaches the best so far.
+    Tokens with a share of 0 are ignored. The bound share / (1 - u) needs no logarithm, so a logarithm is computed only
+    for
+    tokens whose bound reaches the best result so far.
     """
     b_rest = (((b_word ^ 0xFFFFFFFF) >> 8).to(tl.int32).to(tl.float32) + 0.5) * _ULP_OF_UNIFORM
     b_bound = b_share / b_rest * _ROUNDED_UP
@@ -56,20 +58,20 @@ def race(b_share, b_word, b_token, best, best_id):
 
 @triton.jit
 def shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED: tl.constexpr):
-    """Of the tokens that are in: exp(scaled) * inverse, and what is left of it after the draft's chances.
+    """Return exp(scaled) * inverse of the selected tokens, minus their probability in the draft's distribution.
 
-    num_chances: how many of them there are, all or none.
+    `num_chances` is the number of tokens in the draft's distribution: all or none.
     """
     b_share = tl.where(b_in & (b_token != left_out), tl.exp(b_scaled) * inverse, 0.0)
     if DRAFTED:
         b_chance = tl.load(p_chances + b_token, mask=(b_share > 0.0) & (b_token < num_chances), other=0.0)
-        b_share = tl.where(b_share > b_chance, b_share - b_chance, 0.0)  # nothing is left of a chance that is NaN
+        b_share = tl.where(b_share > b_chance, b_share - b_chance, 0.0)  # a NaN probability leaves 0
     return b_share
 
 
 @triton.jit
 def passes(b_key, border, equals, seen):
-    """Which tokens of a row's next tile lie up to a border, and how many at the border there were until now."""
+    """Return which tokens of a row's next tile pass the border, and the number of tokens at the border so far."""
     b_equal = (b_key == border).to(tl.int32)
     b_rank = seen + tl.cumsum(b_equal, axis=0)
     return (b_key < border) | ((b_key == border) & (b_rank <= equals)), seen + tl.sum(b_equal, axis=0)
@@ -80,7 +82,7 @@ def first_of_candidates(
     b_key, b_token, border, equals, vocab, inverse, left_out, p_chances, num_chances, position, choice, key_low,
     key_high, DRAFTED: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn, where all that pass are in the tile; NO_TOKEN where no share is above 0."""
+    """Draw a token if all that pass are in the tile; NO_TOKEN if all shares are 0."""
     b_equal = b_key == border
     last_id = vocab
     if equals < tl.sum(b_equal.to(tl.int32), axis=0):
@@ -98,7 +100,7 @@ def first_of_row(
     p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances, num_chances,
     position, choice, key_low, key_high, DRAFTED: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same over the whole row; tiles that cannot win need no words."""
+    """Draw a token from the whole row; tiles that cannot win need no random words."""
     best = tl.full((), 0.0, tl.float64)
     best_id = tl.full((), NO_TOKEN, tl.int32)
     seen = tl.full((), 0, tl.int32)
@@ -118,7 +120,7 @@ def first_of_row(
 def rank_in_row(
     p_row, p_words, masked, vocab, highest, temperature, key, token, MASK: tl.constexpr, TILE: tl.constexpr
 ):
-    """How many tokens of a row, up to one, have a key."""
+    """Return the number of a row's tokens up to `token` that have the given key."""
     b_count = tl.zeros((TILE,), tl.int32)
     for start in range(0, vocab, TILE):
         b_token = start + tl.arange(0, TILE)

@@ -1,5 +1,7 @@
-"""Philox and Gumbel noise in kernels, to the bit as docs/randomness.md defines them; what they start is launched with
-enable_fp_fusion=False."""
+"""Philox and Gumbel noise in Triton, bit for bit as docs/randomness.md defines them.
+
+Kernels that call these functions are launched with enable_fp_fusion=False.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def philox_words(b_counter, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
-    """The four words of each counter; everything uint32."""
+    """Return the four uint32 words of each uint32 counter."""
     c0 = b_counter
     c1 = position
     c2 = choice
@@ -45,14 +47,14 @@ def philox_words(b_counter, position, choice, key_low, key_high, STREAM: tl.cons
 
 @triton.jit
 def words_of_tokens(b_counter, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
-    """Words of neighbouring tokens: four of each counter."""
+    """Return the words of consecutive tokens, four from each counter."""
     w0, w1, w2, w3 = philox_words(b_counter, position, choice, key_low, key_high, STREAM)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
 @triton.jit
 def words_of_ids(b_token, position, choice, key_low, key_high, STREAM: tl.constexpr = _STREAM):
-    """Words of tokens that lie anywhere."""
+    """Return the words of arbitrary tokens."""
     w0, w1, w2, w3 = philox_words((b_token // 4).to(tl.uint32), position, choice, key_low, key_high, STREAM)
     b_low = tl.where(b_token % 2 == 0, w0, w1)
     b_high = tl.where(b_token % 2 == 0, w2, w3)
@@ -61,16 +63,16 @@ def words_of_ids(b_token, position, choice, key_low, key_high, STREAM: tl.conste
 
 @triton.jit
 def gumbel(word):
-    """Noise of a word, by two logarithms in float64."""
+    """Return the noise of a word, using two float64 logarithms."""
     uniform = ((word >> 8).to(tl.float64) + 0.5) * _ULP_OF_UNIFORM
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
 def gumbel_bound(b_word):
-    """No less than the noise of each word and seldom much more where it is large, without a logarithm.
+    """Return an upper bound of the noise of each word without a logarithm; it is close where the noise is large.
 
-    -log(-log(u)) <= -log(1 - u), and log2 of 1 - u is bounded below by its exponent and linear mantissa.
+    -log(-log(u)) <= -log(1 - u). Exponent and linear mantissa give a lower bound of log2(1 - u).
     """
     b_rest = ((b_word ^ 0xFFFFFFFF) >> 8).to(tl.int32).to(tl.float32) + 0.5
     b_log2 = b_rest.to(tl.int32, bitcast=True).to(tl.float32) * _ULP_OF_MANTISSA - _LOG2_BIAS
@@ -79,9 +81,9 @@ def gumbel_bound(b_word):
 
 @triton.jit
 def noisy_best(b_scaled, b_word, b_token, b_in, best, best_id):
-    """The largest of `best` and scaled + noise over the tokens of a tile that are in; the lowest id among equals.
+    """Return the largest of `best` and scaled + noise over the selected tokens of a tile; the lowest id wins a tie.
 
-    Noise is computed for the tokens whose bound reaches the best so far: for one, seldom two of a first tile.
+    Noise is computed only for tokens whose bound reaches the best result so far, usually one or two per tile.
     """
     b_bound = tl.where(b_in, b_scaled + gumbel_bound(b_word), _MINUS_INFINITY)
     b_bits = b_word.to(tl.int32, bitcast=True)

@@ -1,38 +1,47 @@
-"""A row of logits shared out among programs: which tokens a split has, and what it leaves in scratch for the row.
+"""Rows of logits divided into splits for several programs, and the arguments of kernels that process them.
 
-Scratch of a row: of each split the largest logit and its id, three numbers more, then keys and ids of its likeliest
-tokens.
+For each split, the scratch memory of a row holds the largest logit and its id, three further numbers, and keys and ids
+of its likeliest tokens. The parameters of a kernel are ROW, then those it needs of WEIGHING, NOISE and FILTERS, in
+this
+order, then its own. `row_arguments` returns their values at a launch.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.ordered import INFINITY, MINUS_INFINITY, NONE, number_of
-from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
+from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
 from kernels.ops.sampling.triton_filters import ALL, cut_of
 from kernels.ops.sampling.triton_random import NO_TOKEN
 
-_CHUNK = tl.constexpr(128)  # neighbours in a split: the likely tokens, which have low ids, are shared among the splits
+_CHUNK = tl.constexpr(
+    128
+)  # consecutive tokens of a split; distributes likely tokens, which have low ids, over the splits
 _MOST_CANDIDATES = 4096
-_SEGMENTS = tl.constexpr(5)  # numbers kept of each split
+_SEGMENTS = tl.constexpr(5)  # numbers per split before the candidates
 _NOT_USABLE = tl.constexpr(NOT_USABLE)
 _NOTHING_LEFT = tl.constexpr(NOTHING_LEFT)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the rows of a vocabulary are shared out; by nothing else, so that results do not depend on the batch.
+    """Division of the rows of a vocabulary; it depends on nothing else, so that results do not depend on the batch.
 
     Attributes:
-        tile: tokens of a split.
-        splits: of a row; padded: to a power of two.
-        capacity: likeliest tokens that are kept of a split.
-        num_warps: of the kernels.
+        tile: Number of tokens of a split.
+        splits: Number of splits of a row.
+        padded: `splits`, rounded up to a power of two.
+        capacity: Number of likeliest tokens kept of a split.
+        num_warps: Number of warps of the kernels.
     """
 
     tile: int
@@ -43,13 +52,13 @@ class Split:
 
     @property
     def scratch_of_row(self) -> int:
-        """32-bit numbers."""
+        """Size of the scratch memory of a row, in 32-bit words."""
         return self.padded * (_SEGMENTS.value + 2 * self.capacity)
 
 
 @functools.cache
 def split(vocab: int, num_lanes: int = 32) -> Split:
-    """Of each vocabulary."""
+    """Return the division of a vocabulary."""
     tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
     splits = triton.cdiv(vocab, tile)
     padded = triton.next_power_of_2(splits)
@@ -59,14 +68,17 @@ def split(vocab: int, num_lanes: int = 32) -> Split:
 
 @triton.jit
 def tokens_of_split(i_split, num_splits, TILE: tl.constexpr):
-    """Their ids; the last ones may lie beyond the vocabulary."""
+    """Return the ids of a split's tokens; the last ones may be beyond the vocabulary."""
     o_token = tl.arange(0, TILE)
     return (o_token // _CHUNK) * (_CHUNK * num_splits) + i_split * _CHUNK + o_token % _CHUNK
 
 
 @triton.jit
 def mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK: tl.constexpr):
-    """The words of a row's grammar, and on how many tokens it decides. MASK: 0 none, 1 a row each, 2 by index."""
+    """Return the pointer to a row's mask and the number of tokens that it covers.
+
+    MASK is 0 for no masks, 1 for one mask per row, and 2 for masks by index.
+    """
     i_mask = i_row
     if MASK == 2:
         i_mask = tl.load(p_mask_rows + i_row).to(tl.int64)
@@ -75,7 +87,7 @@ def mask_of_row(p_mask, p_mask_rows, mask_stride, i_row, vocab, MASK: tl.constex
 
 @triton.jit
 def row_of_tables(p_rows, i_row, HAS_ROWS: tl.constexpr):
-    """Where the parameters of a row of the logits are."""
+    """Return the index of a row's parameters."""
     if HAS_ROWS:
         i_row = tl.load(p_rows + i_row).to(tl.int64)
     return i_row
@@ -83,13 +95,13 @@ def row_of_tables(p_rows, i_row, HAS_ROWS: tl.constexpr):
 
 @triton.jit
 def scratch_of_row(p_scratch, i_row, PADDED: tl.constexpr, CAPACITY: tl.constexpr):
-    """Where it begins; Split.scratch_of_row numbers."""
+    """Return the start of a row's scratch memory, which holds Split.scratch_of_row words."""
     return p_scratch + i_row * (PADDED * (_SEGMENTS + 2 * CAPACITY))
 
 
 @triton.jit
 def surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
-    """The row's largest logit, its lowest id, whether the row is usable, and what is sampled where it is not."""
+    """Return a row's largest logit, its lowest id, whether the row is usable, and the result if it is not."""
     o_split = tl.arange(0, PADDED)
     b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=NONE)
     b_id = tl.load(p_row_scratch + PADDED + o_split, mask=o_split < num_splits, other=NO_TOKEN)
@@ -103,7 +115,7 @@ def surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
 def store_candidates(
     p_row_scratch, i_split, b_token, b_scaled, b_key, b_in, limit, PADDED: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Number, mass and likeliest tokens of those of a split that are in, none of which has a key above `limit`."""
+    """Store number, mass and likeliest tokens of the selected tokens of a split, whose keys are at most `limit`."""
     count = tl.sum(b_in.to(tl.int32), axis=0)
     mass = tl.sum(tl.where(b_in, tl.exp(b_scaled), 0.0), axis=0)
     b_key = tl.where(b_in, b_key, ALL)
@@ -124,7 +136,7 @@ def store_candidates(
 
 @triton.jit
 def load_candidates(p_row_scratch, num_splits, limit, PADDED: tl.constexpr, CAPACITY: tl.constexpr):
-    """What the splits stored: the key up to which all tokens are candidates; number and mass of all; keys of those."""
+    """Load the key up to which all tokens are candidates, number and mass of all tokens, and the candidates' keys."""
     o_split = tl.arange(0, PADDED)
     b_there = o_split < num_splits
     b_mass = tl.load(p_row_scratch + 2 * PADDED + o_split, mask=b_there, other=0).to(tl.float32, bitcast=True)
@@ -141,6 +153,173 @@ def load_candidates(p_row_scratch, num_splits, limit, PADDED: tl.constexpr, CAPA
 
 @triton.jit
 def candidate_ids(p_row_scratch, b_key, PADDED: tl.constexpr, CAPACITY: tl.constexpr):
-    """Of the candidates with a key."""
+    """Load the ids of the candidates that have a key."""
     p_ids = p_row_scratch + PADDED * (_SEGMENTS + CAPACITY)
     return tl.load(p_ids + tl.arange(0, PADDED * CAPACITY), mask=b_key < ALL, other=0)
+
+
+ROW = {
+    "p_logits": "*fp32",
+    "row_stride": "i32",
+    "vocab": "i32",
+    "p_mask": "*i32",
+    "p_mask_rows": "*i32",
+    "mask_stride": "i32",
+    "p_scratch": "*i32",
+}
+"""Logits, masks and scratch."""
+WEIGHING = {
+    "p_rows": "*i32",
+    "p_temperature": "*fp32",
+    "temperature_stride": "i32",
+    "p_log_min_p": "*fp32",
+    "log_min_p_stride": "i32",
+}
+NOISE = {
+    "p_key": "*i32",
+    "key_word_stride": "i32",
+    "key_stride": "i32",
+    "p_choice": "*i32",
+    "choice_stride": "i32",
+    "p_position": "*i32",
+    "position_stride": "i32",
+}
+FILTERS = {"p_top_k": "*i32", "top_k_stride": "i32", "p_top_p": "*fp64", "top_p_stride": "i32"}
+
+
+_PACKED = frozenset(name for name in {"p_mask_rows": "", **WEIGHING, **NOISE, **FILTERS} if name.startswith("p_"))
+
+
+def varying(parameters: Mapping[str, str], unaligned: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return options of triton.jit for arguments whose alignment varies, so that nothing is compiled while serving.
+
+    Args:
+        parameters: Those of WEIGHING, NOISE and FILTERS that the kernel has.
+        unaligned: The kernel's own pointers that may be unaligned.
+    """
+    return {
+        "do_not_specialize": [name for name in parameters if name not in _PACKED],
+        "do_not_specialize_on_alignment": [*sorted(_PACKED & {"p_mask_rows", *parameters}), *unaligned],
+    }
+
+
+class RowArguments(NamedTuple):
+    """Arguments of one launch.
+
+    Attributes:
+        table: Division of the rows.
+        mask: Constant MASK of `mask_of_row`.
+        row: Values of ROW.
+        weighing: Values of WEIGHING.
+        noise: Values of NOISE.
+        filters: Values of FILTERS.
+    """
+
+    table: Split
+    mask: int
+    row: tuple[Any, ...]
+    weighing: tuple[Any, ...]
+    noise: tuple[Any, ...]
+    filters: tuple[Any, ...]
+
+
+def scratch_size(num_rows: int, vocab: int) -> int:
+    """Return the number of 32-bit words that the kernels need for intermediate results."""
+    return num_rows * split(vocab).scratch_of_row
+
+
+def row_arguments(
+    logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor, none: torch.Tensor
+) -> RowArguments:
+    """Return the arguments of a launch.
+
+    Args:
+        logits: [S, vocab] float32, contiguous within rows.
+        inputs: Sampling parameters of the rows.
+        scratch: At least scratch_size(S, vocab) int32 words, with any contents.
+        none: Tensor to pass for tensors that are None.
+
+    Raises:
+        ValueError: If the logits have another dtype or layout or no tokens, or the scratch is too small.
+    """
+    num_rows, vocab = logits.shape
+    if logits.dtype is not torch.float32 or (num_rows and logits.stride(1) != 1):
+        raise ValueError(
+            f"logits must be float32 and contiguous within rows of {vocab}, not {logits.dtype} with strides "
+            f"{logits.stride()}"
+        )
+    if not vocab:
+        raise ValueError("logits must have at least one token")
+    if scratch.dtype is not torch.int32 or scratch.numel() < scratch_size(num_rows, vocab):
+        raise ValueError(
+            f"{num_rows} rows of {vocab} need a scratch of {scratch_size(num_rows, vocab)} int32 words, not "
+            f"{scratch.numel()}"
+        )
+    mask = none if inputs.mask is None else inputs.mask
+    mask_rows = none if inputs.mask_rows is None else inputs.mask_rows
+    temperature, log_min_p, key = inputs.temperature, inputs.log_min_p, inputs.key
+    choice, position, top_k, top_p = inputs.choice, inputs.position, inputs.top_k, inputs.top_p
+    return RowArguments(
+        table=split(vocab, 64 if torch.version.hip else 32),
+        mask=0 if inputs.mask is None else (1 if inputs.mask_rows is None else 2),
+        row=(logits, logits.stride(0), vocab, mask, mask_rows, mask.stride(0), scratch),
+        weighing=(
+            none if inputs.rows is None else inputs.rows,
+            temperature,
+            temperature.stride(0),
+            log_min_p,
+            log_min_p.stride(0),
+        ),
+        noise=(key, *key.stride(), choice, choice.stride(0), position, position.stride(0)),
+        filters=(top_k, top_k.stride(0), top_p, top_p.stride(0)),
+    )
+
+
+def table_of(vocab: int, target: Target) -> Split:
+    """Return the division of a vocabulary on a target."""
+    return split(vocab, 64 if target == "gfx942" else 32)
+
+
+def tile_constants(table: Split, mask: int) -> dict[str, int]:
+    """Return the constants that all of these kernels have."""
+    return {"MASK": mask, "TILE": table.tile, "PADDED": table.padded, "CAPACITY": table.capacity}
+
+
+def launch_options(table: Split) -> dict[str, Any]:
+    """Return the launch options of all of these kernels."""
+    return {"num_warps": table.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+
+
+def row_compilation(
+    kernel: str,
+    configuration: str,
+    function: Any,
+    parameters: Mapping[str, str],
+    table: Split,
+    mask: int,
+    unaligned: tuple[str, ...] = (),
+    **constants: Any,
+) -> Compilation:
+    """Return the compilation of one kernel with one choice of constants.
+
+    Args:
+        kernel: Name of the kernel.
+        configuration: Description of the constants.
+        function: The kernel.
+        parameters: Parameters after ROW and their types.
+        table: Division of the rows.
+        mask: As in RowArguments.
+        unaligned: As in `varying`.
+        constants: Constants that not all kernels have.
+    """
+    constants |= tile_constants(table, mask)
+    signature = {**ROW, **parameters}
+    return Compilation(
+        kernel=kernel,
+        configuration=configuration,
+        function=function,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
+        unaligned=frozenset({*(_PACKED & signature.keys()), *unaligned}),
+        **launch_options(table),
+    )

@@ -1,4 +1,4 @@
-"""Batches of drafts for the test and the benchmark of their verification."""
+"""Batches of drafts for the test and the benchmark of verification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.common.triton.benchmark import Benchmark
 from kernels.ops.sampling.cases import SamplingCase, make_case
 from kernels.ops.sampling.inputs import SamplingInputs
 from kernels.ops.speculative import reference
-from kernels.ops.speculative.inputs import DraftInputs
+from kernels.ops.speculative.reference import DraftInputs
 
 ROWS = (
     (0.0, 0, 1.0, 0.0),
@@ -35,13 +35,16 @@ CASES = (
 def make_rejection(
     case: SamplingCase, seed: int = 0, likeness: float = 0.8
 ) -> tuple[torch.Tensor, SamplingInputs, DraftInputs]:
-    """Logits, inputs and drafts of a case.
+    """Return logits, inputs and drafts of a case.
 
-    Of any five rows three have a draft drawn from a distribution like the row's, one has a likely token and no
-    distribution, one has no draft.
+    Of every five rows, three have a draft drawn from a distribution similar to the row's, one has a likely token
+    without a
+    distribution, and one has no draft.
 
     Args:
-        likeness: how much of the drafts' logits is the target's.
+        case: Shape and parameters.
+        seed: Seed of the logits and drafts.
+        likeness: Share of the target's logits in the drafts' logits.
     """
     logits, inputs = make_case(case, seed)
     generator = torch.Generator().manual_seed(seed + 100)
@@ -61,7 +64,10 @@ def make_rejection(
 def make_verification(
     counts: list[int], extra_rows: int = 0, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """token_ids, drafts and cu_rows of requests with so many rows; most drafts are right, some rows have failed."""
+    """Return token_ids, drafts and cu_rows of requests with `counts` rows.
+
+    Most drafts match, and some rows have failed.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(counts) + extra_rows
     drafts = torch.randint(0, 5, (num_rows,), generator=generator)
@@ -73,8 +79,8 @@ def make_verification(
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama's vocabulary, five rows a request: what is kept, and rejection with and without distributions."""
-    from kernels.ops.sampling.row_arguments import scratch_size
+    """Return benchmarks at Llama's vocabulary with five rows per request, with and without draft distributions."""
+    from kernels.ops.sampling.triton_splits import scratch_size
     from kernels.ops.speculative.triton import reject, verify
 
     found = []

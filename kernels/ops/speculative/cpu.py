@@ -1,8 +1,7 @@
-"""Rejection on the CPU, compiled by numba.
+"""Rejection sampling on the CPU, compiled by numba.
 
-As kernels/ops/sampling/cpu.py: a row is never sorted, and a logarithm is taken only where a bound of it, read off the
-raw
-word, could win. README.md has the maths. The compiled functions release the GIL.
+As in kernels/ops/sampling/cpu.py, rows are not sorted, and a logarithm is computed only where an upper bound, read off
+the random word, could win. README.md has the definitions. The compiled functions release the GIL.
 """
 
 from __future__ import annotations
@@ -17,37 +16,25 @@ from kernels.ops.sampling.cpu_borders import (
     CHUNK,
     SHIFT,
     argmax,
-    border_of,
     exp,
     key_value,
     largest_of,
-    mask_row,
+    masked_row,
     num_chunks,
     options,
-    token_key,
+    row_border,
 )
 from kernels.ops.sampling.philox import ACCEPT_STREAM, REPLACE_STREAM
 
-_NO_BORDER = (np.uint64(0x7F7FFFFF) << SHIFT) | np.uint64(0xFFFFFFFF)
 _NO_TOKEN = np.int64(-1)
 _MOST_TIMES = np.float32(2.0**25)
-"""By which a share is divided at least: 1 - u, and so -log(u), is no less than 2**-25."""
+"""Largest factor applied to a weight: -log(u) >= 1 - u >= 2**-25."""
 _ROUNDED_UP = np.float32(1.0 + 2.0**-20)
 
 
 @inner_numpy
-def _border(row, maxima, best_id, temperature, top_k, top_p, log_min_p):  # type: ignore[no-untyped-def]
-    """The key of the last token that passes the filters."""
-    if top_k > 0 or top_p < 1.0:
-        return border_of(row, maxima, row[best_id], temperature, top_k, top_p, log_min_p)
-    if log_min_p > np.float32(-np.inf):
-        return token_key(log_min_p, np.uint64(0xFFFFFFFF))
-    return _NO_BORDER
-
-
-@inner_numpy
 def _masses(row, maxima, best_id, temperature, border, masses):  # type: ignore[no-untyped-def]
-    """exp of the scaled logit of each token that passes, 0 of others; the sum of all."""
+    """Fill `masses` with exp of the scaled logit of each token that passes, 0 for the others, and return the sum."""
     highest = row[best_id]
     cut = key_value(border)
     last_bits = np.uint32(border >> SHIFT)
@@ -82,9 +69,9 @@ def _uniform(word):  # type: ignore[no-untyped-def]
 
 @inner_numpy
 def _first_to_arrive(shares, likely, position, choice, key_low, key_high):  # type: ignore[no-untyped-def]
-    """argmax of share / -log(u), the lowest id where they are equal; _NO_TOKEN where all shares are 0.
+    """Return the argmax of share / -log(u); the lowest id wins a tie, and _NO_TOKEN means that all shares are 0.
 
-    Begins with the chunk of a token that is likely to win, so that most others need no words.
+    The chunk of the token `likely` comes first, so that most other chunks need no random words.
     """
     words = np.empty(CHUNK, np.uint32)
     ahead = np.empty(CHUNK, np.float32)
@@ -101,7 +88,7 @@ def _first_to_arrive(shares, likely, position, choice, key_low, key_high):  # ty
         words_of_chunk(first, position, choice, np.uint32(REPLACE_STREAM), key_low, key_high, words)
         so_far = np.float32(best)
         for i in range(len(chunk)):
-            # -log(u) >= 1 - u, so below 0 a token cannot be the first, whatever its logarithm.
+            # -log(u) >= 1 - u, so a token with a negative value cannot win, whatever its logarithm.
             rest = (np.float32(np.uint32(~words[i]) >> np.uint32(8)) + np.float32(0.5)) * np.float32(2.0**-24)
             ahead[i] = chunk[i] * _ROUNDED_UP - so_far * rest
         if largest_of(ahead[: len(chunk)]) < np.float32(0.0):
@@ -120,18 +107,17 @@ def _first_to_arrive(shares, likely, position, choice, key_low, key_high):  # ty
 def probability_rows(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows, claims, out
 ):
-    """reference.probabilities in float32 of the rows that it claims; the arguments before are those of
-    kernels/ops/sampling's sample_rows."""
+    """Compute reference.probabilities in float32 for the rows that this thread claims.
+
+    The arguments before `claims` are those of sample_rows in kernels/ops/sampling/cpu.py.
+    """
     maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
     masked = np.empty(logits.shape[1], np.float32)
     for _ in range(len(logits)):
         r = next_row(claims)
         if r < 0:
             break
-        row = logits[r]
-        if mask_rows[r] >= 0:
-            mask_row(row, mask[mask_rows[r]], masked)
-            row = masked
+        row = masked_row(logits, mask, mask_rows, r, masked)
         best_id = argmax(row, maxima)
         if best_id < 0:
             out[r] = np.float32(np.nan)
@@ -139,7 +125,7 @@ def probability_rows(  # type: ignore[no-untyped-def]
             out[r] = np.float32(0.0)
             out[r, best_id] = np.float32(1.0)
         else:
-            border = _border(row, maxima, best_id, temperature[r], top_k[r], top_p[r], log_min_p[r])
+            border = row_border(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
             inverse = np.float32(1.0 / _masses(row, maxima, best_id, temperature[r], border, out[r]))
             for token in range(len(row)):
                 out[r, token] *= inverse
@@ -150,8 +136,10 @@ def reject_rows(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, log_min_p, key, position, choice, mask, mask_rows,
     drafts, probabilities, probability_rows, claims, ids,
 ):  # fmt: skip
-    """reference.reject; fills ids of the rows that it claims. probability_rows is below 0 where a draft has no
-    distribution."""
+    """Apply reference.reject to the rows that this thread claims, and store their ids.
+
+    `probability_rows` is negative for drafts without a distribution.
+    """
     masses = np.empty(logits.shape[1], np.float32)
     words = np.empty(CHUNK, np.uint32)
     maxima = np.empty(num_chunks(logits.shape[1]), np.float32)
@@ -160,15 +148,12 @@ def reject_rows(  # type: ignore[no-untyped-def]
         r = next_row(claims)
         if r < 0:
             break
-        row = logits[r]
-        if mask_rows[r] >= 0:
-            mask_row(row, mask[mask_rows[r]], masked)
-            row = masked
+        row = masked_row(logits, mask, mask_rows, r, masked)
         best_id = argmax(row, maxima)
         ids[r] = best_id
         if best_id < 0 or temperature[r] == np.float32(0.0):
             continue
-        border = _border(row, maxima, best_id, temperature[r], top_k[r], top_p[r], log_min_p[r])
+        border = row_border(row, maxima, row[best_id], temperature[r], top_k[r], top_p[r], log_min_p[r])
         total = _masses(row, maxima, best_id, temperature[r], border, masses)
         draft = drafts[r]
         proposed = 0 <= draft < len(row)

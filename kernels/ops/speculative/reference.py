@@ -1,24 +1,55 @@
-"""Verification of drafts in plain torch, on any device, in float64. README.md has the maths."""
+"""Verification of drafts in plain PyTorch, on any device, in float64. README.md has the definitions."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from kernels.ops.sampling import reference as sampling
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT, SamplingInputs
 from kernels.ops.sampling.philox import ACCEPT_STREAM, REPLACE_STREAM, uniform_noise
-from kernels.ops.speculative.inputs import DraftInputs, Verified
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """Drafts of S rows of logits.
+
+    Attributes:
+        token_ids: [S] int64, draft that each row decides on; negative if there is none.
+        probabilities: [D, vocab] float32, distributions that drafts were drawn from; None if no draft has one.
+        rows: [S] int64, row of `probabilities` of each draft; negative if the draft has no distribution. None if
+            no draft
+            has one.
+    """
+
+    token_ids: torch.Tensor
+    probabilities: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+class Verified(NamedTuple):
+    """Result of the verification of a step.
+
+    Attributes:
+        kept: [S] bool, True for rows whose token is part of the output.
+        num_accepted: [R] int32, number of accepted drafts of each request.
+    """
+
+    kept: torch.Tensor
+    num_accepted: torch.Tensor
 
 
 def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
-    """Which rows count: those before which every row sampled its draft. Reads values on the host.
+    """Keep the rows of a request up to the first one that did not sample its draft. Reads values on the host.
 
     Args:
-        token_ids: [S] int64, sampled; below 0 where a row failed, which is kept and ends what is.
-        drafts: [S] int64, what was proposed for the same position; -1 in the last row of a request.
-        cu_rows: [R + 1] int32, where the rows of each request begin; rows from the last one on are nobody's.
+        token_ids: [S] int64, sampled tokens; negative for a failed row, which is kept and ends the kept rows.
+        drafts: [S] int64, token proposed for the same position; -1 in the last row of a request.
+        cu_rows: [R + 1] int32, start of the rows of each request; rows from the last value on belong to no
+            request.
     """
     bounds = cu_rows.tolist()
     kept = torch.zeros(len(token_ids), dtype=torch.bool)
@@ -33,12 +64,13 @@ def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor)
 
 
 def add_kept(output_counts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, kept: torch.Tensor) -> None:
-    """Counts the tokens of the rows that are kept, in place; of failed rows nothing. Nothing is read on the host.
+    """Count the tokens of kept rows in place, ignoring failed rows. Reads no values on the host.
 
     Args:
-        output_counts: [slots, vocab] int32 without gaps.
-        slots: [P] int64, the slot of each row, as often as it has rows.
-        token_ids: [P] int64; kept: [P] bool.
+        output_counts: [slots, vocab] int32, contiguous.
+        slots: [P] int64, slot of each row, repeated for requests with several rows.
+        token_ids: [P] int64.
+        kept: [P] bool.
     """
     counted = (kept & (token_ids >= 0)).int()
     places = slots * output_counts.shape[1] + token_ids.clamp(min=0)
@@ -46,13 +78,14 @@ def add_kept(output_counts: torch.Tensor, slots: torch.Tensor, token_ids: torch.
 
 
 def probabilities(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """The distribution that `sample` draws from: 1 at the likeliest token where the temperature is 0.
+    """Return the distribution that `sample` draws from; at temperature 0, it is 1 at the likeliest token.
 
     Args:
-        logits: [S, vocab] float32, as of `sample`.
+        logits: [S, vocab] float32, as in `sample`.
+        inputs: Sampling parameters of the rows.
 
     Returns:
-        [S, vocab] float64; NaN where the row is not usable.
+        [S, vocab] float64; NaN if the row is not usable.
     """
     inputs = inputs.gathered()
     logits = sampling.allow(logits, inputs)
@@ -70,14 +103,17 @@ def probabilities(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
 
 
 def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs) -> torch.Tensor:
-    """Accepts each draft or draws another token in its place, so that tokens have the target's distribution.
+    """Accept each draft or draw another token instead, so that tokens have the target's distribution.
 
     Args:
-        logits: [S, vocab] float32, penalties and masks applied; not changed.
+        logits: [S, vocab] float32, with penalties and masks applied; not changed.
+        inputs: Sampling parameters of the rows.
+        drafts: Drafts of the rows.
 
     Returns:
-        [S] int64: the draft where it is accepted, and only there; else another token; where there is no draft a token
-        drawn from the row's distribution; below 0 as of `sample`.
+        [S] int64: the draft if and only if it is accepted, else another token. Rows without a draft get a token
+            drawn from
+        their distribution. Rows that are not usable get a negative value, as in `sample`.
     """
     inputs = inputs.gathered()
     vocab = logits.shape[1]
@@ -89,12 +125,12 @@ def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs) ->
     if drafts.probabilities is not None and drafts.rows is not None:
         drawn_from = drafts.probabilities[drafts.rows.clamp(min=0)].double()
         chance = drawn_from.gather(1, at).squeeze(1)
-        # A draft that cannot have been drawn from its distribution counts as the only one that was proposed.
+        # A draft that cannot have been drawn from its distribution is treated as the only proposed token.
         usable = proposed & (drafts.rows >= 0) & chance.isfinite() & (chance > 0)
         draft = torch.where(usable.unsqueeze(1), drawn_from, draft)
     uniform = uniform_noise(inputs.key, inputs.choice, inputs.position, 1, ACCEPT_STREAM)
     accepted = proposed & (uniform * draft.gather(1, at) < target.gather(1, at)).squeeze(1)
-    # NaN is no number that anything is larger than: nothing is left of a token with it.
+    # Comparisons with NaN are false, so nothing is left of a token whose draft probability is NaN.
     left = torch.where(target > draft, target - draft, 0.0)
     left = torch.where(proposed.unsqueeze(1) & (torch.arange(vocab, device=ids.device) == at), 0.0, left)
     times = -uniform_noise(inputs.key, inputs.choice, inputs.position, vocab, REPLACE_STREAM).log()

@@ -1,8 +1,9 @@
-"""Verification of drafts on a GPU: which rows are kept in one launch, rejection in three. README.md has the maths.
+"""Verification of drafts on a GPU: kept rows in one launch, rejection sampling in three.
 
-Rejection begins as sampling does. survey: the largest logit of every split of a row. weigh: number, mass and likeliest
-tokens of a split. reject: a program a row finds where the filters cut and what the mass is, accepts the draft or finds
-another token, among the candidates where they are all that passes, else in the row.
+survey: find the largest logit of every split of a row. weigh: find number, mass and likeliest tokens of a split.
+reject: one program per row finds the filters' border and the total mass, then accepts the draft or draws another
+token,
+from the candidates if they include all tokens that pass, else from the whole row. README.md has the definitions.
 """
 
 from __future__ import annotations
@@ -17,36 +18,34 @@ import triton.language as tl
 from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
 from kernels.ops.sampling.inputs import SamplingInputs
-from kernels.ops.sampling.row_arguments import (
-    FILTERS,
-    NOISE,
-    WEIGHING,
-    launch_options,
-    row_arguments,
-    row_compilation,
-    table_of,
-    tile_constants,
-    varying,
-)
 from kernels.ops.sampling.triton import survey_kernel
 from kernels.ops.sampling.triton_filters import ALL, filter_border, key_of, last_key, masked_logits, mass_that_passes
 from kernels.ops.sampling.triton_race import accept_number, first_of_candidates, first_of_row, passes, rank_in_row
 from kernels.ops.sampling.triton_random import NO_TOKEN
 from kernels.ops.sampling.triton_splits import (
+    FILTERS,
+    NOISE,
+    WEIGHING,
     Split,
     candidate_ids,
+    launch_options,
     load_candidates,
     mask_of_row,
+    row_arguments,
+    row_compilation,
     row_of_tables,
     scratch_of_row,
     store_candidates,
     surveyed,
+    table_of,
+    tile_constants,
     tokens_of_split,
+    varying,
 )
-from kernels.ops.speculative.inputs import DraftInputs, Verified
+from kernels.ops.speculative.reference import DraftInputs, Verified
 
 VERIFY_TILE = 32
-"""Rows of a request that are looked at together; most have fewer."""
+"""Number of rows of a request that are processed together; most requests have fewer."""
 
 _INFINITY = tl.constexpr(float("inf"))
 _NAN = tl.constexpr(float("nan"))
@@ -61,11 +60,11 @@ _REJECTION = {**WEIGHING, **NOISE, **FILTERS}
 
 @triton.jit(**_VERIFY_VARYING)
 def verify_kernel(p_token_ids, p_drafts, p_cu_rows, p_kept, p_num_accepted, num_requests, num_rows, TILE: tl.constexpr):
-    """[R + 1] programs, a request each; the last has the rows that are nobody's."""
+    """Store which rows of each request are kept; [R + 1] programs, the last for rows that belong to no request."""
     i_request = tl.program_id(0)
     start = tl.load(p_cu_rows + i_request)
     end = num_rows
-    last = start - 1  # that is kept
+    last = start - 1  # last kept row
     if i_request < num_requests:
         end = tl.load(p_cu_rows + i_request + 1)
         last = end
@@ -82,25 +81,12 @@ def verify_kernel(p_token_ids, p_drafts, p_cu_rows, p_kept, p_num_accepted, num_
 
 @triton.jit(**varying(WEIGHING))
 def weigh_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_mask,
-    p_mask_rows,
-    mask_stride,
-    p_scratch,
-    p_rows,
-    p_temperature,
-    temperature_stride,
-    p_log_min_p,
-    log_min_p_stride,
-    MASK: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """[S, splits] programs: number, mass and likeliest tokens of what passes min_p."""
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
+    p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
+    MASK: tl.constexpr, HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Store number, mass and likeliest tokens that pass min_p of each split; [S, splits] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
@@ -119,31 +105,14 @@ def weigh_kernel(
 
 @triton.jit(**varying(_FILTERING))
 def probabilities_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_mask,
-    p_mask_rows,
-    mask_stride,
-    p_scratch,
-    p_rows,
-    p_temperature,
-    temperature_stride,
-    p_log_min_p,
-    log_min_p_stride,
-    p_top_k,
-    top_k_stride,
-    p_top_p,
-    top_p_stride,
-    p_out,
-    num_splits,
-    MASK: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """[S] programs: the distribution of a row, NaN where it is not usable."""
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
+    p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
+    p_top_k, top_k_stride, p_top_p, top_p_stride,
+    p_out, num_splits,
+    MASK: tl.constexpr, HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Store the distribution of each row, NaN if the row is not usable; [S] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
     highest, best_id, usable, _ = surveyed(p_row_scratch, num_splits, PADDED)
@@ -180,45 +149,18 @@ def probabilities_kernel(
 
 @triton.jit(**varying(_REJECTION, _DRAFTED))
 def reject_kernel(
-    p_logits,
-    row_stride,
-    vocab,
-    p_mask,
-    p_mask_rows,
-    mask_stride,
-    p_scratch,
-    p_rows,
-    p_temperature,
-    temperature_stride,
-    p_log_min_p,
-    log_min_p_stride,
-    p_key,
-    key_word_stride,
-    key_stride,
-    p_choice,
-    choice_stride,
-    p_position,
-    position_stride,
-    p_top_k,
-    top_k_stride,
-    p_top_p,
-    top_p_stride,
-    p_drafts,
-    p_drafted,
-    drafted_stride,
-    p_drafted_rows,
-    p_out,
-    num_splits,
-    MASK: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    DRAFTED: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """[S] programs: the draft or what takes its place, a number below 0 where the row is not usable.
+    p_logits, row_stride, vocab, p_mask, p_mask_rows, mask_stride, p_scratch,
+    p_rows, p_temperature, temperature_stride, p_log_min_p, log_min_p_stride,
+    p_key, key_word_stride, key_stride, p_choice, choice_stride, p_position, position_stride,
+    p_top_k, top_k_stride, p_top_p, top_p_stride,
+    p_drafts, p_drafted, drafted_stride, p_drafted_rows,
+    p_out, num_splits,
+    MASK: tl.constexpr, HAS_ROWS: tl.constexpr, DRAFTED: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Store the draft or its replacement, negative if the row is not usable; [S] programs.
 
-    DRAFTED: whether some draft has a distribution.
+    DRAFTED is true if some draft has a distribution.
     """
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
@@ -284,7 +226,7 @@ def reject_kernel(
                     p_row, p_words, masked, vocab, highest, temperature, border, equals, inverse, left_out, p_chances,
                     num_chances, position, choice, key_low, key_high, DRAFTED, MASK, TILE,
                 )  # fmt: skip
-            result = tl.where(result == NO_TOKEN, draft, result)  # nothing is left: the distributions are equal
+            result = tl.where(result == NO_TOKEN, draft, result)  # no weight is left: the distributions are equal
     tl.store(p_out + i_row, tl.where(usable, result, failure).to(tl.int64))
 
 
@@ -292,7 +234,7 @@ _verify = Variant(verify_kernel, TILE=VERIFY_TILE, num_warps=1, num_stages=1, en
 
 
 def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:
-    """See the reference; contiguous tensors. Nothing is read on the host."""
+    """Find the kept rows without reading values on the host. See reference.verify; tensors must be contiguous."""
     num_rows, num_requests = len(token_ids), len(cu_rows) - 1
     kept = torch.empty(num_rows, dtype=torch.bool, device=token_ids.device)
     num_accepted = torch.empty(num_requests, dtype=torch.int32, device=token_ids.device)
@@ -310,13 +252,16 @@ def verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor)
 
 
 def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, scratch: torch.Tensor) -> torch.Tensor:
-    """See the reference.
+    """Accept or replace drafts. See reference.reject.
 
     Args:
-        logits, scratch: as of `row_arguments`, which says what it raises; logits are not changed.
+        logits: As in `row_arguments`, which documents further errors; not changed.
+        inputs: Sampling parameters of the rows.
+        drafts: Drafts of the rows.
+        scratch: As in `row_arguments`.
 
     Raises:
-        ValueError: for distributions of another type or layout, too.
+        ValueError: If the distributions have another dtype or layout.
     """
     num_rows = len(logits)
     drafted, drafted_rows = drafts.probabilities, drafts.rows
@@ -325,7 +270,10 @@ def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, sc
     chances = logits if drafted is None else drafted
     vocab = logits.shape[1]
     if chances.dtype is not torch.float32 or chances.shape[1] != vocab or (len(chances) and chances.stride(1) != 1):
-        raise ValueError(f"expected float32 rows of {vocab} without gaps, not {chances.dtype} {chances.stride()}")
+        raise ValueError(
+            f"draft distributions must be float32 and contiguous within rows of {vocab}, not {list(chances.shape)} "
+            f"{chances.dtype}"
+        )
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     table, mask, row, weighing, noise, filters = row_arguments(logits, inputs, scratch, out)
     if not num_rows:
@@ -341,9 +289,9 @@ def reject(logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs, sc
 
 
 def probabilities(logits: torch.Tensor, inputs: SamplingInputs, scratch: torch.Tensor) -> torch.Tensor:
-    """See the reference, but for float32; logits, scratch and errors as of `row_arguments`."""
+    """Return the distributions of reference.probabilities in float32. See `row_arguments` for arguments and errors."""
     out = torch.empty(logits.shape, device=logits.device)
-    # Scratch, which has integers, stands for what is not there.
+    # Scratch, an integer tensor, is passed for tensors that are None.
     table, mask, row, weighing, _, filters = row_arguments(logits, inputs, scratch, scratch)
     if not len(logits):
         return out
@@ -389,7 +337,7 @@ _DRAFTS_SIGNATURE = {"p_drafts": "*i64", "p_drafted": "*fp32", "drafted_stride":
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every variant at Llama's vocabulary, those of mixed batches at others."""
+    """Return every variant at Llama's vocabulary, and those of mixed batches at other vocabularies."""
     verification = Compilation(
         kernel="verify",
         configuration="",

@@ -1,1 +1,1 @@
-"""From rows of device state to the inputs of a step."""
+"""Inputs of a step, computed from the rows' state on the device."""

@@ -1,4 +1,4 @@
-"""Steps for the tests and the benchmark of step preparation."""
+"""Steps for the test and the benchmark of step inputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step of requests (row, position of the first token, tokens), then so many of padding.
+    """Step of requests (row, position of the first token, number of tokens), followed by padding requests.
 
     Attributes:
-        padding: tokens of each padding request; none where the list is empty.
+        name: Name of the case.
+        requests: The requests.
+        padding: Number of tokens of each padding request.
+        num_groups: Number of KV groups.
+        page_size: Tokens per page.
+        max_num_seqs: Number of rows.
+        max_model_len: Longest context.
     """
 
     name: str
@@ -29,7 +35,7 @@ class Case:
 
     @property
     def layout(self) -> StepLayout:
-        """Of a server that can run this step."""
+        """Layout of a server that can run this step."""
         tokens = sum(count for _, _, count in self.requests) + sum(self.padding)
         return StepLayout(
             max_num_seqs=self.max_num_seqs,
@@ -57,7 +63,7 @@ CASES = (
 
 
 def fill(buffers: StepBuffers, case: Case) -> StepShape:
-    """Random state, and the packed words of the case's step."""
+    """Fill the buffers with random state and the packed words of the case's step, and return its shape."""
     layout = buffers.layout
     generator = torch.Generator().manual_seed(len(case.name))
     random = torch.randint(0, 50_000, (layout.state_words,), generator=generator, dtype=torch.int32)
@@ -87,10 +93,11 @@ def fill(buffers: StepBuffers, case: Case) -> StepShape:
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Decode steps of many requests and a long chunk, for rows of 8192 tokens.
+    """Return benchmarks of decode steps of many requests and of a long chunk, for rows of 8192 tokens.
 
     Args:
-        scale: divides rows, contexts and chunks.
+        device: Device of the buffers.
+        scale: Divisor of rows, contexts and chunks.
     """
     length = 8192 // scale
     shapes = {
@@ -114,6 +121,6 @@ def _benchmark(name: str, case: Case, length: int, device: torch.device) -> Benc
 
     tokens = sum(count for _, _, count in case.requests)
     columns = -(-length // sized.page_size)
-    # Per token its id read, id, position and slot written; per table entry one word read and one written.
+    # Per token, its id is read, and id, position and slot are written; per table entry, one word is read and written.
     num_bytes = tokens * (4 + 4 + 4 + 8 + 4) + len(case.requests) * columns * 8
     return Benchmark(f"{name} x {length}", (run(), run(), run()), num_bytes)

@@ -1,4 +1,4 @@
-"""The three steps on the CPU, in numpy: a step of a few requests is many small calls, and numpy's are the cheapest."""
+"""Step operations on the CPU, in numpy, whose calls have the least overhead for steps of a few requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class CpuStepOps:
-    """See the reference."""
+    """Step operations on the CPU. See reference.py."""
 
     def __init__(self, buffers: StepBuffers) -> None:
         layout = buffers.layout
@@ -43,7 +43,7 @@ class CpuStepOps:
         self._columns = np.arange(layout.max_pages, dtype=np.int32)
 
     def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
-        """See the reference."""
+        """Apply packed changes to the state. See reference.py."""
         packed, state = self._packed, self._state
         segments = packed[at : at + num_segments * SEGMENT_WORDS].reshape(num_segments, SEGMENT_WORDS)
         for low, high, length, source in segments.tolist():
@@ -51,7 +51,7 @@ class CpuStepOps:
             state[target : target + length] = packed[source : source + length]
 
     def step_inputs(self, shape: StepShape) -> None:
-        """See the reference."""
+        """Compute the model's inputs. See reference.py."""
         num_requests, num_tokens = shape.num_requests, shape.num_tokens
         rows = self._rows[:num_requests]
         starts = self._starts[:num_requests]
@@ -89,5 +89,5 @@ class CpuStepOps:
         self._slots[:, begin : shape.num_tokens] = -1
 
     def append(self, num_sampled: int, token_ids: torch.Tensor) -> None:
-        """See the reference."""
+        """Append sampled tokens to their rows. See reference.py."""
         self._state[self._append_at[:num_sampled]] = np.maximum(token_ids.numpy(), 0)

@@ -1,35 +1,35 @@
-"""Three buffers of 32-bit words: the state of all rows, what the host says of a step, and the inputs made of both.
+"""Three buffers of 32-bit words: the state of all rows, the host's description of a step, and the model's inputs.
 
-Their layout is fixed while a model is loaded, so that a graph which reads the inputs is valid for every step, and one
-copy to the device is all that a step brings. README.md draws them.
+Their layout is fixed when a model is loaded, so that a captured graph that reads the inputs is valid for every step,
+and one copy to the device per step is enough. README.md shows the layout.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 SEGMENT_WORDS = 4
-"""Of one change of the state: low and high word of where it goes, length, where in the packed words it comes from."""
+"""Words of one change of the state: low and high word of the target, length, and source in the packed words."""
 
 SAMPLING_WORDS = 32
 TEMPERATURE, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY = 0, 1, 2, 3, 4
 """Words of a row's sampling state that are float32."""
 CHOICE, KEY, TOP_K, TOP_P = 5, 6, 8, 10
-"""Further words: choice, the key's low and high word, top_k, and the two words of top_p, a float64."""
+"""Further words: choice, low and high word of the key, top_k, and the two words of top_p, a float64."""
 TYPICAL_P, TOP_N_SIGMA, DYNATEMP_RANGE, DYNATEMP_EXPONENT, LOG_XTC_THRESHOLD = 12, 13, 14, 15, 16
 MIROSTAT_TAU, MIROSTAT_ETA, MIROSTAT_MU, DRY_MULTIPLIER, DRY_BASE = 17, 18, 19, 20, 21
-"""Again float32. mu is what mirostat aims at now: the device itself moves it on."""
+"""Further float32 words. The device itself updates mu, mirostat's current target."""
 MIROSTAT, XTC_COIN, DRY_ALLOWED_LENGTH, DRY_LAST_N = 22, 23, 24, 25
-"""Again integers."""
+"""Further integer words."""
 
 ADJUSTMENT_WORDS = 3
-"""Of one entry: token id, value (float32), and the position from which on it holds no longer."""
+"""Words of one entry: token id, value (float32), and the first position at which the entry no longer applies."""
 
 BAD_WORD_WORDS = 2
-"""Of one token of a bad word: its id, and its place: 1 for the last one of the word, 2 for the one before; 0: none."""
+"""Words of one token of a bad word: its id and its distance from the word's end (1 for the last token); 0 if unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class Field:
 
     @property
     def end(self) -> int:
-        """The word after its last."""
+        """First word after the field."""
         return self.at + math.prod(self.shape) * (self.dtype.itemsize // 4)
 
     def of(self, words: torch.Tensor) -> torch.Tensor:
-        """The field as a view of the [n] int32 words."""
+        """Return the field as a view of the [n] int32 words."""
         return words[self.at : self.end].view(self.dtype).view(self.shape)
 
 
-class _Places:
-    """Lays fields out one after the other, each from a multiple of 16 bytes on."""
+class _FieldAllocator:
+    """Allocator of consecutive fields, each aligned to 16 bytes."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -62,117 +62,101 @@ class _Places:
         return placed
 
 
-@dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Sizes, and where everything lies.
+    """Sizes and positions of all fields.
 
-    R rows, T tokens a step, G KV groups, P pages of a row. A step computes N <= R requests, padding included, and
-    samples after S of its tokens, no more than Z: one of a request, or each of those that verify drafts.
+    There are R rows, T tokens per step, G KV groups, and P pages per row. A step computes N <= R requests including
+    padding,
+    and samples after S <= Z tokens: one per request, or one per row that verifies a draft.
 
     Attributes:
-        token_stride: token ids that a row holds.
+        max_num_seqs: R.
+        max_num_tokens: T.
+        num_groups: G.
+        page_size: Tokens per page.
+        token_stride: Token ids per row.
         max_pages: P.
-        max_adjustments: entries that a row holds.
-        max_tail: words of a step's changes and lists; more changes go in several copies.
-        vocab_words: of one bit for each token.
-        max_bad_word_tokens: of all bad words of a row.
-        max_sampled: Z; 0: R.
+        max_adjustments: Entries per row.
+        max_tail: Words of a step's changes and lists; more changes take several copies.
+        vocab_words: Words with one bit for each token.
+        max_bad_word_tokens: Tokens of all bad words of a row.
+        max_sampled: Z; 0 means R.
+        state_words: Size of the state buffer.
+        packed_words: Size of the packed buffer.
+        output_words: Size of the output buffer.
 
         token_ids: [R, token_stride] int32.
-        tables: [G, R, P] int32, the rows' block tables.
+        tables: [G, R, P] int32, block tables of the rows.
         sampling: [R, SAMPLING_WORDS].
         adjustments: [R, max_adjustments, ADJUSTMENT_WORDS].
         bad_words: [R, max_bad_word_tokens, BAD_WORD_WORDS].
-        allowed, breakers: [R, vocab_words], a bit for each token.
+        allowed: [R, vocab_words], a bit for each allowed token.
+        breakers: [R, vocab_words], a bit for each token that ends a DRY match.
 
-        rows: [R] int32 row of each request, -1: padding.
-        starts: [R] int32 position of its first token in this step.
+        rows: [R] int32, row of each request; -1 for padding.
+        starts: [R] int32, position of the request's first token in this step.
         cu_seqlens: [R + 1] int32, prefix sums of the tokens per request.
-        seq_lens: [R] int32, context including this step's tokens; 0: padding.
-        sampled_rows: [Z] int32 row that each sampled token is for.
-        logits_indices: [Z] int64, the token whose logits it is drawn from.
-        new_positions: [Z] int64, its index in the sequence.
-        append_at: [Z] int64, the word of the state that takes it.
-        tail: first word after these.
+        seq_lens: [R] int32, context including this step's tokens; 0 for padding.
+        sampled_rows: [Z] int32, row of each sampled token.
+        logits_indices: [Z] int64, token whose logits are sampled.
+        new_positions: [Z] int64, index of the sampled token in its sequence.
+        append_at: [Z] int64, word of the state that receives the sampled token.
+        tail: First word after these fields.
 
-        input_ids, positions: [T] int32.
-        slot_mapping: [G, T] int64; -1: not written.
+        input_ids: [T] int32.
+        positions: [T] int32.
+        slot_mapping: [G, T] int64; -1 is not written to the cache.
         block_tables: [G, R, P] int32.
     """
 
-    max_num_seqs: int
-    max_num_tokens: int
-    token_stride: int
-    num_groups: int
-    max_pages: int
-    page_size: int
-    max_adjustments: int
-    max_tail: int = 1 << 16
-    vocab_words: int = 0
-    max_bad_word_tokens: int = 0
-    max_sampled: int = 0
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        token_stride: int,
+        num_groups: int,
+        max_pages: int,
+        page_size: int,
+        max_adjustments: int,
+        max_tail: int = 1 << 16,
+        vocab_words: int = 0,
+        max_bad_word_tokens: int = 0,
+        max_sampled: int = 0,
+    ) -> None:
+        self.max_num_seqs, self.max_num_tokens, self.num_groups = max_num_seqs, max_num_tokens, num_groups
+        self.token_stride, self.max_pages, self.page_size = token_stride, max_pages, page_size
+        self.max_adjustments, self.max_tail, self.vocab_words = max_adjustments, max_tail, vocab_words
+        self.max_bad_word_tokens, self.max_sampled = max_bad_word_tokens, max_sampled
+        rows, sampled, long = max_num_seqs, max_sampled or max_num_seqs, torch.int64
 
-    token_ids: Field = field(init=False)
-    tables: Field = field(init=False)
-    sampling: Field = field(init=False)
-    adjustments: Field = field(init=False)
-    bad_words: Field = field(init=False)
-    allowed: Field = field(init=False)
-    breakers: Field = field(init=False)
-    state_words: int = field(init=False)
+        state = _FieldAllocator()
+        self.token_ids = state.take(rows, token_stride)
+        self.tables = state.take(num_groups, rows, max_pages)
+        self.sampling = state.take(rows, SAMPLING_WORDS)
+        self.adjustments = state.take(rows, max_adjustments, ADJUSTMENT_WORDS)
+        self.bad_words = state.take(rows, max_bad_word_tokens, BAD_WORD_WORDS)
+        self.allowed = state.take(rows, vocab_words)
+        self.breakers = state.take(rows, vocab_words)
+        self.state_words = state.size
 
-    rows: Field = field(init=False)
-    starts: Field = field(init=False)
-    cu_seqlens: Field = field(init=False)
-    seq_lens: Field = field(init=False)
-    sampled_rows: Field = field(init=False)
-    logits_indices: Field = field(init=False)
-    new_positions: Field = field(init=False)
-    append_at: Field = field(init=False)
-    tail: int = field(init=False)
-    packed_words: int = field(init=False)
+        packed = _FieldAllocator()
+        self.rows = packed.take(rows)
+        self.starts = packed.take(rows)
+        self.cu_seqlens = packed.take(rows + 1)
+        self.seq_lens = packed.take(rows)
+        self.sampled_rows = packed.take(sampled)
+        self.logits_indices = packed.take(sampled, dtype=long)
+        self.new_positions = packed.take(sampled, dtype=long)
+        self.append_at = packed.take(sampled, dtype=long)
+        self.tail = packed.size
+        self.packed_words = packed.size + max_tail
 
-    input_ids: Field = field(init=False)
-    positions: Field = field(init=False)
-    slot_mapping: Field = field(init=False)
-    block_tables: Field = field(init=False)
-    output_words: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows, tokens, groups = self.max_num_seqs, self.max_num_tokens, self.num_groups
-        long = torch.int64
-
-        def put(name: str, value: Field | int) -> None:
-            object.__setattr__(self, name, value)
-
-        state = _Places()
-        put("token_ids", state.take(rows, self.token_stride))
-        put("tables", state.take(groups, rows, self.max_pages))
-        put("sampling", state.take(rows, SAMPLING_WORDS))
-        put("adjustments", state.take(rows, self.max_adjustments, ADJUSTMENT_WORDS))
-        put("bad_words", state.take(rows, self.max_bad_word_tokens, BAD_WORD_WORDS))
-        put("allowed", state.take(rows, self.vocab_words))
-        put("breakers", state.take(rows, self.vocab_words))
-        put("state_words", state.size)
-
-        packed = _Places()
-        put("rows", packed.take(rows))
-        put("starts", packed.take(rows))
-        put("cu_seqlens", packed.take(rows + 1))
-        put("seq_lens", packed.take(rows))
-        sampled = self.max_sampled or rows
-        put("sampled_rows", packed.take(sampled))
-        for name in ("logits_indices", "new_positions", "append_at"):
-            put(name, packed.take(sampled, dtype=long))
-        put("tail", packed.size)
-        put("packed_words", packed.size + self.max_tail)
-
-        output = _Places()
-        put("input_ids", output.take(tokens))
-        put("positions", output.take(tokens))
-        put("slot_mapping", output.take(groups, tokens, dtype=long))
-        put("block_tables", output.take(groups, rows, self.max_pages))
-        put("output_words", output.size)
+        outputs = _FieldAllocator()
+        self.input_ids = outputs.take(max_num_tokens)
+        self.positions = outputs.take(max_num_tokens)
+        self.slot_mapping = outputs.take(num_groups, max_num_tokens, dtype=long)
+        self.block_tables = outputs.take(num_groups, rows, max_pages)
+        self.output_words = outputs.size
 
 
 class StepBuffers:
@@ -187,13 +171,13 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the host knows of a step.
+    """Facts about a step that the host knows.
 
     Attributes:
-        num_requests: N, padding included.
-        num_tokens: of all N.
-        longest: most tokens of a request.
-        num_columns: pages of the longest context: so many columns of the block tables are gathered.
+        num_requests: N, including padding.
+        num_tokens: Total number of tokens of the N requests.
+        longest: Largest number of tokens of a request.
+        num_columns: Number of pages of the longest context, which is the number of gathered block table columns.
     """
 
     num_requests: int

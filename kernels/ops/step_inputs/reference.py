@@ -1,4 +1,4 @@
-"""The three steps in plain torch, one request and one change after the other. README.md says what they do."""
+"""Step operations in plain PyTorch, one request and one change at a time. README.md defines them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from kernels.ops.step_inputs.inputs import SEGMENT_WORDS, StepBuffers, StepShape
 
 
 class ReferenceStepOps:
-    """On any device; reads values on the host."""
+    """Step operations on any device; they read values on the host."""
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
 
     def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
-        """Copies segments of the packed words into the state.
+        """Copy segments of the packed words into the state.
 
         Args:
-            at: first packed word of the list of segments, which do not overlap in the state.
-            longest: most words of a segment.
+            at: First packed word of the list of segments, which do not overlap in the state.
+            num_segments: Number of segments.
+            longest: Number of words of the longest segment.
         """
         packed, state = self._buffers.packed, self._buffers.state
         segments = packed[at : at + num_segments * SEGMENT_WORDS].view(num_segments, SEGMENT_WORDS)
@@ -27,10 +28,11 @@ class ReferenceStepOps:
             state[target : target + length] = packed[source : source + length]
 
     def step_inputs(self, shape: StepShape) -> None:
-        """Fills the outputs from the state and the packed words: of requests and tokens that there are.
+        """Fill the outputs of all requests and tokens of the step from the state and the packed words.
 
-        Padding gets token 0 at position 0, which no page takes (slot -1), and a block table of zeros. Columns past
-        the pages that a context needs are 0.
+        Padding gets token 0 at position 0, slot -1 (not written to any page), and a block table of zeros. Columns
+        after the
+        pages of a context are 0.
         """
         layout, packed, state = self._buffers.layout, self._buffers.packed, self._buffers.state
         outputs = self._buffers.outputs
@@ -56,7 +58,7 @@ class ReferenceStepOps:
             block_tables[:, i, :used] = tables[:, row, :used]
 
     def append(self, num_sampled: int, token_ids: torch.Tensor) -> None:
-        """Writes [S] int64 sampled ids to the words `append_at`; ids below 0, of requests that failed, become 0."""
+        """Write [S] int64 sampled ids to the words `append_at`; negative ids, of failed requests, become 0."""
         layout = self._buffers.layout
         at = layout.append_at.of(self._buffers.packed)[:num_sampled]
         self._buffers.state[at] = token_ids.clamp(min=0).int()

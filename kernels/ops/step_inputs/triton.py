@@ -1,4 +1,4 @@
-"""The three steps on a GPU, one launch each; the host reads nothing back."""
+"""Step operations on a GPU, one launch each; the host reads nothing back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kernels.common.triton.launch import Variant
 from kernels.ops.step_inputs.inputs import SEGMENT_WORDS, Field, StepBuffers, StepLayout, StepShape
 
 DIFF_TILE, DIFF_WARPS = 1024, 4
-"""Words that a program copies: most changes are a page number, few a prompt."""
+"""Words that a program copies; most changes are one page number, few are a prompt."""
 TOKEN_TILE, TOKEN_WARPS = 128, 2
-"""Tokens, and columns of the block tables, of one request that a program takes. A decode step has one token each."""
+"""Tokens and block table columns of one request that a program processes. A decode step has one token per request."""
 APPEND_TILE = 128
 
 _SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
@@ -23,7 +23,7 @@ _SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
 
 @triton.jit(do_not_specialize=["segments_at"])
 def apply_diffs_kernel(p_state, p_packed, segments_at, TILE: tl.constexpr):
-    """Program (segment, part of it)."""
+    """Copy TILE words of one segment; program (segment, part)."""
     i_segment = tl.program_id(0).to(tl.int64)
     p_segment = p_packed + segments_at + i_segment * _SEGMENT_WORDS
     low = tl.load(p_segment).to(tl.int64) & 0xFFFFFFFF
@@ -38,25 +38,17 @@ def apply_diffs_kernel(p_state, p_packed, segments_at, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_columns"])
 def step_inputs_kernel(
-    p_state,
-    p_packed,
-    p_outputs,
-    num_columns,
-    TABLES_AT: tl.constexpr,
-    STARTS_AT: tl.constexpr,
-    CU_SEQLENS_AT: tl.constexpr,
-    POSITIONS_AT: tl.constexpr,
-    SLOTS_AT: tl.constexpr,
-    BLOCK_TABLES_AT: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    MAX_PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
+    p_state, p_packed, p_outputs, num_columns,
+    TABLES_AT: tl.constexpr, STARTS_AT: tl.constexpr, CU_SEQLENS_AT: tl.constexpr, POSITIONS_AT: tl.constexpr,
+    SLOTS_AT: tl.constexpr, BLOCK_TABLES_AT: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    MAX_ROWS: tl.constexpr, MAX_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-):
-    """Program (request, part of its tokens and of its block tables). Rows and token ids begin their buffers."""
+):  # fmt: skip
+    """Compute TILE tokens and block table columns of one request; program (request, part).
+
+    Rows and token ids are the first fields of their buffers.
+    """
     i_request = tl.program_id(0)
     i_part = tl.program_id(1)
     row = tl.load(p_packed + i_request)
@@ -89,7 +81,7 @@ def step_inputs_kernel(
 
 @triton.jit(do_not_specialize=["num_sampled"])
 def append_kernel(p_state, p_packed, p_token_ids, num_sampled, APPEND_AT: tl.constexpr, TILE: tl.constexpr):
-    """Program: TILE sampled ids."""
+    """Append TILE sampled ids per program."""
     o_sampled = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = o_sampled < num_sampled
     p_at = (p_packed + APPEND_AT).to(tl.pointer_type(tl.int64))
@@ -99,7 +91,7 @@ def append_kernel(p_state, p_packed, p_token_ids, num_sampled, APPEND_AT: tl.con
 
 
 def _constants(layout: StepLayout) -> dict[str, int]:
-    """Constants of step_inputs_kernel but for its tile."""
+    """Return the constants of step_inputs_kernel except its tile."""
     fields: dict[str, Field] = {
         "TABLES_AT": layout.tables,
         "STARTS_AT": layout.starts,
@@ -119,7 +111,7 @@ def _constants(layout: StepLayout) -> dict[str, int]:
 
 
 class TritonStepOps:
-    """See the reference."""
+    """Step operations on a GPU. See reference.py."""
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
@@ -140,26 +132,26 @@ class TritonStepOps:
         )
 
     def apply_diffs(self, at: int, num_segments: int, longest: int) -> None:
-        """See the reference."""
+        """Apply packed changes to the state. See reference.py."""
         if num_segments:
             buffers = self._buffers
             self._apply_diffs((num_segments, -(-longest // DIFF_TILE)), buffers.state, buffers.packed, at)
 
     def step_inputs(self, shape: StepShape) -> None:
-        """See the reference."""
+        """Compute the model's inputs. See reference.py."""
         buffers = self._buffers
         grid = shape.num_requests, -(-max(shape.longest, shape.num_columns) // TOKEN_TILE)
         self._step_inputs(grid, buffers.state, buffers.packed, buffers.outputs, shape.num_columns)
 
     def append(self, num_sampled: int, token_ids: torch.Tensor) -> None:
-        """See the reference."""
+        """Append sampled tokens to their rows. See reference.py."""
         buffers = self._buffers
         grid = (-(-num_sampled // APPEND_TILE),)
         self._append(grid, buffers.state, buffers.packed, token_ids, num_sampled)
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """The three kernels for a server of 256 rows of 131072 tokens; the layout is the only thing that differs."""
+    """Return the three kernels for two layouts, one of a server with 256 rows of 131072 tokens."""
     layout = StepLayout(256, 8192, 131073, 1, 8192, 16, 1344)
     groups = StepLayout(64, 2048, 8193, 2, 512, 16, 1344)
 
