@@ -1,4 +1,4 @@
-// One answer of the model, shown while it comes: reasoning, text, tool calls, probabilities and figures.
+// One streamed response of the model: reasoning, text, tool calls, token probabilities and statistics.
 
 import { make } from "./dom.js";
 import { Prose } from "./prose.js";
@@ -6,7 +6,7 @@ import { Prose } from "./prose.js";
 const SHADES = [0.1, 0.3, 0.6, 0.9];
 
 export class Answer {
-  // `plain`: whether its text is shown as it came; `onPlain` is told when its reader chooses otherwise.
+  // `plain`: show the text without rendering Markdown; `onPlain`: callback for changes of this choice.
   constructor({ plain, onPlain }) {
     this.reasoning = "";
     this.calls = [];
@@ -45,17 +45,17 @@ export class Answer {
     if (choice.finish_reason) this.finish = choice.finish_reason;
   }
 
-  // Figures and probabilities, when the stream is over.
+  // Show statistics and probabilities at the end of the stream.
   close(ended) {
     this.prose.finish();
     const seconds = (performance.now() - this.started) / 1000;
-    const parts = [ended === "stopped" ? "stopped" : this.finish === "length" ? "cut off by the limit" : ""];
+    const parts = [ended === "stopped" ? "stopped" : this.finish === "length" ? "truncated at the token limit" : ""];
     const tokens = this.usage?.completion_tokens;
-    if (this.usage) parts.push(`${this.usage.prompt_tokens} prompt + ${tokens} answer tokens`);
+    if (this.usage) parts.push(`${this.usage.prompt_tokens} prompt + ${tokens} completion tokens`);
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    if (cached) parts.push(`${cached} from the cache`);
+    if (cached) parts.push(`${cached} cached`);
     if (this.first !== null) {
-      parts.push(`first after ${Math.round(this.first - this.started)} ms`);
+      parts.push(`first token after ${Math.round(this.first - this.started)} ms`);
       const rest = (performance.now() - this.first) / 1000;
       if (tokens > 1 && rest > 0) parts.push(`${((tokens - 1) / rest).toFixed(1)} tokens/s`);
     }
@@ -107,7 +107,7 @@ export class Answer {
     if (!call) {
       const shown = make("pre");
       call = this.calls[delta.index] = { id: delta.id, name: delta.function.name, args: "", shown };
-      const title = make("p", { className: "who", textContent: `Calls ${call.name}` });
+      const title = make("p", { className: "who", textContent: `Tool call: ${call.name}` });
       call.box = make("div", { className: "call" }, title, shown);
       this.callList.append(call.box);
     }
@@ -139,7 +139,7 @@ export class Answer {
   }
 }
 
-// A piece of a character has no text of its own: the API then names its bytes.
+// A token that is part of a character has no text. The API returns its bytes instead.
 function readable(token) {
   return token.replace(/^bytes:(?=\\x)/, "");
 }

@@ -1,4 +1,4 @@
-// Requests to the gateway that served this page, and the event streams that it answers.
+// Requests to the gateway that served this page, and parsing of its event streams.
 
 const KEY = "pelton-api-key";
 
@@ -7,7 +7,7 @@ export function key() {
 }
 
 export function keepKey(value) {
-  // Of this tab alone, and gone with it.
+  // Kept for this tab only, until it is closed.
   if (value) sessionStorage.setItem(KEY, value);
   else sessionStorage.removeItem(KEY);
 }
@@ -28,25 +28,25 @@ export async function request(path, body, signal) {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The server does not answer.", 0);
+    throw new Failure("The server does not respond.", 0);
   }
   if (response.ok) return response;
-  let message = `The server answered ${response.status}.`;
+  let message = `The server returned status ${response.status}.`;
   try {
     message = (await response.json()).error.message;
   } catch {
-    // A proxy may have answered with something else: the status says what there is to say.
+    // The body is not an error object, for example because a proxy answered; report the status.
   }
   throw new Failure(message, response.status);
 }
 
-// The parsed data of each event, until [DONE]. A stream that ends without it, or with an error, throws.
+// Yield the parsed data of each event until [DONE]. Throw if the stream ends without it or with an error.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Failure("The connection was lost before the answer was whole.", 0);
+    if (done) throw new Failure("The connection was lost before the response was complete.", 0);
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {

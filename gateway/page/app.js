@@ -1,4 +1,4 @@
-// What the page begins with: the models, the key, and which view is shown.
+// Start of the page: list of models, API key, and selection of the view.
 
 import { key, keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
@@ -13,12 +13,12 @@ async function loadModels() {
     const before = find("model").value;
     find("model").replaceChildren(...data.map(({ id }) => make("option", { value: id, textContent: id })));
     if (data.some(({ id }) => id === before)) find("model").value = before;
-    notice(data.length ? "" : "No model is served yet.");
+    notice(data.length ? "" : "No model is available yet.");
     if (!data.length) setTimeout(loadModels, 2000);
   } catch (error) {
     const unknown = error.status === 401;
-    // The server's words are for who writes a client.
-    notice(unknown ? "The API key is missing or not known. Type it above, then press Use." : error.message);
+    // The server's message addresses developers of clients.
+    notice(unknown ? "The API key is missing or unknown. Enter it above and press Use." : error.message);
     if (unknown) find("key").focus();
   }
 }
@@ -43,7 +43,7 @@ find("key-form").addEventListener("submit", (event) => {
   loadModels();
 });
 
-// Where there is little room, the conversation has it.
+// Collapse the parameters on narrow screens.
 const narrow = matchMedia("(max-width: 50rem)");
 const makeRoom = () => (find("parameters-box").open = !narrow.matches);
 narrow.addEventListener("change", makeRoom);

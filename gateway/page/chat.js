@@ -1,11 +1,11 @@
-// The conversation: what was said, what is sent, and the answer that comes.
+// The conversation: its messages, the requests, and the streamed responses.
 
 import { events, request } from "./api.js";
 import { Answer } from "./answer.js";
 import { announce, find, make } from "./dom.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-// Pixels from its end, within which the log is at its end.
+// Distance in pixels from the end of the log within which it keeps scrolling with new text.
 const NEAR = 60;
 
 export class Chat {
@@ -15,12 +15,12 @@ export class Chat {
     this.plain = false;
     find("composer").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#say();
+      this.#submit();
     });
     find("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
-        this.#say();
+        this.#submit();
       }
     });
     document.addEventListener("keydown", (event) => {
@@ -47,7 +47,7 @@ export class Chat {
     find("prompt").focus();
   }
 
-  #say() {
+  #submit() {
     const text = find("prompt").value.trim();
     if (!text || this.running) return;
     find("prompt").value = "";
@@ -57,9 +57,9 @@ export class Chat {
     this.#ask([{ role: "user", content: text }]);
   }
 
-  async #ask(said) {
+  async #ask(newMessages) {
     const messages = this.messages;
-    // The next answers are shown as the last was wanted.
+    // Show new responses as the user chose for the last one.
     const answer = new Answer({ plain: this.plain, onPlain: (plain) => (this.plain = plain) });
     find("log").append(answer.element);
     this.following = true;
@@ -68,12 +68,12 @@ export class Chat {
     const running = (this.running = new AbortController());
     this.#setRunning(true);
     try {
-      const body = this.#body([...messages, ...said]);
+      const body = this.#body([...messages, ...newMessages]);
       for await (const event of events(await request("/v1/chat/completions", body, running.signal))) {
         answer.add(event);
       }
       answer.close("finished");
-      announce("The answer is complete.");
+      announce("The response is complete.");
     } catch (error) {
       const stopped = error.name === "AbortError";
       answer.close(stopped ? "stopped" : "failed");
@@ -83,10 +83,10 @@ export class Chat {
       this.running = null;
       this.#setRunning(false);
     }
-    // What came of an answer that was stopped, or failed, is a part of the conversation: calls that are not whole cannot be.
+    // The text of a stopped or failed response stays in the conversation; its incomplete calls do not.
     if (!answer.finish) answer.calls = [];
-    if (answer.content || answer.calls.length) messages.push(...said, answer.message());
-    else if (said[0].role === "user" && !find("prompt").value) find("prompt").value = said[0].content;
+    if (answer.content || answer.calls.length) messages.push(...newMessages, answer.message());
+    else if (newMessages[0].role === "user" && !find("prompt").value) find("prompt").value = newMessages[0].content;
     if (answer.calls.length) this.#askForResults(answer);
     this.#follow();
     drawn.disconnect();
@@ -119,8 +119,8 @@ export class Chat {
   #askForResults(answer) {
     const fields = answer.calls.map((call) => {
       const field = make("textarea", { rows: 2 });
-      field.setAttribute("aria-label", `What ${call.name} returns`);
-      field.placeholder = `What ${call.name} returns`;
+      field.setAttribute("aria-label", `Result of ${call.name}`);
+      field.placeholder = `Result of ${call.name}`;
       call.box.append(field);
       return field;
     });
@@ -140,7 +140,7 @@ export class Chat {
     find("log").setAttribute("aria-busy", String(running));
   }
 
-  // The end of the answer stays in view unless its reader has scrolled up.
+  // Keep the end of the response in view unless the user has scrolled up.
   #follow() {
     if (this.following) find("log").scrollTop = find("log").scrollHeight;
   }

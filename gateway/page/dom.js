@@ -1,4 +1,4 @@
-// Elements, made without markup: what a model or a server says is text and nothing else.
+// Creation of elements without markup: text of a model or server is never interpreted as HTML.
 
 const SAID_LAST = 5;
 
@@ -10,12 +10,12 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// Said to those who hear the page, once.
+// Announce a text once to users of screen readers.
 export function announce(text) {
   if (!text.trim()) return;
   const region = find("announce");
   region.append(make("p", { textContent: text }));
-  // No second copy of the conversation: what is gone from here has been said, or is waiting to be.
+  // Remove old announcements, so that there is no second copy of the conversation.
   while (region.children.length > SAID_LAST) region.firstChild.remove();
 }
 

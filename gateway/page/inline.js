@@ -1,9 +1,8 @@
-// Markdown within a paragraph: a tree of plain values, made in time linear in the text, whatever it is.
+// Inline Markdown of a paragraph, parsed to a tree of plain values. Takes linear time for any text.
 //
-// A node is a string or { tag, content, href }, with tag one of em, strong, del, code, a, br. What the model writes
-// stays text: markup of HTML means nothing, and a link is one only where it leads to http or https.
-// Follows CommonMark where that can be done simply. It differs where answers of models are read better so: each line end
-// is a break, and formulas in \( \), \[ \] and $$ $$ are left as they are.
+// A node is a string or { tag, content, href }, where tag is em, strong, del, code, a or br. HTML is not interpreted, and
+// only http and https addresses become links. Follows CommonMark except for rare cases, and except where responses of
+// models are more readable otherwise: each line end is a break, and formulas in \( \), \[ \] and $$ $$ are not changed.
 
 const PLAIN = /[^\\`*_~[\]!<\nhH$]+/y;
 const ESCAPED = /[!-/:-@[-`{-~]/;
@@ -12,7 +11,7 @@ const RUN = /([*_~])\1*/y;
 const BREAK = /<br ?\/?>/iy;
 const IN_ANGLES = /<(https?:\/\/[^\s<>]{1,2000})>/iy;
 const BARE = /https?:\/\/[^\s<>[\]"`\u3000-\u303f\uff00-\uffef]+/iy;
-// An address, with a title perhaps. Every part is bounded: there may be as many of these as the text has characters.
+// An address with an optional title. Every part is bounded, because this may be tried at every character of the text.
 const ADDRESS =
   /\([ \n]{0,3}(?:<([^<>\n]{0,2000})>|((?:[^\s()<]|\([^\s()]{0,200}\)){0,2000}))(?:[ \n]{1,3}(?:"[^"]{0,500}"|'[^']{0,500}'))?[ \n]{0,3}\)/y;
 const FORMULAS = [
@@ -27,7 +26,7 @@ export function inline(text) {
   return new Inline(text).parse();
 }
 
-// The address in full where it is one of http or https and hides nothing before its host, else null.
+// Return the full address if it is an http or https address without user information before its host, else null.
 export function safeAddress(address) {
   if (!/^https?:\/\//i.test(address)) return null;
   try {
@@ -93,7 +92,7 @@ class Inline {
         this.#take(end + 2 - this.at, this.text.slice(this.at, end + 2));
         return true;
       }
-      this.absent.add(closing); // nor will it be found from further on
+      this.absent.add(closing); // a later search would not find it either
     }
     return false;
   }
@@ -101,7 +100,7 @@ class Inline {
   #code() {
     this.ticks ??= ticksByLength(this.text);
     const { length } = this.#match(TICKS)[0];
-    const places = this.ticks.get(length) ?? []; // none where a \\ has taken the first of a run
+    const places = this.ticks.get(length) ?? []; // empty if a backslash escapes the first of a run
     while (places.length && places.at(-1) <= this.at) places.pop();
     if (!places.length) {
       this.#take(length, "`".repeat(length));
@@ -117,7 +116,7 @@ class Inline {
     const [run, character] = this.#match(RUN);
     const before = this.text[this.at - 1] ?? " ";
     const after = this.text[this.at + run.length] ?? " ";
-    // Only white space counts beside * and ~, so that what is stressed may begin or end with a quotation mark.
+    // Beside * and ~ only white space matters, so that emphasized text may start or end with a quotation mark.
     let opens = !/\s/.test(after);
     let closes = !/\s/.test(before);
     if (character === "_") {
@@ -135,7 +134,7 @@ class Inline {
 
   #openBracket(character) {
     this.brackets.push(this.nodes.length);
-    // An image becomes a link: nothing is loaded from elsewhere.
+    // An image becomes a link, because the page loads nothing from other servers.
     if (character === "!") this.#take(2, "![");
     else this.#take(1, "[");
   }
@@ -152,7 +151,7 @@ class Inline {
     const content = this.nodes.splice(opening).slice(1);
     const inner = content.flatMap((node) => (node.tag === "a" ? node.content : [node]));
     this.#take(found[0].length, { tag: "a", href, content: inner.length ? emphasized(inner) : [href] });
-    this.brackets.length = 0; // no link within a link
+    this.brackets.length = 0; // links cannot be nested
   }
 
   #angle() {
@@ -177,7 +176,7 @@ class Inline {
   }
 }
 
-// Where runs of each length begin, the last first.
+// Return the start positions of the runs of each length, last one first.
 function ticksByLength(text) {
   const places = new Map();
   for (const { 0: run, index } of text.matchAll(/`+/g)) {
@@ -188,7 +187,7 @@ function ticksByLength(text) {
   return places;
 }
 
-// Without the punctuation that ends a sentence, and the bracket that the address stands in.
+// Strip punctuation that ends the sentence, and the closing bracket around the address.
 function withoutTail(address) {
   let unopened = address.split(")").length - address.split("(").length;
   let end = address.length;
@@ -200,7 +199,7 @@ function withoutTail(address) {
   return address.slice(0, end);
 }
 
-// The tree that the runs of *, _ and ~ make of the nodes between them.
+// Build the tree from the runs of *, _ and ~ and the nodes between them.
 function emphasized(nodes) {
   const open = [];
   for (const run of nodes) {
@@ -217,13 +216,13 @@ function emphasized(nodes) {
       run.left -= used;
       open.length = opener.left ? place + 1 : place;
     }
-    // Few are kept open, so that neither the search nor the tree becomes deep.
+    // Limit the open runs, which bounds the search and the depth of the tree.
     if (run.opens && run.left && open.length < MOST_OPEN) open.push(run);
   }
   return nested(nodes);
 }
 
-// CommonMark's rule of three keeps *a**b* from being read as a run of one and half a run of two.
+// CommonMark's rule of three: *a**b* is not closed by half of the run of two.
 function fit(opener, closer) {
   if (opener.mark !== closer.mark) return false;
   if (!opener.closes && !closer.opens) return true;

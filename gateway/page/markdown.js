@@ -1,10 +1,10 @@
-// Markdown as models write it: blocks as plain values, made in time linear in the text, whatever it is.
+// Markdown of models, parsed to blocks of plain values. Takes linear time for any text.
 //
-// A block is { tag, line, ... }, with `line` the number of its first line, and tag one of
+// A block is { tag, line, ... }, where `line` is the number of its first line, and tag with further fields is one of
 //   p { content }, h { level, content }, code { language, code }, hr, quote { blocks },
 //   list { ordered, first, items: [blocks] }, table { head: [content], sides, rows: [[content]] };
-// content is what inline() gives. Follows CommonMark and GitHub's tables where that can be done simply; text that is indented
-// is no code, an item's content need not be indented as far as its text, and blank lines between items change nothing.
+// `content` is the result of inline(). Follows CommonMark and GitHub's tables, except that indented text is not code, the
+// content of an item may be indented less than its text, and blank lines between items have no effect.
 
 import { inline } from "./inline.js";
 
@@ -22,19 +22,19 @@ export function blocks(text) {
   return parse(lines, 0);
 }
 
-// A text that grows: what cannot change any more is given once, and only what can is parsed again.
+// Incremental parser of a growing text. It returns each final block once, and parses only the rest again.
 export class Growing {
   constructor() {
     this.text = "";
   }
 
-  // Returns [settled, open]: the blocks that have become final, and those that the text goes on with.
+  // Return [final, open]: the blocks that have become final, and those that further text may change.
   add(text) {
     this.text += text;
     const found = blocks(this.text);
     const whole = this.text.split("\n");
-    // A block is over once another begins; and one has begun where its first line is whole, of a table the second too:
-    // a "-" may become "---", and a "|-" anything.
+    // A block is final once the next one has started. A block has started when its first line is complete (for a table,
+    // its second line): a "-" may become "---", and a "|-" anything.
     const last = found.findLastIndex(({ line, tag }) => line + (tag === "table" ? 1 : 0) < whole.length - 1);
     if (last <= 0) return [[], found];
     this.text = whole.slice(found[last].line).join("\n");
@@ -42,7 +42,7 @@ export class Growing {
   }
 }
 
-// What a block says, for who hears it.
+// Return the text of a block for screen readers.
 export function spoken(block) {
   const said = (content) => content.map((node) => (node.content ? said(node.content) : node)).join("");
   if (block.tag === "hr") return "";
@@ -68,7 +68,7 @@ function parse(lines, depth) {
   return found;
 }
 
-// The block that begins at a line, and the line after it.
+// Return the block that starts at a line, and the number of the line after it.
 function next(lines, at, depth) {
   const line = lines[at];
   if (depth < DEEPEST) {
@@ -88,16 +88,16 @@ function isBlank(line) {
 
 function fenceOf(line) {
   const found = FENCE.exec(line);
-  // `` ```a``` `` is code within a line.
+  // `` ```a``` `` is inline code.
   return found && !(found[1][0] === "`" && found[2].includes("`")) ? found : null;
 }
 
-// Whether a line begins something else than more of the text before it.
+// Return true if a line starts a new block instead of continuing the paragraph.
 function interrupts(lines, at, inList) {
   const line = lines[at];
   if (fenceOf(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)) return true;
   const item = ITEM.exec(line);
-  // A year that begins a line of prose is no list, nor is a lone dash.
+  // A year at the start of a line does not start a list, and neither does a lone dash.
   if (item && (inList || (item[3] && /^([-*+]|1[.)])$/.test(item[2])))) return true;
   return beginsTable(lines, at);
 }
@@ -157,7 +157,7 @@ function list(lines, at, depth) {
 
 function itemBody(lines, at, [opening, before, marker, gap]) {
   const outer = indentOf(before);
-  // Far to the right of its marker, the text is indented within the item.
+  // Text far to the right of its marker is indented text within the item.
   const begin = gap && gap.length <= TAB ? opening.length : before.length + marker.length + (gap ? 1 : 0);
   const inner = outer + begin - before.length;
   const body = [lines[at].slice(begin)];
@@ -190,7 +190,7 @@ function table(lines, at) {
   return [{ tag: "table", head, sides, rows }, end];
 }
 
-// What stands between the bars of a row that are not escaped.
+// Return the cells between the unescaped bars of a row.
 function cells(line) {
   let row = line.trim();
   if (row.startsWith("|")) row = row.slice(1);
@@ -209,7 +209,7 @@ function cells(line) {
   return found;
 }
 
-// In columns.
+// Return the width of the indent in columns.
 function indentOf(line) {
   let columns = 0;
   for (const character of line) {
@@ -220,7 +220,7 @@ function indentOf(line) {
   return columns;
 }
 
-// Without its indent, up to a number of columns.
+// Remove the indent, up to a number of columns.
 function outdented(line, most) {
   let at = 0;
   for (let columns = 0; columns < most && (line[at] === " " || line[at] === "\t"); at += 1) {

@@ -1,4 +1,4 @@
-// Prometheus' text format, and what can be read from it.
+// Parser of Prometheus' text format, with sums and quantiles.
 
 const SAMPLE = /^([\w:]+)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
@@ -25,7 +25,7 @@ export function total(samples, name, where = {}) {
   return sum;
 }
 
-// The buckets of a histogram over all its labels, those of `before` taken away.
+// Return the buckets of a histogram summed over its labels, minus those of `before`.
 export function buckets(samples, before, name) {
   const counts = new Map();
   const add = (from, sign) => {
@@ -39,7 +39,7 @@ export function buckets(samples, before, name) {
   return [...counts].sort(([one], [other]) => one - other);
 }
 
-// Linear within a bucket; null where nothing was measured.
+// Return a quantile by linear interpolation within a bucket; null without observations.
 export function quantile(histogram, share) {
   const number = histogram.at(-1)?.[1] ?? 0;
   if (number <= 0) return null;
@@ -56,7 +56,7 @@ export function quantile(histogram, share) {
   return lower;
 }
 
-// Three digits, in the unit that needs no power of ten for them.
+// Format a duration with three digits in seconds or milliseconds.
 export function duration(seconds) {
   if (seconds === null) return "–";
   if (seconds < 0.9995) return `${(1000 * seconds).toPrecision(3)} ms`;

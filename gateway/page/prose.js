@@ -1,4 +1,4 @@
-// What a model writes, shown while it comes: its Markdown as elements, or the text as it is.
+// Streamed text of a model, shown as rendered Markdown or as plain text.
 
 import { announce, make } from "./dom.js";
 import { Growing, spoken } from "./markdown.js";
@@ -29,7 +29,7 @@ export class Prose {
     else this.#read();
   }
 
-  // Nothing more will come.
+  // Render the rest at the end of the text.
   finish() {
     this.#read();
     this.open.forEach((block) => announce(spoken(block)));
@@ -51,9 +51,10 @@ export class Prose {
     this.settled.push(...settled);
     this.open = open;
     this.#show(settled);
-    // Each block is heard once, when it is whole.
+    // Announce each block once, when it is complete.
     settled.forEach((block) => announce(spoken(block)));
-    // A long block, all of which is drawn again, is so less often. Where the log is scrolled to needs the layout anyway.
+    // A long block is rendered again completely, so it is rendered less often. Reading offsetHeight includes the layout,
+    // which scrolling needs anyway, in the measured time.
     void this.element.offsetHeight;
     const now = performance.now();
     this.next = now + Math.max(LEAST_WAIT, REST * (now - begun));
@@ -77,14 +78,14 @@ export class Prose {
   }
 }
 
-// Code that only grows keeps its element, and with it what is selected in it and the button that is being pressed.
+// Growing code keeps its element, and so the selection in it and the state of its button.
 function again(element, block) {
   if (block.tag !== "code" || element?.dataset.language !== block.language) return null;
   grow(element.querySelector("code"), block.code);
   return element;
 }
 
-// Makes an element's only text another; where that goes on with what was there, what is selected in it stays so.
+// Replace the text of an element. If the new text extends the old one, the selection is kept.
 function grow(element, text) {
   const before = element.firstChild;
   if (before?.nodeType === Node.TEXT_NODE && text.startsWith(before.data)) before.appendData(text.slice(before.length));
@@ -99,7 +100,7 @@ function blockElement(block) {
 
 const BLOCKS = {
   p: ({ content }) => textElement("p", content),
-  // Below the headings of the page.
+  // Use lower levels than the headings of the page.
   h: ({ level, content }) => textElement(`h${Math.min(level + 2, 6)}`, content),
   hr: () => make("hr"),
   quote: ({ blocks }) => make("blockquote", {}, ...blocks.map(blockElement)),
@@ -113,7 +114,7 @@ const BLOCKS = {
 };
 
 function textElement(tag, content, properties = {}) {
-  // Text that is read from right to left is shown so.
+  // Detect right-to-left text.
   return make(tag, { dir: "auto", ...properties }, ...content.map(inlineNode));
 }
 
@@ -136,10 +137,10 @@ function codeElement({ language, code }) {
   const text = make("code");
   text.append(document.createTextNode(code));
   const button = make("button", { type: "button", textContent: "Copy" });
-  button.setAttribute("aria-label", "Copy the code");
+  button.setAttribute("aria-label", "Copy code");
   button.addEventListener("click", async () => {
     const copied = await copy(text.textContent);
-    button.textContent = copied ? "Copied" : "Not copied";
+    button.textContent = copied ? "Copied" : "Copying failed";
     announce(button.textContent);
     setTimeout(() => (button.textContent = "Copy"), 2000);
   });
@@ -154,7 +155,7 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // Not allowed where the page came without TLS from another machine: the older way works there.
+    // The clipboard API is not available without TLS, except on localhost; use the older command.
     const before = document.activeElement;
     const field = make("textarea", { value: text, className: "unseen" });
     document.body.append(field);

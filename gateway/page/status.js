@@ -1,17 +1,17 @@
-// The status view: what /ready and /metrics say, again each second while it is shown.
+// The status view. It polls /ready and /metrics every second while it is visible.
 
 import { request } from "./api.js";
 import { find, make } from "./dom.js";
 import { buckets, duration, parse, quantile, total } from "./metrics.js";
 
 const INTERVAL = 1000;
-const KEPT = 120;
+const MAX_SAMPLES = 120;
 const LATENCY_SPAN = 60;
 const LATENCIES = [
-  ["time_to_first_token_seconds", "First token"],
-  ["inter_token_latency_seconds", "Between tokens"],
-  ["request_queue_time_seconds", "In the queue"],
-  ["e2e_request_latency_seconds", "Whole request"],
+  ["time_to_first_token_seconds", "Time to first token"],
+  ["inter_token_latency_seconds", "Inter-token latency"],
+  ["request_queue_time_seconds", "Queue time"],
+  ["e2e_request_latency_seconds", "End-to-end latency"],
 ];
 
 export class Status {
@@ -45,7 +45,7 @@ export class Status {
     find("ready").className = `state ${failure || state ? "bad" : "good"}`;
     if (samples) {
       this.history.push({ time: performance.now() / 1000, samples });
-      if (this.history.length > KEPT + 1) this.history.shift();
+      if (this.history.length > MAX_SAMPLES + 1) this.history.shift();
       this.#draw(samples);
     }
     this.timer = setTimeout(() => this.#update(turn), INTERVAL);
@@ -73,7 +73,7 @@ export class Status {
       ["Prompt tokens/s", (this.#rates("prompt_tokens_total").at(-1) ?? 0).toFixed(1)],
       ["Prefix cache hits", queries ? `${((100 * hits) / queries).toFixed(1)} %` : "none"],
       ["Finished", total(samples, "request_success_total")],
-      ["Stopped by clients", aborted],
+      ["Aborted", aborted],
       ["Failed", total(samples, "request_failures_total") - aborted + total(samples, "requests_rejected_total")],
     ];
     find("cards").replaceChildren(
@@ -86,23 +86,23 @@ export class Status {
     this.#latencies(samples);
   }
 
-  // Per second, between each two looks.
+  // Return the rates per second between consecutive samples.
   #rates(name) {
     return this.history.slice(1).map(({ time, samples }, index) => {
       const before = this.history[index];
-      const grown = total(samples, name) - total(before.samples, name);
-      // A worker that was started anew counts from 0.
-      return Math.max(0, grown) / (time - before.time);
+      const increase = total(samples, name) - total(before.samples, name);
+      // The counters of a restarted worker start at 0.
+      return Math.max(0, increase) / (time - before.time);
     });
   }
 
   #chart(rates) {
     const svg = "http://www.w3.org/2000/svg";
-    const most = Math.max(0, ...rates);
-    find("chart-top").textContent = `in the last two minutes, at most ${most.toFixed(0)}`;
-    const top = Math.max(1, most);
+    const maximum = Math.max(0, ...rates);
+    find("chart-top").textContent = `last two minutes, maximum ${maximum.toFixed(0)}`;
+    const top = Math.max(1, maximum);
     const points = rates.map((rate, index) => {
-      const x = 600 - ((rates.length - 1 - index) * 600) / (KEPT - 1);
+      const x = 600 - ((rates.length - 1 - index) * 600) / (MAX_SAMPLES - 1);
       return `${x.toFixed(1)} ${(115 - (110 * rate) / top).toFixed(1)}`;
     });
     const base = document.createElementNS(svg, "line");
@@ -117,7 +117,7 @@ export class Status {
       const { worker, model_name } = labels;
       const of = (name) => total(samples, name, { worker, model_name });
       const queries = of("prefix_cache_queries_total");
-      const state = make("td", { textContent: value ? "ready" : "silent", className: value ? "good" : "bad" });
+      const state = make("td", { textContent: value ? "ready" : "not responding", className: value ? "good" : "bad" });
       return make(
         "tr",
         {},
@@ -130,14 +130,14 @@ export class Status {
         cell(queries ? `${((100 * of("prefix_cache_hits_total")) / queries).toFixed(1)} %` : "none"),
       );
     });
-    if (!rows.length) rows.push(make("tr", {}, make("td", { colSpan: 7, textContent: "No worker has joined." })));
+    if (!rows.length) rows.push(make("tr", {}, make("td", { colSpan: 7, textContent: "No worker is connected." })));
     find("workers").replaceChildren(...rows);
   }
 
   #latencies(samples) {
     const now = this.history.at(-1).time;
     const before = this.history.findLast(({ time }) => now - time >= LATENCY_SPAN);
-    find("latency-span").textContent = before ? `in the last ${LATENCY_SPAN} s` : "since the server was started";
+    find("latency-span").textContent = before ? `last ${LATENCY_SPAN} s` : "since the server started";
     const rows = LATENCIES.map(([name, title]) => {
       const histogram = buckets(samples, before?.samples, name);
       const times = [0.5, 0.95, 0.99].map((share) => cell(duration(quantile(histogram, share))));

@@ -24,9 +24,15 @@ from openai.types.responses.response_output_text_param import ResponseOutputText
 from openai.types.shared_params.reasoning import Reasoning
 
 from gateway.api.common.fields import FunctionField
-from gateway.api.responses.fields import INCLUDABLE, InputTokensFields, ReasoningField, ResponseFields, TextField
+from gateway.api.responses.fields import (
+    INCLUDABLE,
+    REFUSED,
+    InputTokensFields,
+    ReasoningField,
+    ResponseFields,
+    TextField,
+)
 from gateway.api.responses.items import _FIELDS, _PARTS
-from gateway.api.responses.refused import REFUSED
 from tests.architecture.source import ROOT
 
 DOCUMENT = ROOT / "docs" / "API.md"
@@ -42,11 +48,11 @@ PARTS = [
 
 
 def table() -> str:
-    """What is refused, from the code."""
-    lines = ["", "| field | why, or what instead | taken |", "|---|---|---|"]
+    """Return the table of refused fields."""
+    lines = ["", "| field | reason, or replacement | accepted values |", "|---|---|---|"]
     for name, refusal in sorted(REFUSED.items()):
-        taken = ", ".join(f"`{json.dumps(value)}`" for value in refusal.taken)
-        lines.append(f"| `{name}` | {refusal.why} | {taken} |")
+        taken = ", ".join(f"`{json.dumps(value)}`" for value in refusal.accepted)
+        lines.append(f"| `{name}` | {refusal.reason} | {taken} |")
     return "\n".join(lines) + "\n\n"
 
 

@@ -32,7 +32,7 @@ async def test_a_chat_with_parameters_and_probabilities(page):
             "Hi <b>&\u2028 there \U0001f600"
         )
         figures = await page.run("document.querySelector('.figures').textContent")
-        assert "prompt +" in figures and "tokens/s" in figures and "first after" in figures
+        assert "prompt +" in figures and "tokens/s" in figures and "first token after" in figures
         await page.run("document.querySelector('.assistant details').open = true")
         await page.run("document.querySelector('.tokens button').click()")
         rows = await page.run("[...document.querySelectorAll('.alternatives td')].map(cell => cell.textContent)")
@@ -119,7 +119,7 @@ async def test_the_key_is_asked_for_and_kept_for_the_tab_alone(page):
     async with run_gateway(keys=True) as gateway:
         await opened(page, gateway)
         assert await page.until("document.getElementById('notice').textContent") == (
-            "The API key is missing or not known. Type it above, then press Use."
+            "The API key is missing or unknown. Enter it above and press Use."
         )
         assert await page.run("document.activeElement.id") == "key"
         await page.type(USER_KEY)
@@ -181,7 +181,7 @@ async def test_the_chart_of_an_idle_server_is_at_zero(page):
         await opened(page, gateway)
         await page.run("document.getElementById('show-status').click()")
         shown = await page.until("document.getElementById('chart-top').textContent")
-        assert shown == "in the last two minutes, at most 0"
+        assert shown == "last two minutes, maximum 0"
 
 
 async def test_files_and_their_headers():

@@ -117,7 +117,7 @@ async def test_it_streams_block_by_block_and_each_is_heard_once(page):
         gates[3].set()
         await answered(page)
         assert await page.run(f"window.first === {CONTENT}.firstChild && window.code.isConnected")
-        assert await page.run("window.heard") == ["First block.", "Second block.", "a\nb", "The answer is complete."]
+        assert await page.run("window.heard") == ["First block.", "Second block.", "a\nb", "The response is complete."]
         assert await page.run("document.getElementById('log').getAttribute('aria-live')") is None
         no_surprises(page, gateway)
 

@@ -107,14 +107,14 @@ def agrees(shown):
         "Waiting": figures["num_requests_waiting"],
         "HTTP in flight": figures["http_requests_in_flight"],
         "Finished": figures["request_success_total"],
-        "Stopped by clients": figures["request_failures_total_abort"],
+        "Aborted": figures["request_failures_total_abort"],
         "Failed": figures["request_failures_total"] + figures["requests_rejected_total"],
     }
     counts = {
-        "First token": figures["time_to_first_token_seconds_count"],
-        "Between tokens": figures["inter_token_latency_seconds_count"],
-        "In the queue": figures["request_queue_time_seconds_count"],
-        "Whole request": figures["e2e_request_latency_seconds_count"],
+        "Time to first token": figures["time_to_first_token_seconds_count"],
+        "Inter-token latency": figures["inter_token_latency_seconds_count"],
+        "Queue time": figures["request_queue_time_seconds_count"],
+        "End-to-end latency": figures["e2e_request_latency_seconds_count"],
     }
     return (
         {name: float(cards[name]) for name in expected} == expected
@@ -150,14 +150,14 @@ async def asks_no_more(page):
 
 def has_moved(shown):
     """All streams have begun, and go on."""
-    begun = shown["latencies"]["First token"][-1] == str(NUM_ENDLESS)
-    goes_on = float(shown["cards"]["Tokens/s"]) > 0 and shown["latencies"]["Between tokens"][-1] != "0"
+    begun = shown["latencies"]["Time to first token"][-1] == str(NUM_ENDLESS)
+    goes_on = float(shown["cards"]["Tokens/s"]) > 0 and shown["latencies"]["Inter-token latency"][-1] != "0"
     return begun and goes_on and "L" in shown["chart"]
 
 
 def has_stopped(shown):
     """What runs is known by the worker's report, which comes later than what the gateway knows itself."""
-    return (shown["cards"]["Stopped by clients"], shown["cards"]["Running"]) == (str(NUM_ENDLESS), "0")
+    return (shown["cards"]["Aborted"], shown["cards"]["Running"]) == (str(NUM_ENDLESS), "0")
 
 
 async def test_status_under_load(page):
@@ -173,11 +173,11 @@ async def test_status_under_load(page):
                 first = await seen(page, lambda shown: float(shown["cards"]["Running"]) == NUM_ENDLESS)
                 assert float(first["cards"]["HTTP in flight"]) > NUM_ENDLESS
                 moved = await seen(page, has_moved)
-                assert re.fullmatch(r"[\d.]+ (ms|s)", moved["latencies"]["Between tokens"][0])
+                assert re.fullmatch(r"[\d.]+ (ms|s)", moved["latencies"]["Inter-token latency"][0])
                 assert moved["workers"][5:] == ["50.0 %", "25.0 %"]
                 await asyncio.gather(*load.add(NUM_SHORT, "short"))
                 after = await seen(page, lambda shown: shown["cards"]["Finished"] == str(NUM_SHORT))
-                for name in ("First token", "Between tokens"):
+                for name in ("Time to first token", "Inter-token latency"):
                     assert int(after["latencies"][name][-1]) > int(moved["latencies"][name][-1])
                 assert after["chart"].count("L") > moved["chart"].count("L")
                 await shot(page, "status")

@@ -1,4 +1,4 @@
-"""A request of Anthropic's Messages API as the chat request that it asks for."""
+"""Conversion of a request of Anthropic's Messages API to a chat request."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.api.anthropic.context import kept_thinking
+import msgspec
+
 from gateway.api.anthropic.conversation import conversation
 from gateway.api.anthropic.fields import (
     ChoiceField,
+    ContextManagement,
     ConversationFields,
     MessagesFields,
     OutputConfig,
@@ -40,31 +42,36 @@ MIN_THINKING_TOKENS = 1024
 MAX_USER_ID = 256
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 _TIERS = {"auto": "auto", "standard_only": "default"}
+_CLEAR_THINKING = "clear_thinking_20251015"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of_conversation(fields: ConversationFields, entry: ModelEntryLike) -> ChatFields:
-    """The chat request with the same prompt. Raises InvalidRequestError naming the field at fault."""
-    said = conversation(fields.system, fields.messages, keep_thinking=kept_thinking(fields.context_management))
-    chat = ChatFields(model=fields.model, messages=said.messages)
-    if said.continued:
+    """Return the chat request with the same prompt.
+
+    Raises:
+        InvalidRequestError: A field is invalid; the error names it.
+    """
+    converted = conversation(fields.system, fields.messages, keep_thinking=_kept_thinking(fields.context_management))
+    chat = ChatFields(model=fields.model, messages=converted.messages)
+    if converted.continued:
         chat.continue_final_message = True
-    chat.tools = _tools(fields.tools, said.referenced)
+    chat.tools = _tools(fields.tools, converted.referenced)
     if fields.tool_choice is not None:
         chat.tool_choice = _tool_choice(fields.tool_choice)
         if fields.tool_choice.disable_parallel_tool_use is not None:
             chat.parallel_tool_calls = not fields.tool_choice.disable_parallel_tool_use
-    _shape_output(chat, fields, entry)
+    _apply_output_config(chat, fields, entry)
     if fields.thinking is not None:
-        _think(chat, fields.thinking, entry)
+        _apply_thinking(chat, fields.thinking, entry)
     return chat
 
 
 def chat_of_messages(fields: MessagesFields, entry: ModelEntryLike) -> ChatFields:
-    """The chat request with the same answer, but for max_tokens, which may be none, or more than the context has room
-    for.
+    """Return the equivalent chat request without max_tokens, which may be 0 or exceed the room in the context.
 
-    Raises InvalidRequestError naming the field at fault.
+    Raises:
+        InvalidRequestError: A field is invalid; the error names it.
     """
     check_range("max_tokens", fields.max_tokens, 0, MAX_INT32)
     if fields.temperature is not None and not 0.0 <= fields.temperature <= 1.0:
@@ -89,12 +96,12 @@ def chat_of_messages(fields: MessagesFields, entry: ModelEntryLike) -> ChatField
 
 
 def _tools(values: list[dict[str, Any]] | None, referenced: Mapping[str, str]) -> list[ToolField] | None:
-    """The tools that the model is shown: those with `defer_loading` once a tool_reference block has named them."""
+    """Return the tools of the prompt. One with `defer_loading` is included if a tool_reference block names it."""
     tools = [_tool(value, f"tools[{index}]") for index, value in enumerate(values or ())]
     names = {tool.name for tool in tools}
     for name, place in referenced.items():
         if name not in names:
-            raise InvalidRequestError(f"{place} {name[:64]!r} is the name of none of the tools.", param=place)
+            raise InvalidRequestError(f"{place} {name[:64]!r} is not the name of a tool in tools.", param=place)
     if values is None:
         return None
     return [
@@ -105,33 +112,25 @@ def _tools(values: list[dict[str, Any]] | None, referenced: Mapping[str, str]) -
 
 
 def _tool(value: dict[str, Any], place: str) -> ToolDefinition:
-    # Before its other fields, of which each kind of tool has others.
+    # Check the type first, because each type of tool has other fields.
     kind = value.get("type")
     if kind is not None and kind != "custom":
-        what = repr(kind[:64]) if isinstance(kind, str) else "the given value"
+        given = repr(kind[:64]) if isinstance(kind, str) else "the given value"
         name = f"{place}.type"
-        raise unsupported(name, f"{name} must be custom; {what} is not supported: no tools are run here.")
+        raise unsupported(name, f"{name} must be custom, not {given}: the server does not run tools.")
     tool = convert(value, ToolDefinition, place)
     check_cache_control(tool.cache_control, f"{place}.cache_control")
-    for name, idle, why in (
-        (
-            "allowed_callers",
-            tool.allowed_callers in (None, ["direct"]),
-            'it must be ["direct"]: no programs are run here',
-        ),
-        (
-            "eager_input_streaming",
-            tool.eager_input_streaming is not False,
-            "it must be true: input is streamed as it comes",
-        ),
-    ):
-        if not idle:
-            raise unsupported(f"{place}.{name}", f"{place}.{name} is not supported here: {why}.")
+    if tool.allowed_callers not in (None, ["direct"]):
+        name = f"{place}.allowed_callers"
+        raise unsupported(name, f'{name} must be ["direct"]: the server does not run programs.')
+    if tool.eager_input_streaming is False:
+        name = f"{place}.eager_input_streaming"
+        raise unsupported(name, f"{name} must be true: input is streamed as it is generated.")
     return tool
 
 
 def _tool_field(tool: ToolDefinition, place: str) -> ToolField:
-    """The tool as chat knows it; examples, for which chat has no field, follow the description."""
+    """Convert a tool to chat's form. Examples are appended to the description, because chat has no field for them."""
     description = tool.description
     if tool.input_examples:
         examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
@@ -144,7 +143,7 @@ def _tool_choice(choice: ChoiceField) -> str | ToolChoiceField:
     check_choice("tool_choice.type", choice.type, (*_CHOICES, "tool"))
     if choice.type == "none" and choice.disable_parallel_tool_use is not None:
         name = "tool_choice.disable_parallel_tool_use"
-        raise InvalidRequestError(f"{name} does not go with the type none.", param=name)
+        raise InvalidRequestError(f"{name} cannot be combined with tool_choice.type none.", param=name)
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequestError(
@@ -154,19 +153,21 @@ def _tool_choice(choice: ChoiceField) -> str | ToolChoiceField:
             )
         return ToolChoiceField(type="function", function=FunctionName(name=choice.name))
     if choice.name is not None:
-        raise InvalidRequestError("tool_choice.name goes with the type tool.", param="tool_choice.name")
+        raise InvalidRequestError("tool_choice.name requires tool_choice.type tool.", param="tool_choice.name")
     return _CHOICES[choice.type]
 
 
-def _shape_output(chat: ChatFields, fields: ConversationFields, entry: ModelEntryLike) -> None:
-    """What `output_config` asks for, and `output_format`, which is its format's former place."""
+def _apply_output_config(chat: ChatFields, fields: ConversationFields, entry: ModelEntryLike) -> None:
+    """Apply `output_config`, and `output_format`, which is the former name of `output_config.format`."""
     config = fields.output_config or OutputConfig()
     if config.task_budget is not None:
         name = "output_config.task_budget"
-        raise unsupported(name, f"{name} is not supported here: models are not told how much is left.")
+        raise unsupported(name, f"{name} is not supported: models do not know their remaining budget.")
     if config.format is not None and fields.output_format is not None:
         name = "output_format"
-        raise InvalidRequestError(f"{name} and output_config.format are one field: send the latter.", param=name)
+        raise InvalidRequestError(
+            f"{name} and output_config.format are the same field; send only the latter.", param=name
+        )
     for name, form in (("output_config.format", config.format), ("output_format", fields.output_format)):
         if form is not None:
             check_choice(f"{name}.type", form.type, ("json_schema",))
@@ -178,23 +179,25 @@ def _shape_output(chat: ChatFields, fields: ConversationFields, entry: ModelEntr
 
 
 def switches(entry: ModelEntryLike) -> list[str]:
-    """What of a model's template turns reasoning on and off."""
+    """Return the variables of a model's template that turn reasoning on and off."""
     return [name for name in SWITCHES if name in entry.pipeline.template_variables]
 
 
 def knows_effort(entry: ModelEntryLike) -> bool:
-    """Whether a model's template does something with an effort; it is a hint, and others are not given it."""
+    """Return True if a model's template uses an effort. It is a hint, which other models do not get."""
     return bool(switches(entry)) or "reasoning_effort" in entry.pipeline.template_variables
 
 
 def can_think(entry: ModelEntryLike) -> bool:
-    """Whether there is anything to turn on, off, or limit."""
+    """Return True if a model has reasoning that can be turned on, turned off or limited."""
     return entry.formats.reasoning is not None or bool(switches(entry))
 
 
-def _think(chat: ChatFields, thinking: ThinkingField, entry: ModelEntryLike) -> None:
-    """Turns reasoning on or off by what the model's template reads, and limits it. A model without any has nothing to
-    turn on, and keeps to every limit."""
+def _apply_thinking(chat: ChatFields, thinking: ThinkingField, entry: ModelEntryLike) -> None:
+    """Turn reasoning on or off with the template's variables, and limit it.
+
+    A model without reasoning accepts every setting: it has nothing to turn on and exceeds no limit.
+    """
     _check_thinking(thinking)
     found = switches(entry)
     if thinking.type == "disabled":
@@ -211,22 +214,71 @@ def _think(chat: ChatFields, thinking: ThinkingField, entry: ModelEntryLike) -> 
 
 def _check_thinking(thinking: ThinkingField) -> None:
     if thinking.type == "between_tools":
-        # Thinking is off, and what is said before a call comes back as thinking: a stream would have to hold text back
-        # until a call follows it, or none.
+        # Text before a call would be returned as thinking, so a stream would have to hold text back until it is known
+        # whether a call follows.
         name = "thinking.type"
         raise unsupported(
             name,
-            f"{name} between_tools is not supported here: what a model says before a call is text, and not made "
-            "thinking of. Send disabled.",
+            f"{name} between_tools is not supported here: text before a call is returned as text, not as thinking. "
+            "Send disabled.",
         )
     check_choice("thinking.type", thinking.type, ("enabled", "disabled", "adaptive"))
     if thinking.display not in (None, "summarized", "omitted"):
         name = "thinking.display"
-        raise unsupported(name, f"{name} must be summarized or omitted: nothing else is made of thinking here.")
+        raise unsupported(name, f"{name} must be summarized or omitted.")
     if thinking.block_binding is not None and (behavior := thinking.block_binding.prefix_mismatch_behavior) is not None:
         check_choice("thinking.block_binding.prefix_mismatch_behavior", behavior, ("error", "drop_block"))
     if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
         name = "thinking.budget_tokens"
-        raise InvalidRequestError(f"{name} goes with the type enabled, which needs it.", param=name)
+        raise InvalidRequestError(
+            f"{name} is required with thinking.type enabled and not allowed with other types.", param=name
+        )
     if thinking.budget_tokens is not None:
         check_range("thinking.budget_tokens", thinking.budget_tokens, MIN_THINKING_TOKENS, MAX_INT32)
+
+
+class _Turns(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    value: int | None = None
+
+
+class _ClearThinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Edit of the only supported type."""
+
+    type: str
+    keep: str | _Turns | None = None
+
+
+def _kept_thinking(management: ContextManagement | None) -> int | None:
+    """Return the number of the assistant's last rounds that keep their thinking; None keeps all.
+
+    Raises:
+        InvalidRequestError: An edit is invalid, depends on the length of the conversation, or summarizes it.
+    """
+    place = "context_management.edits"
+    edits = (management.edits if management is not None else None) or []
+    for index, edit in enumerate(edits):
+        kind = edit.get("type")
+        if kind != _CLEAR_THINKING:
+            given = repr(kind[:64]) if isinstance(kind, str) else "the given value"
+            name = f"{place}[{index}].type"
+            raise unsupported(name, f"{name} must be {_CLEAR_THINKING}, not {given}: conversations are not shortened.")
+    if len(edits) > 1:
+        raise InvalidRequestError(f"{place} must have at most one entry of each type.", param=place)
+    return _kept(edits[0], f"{place}[0]") if edits else None
+
+
+def _kept(edit: dict[str, Any], place: str) -> int | None:
+    keep = convert(edit, _ClearThinking, place).keep
+    name = f"{place}.keep"
+    if keep is None:
+        return 1  # Anthropic's default
+    if isinstance(keep, str):
+        check_choice(name, keep, ("all",))
+        return None
+    check_choice(f"{name}.type", keep.type, ("all", "thinking_turns"))
+    if (keep.type == "all") != (keep.value is None):
+        raise InvalidRequestError(
+            f"{name}.value is required with type thinking_turns and not allowed with type all.", param=f"{name}.value"
+        )
+    return None if keep.value is None else check_range(f"{name}.value", keep.value, 1, MAX_INT32)

@@ -1,4 +1,4 @@
-"""Content blocks that Anthropic's clients send, each checked, and what of them is text for the model."""
+"""Content blocks of Anthropic's clients: validation, and conversion to text for the model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from gateway.api.common.messages import MAX_NAME
 from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
-LEFT_OUT = ("redacted_thinking", "fallback")
-"""Blocks of the assistant's that another server made and that say nothing to a model here: agents send back whole
-histories."""
+SKIPPED = ("redacted_thinking", "fallback")
+"""Types of the assistant's blocks that are skipped. Other servers create them, and agents send whole histories back."""
 
 
 class TextBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Text. Citations, which answers of Anthropic's have beside it, are taken from the assistant and left out."""
+    """Text. The citations of Anthropic's own answers are accepted in assistant messages and ignored."""
 
     type: str
     text: str
@@ -27,13 +26,13 @@ class TextBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CitationsField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`citations` of what may be cited."""
+    """Field `citations` of a document or search result."""
 
     enabled: bool | None = None
 
 
 class DocumentBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A document of text."""
+    """Document of text."""
 
     type: str
     source: dict[str, Any]
@@ -44,7 +43,7 @@ class DocumentBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A document's text."""
+    """Source of a document: plain text."""
 
     type: str
     media_type: str
@@ -52,14 +51,14 @@ class TextSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContentSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A document's text, or its blocks of text."""
+    """Source of a document: text, or text blocks."""
 
     type: str
     content: str | list[Any]
 
 
 class SearchResultBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the client's own search found."""
+    """Result of the client's own search."""
 
     type: str
     source: str
@@ -70,7 +69,7 @@ class SearchResultBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class ToolReferenceBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool with `defer_loading` that the client's own search found."""
+    """Tool with `defer_loading` that the client's own search found."""
 
     type: str
     tool_name: str
@@ -78,7 +77,7 @@ class ToolReferenceBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Former reasoning; its signature is looked at only where the text is not shown."""
+    """Earlier reasoning. The signature is used only if the text is empty."""
 
     type: str
     thinking: str
@@ -86,13 +85,13 @@ class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Caller(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Who called the tool: the model itself, or a program that Anthropic ran."""
+    """Caller of a tool: the model, or a program that Anthropic ran."""
 
     type: str
 
 
 class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call."""
+    """Call of a tool."""
 
     type: str
     id: str
@@ -104,7 +103,7 @@ class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a call came to."""
+    """Result of a call."""
 
     type: str
     tool_use_id: str
@@ -118,30 +117,34 @@ Block = (
     TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 )
 Placed = tuple[str, Block]
-"""A block and where it stands."""
+"""Path of a block, and the block."""
 
 TEXT: Mapping[str, type[Block]] = {"text": TextBlock}
 _SHOWN: Mapping[str, type[Block]] = {**TEXT, "document": DocumentBlock, "search_result": SearchResultBlock}
 RESULT: Mapping[str, type[Block]] = {**_SHOWN, "tool_reference": ToolReferenceBlock}
-"""The types of blocks that a tool_result may have."""
+"""Block types allowed in a tool_result."""
 KINDS: Mapping[str, Mapping[str, type[Block]]] = {
     "user": {**_SHOWN, "tool_result": ToolResultBlock},
     "assistant": {**TEXT, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
     "system": TEXT,
 }
-"""Role -> the types of blocks that its messages may have, but for those that are left out."""
+"""Block types allowed in the messages of each role, besides the skipped ones."""
 
 
 def content_blocks(content: object, place: str, kinds: Mapping[str, type[Block]]) -> list[Placed]:
-    """The blocks of a content, but for those that are left out. Raises InvalidRequestError naming the place."""
+    """Parse content into blocks, without the skipped ones.
+
+    Raises:
+        InvalidRequestError: A block is invalid; the error names its path.
+    """
     if isinstance(content, str):
         return [(place, TextBlock(type="text", text=content))]
     if not isinstance(content, list):
         raise InvalidRequestError(f"{place} must be a string or a list of blocks.", param=place, code="invalid_type")
-    left_out = LEFT_OUT if kinds is KINDS["assistant"] else ()
+    skipped = SKIPPED if kinds is KINDS["assistant"] else ()
     blocks = []
     for index, block in enumerate(content):
-        if isinstance(block, dict) and block.get("type") in left_out:
+        if isinstance(block, dict) and block.get("type") in skipped:
             continue
         where = f"{place}[{index}]"
         blocks.append((where, _block(block, where, kinds)))
@@ -149,7 +152,11 @@ def content_blocks(content: object, place: str, kinds: Mapping[str, type[Block]]
 
 
 def text_parts(blocks: Sequence[Placed]) -> list[dict[str, str]]:
-    """What the model reads of these blocks, in the parts that chat takes. Raises InvalidRequestError."""
+    """Return the text of blocks as content parts of chat.
+
+    Raises:
+        InvalidRequestError: A document or search result is invalid.
+    """
     return [{"type": "text", "text": text} for place, block in blocks if (text := _text(block, place)) is not None]
 
 
@@ -166,14 +173,16 @@ def _block(value: object, place: str, kinds: Mapping[str, type[Block]]) -> Block
         check_cache_control(block.cache_control, f"{place}.cache_control")
     if isinstance(block, TextBlock):
         if block.citations and kinds is not KINDS["assistant"]:
-            raise unsupported(f"{place}.citations", f"{place}.citations is not supported here.")
+            raise unsupported(f"{place}.citations", f"{place}.citations is not supported in this message.")
     elif isinstance(block, ToolUseBlock):
         _check_name(block.id, f"{place}.id")
         _check_name(block.name, f"{place}.name")
         if block.caller is not None and block.caller.type != "direct":
-            raise unsupported(f"{place}.caller", f"{place}.caller.type must be direct: no programs are run here.")
+            raise unsupported(
+                f"{place}.caller", f"{place}.caller.type must be direct; the server does not run programs."
+            )
     elif isinstance(block, DocumentBlock | SearchResultBlock) and block.citations and block.citations.enabled:
-        raise unsupported(f"{place}.citations", f"{place}.citations is not supported here: answers cite nothing.")
+        raise unsupported(f"{place}.citations", f"{place}.citations is not supported; answers have no citations.")
     return block
 
 
@@ -187,10 +196,10 @@ def _text(block: Block, place: str) -> str | None:
         return block.text
     if isinstance(block, DocumentBlock):
         content = _document(block.source, f"{place}.source")
-        return _marked("document", {"title": block.title, "context": block.context}, content)
+        return _tagged("document", {"title": block.title, "context": block.context}, content)
     if isinstance(block, SearchResultBlock):
         content = _joined(content_blocks(block.content, f"{place}.content", TEXT))
-        return _marked("search_result", {"source": block.source, "title": block.title}, content)
+        return _tagged("search_result", {"source": block.source, "title": block.title}, content)
     if isinstance(block, ToolReferenceBlock):
         return f"The tool {block.tool_name} is available now."
     return None
@@ -214,7 +223,7 @@ def _joined(blocks: Sequence[Placed]) -> str:
     return "\n".join(part["text"] for part in text_parts(blocks))
 
 
-def _marked(name: str, facts: Mapping[str, str | None], content: str) -> str:
-    """Text between marks, after what is known of it."""
-    lines = [f"<{fact}>{value}</{fact}>" for fact, value in facts.items() if value]
+def _tagged(name: str, metadata: Mapping[str, str | None], content: str) -> str:
+    """Return text in XML-like tags, preceded by its metadata."""
+    lines = [f"<{key}>{value}</{key}>" for key, value in metadata.items() if value]
     return "\n".join([f"<{name}>", *lines, "<content>", content, "</content>", f"</{name}>"])

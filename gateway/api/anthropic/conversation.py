@@ -1,8 +1,8 @@
-"""`system` and `messages` of Anthropic's Messages API to the messages of a chat request.
+"""Conversion of `system` and `messages` of Anthropic's Messages API to the messages of a chat request.
 
-Turns of the same role that follow each other become one, as Anthropic does it. Of an assistant's turn the text blocks
-are the content, the thinking blocks the reasoning and the tool_use blocks the calls; each tool_result is a message of
-its own before the user's text.
+Consecutive messages of the same role are merged into one turn, as Anthropic does. The text blocks of an assistant's
+turn become the content, the thinking blocks the reasoning and the tool_use blocks the calls. Each tool_result becomes
+a separate message before the text of the user.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.api.anthropic.blocks import hidden_thinking
 from gateway.api.anthropic.content import (
     KINDS,
     RESULT,
@@ -28,24 +27,27 @@ from gateway.api.anthropic.content import (
 )
 from gateway.api.anthropic.fields import check_choice
 from gateway.api.common.messages import MAX_CALLS, check_count
+from gateway.api.common.reasoning import unpacked_reasoning
 from shared.errors import InvalidRequestError
 
 ROLES = ("user", "assistant", "system")
 ERROR_MARK = "Error: "
-"""Before the content of a tool_result with `is_error`: the one place where a chat template shows it."""
-_NOT_FOR_THE_MODEL = re.compile(r"x-anthropic-billing-header:[^\n]*(\n|\Z)")
-"""The line that Claude Code puts before its system prompt for Anthropic's accounts. It is another in each request, so
-that nothing behind it would ever be found in the prefix cache."""
+"""Prefix of the content of a tool_result with `is_error`. Chat templates have no other place for it."""
+_BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(\n|\Z)")
+"""Line that Claude Code puts before its system prompt for Anthropic's billing. It differs in each request, so the
+prefix cache would never find the text after it.
+"""
 _CLEAR_AT = ("next_user_message", "never")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation in chat's messages.
+    """Conversation as chat messages.
 
     Attributes:
-        continued: the last message is the assistant's, which it is to continue.
-        referenced: tools that tool_reference blocks name -> the place of the first of these.
+        messages: The messages.
+        continued: True if the last message is the assistant's and the model must continue it.
+        referenced: Path of the first tool_reference block of each tool that such blocks name.
     """
 
     messages: list[dict[str, Any]]
@@ -55,14 +57,14 @@ class Conversation:
 
 @dataclass(slots=True)
 class _Turn:
-    """Messages of one role that follow each other: their blocks, each with its place."""
+    """Consecutive messages of one role: their blocks with their paths."""
 
     role: str
     place: str
     blocks: list[Placed] = field(default_factory=list)
 
-    def asks(self) -> bool:
-        """Whether the user says something, beside what calls came to."""
+    def has_user_text(self) -> bool:
+        """Return True if the user's turn contains more than results of calls."""
         return self.role == "user" and not all(isinstance(block, ToolResultBlock) for _, block in self.blocks)
 
 
@@ -72,11 +74,17 @@ def conversation(
     *,
     keep_thinking: int | None = None,
 ) -> Conversation:
-    """The conversation. Raises InvalidRequestError naming the place, ContextLengthError for too many messages.
+    """Convert a conversation.
 
     Args:
-        keep_thinking: reasoning is left out of all but so many last rounds of the assistant, where a round is all
-            that it does between two things that the user says.
+        system: System prompt.
+        messages: Messages of the request.
+        keep_thinking: Number of the assistant's last rounds whose reasoning is kept; None keeps all. A round contains
+            all turns of the assistant between two texts of the user.
+
+    Raises:
+        InvalidRequestError: A message is invalid; the error names its path.
+        ContextLengthError: There are too many messages.
     """
     check_count(messages)
     result: list[dict[str, Any]] = []
@@ -89,11 +97,11 @@ def conversation(
     referenced: dict[str, str] = {}
     for turn in turns:
         if turn.role == "assistant":
-            said = _assistant(turn)
-            call_ids.update(call["id"] for call in said.get("tool_calls", ()))
-            result.append(said)
+            answer = _assistant(turn)
+            call_ids.update(call["id"] for call in answer.get("tool_calls", ()))
+            result.append(answer)
         else:
-            result += _told(turn, call_ids, referenced)
+            result += _user_messages(turn, call_ids, referenced)
     continued = turns[-1].role == "assistant"
     if continued:
         _check_continued(result[-1], turns[-1].place)
@@ -102,7 +110,7 @@ def conversation(
 
 def _system(system: str | Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     parts = text_parts(content_blocks(system, "system", TEXT))
-    if not parts or (line := _NOT_FOR_THE_MODEL.match(parts[0]["text"])) is None:
+    if not parts or (line := _BILLING_LINE.match(parts[0]["text"])) is None:
         return parts
     rest = parts[0]["text"][line.end() :]
     return [{"type": "text", "text": rest}, *parts[1:]] if rest else parts[1:]
@@ -116,11 +124,11 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[_Turn]:
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise InvalidRequestError(f"{place}.role must be one of {', '.join(ROLES)}.", param=f"{place}.role")
-        passing = _is_passing(message, role, place)
+        temporary = _is_temporary(message, role, place)
         blocks = content_blocks(message.get("content"), f"{place}.content", KINDS[role])
         if not blocks and role != "assistant":
             raise InvalidRequestError(f"{place}.content must not be empty.", param=f"{place}.content")
-        if passing and index < last_user:
+        if temporary and index < last_user:
             continue
         if not turns or turns[-1].role != role:
             turns.append(_Turn(role, place))
@@ -129,12 +137,12 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[_Turn]:
     return turns
 
 
-def _is_passing(message: Mapping[str, Any], role: str, place: str) -> bool:
-    """Whether this message is shown only until the user's next one. Refuses fields that no such message has."""
+def _is_temporary(message: Mapping[str, Any], role: str, place: str) -> bool:
+    """Return True if a message is removed by the user's next message. Raise an error for unknown fields."""
     for name in message:
         if name not in ("role", "content") and (name, role) != ("clear_at", "system"):
-            shown = f"{place}.{name[:64]}"
-            raise InvalidRequestError(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
+            field_name = f"{place}.{name[:64]}"
+            raise InvalidRequestError(f"Unknown parameter: {field_name}.", param=field_name, code="unknown_parameter")
     clear_at = message.get("clear_at")
     if clear_at is not None:
         check_choice(f"{place}.clear_at", clear_at, _CLEAR_AT)
@@ -144,10 +152,10 @@ def _is_passing(message: Mapping[str, Any], role: str, place: str) -> bool:
 def _clear_thinking(turns: Sequence[_Turn], keep: int) -> None:
     rounds, number = [], 0
     for turn in turns:
-        number += turn.asks()
+        number += turn.has_user_text()
         rounds.append(number)
-    said = sorted({number for turn, number in zip(turns, rounds, strict=True) if turn.role == "assistant"})
-    kept = set(said[-keep:])
+    answered = sorted({number for turn, number in zip(turns, rounds, strict=True) if turn.role == "assistant"})
+    kept = set(answered[-keep:])
     for turn, number in zip(turns, rounds, strict=True):
         if number not in kept:
             turn.blocks = [placed for placed in turn.blocks if not isinstance(placed[1], ThinkingBlock)]
@@ -155,7 +163,7 @@ def _clear_thinking(turns: Sequence[_Turn], keep: int) -> None:
 
 def _assistant(turn: _Turn) -> dict[str, Any]:
     thoughts = [
-        block.thinking or hidden_thinking(block.signature or "")
+        block.thinking or _hidden_thinking(block.signature or "")
         for _, block in turn.blocks
         if isinstance(block, ThinkingBlock)
     ]
@@ -173,13 +181,21 @@ def _assistant(turn: _Turn) -> dict[str, Any]:
     return message
 
 
+def _hidden_thinking(signature: str) -> str:
+    """Return the thinking in a signature; empty if the signature is a digest or from another server."""
+    try:
+        return unpacked_reasoning(signature, "signature")
+    except InvalidRequestError:
+        return ""
+
+
 def _call(block: ToolUseBlock) -> dict[str, Any]:
     function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _told(turn: _Turn, call_ids: set[str], referenced: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """What a user's turn is: the results of calls, then the text."""
+def _user_messages(turn: _Turn, call_ids: set[str], referenced: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a turn of the user: the results of calls, then the text."""
     has_text = False
     for place, block in turn.blocks:
         if not isinstance(block, ToolResultBlock):
@@ -214,9 +230,11 @@ def _result(block: ToolResultBlock, place: str, referenced: dict[str, str]) -> l
 def _check_continued(message: Mapping[str, Any], place: str) -> None:
     if message.get("tool_calls"):
         raise InvalidRequestError(
-            f"{place} is the last message and has tool_use blocks: a tool_result for each must follow.", param=place
+            f"{place} is the last message and has tool_use blocks; a tool_result for each of them must follow.",
+            param=place,
         )
     if not any(part["text"] for part in message["content"] or ()):
         raise InvalidRequestError(
-            f"{place} is the last message and the assistant's, which is continued: it must have text.", param=place
+            f"{place} is the last message and from the assistant, so the model continues it; it must have text.",
+            param=place,
         )

@@ -1,4 +1,4 @@
-"""What fails on the paths of Anthropic's API, in its words: types, status codes, names of fields."""
+"""Errors of Anthropic's API: types, status codes and field names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.errors import PeltonError, UnavailableError
 
 PATH = "/v1/messages"
 SHARED_PATH = "/v1/models"
-"""Here a client of Anthropic's is told by its header, which OpenAI's never send."""
+"""Path that both APIs have. Anthropic's clients send a version header there, and OpenAI's never do."""
 OVERLOADED = 529
 _TYPES = {
     401: "authentication_error",
@@ -33,24 +33,24 @@ _NAMES = (
     (re.compile(r"\bthinking_token_budget\b"), "thinking.budget_tokens"),
     (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
-    (re.compile(r"\bcontinue_final_message\b"), "a last message of the assistant"),
+    (re.compile(r"\bcontinue_final_message\b"), "continuing the last assistant message"),
     (re.compile(r"^stop\b"), "stop_sequences"),
 )
-"""How the fields of a chat request are called here."""
+"""Patterns of chat's field names, and their replacements in Anthropic's API."""
 
 
 def error_bodies(request: web.BaseRequest) -> ErrorBodies:
-    """How the API that a request is of says what failed."""
+    """Return the error bodies of the API that a request belongs to."""
     return AnthropicErrors(request[REQUEST_ID]) if asks_anthropic(request) else OPENAI_ERRORS
 
 
 def asks_anthropic(request: web.BaseRequest) -> bool:
-    """Whether a request is of Anthropic's API."""
+    """Return True if a request belongs to Anthropic's API."""
     return is_anthropic(request.path) or (VERSION_HEADER in request.headers and _is_below(request.path, SHARED_PATH))
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path is of Anthropic's API, whether or not there is such a route."""
+    """Return True if a path belongs to Anthropic's API, even if no such route exists."""
     return _is_below(path, PATH)
 
 
@@ -59,12 +59,13 @@ def _is_below(path: str, root: str) -> bool:
 
 
 class AnthropicErrors:
-    """See gateway.http.errors.ErrorBodies."""
+    """Error bodies of Anthropic's API; see gateway.http.errors.ErrorBodies."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
     def of_error(self, error: PeltonError) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body for an error."""
         status = OVERLOADED if isinstance(error, UnavailableError) else error.status
         body = self._body(status, _message(error))
         if error.code == NO_THREADS:
@@ -72,6 +73,7 @@ class AnthropicErrors:
         return status, body
 
     def of_status(self, status: int, message: str | None = None) -> dict[str, Any]:
+        """Return the body for a failure that HTTP itself defines."""
         return self._body(status, status_error_object(status, message)["error"]["message"])
 
     def _body(self, status: int, message: str) -> dict[str, Any]:
@@ -80,12 +82,12 @@ class AnthropicErrors:
 
 
 def _message(error: PeltonError) -> str:
-    """There is no field for the parameter at fault: it is in the message."""
+    """Return a message that names the invalid parameter, because Anthropic's errors have no field for it."""
     message = error.message.encode("utf-8", "replace").decode()
     if error.param is None:
         return message
     param = error.param
-    if error.code not in ("unknown_parameter", "invalid_json"):  # these have names of the client's own
+    if error.code not in ("unknown_parameter", "invalid_json"):  # they contain names that the client chose
         for pattern, name in _NAMES:
             param, message = pattern.sub(name, param), pattern.sub(name, message)
     return message if param in message else f"{param}: {message}"

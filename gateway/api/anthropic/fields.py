@@ -1,4 +1,4 @@
-"""The fields of Anthropic's Messages API, as strictly typed as OpenAI's: see gateway.api.common.fields."""
+"""Fields of Anthropic's Messages API. They are as strictly typed as OpenAI's; see gateway.api.common.fields."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from gateway.http.convert import convert
 from shared.errors import InvalidRequestError
 
 _OTHER_THAN_TEXT = ("image", "document", "base64", "url", "file")
-"""Types of blocks, and of the sources of documents."""
+"""Types of blocks and document sources that are not text."""
 VERSION_HEADER = "anthropic-version"
 VERSIONS: dict[str, tuple[str, ...]] = {"2023-06-01": (), "2026-10-21": ("temperature", "top_p", "top_k")}
-"""Version of the API -> the fields that it removed. Without the header none is missing."""
+"""Fields that each version of the API removed. Without the header, all fields are accepted."""
 
 REFUSED: dict[str, str] = {
-    "anthropic_version": "send the header anthropic-version",
-    "betas": "send the fields themselves",
-    "billing_policy": "nothing is billed here",
-    "compaction": "conversations are not summarized here",
-    "container": "no code is run here",
-    "diagnostics": "prompts are not compared with former ones",
-    "fallback_credit_token": "nothing is billed here",
+    "anthropic_version": "send the header anthropic-version instead",
+    "betas": "send the fields directly, without betas",
+    "billing_policy": "the server has no billing",
+    "compaction": "the server does not summarize conversations",
+    "container": "the server does not run code",
+    "diagnostics": "the server does not compare prompts",
+    "fallback_credit_token": "the server has no billing",
     "fallbacks": SERVER,
     "inference_geo": SERVER,
-    "max_tokens_to_sample": "send max_tokens",
-    "mcp_servers": "no tools are run here",
-    "prompt": "send messages",
+    "max_tokens_to_sample": "send max_tokens instead",
+    "mcp_servers": "the server does not run tools",
+    "prompt": "send messages instead",
     "speed": SERVER,
-    "thread": "send the whole conversation",
+    "thread": "send the whole conversation instead",
     "user_profile_id": "",
     "workspace_id": "",
 }
-"""Name -> why, or what to send instead; empty where it is merely not there."""
+"""Reason for refusing each field, or what to send instead; may be empty."""
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "fallbacks": ("default", []),
     "inference_geo": ("global",),
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
-"""Refused fields -> values that ask for nothing else than what is done, and are taken."""
+"""Values of refused fields that are accepted because they have no effect."""
 UNSUPPORTED = "unsupported_parameter"
 NO_THREADS = "thread_unsupported_request"
 _CODES = {"thread": NO_THREADS}
-"""Refused fields -> the code that tells Anthropic's clients to go on without them."""
+"""Error codes on which Anthropic's clients repeat the request without the field."""
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`cache_control`, which changes nothing: every prefix is cached as long as there is room. Claude Code sends a
-    `scope`: whom a prefix may be shared with."""
+    """Field `cache_control`. It has no effect, because every prefix is cached while there is room.
+
+    Claude Code also sends a `scope`, which limits the sharing of a prefix.
+    """
 
     type: str
     ttl: str | None = None
@@ -59,19 +61,19 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MetadataField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`metadata`."""
+    """Field `metadata`."""
 
     user_id: str | None = None
 
 
 class BlockBinding(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`thinking.block_binding`, which changes nothing: former thinking is not checked, so that none fails."""
+    """Field `thinking.block_binding`. It has no effect, because earlier thinking is not verified."""
 
     prefix_mismatch_behavior: str | None = None
 
 
 class ThinkingField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`thinking`."""
+    """Field `thinking`."""
 
     type: str
     budget_tokens: int | None = None
@@ -80,7 +82,7 @@ class ThinkingField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChoiceField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`tool_choice`."""
+    """Field `tool_choice`."""
 
     type: str
     name: str | None = None
@@ -88,14 +90,14 @@ class ChoiceField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`output_config.format`."""
+    """Field `output_config.format`."""
 
     type: str
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`output_config`."""
+    """Field `output_config`."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -103,14 +105,16 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContextManagement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`context_management`; edits are checked by gateway.api.anthropic.context."""
+    """Field `context_management`; gateway.api.anthropic.chat validates the edits."""
 
     edits: list[dict[str, Any]] | None = None
 
 
 class ConversationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What shapes the prompt: all of /v1/messages/count_tokens. Messages and the system prompt are checked by
-    gateway.api.anthropic.conversation, tools by gateway.api.anthropic.chat."""
+    """Fields of /v1/messages/count_tokens, which determine the prompt.
+
+    gateway.api.anthropic.conversation validates messages and system prompt, gateway.api.anthropic.chat the tools.
+    """
 
     model: str
     messages: list[dict[str, Any]]
@@ -125,7 +129,7 @@ class ConversationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 class MessagesFields(ConversationFields, forbid_unknown_fields=True, kw_only=True):
-    """/v1/messages."""
+    """Fields of /v1/messages."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -138,7 +142,7 @@ class MessagesFields(ConversationFields, forbid_unknown_fields=True, kw_only=Tru
 
 
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An entry of `tools`."""
+    """Entry of `tools`."""
 
     name: str
     input_schema: dict[str, Any]
@@ -156,33 +160,40 @@ Body = TypeVar("Body", bound=ConversationFields)
 
 
 def parse_body(body: dict[str, Any], kind: type[Body], versions: Sequence[str]) -> Body:
-    """Converts a body to its struct. Raises InvalidRequestError naming the first field at fault.
+    """Convert a body to its struct.
 
     Args:
-        versions: of the API, as the request's headers name them; none: any.
+        body: The parsed JSON body.
+        kind: The struct.
+        versions: Versions of the API that the request's headers name; may be empty.
+
+    Raises:
+        InvalidRequestError: A field is invalid; the error names the first one.
     """
     check_versions(versions)
     for version in versions:
         for name in VERSIONS[version]:
             if body.get(name) is not None:
-                raise unsupported(name, f"{name} is no field of version {version} of the API; 2023-06-01 has it.")
+                raise unsupported(
+                    name, f"{name} does not exist in version {version} of the API; use version 2023-06-01."
+                )
     for name, value in body.items():
         if name in REFUSED and value is not None and value not in NO_EFFECT.get(name, ()):
-            why = f": {REFUSED[name]}" if REFUSED[name] else ""
-            raise unsupported(name, f"{name} is not supported here{why}.", _CODES.get(name, UNSUPPORTED))
+            reason = f": {REFUSED[name]}" if REFUSED[name] else ""
+            raise unsupported(name, f"{name} is not supported here{reason}.", _CODES.get(name, UNSUPPORTED))
     fields = convert({name: value for name, value in body.items() if name not in REFUSED}, kind)
     check_cache_control(fields.cache_control, "cache_control")
     return fields
 
 
 def check_versions(versions: Sequence[str]) -> None:
-    """Raises InvalidRequestError for a version of the API that there is not."""
+    """Raise InvalidRequestError if a version of the API is unknown."""
     if not all(version in VERSIONS for version in versions):
         raise InvalidRequestError(f"{VERSION_HEADER} must be {' or '.join(VERSIONS)}.", param=VERSION_HEADER)
 
 
 def check_cache_control(control: CacheControl | None, place: str) -> None:
-    """Raises InvalidRequestError for one that Anthropic does not know."""
+    """Raise InvalidRequestError if Anthropic does not define the values."""
     if control is not None:
         check_choice(f"{place}.type", control.type, ("ephemeral",))
         if control.ttl is not None:
@@ -190,19 +201,19 @@ def check_cache_control(control: CacheControl | None, place: str) -> None:
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises InvalidRequestError where the value is none of those."""
+    """Raise InvalidRequestError if the value is not one of the choices."""
     if value not in choices:
         raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}.", param=name)
 
 
 def unsupported(name: str, message: str, code: str = UNSUPPORTED) -> InvalidRequestError:
-    """The error for what Anthropic knows and this server does not."""
+    """Return the error for a feature of Anthropic's API that the server lacks."""
     return InvalidRequestError(message, param=name, code=code)
 
 
 def unsupported_kind(place: str, kind: object, known: Sequence[str]) -> InvalidRequestError:
-    """The error for a content block of a type that is not taken at this place."""
+    """Return the error for a content block whose type is not allowed at a path."""
     name = f"{place}.type"
-    what = repr(kind[:64]) if isinstance(kind, str) else "the given value"
-    why = f": {TEXT_ONLY}" if kind in _OTHER_THAN_TEXT else ""
-    return unsupported(name, f"{name} must be one of {', '.join(known)}; {what} is not supported here{why}.")
+    given = repr(kind[:64]) if isinstance(kind, str) else "the given value"
+    reason = f": {TEXT_ONLY}" if kind in _OTHER_THAN_TEXT else ""
+    return unsupported(name, f"{name} must be one of {', '.join(known)}; {given} is not supported here{reason}.")

@@ -1,4 +1,4 @@
-"""/v1/models as Anthropic's clients know it: a page of models, and what each can do."""
+"""Answers of /v1/models for Anthropic's clients: pages of models with their capabilities."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class ModelsQuery(BetaQuery, forbid_unknown_fields=True, kw_only=True):
-    """Which page."""
+    """Query that selects a page."""
 
     limit: Annotated[
-        int, msgspec.Meta(ge=1, le=1000, description="How many models a page has; needs `anthropic-version`.")
+        int,
+        msgspec.Meta(ge=1, le=1000, description="Maximum number of models in a page; requires `anthropic-version`."),
     ] = 20
     after_id: Annotated[
         str | msgspec.UnsetType,
-        msgspec.Meta(description="The `last_id` of the page before; needs `anthropic-version`."),
+        msgspec.Meta(description="The `last_id` of the previous page; requires `anthropic-version`."),
     ] = msgspec.UNSET
     before_id: Annotated[
         str | msgspec.UnsetType,
-        msgspec.Meta(description="The `first_id` of the page behind; needs `anthropic-version`."),
+        msgspec.Meta(description="The `first_id` of the next page; requires `anthropic-version`."),
     ] = msgspec.UNSET
 
 
 def model_page(entries: Sequence[ModelEntryLike], query: ModelsQuery) -> dict[str, Any]:
-    """A page of every name that a worker answers to, the latest models first. Raises InvalidRequestError."""
+    """Return a page of all model names, newest models first.
+
+    Raises:
+        InvalidRequestError: The query is invalid.
+    """
     latest = sorted(entries, key=lambda entry: -entry.facts.created)
     named = [(name, entry) for entry in latest for name in entry.names]
     names = [name for name, _ in named]
     if query.before_id is not msgspec.UNSET:
         if query.after_id is not msgspec.UNSET:
-            raise InvalidRequestError("before_id and after_id exclude each other.", param="before_id")
-        end = _place(names, query.before_id, "before_id")
+            raise InvalidRequestError("before_id and after_id cannot be combined.", param="before_id")
+        end = _index_of(names, query.before_id, "before_id")
         first = max(end - query.limit, 0)
         has_more = first > 0
     else:
-        first = 0 if query.after_id is msgspec.UNSET else _place(names, query.after_id, "after_id") + 1
+        first = 0 if query.after_id is msgspec.UNSET else _index_of(names, query.after_id, "after_id") + 1
         end = min(first + query.limit, len(names))
         has_more = end < len(names)
     page = [model_info(name, entry) for name, entry in named[first:end]]
@@ -58,7 +63,7 @@ def model_page(entries: Sequence[ModelEntryLike], query: ModelsQuery) -> dict[st
 
 
 def model_info(name: str, entry: ModelEntryLike) -> dict[str, Any]:
-    """One name of a model. It was released when its file was written."""
+    """Return the description of a model under one of its names. Its creation time is that of its file."""
     facts = entry.facts
     return {
         "type": "model",
@@ -76,7 +81,7 @@ def model_info(name: str, entry: ModelEntryLike) -> dict[str, Any]:
 
 
 def _capabilities(entry: ModelEntryLike) -> dict[str, Any]:
-    """Each true exactly where a request that asks for it is served as it says."""
+    """Return the capabilities. Each is true exactly if the server fulfils requests that use it."""
     reasoning = entry.formats.reasoning
     if reasoning is None:
         can_limit = not can_think(entry)
@@ -108,7 +113,7 @@ def _support(known: dict[str, bool]) -> dict[str, Any]:
     return {name: {"supported": value} for name, value in known.items()}
 
 
-def _place(names: Sequence[str], name: str, param: str) -> int:
+def _index_of(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
-        raise InvalidRequestError(f"{param} {name[:64]!r} is the id of no model.", param=param)
+        raise InvalidRequestError(f"{param} {name[:64]!r} is not the id of a model.", param=param)
     return names.index(name)

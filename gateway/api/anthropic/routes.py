@@ -8,11 +8,10 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from gateway.api.anthropic.blocks import BlockFeed
 from gateway.api.anthropic.chat import chat_of_conversation, chat_of_messages
 from gateway.api.anthropic.errors import error_bodies
 from gateway.api.anthropic.fields import VERSION_HEADER, ConversationFields, MessagesFields, parse_body
-from gateway.api.anthropic.shapes import Ending, MessageEvents, whole_message
+from gateway.api.anthropic.shapes import BlockFeed, Ending, MessageEvents, whole_message
 from gateway.api.common.chat_prompt import count_chat
 from gateway.api.common.fan_in import open_events
 from gateway.api.common.fields import ChatFields, ToolChoiceField

@@ -1,27 +1,188 @@
-"""/v1/messages: events to a whole message, or to Anthropic's typed events."""
+"""Conversion of a generation's deltas to Anthropic's content blocks, and of these to a message or its events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import base64
+import hashlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.anthropic.blocks import THINKING, TOOL_USE, BlockBuilder, BlockFeed, BlockNews, Grown, Opened
 from gateway.api.common.envelope import Envelope, Tally
+from gateway.api.common.reasoning import packed_reasoning
 from gateway.flow.events import TextDelta
 from gateway.http.errors import ErrorBodies, dump_json
 from shared.errors import PeltonError
 
+TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
+INVALID_INPUT = "INVALID_JSON"
+"""Key of a call's arguments in a complete message if they are not a JSON object. Anthropic uses it, too."""
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _COMMENT = b": keep-alive\n\n"
 _DELTAS = {THINKING: ("thinking_delta", "thinking"), TOOL_USE: ("input_json_delta", "partial_json")}
 
 
-class Ending:
-    """Why a message ended, in Anthropic's words.
+@dataclass(frozen=True, slots=True)
+class BlockStarted:
+    """Start of an empty block."""
+
+    index: int
+    block: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExtended:
+    """Piece of a block's text, thinking, or input (as JSON text)."""
+
+    index: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEnded:
+    """End of a block.
+
+    Attributes:
+        index: Index of the block.
+        signature: Signature of a thinking block, else None. Clients drop thinking without a signature. It
+            authenticates nothing: for visible thinking it is a digest, which is not checked when the client sends it
+            back; for hidden thinking it contains the thinking.
+    """
+
+    index: int
+    signature: str | None
+
+
+BlockEvent = BlockStarted | BlockExtended | BlockEnded
+
+
+class BlockFeed:
+    """Conversion of the deltas of a choice to a sequence of blocks, each of one kind.
+
+    White space alone does not start a text block. It is held back until more text follows, and dropped between calls
+    and between reasoning and a call.
 
     Args:
-        beyond_context: more tokens were asked for than the context has room for.
-        named_tool: the call of one tool was asked for, which chat ends with `stop`.
+        shows_thinking: False to leave thinking blocks empty. Their signatures then carry the thinking, so that the
+            model reads it when the client sends the blocks back.
+    """
+
+    __slots__ = ("_digest", "_held", "_hidden", "_kind", "_next", "_shows_thinking")
+
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
+        self._next = 0
+        self._kind: str | None = None
+        self._held = ""
+        self._hidden: list[str] = []
+        self._digest = hashlib.sha256()
+
+    @property
+    def text_index(self) -> int | None:
+        """Index of the open block if it is a text block, else None."""
+        return self._next - 1 if self._kind == TEXT else None
+
+    def add(self, delta: TextDelta) -> Iterator[BlockEvent]:
+        """Yield the block events for a delta."""
+        if delta.reasoning:
+            if self._kind != THINKING:
+                yield from self._open(THINKING, {"type": THINKING, "thinking": "", "signature": ""})
+                self._digest, self._hidden = hashlib.sha256(), []
+            if self._shows_thinking:
+                self._digest.update(delta.reasoning.encode("utf-8", "replace"))
+                yield BlockExtended(self._next - 1, THINKING, delta.reasoning)
+            else:
+                self._hidden.append(delta.reasoning)
+        if delta.text:
+            yield from self._add_text(delta.text)
+        for call in delta.tool_calls:
+            if call.name is not None:
+                block = {"type": TOOL_USE, "id": _tool_use_id(call.id), "name": call.name, "input": {}}
+                yield from self._open(TOOL_USE, block)
+            if call.arguments:
+                yield BlockExtended(self._next - 1, TOOL_USE, call.arguments)
+
+    def close(self) -> Iterator[BlockEvent]:
+        """Yield the end of the open block, if there is one."""
+        self._held = ""
+        if self._kind is not None:
+            signature = self._signature() if self._kind == THINKING else None
+            self._kind = None
+            yield BlockEnded(self._next - 1, signature)
+
+    def _signature(self) -> str:
+        if self._shows_thinking:
+            return base64.b64encode(self._digest.digest()).decode()
+        return packed_reasoning("".join(self._hidden))
+
+    def _add_text(self, text: str) -> Iterator[BlockEvent]:
+        if self._kind != TEXT:
+            text = self._held + text
+            if text.isspace():
+                self._held = text
+                return
+            yield from self._open(TEXT, {"type": TEXT, "text": ""})
+        yield BlockExtended(self._next - 1, TEXT, text)
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[BlockEvent]:
+        yield from self.close()
+        self._kind = kind
+        self._next += 1
+        yield BlockStarted(self._next - 1, block)
+
+
+class BlockBuilder:
+    """Collector of block events into complete blocks."""
+
+    __slots__ = ("_blocks", "_pieces")
+
+    def __init__(self) -> None:
+        self._blocks: list[dict[str, Any]] = []
+        self._pieces: list[list[str]] = []
+
+    def add(self, event: BlockEvent) -> None:
+        """Add the next event."""
+        if isinstance(event, BlockStarted):
+            self._blocks.append(event.block)
+            self._pieces.append([])
+        elif isinstance(event, BlockExtended):
+            self._pieces[event.index].append(event.text)
+        elif event.signature is not None:
+            self._blocks[event.index]["signature"] = event.signature
+
+    def content(self) -> list[dict[str, Any]]:
+        """Return all blocks."""
+        for block, pieces in zip(self._blocks, self._pieces, strict=True):
+            text = "".join(pieces)
+            if block["type"] == TOOL_USE:
+                block["input"] = _parse_arguments(text)
+            else:
+                block[block["type"]] = text
+        return self._blocks
+
+
+def _tool_use_id(call_id: str | None) -> str:
+    """Return the id of a call in Anthropic's form."""
+    return "toolu_" + (call_id or "").removeprefix("call_")
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of a call. The text of a model may be invalid or truncated JSON."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {INVALID_INPUT: text}
+
+
+class Ending:
+    """Stop reason of a message in Anthropic's terms.
+
+    Args:
+        beyond_context: True if max_tokens was larger than the room in the context.
+        named_tool: True if the request named the tool to call. Chat then finishes with `stop`.
     """
 
     __slots__ = ("_beyond_context", "_named_tool", "reason", "sequence")
@@ -32,8 +193,8 @@ class Ending:
         self.reason: str | None = None
         self.sequence: str | None = None
 
-    def settle(self, delta: TextDelta) -> None:
-        """Takes the reason of a choice's last delta."""
+    def set_reason(self, delta: TextDelta) -> None:
+        """Set the stop reason from the last delta of the choice."""
         if isinstance(delta.stop_reason, str):
             self.reason, self.sequence = "stop_sequence", delta.stop_reason
         elif delta.finish_reason == "length":
@@ -43,12 +204,12 @@ class Ending:
             self.reason = "tool_use" if called else "end_turn"
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a message or of its last delta."""
+        """Return the fields of a message or of its last delta."""
         return {"stop_reason": self.reason, "stop_sequence": self.sequence}
 
 
 def usage(tally: Tally) -> dict[str, Any]:
-    """Anthropic's usage object: tokens found in the prefix cache are not among the input tokens."""
+    """Return Anthropic's usage object. Its input tokens exclude tokens found in the prefix cache."""
     result: dict[str, Any] = {
         "input_tokens": tally.num_prompt_tokens - tally.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -61,7 +222,7 @@ def usage(tally: Tally) -> dict[str, Any]:
 
 
 def message(envelope: Envelope, content: list[dict[str, Any]], ending: Ending, tally: Tally) -> dict[str, Any]:
-    """A message, whole or as it begins."""
+    """Return a message object."""
     return {
         "id": envelope.identifier,
         "type": "message",
@@ -76,23 +237,25 @@ def message(envelope: Envelope, content: list[dict[str, Any]], ending: Ending, t
 async def whole_message(
     envelope: Envelope, events: AsyncIterator[tuple[int, int, TextDelta]], tally: Tally, ending: Ending, feed: BlockFeed
 ) -> dict[str, Any]:
-    """Collects all events into a message."""
+    """Collect all events into a message."""
     builder = BlockBuilder()
     async for _, _, delta in events:
-        for news in feed.add(delta):
-            builder.add(news)
+        for event in feed.add(delta):
+            builder.add(event)
         if delta.finish_reason is not None:
-            ending.settle(delta)
-    for news in feed.close():
-        builder.add(news)
+            ending.set_reason(delta)
+    for event in feed.close():
+        builder.add(event)
     return message(envelope, builder.content(), ending, tally)
 
 
 class MessageEvents:
-    """Encodes events as Anthropic's; see gateway.http.sse.Encoder. While text follows text, a token costs one string
-    encoding and a concatenation."""
+    """Encoder of Anthropic's events; see gateway.http.sse.Encoder.
 
-    __slots__ = ("_begun", "_ending", "_envelope", "_errors", "_feed", "_tally", "_text_head")
+    While text follows text, a token costs one string encoding and one concatenation.
+    """
+
+    __slots__ = ("_ending", "_envelope", "_errors", "_feed", "_has_started", "_tally", "_text_head")
 
     def __init__(self, envelope: Envelope, tally: Tally, ending: Ending, feed: BlockFeed, errors: ErrorBodies) -> None:
         self._envelope = envelope
@@ -100,54 +263,54 @@ class MessageEvents:
         self._ending = ending
         self._errors = errors
         self._feed = feed
-        self._begun = False
+        self._has_started = False
         self._text_head = b""
 
     def encode(self, _index: int, _prompt_index: int, delta: TextDelta) -> bytes:
-        """The events of one delta; empty where it has nothing to show yet."""
+        """Return the framed events for a delta; empty if there is nothing to send yet."""
         if self._text_head and delta.finish_reason is None and not (delta.reasoning or delta.tool_calls):
             return b"%b%b}}\n\n" % (self._text_head, dump_json(delta.text)) if delta.text else b""
-        begin = b"" if self._begun else self._begin()
-        events = b"".join([_event(news) for news in self._feed.add(delta)])
+        start = b"" if self._has_started else self._start()
+        events = b"".join([_event(event) for event in self._feed.add(delta)])
         index = self._feed.text_index
         self._text_head = b"" if index is None else _text_head(index)
         if delta.finish_reason is not None:
-            self._ending.settle(delta)
-        return begin + events
+            self._ending.set_reason(delta)
+        return start + events
 
-    def _begin(self) -> bytes:
-        self._begun = True
-        start = message(self._envelope, [], Ending(), self._tally)
-        return _framed({"type": "message_start", "message": start}) + PING
+    def _start(self) -> bytes:
+        self._has_started = True
+        first = message(self._envelope, [], Ending(), self._tally)
+        return _framed({"type": "message_start", "message": first}) + PING
 
     def end(self) -> bytes:
-        """The end of the last block, and why the message ended."""
-        events = b"".join([_event(news) for news in self._feed.close()])
+        """Return the events that end the last block and the message."""
+        events = b"".join([_event(event) for event in self._feed.close()])
         delta = {"type": "message_delta", "delta": self._ending.fields(), "usage": usage(self._tally)}
         return events + _framed(delta) + _framed({"type": "message_stop"})
 
     def failed(self, error: PeltonError) -> bytes:
-        """The error event, after which nothing follows."""
+        """Return the error event that ends the stream."""
         return _framed(self._errors.of_error(error)[1])
 
     def keep_alive(self) -> bytes:
-        """What fills silence: a ping, once the message has begun."""
-        return PING if self._begun else _COMMENT
+        """Return a ping once the message has started, else a comment."""
+        return PING if self._has_started else _COMMENT
 
 
-def _event(news: BlockNews) -> bytes:
-    if isinstance(news, Opened):
-        return _framed({"type": "content_block_start", "index": news.index, "content_block": news.block})
-    if isinstance(news, Grown):
-        if news.kind not in _DELTAS:
-            return b"%b%b}}\n\n" % (_text_head(news.index), dump_json(news.text))
-        kind, name = _DELTAS[news.kind]
-        return _framed({"type": "content_block_delta", "index": news.index, "delta": {"type": kind, name: news.text}})
-    stop = _framed({"type": "content_block_stop", "index": news.index})
-    if news.signature is None:
+def _event(event: BlockEvent) -> bytes:
+    if isinstance(event, BlockStarted):
+        return _framed({"type": "content_block_start", "index": event.index, "content_block": event.block})
+    if isinstance(event, BlockExtended):
+        if event.kind not in _DELTAS:
+            return b"%b%b}}\n\n" % (_text_head(event.index), dump_json(event.text))
+        kind, name = _DELTAS[event.kind]
+        return _framed({"type": "content_block_delta", "index": event.index, "delta": {"type": kind, name: event.text}})
+    stop = _framed({"type": "content_block_stop", "index": event.index})
+    if event.signature is None:
         return stop
-    delta = {"type": "signature_delta", "signature": news.signature}
-    return _framed({"type": "content_block_delta", "index": news.index, "delta": delta}) + stop
+    delta = {"type": "signature_delta", "signature": event.signature}
+    return _framed({"type": "content_block_delta", "index": event.index, "delta": delta}) + stop
 
 
 def _text_head(index: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What /v1/responses answers and streams, as gateway.openapi declares it; see gateway.api.openai.answers."""
+"""Schemas of the answers and events of /v1/responses for gateway.openapi; see gateway.api.openai.answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Has all of its fields and no others."""
+    """Base of all answers: every field is present, and there are no others."""
 
 
 class InputTextPart(_Answer, tag_field="type", tag="input_text"):
-    """Text that was put in."""
+    """Text of the input."""
 
     text: str
 
 
 class OutputTextPart(_Answer, tag_field="type", tag="output_text"):
-    """Text of the model. Input that is listed has no log-probabilities."""
+    """Text of the model. It has no log-probabilities when it is listed as input."""
 
     text: str
     annotations: list[dict[str, Any]]
@@ -29,25 +29,25 @@ class OutputTextPart(_Answer, tag_field="type", tag="output_text"):
 
 
 class RefusalPart(_Answer, tag_field="type", tag="refusal"):
-    """A refusal that was put in as what the model said."""
+    """Refusal of the model in the input."""
 
     refusal: str
 
 
 class ReasoningPart(_Answer, tag_field="type", tag="reasoning_text"):
-    """Reasoning itself."""
+    """Text of reasoning."""
 
     text: str
 
 
 class SummaryPart(_Answer, tag_field="type", tag="summary_text"):
-    """A summary of reasoning that was put in."""
+    """Summary of reasoning in the input."""
 
     text: str
 
 
 class MessageItem(_Answer, tag_field="type", tag="message"):
-    """What was said."""
+    """Message of the user, the operator or the model."""
 
     id: str
     status: ItemStatus
@@ -56,7 +56,7 @@ class MessageItem(_Answer, tag_field="type", tag="message"):
 
 
 class CallItem(_Answer, tag_field="type", tag="function_call"):
-    """A call of a function."""
+    """Call of a function."""
 
     id: str
     status: ItemStatus
@@ -66,7 +66,7 @@ class CallItem(_Answer, tag_field="type", tag="function_call"):
 
 
 class CallOutputItem(_Answer, tag_field="type", tag="function_call_output"):
-    """What a function answered."""
+    """Result of a function call."""
 
     id: str
     status: ItemStatus
@@ -76,7 +76,7 @@ class CallOutputItem(_Answer, tag_field="type", tag="function_call_output"):
 
 
 class ReasoningItem(_Answer, tag_field="type", tag="reasoning"):
-    """What the model reasoned. One that was put in has no status."""
+    """Reasoning of the model. It has no status if it comes from the input."""
 
     id: str
     summary: list[SummaryPart]
@@ -90,7 +90,7 @@ Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
 class ResponseUsage(_Answer):
-    """Tokens of a response and its prompt."""
+    """Token counts of a response and its prompt."""
 
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -100,7 +100,7 @@ class ResponseUsage(_Answer):
 
 
 class ResponseError(_Answer):
-    """Why a response failed: a code of OpenAI's, and what the error would say otherwise."""
+    """Reason of a failure: one of OpenAI's codes, and the message, param and type of the error."""
 
     code: Literal["rate_limit_exceeded", "invalid_prompt", "server_error"]
     message: str
@@ -109,26 +109,26 @@ class ResponseError(_Answer):
 
 
 class IncompleteDetails(_Answer):
-    """Why a response is incomplete."""
+    """Reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseReasoning(_Answer):
-    """How the model was to reason."""
+    """Reasoning parameters of the request."""
 
     effort: str | None
     summary: None
 
 
 class ResponseText(_Answer):
-    """What the text was to be."""
+    """Output format of the request."""
 
     format: dict[str, Any]
 
 
 class ResponseAnswer(_Answer):
-    """A response, as it is."""
+    """Response in its current state."""
 
     id: str
     object: Literal["response"]
@@ -162,7 +162,7 @@ class ResponseAnswer(_Answer):
 
 
 class ResponseDeletedAnswer(_Answer):
-    """A response was forgotten."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: Literal["response"]
@@ -170,7 +170,7 @@ class ResponseDeletedAnswer(_Answer):
 
 
 class InputItemsAnswer(_Answer):
-    """A page of what was put into a response."""
+    """Page of the input items of a response."""
 
     object: Literal["list"]
     data: list[Item]
@@ -180,14 +180,14 @@ class InputItemsAnswer(_Answer):
 
 
 class InputTokensAnswer(_Answer):
-    """How many tokens a prompt has."""
+    """Number of tokens of a prompt."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
 class _Event(_Answer, tag_field="type"):
-    """An event of a stream."""
+    """Event of a stream."""
 
     sequence_number: int
 
@@ -197,27 +197,27 @@ class _ResponseEvent(_Event):
 
 
 class CreatedEvent(_ResponseEvent, tag="response.created"):
-    """The first."""
+    """First event of a stream."""
 
 
 class QueuedEvent(_ResponseEvent, tag="response.queued"):
-    """The second of one in the background: it waits for the model."""
+    """Second event of a response in the background, which waits for the model."""
 
 
 class InProgressEvent(_ResponseEvent, tag="response.in_progress"):
-    """The model has begun."""
+    """Start of the generation."""
 
 
 class CompletedEvent(_ResponseEvent, tag="response.completed"):
-    """The last of a response that is whole."""
+    """Last event of a complete response."""
 
 
 class IncompleteEvent(_ResponseEvent, tag="response.incomplete"):
-    """The last of one that was cut off, or cancelled: its status says which."""
+    """Last event of a truncated or cancelled response; the status tells which."""
 
 
 class FailedEvent(_ResponseEvent, tag="response.failed"):
-    """The last of one that failed."""
+    """Last event of a failed response."""
 
 
 class _ItemEvent(_Event):
@@ -226,75 +226,75 @@ class _ItemEvent(_Event):
 
 
 class ItemAddedEvent(_ItemEvent, tag="response.output_item.added"):
-    """An item begins."""
+    """Start of an item."""
 
 
 class ItemDoneEvent(_ItemEvent, tag="response.output_item.done"):
-    """An item has ended."""
+    """End of an item."""
 
 
-class _PlaceEvent(_Event):
+class _ItemPartEvent(_Event):
     item_id: str
     output_index: int
 
 
-class _ContentEvent(_PlaceEvent):
+class _ContentEvent(_ItemPartEvent):
     content_index: int
 
 
 class PartAddedEvent(_ContentEvent, tag="response.content_part.added"):
-    """A part of an item begins."""
+    """Start of a content part of an item."""
 
     part: OutputTextPart | ReasoningPart
 
 
 class PartDoneEvent(_ContentEvent, tag="response.content_part.done"):
-    """A part of an item has ended."""
+    """End of a content part of an item."""
 
     part: OutputTextPart | ReasoningPart
 
 
 class TextDeltaEvent(_ContentEvent, tag="response.output_text.delta"):
-    """More of what the model says."""
+    """Piece of the text of a message."""
 
     delta: str
     logprobs: list[dict[str, Any]]
 
 
 class TextDoneEvent(_ContentEvent, tag="response.output_text.done"):
-    """All of what it said."""
+    """Complete text of a message."""
 
     text: str
     logprobs: list[dict[str, Any]]
 
 
 class ReasoningDeltaEvent(_ContentEvent, tag="response.reasoning_text.delta"):
-    """More of the reasoning."""
+    """Piece of the reasoning."""
 
     delta: str
 
 
 class ReasoningDoneEvent(_ContentEvent, tag="response.reasoning_text.done"):
-    """All of it."""
+    """Complete reasoning."""
 
     text: str
 
 
-class ArgumentsDeltaEvent(_PlaceEvent, tag="response.function_call_arguments.delta"):
-    """More of a call's arguments."""
+class ArgumentsDeltaEvent(_ItemPartEvent, tag="response.function_call_arguments.delta"):
+    """Piece of the arguments of a call."""
 
     delta: str
 
 
-class ArgumentsDoneEvent(_PlaceEvent, tag="response.function_call_arguments.done"):
-    """All of them."""
+class ArgumentsDoneEvent(_ItemPartEvent, tag="response.function_call_arguments.done"):
+    """Complete arguments of a call."""
 
     name: str
     arguments: str
 
 
 class ErrorEvent(_Event, tag="error"):
-    """The stream cannot go on, though its response may."""
+    """End of a stream that cannot continue, although its response may."""
 
     code: str | None
     message: str

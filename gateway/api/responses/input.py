@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from gateway.api.common.chat_prompt import count_chat
 from gateway.api.common.fields import ChatFields
 from gateway.api.common.prepare import RenderedChat, find_model, finish_chat, render_chat
 from gateway.api.common.prepared import PreparedRequest
-from gateway.api.responses.fields import InputFields, chat_fields, renamed
+from gateway.api.responses.fields import InputFields, ResponseFields, chat_fields, renamed, with_strict, without_strict
 from gateway.api.responses.items import REFERENCE, Conversation, input_items
-from gateway.api.responses.tools import with_strict, without_strict
 from gateway.http.app_keys import GATEWAY_INDEX, IDENTITY, RELAY, RESPONSES
 from gateway.stores.ids import shown_id
 from gateway.stores.items import count_stored, find_items, load_items
@@ -89,29 +89,32 @@ async def history_of(request: web.Request, previous: str | None) -> tuple[bytes,
 
 
 async def prepare(
-    request: web.Request, fields: InputFields, model: str, history: Sequence[bytes], items: Items
-) -> PreparedRequest:
-    """Run the pipeline of chat for a response. Afterwards `fields.tools` say of each tool whether it is strict.
+    request: web.Request, fields: ResponseFields, history: Sequence[bytes], items: Items
+) -> tuple[PreparedRequest, ResponseFields]:
+    """Run the pipeline of chat for a response.
 
     As OpenAI documents, a tool without `strict` is enforced if its schema allows that. If a grammar of the enforced
     schemas cannot be compiled, the stages run again with only the tools that the client marked as strict.
+
+    Returns:
+        The prepared request, and the fields with `strict` set for every tool.
     """
     given = fields.tools or []
     if given:
         # In a thread, because schemas may be large.
-        fields.tools = await asyncio.to_thread(with_strict, given)
+        fields = msgspec.structs.replace(fields, tools=await asyncio.to_thread(with_strict, given))
     conversation = await _conversation(fields, history, items)
-    chat, rendered = await _render(request, fields, model, conversation)
+    chat, rendered = await _render(request, fields, fields.model, conversation)
     try:
         try:
-            return await finish_chat(request, chat, rendered, "resp_")
+            return await finish_chat(request, chat, rendered, "resp_"), fields
         except InvalidRequestError:
             relaxed = without_strict(fields.tools or [], given)
             if relaxed == (fields.tools or []):
                 raise
-            fields.tools = relaxed
-            chat, rendered = await _render(request, fields, model, conversation)
-            return await finish_chat(request, chat, rendered, "resp_")
+            fields = msgspec.structs.replace(fields, tools=relaxed)
+            chat, rendered = await _render(request, fields, fields.model, conversation)
+            return await finish_chat(request, chat, rendered, "resp_"), fields
     except PeltonError as error:
         raise renamed(error, ()) from None
 

@@ -1,4 +1,4 @@
-"""The items of /v1/responses, which are put in and come out: checked, as they are kept, and as messages of a chat."""
+"""Items of /v1/responses: validation of input items, their stored form, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.errors import InvalidRequestError
 
 MAX_ITEMS = 4096
 REFERENCE = "item_reference"
-"""The type of an item of `input` that stands for a stored one."""
+"""Type of an input item that refers to a stored item."""
 _MAX_ID = 256
 _ROLES = ("user", "system", "developer", "assistant")
 _STATUSES = (None, "in_progress", "completed", "incomplete")
@@ -25,9 +25,9 @@ _FIELDS = {
     REFERENCE: (),
 }
 _PHASES = (None, "commentary", "final_answer")
-"""What OpenAI's models say of their messages; no template shows it."""
+"""Values that OpenAI's models write. They are ignored, because no chat template uses them."""
 _NULL_ONLY = ("caller", "namespace", "async")
-"""Fields of OpenAI's own models, which its library sends back with null."""
+"""Fields of OpenAI's own models. Its library sends them back as null."""
 _PARTS = {
     "input_text": ("text", BREAKPOINT),
     "output_text": ("text", "annotations", "logprobs", "parsed"),
@@ -38,14 +38,17 @@ _PARTS = {
 
 
 def new_item_id(kind: str, gateway_index: int) -> str:
-    """An id for an item of this type, by which it can be found again."""
+    """Return a new id for an item of a type; it names the gateway process that stores the item."""
     return new_id(_PREFIXES[kind], gateway_index)
 
 
 def input_items(value: str | list[dict[str, Any]], gateway_index: int) -> list[dict[str, Any]]:
-    """The items of `input` as they are kept: each with a type and an id, and content in parts.
+    """Return the items of `input` in their stored form: each has a type, an id and content parts.
 
-    References stay what they are. Raises InvalidRequestError naming the place.
+    References are not resolved.
+
+    Raises:
+        InvalidRequestError: An item is invalid; the error names its path.
     """
     if isinstance(value, str):
         return [_message({"role": "user", "content": value}, "input", new_item_id("message", gateway_index))]
@@ -59,16 +62,16 @@ def input_items(value: str | list[dict[str, Any]], gateway_index: int) -> list[d
 def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, Any]:
     kind = _kind(item)
     if kind not in _FIELDS:
-        raise InvalidRequestError(
-            f"{place}.type must be one of {', '.join(_FIELDS)}; other items are not supported.", param=f"{place}.type"
-        )
+        raise InvalidRequestError(f"{place}.type must be one of {', '.join(_FIELDS)}.", param=f"{place}.type")
     _check_fields(item, ("type", "id", "status", *_FIELDS[kind]), place)
     for name in _NULL_ONLY:
         if item.get(name) is not None:
-            shown = f"{place}.{name}"
-            raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+            field = f"{place}.{name}"
+            raise InvalidRequestError(f"{field} is not supported.", param=field, code="unsupported_parameter")
     if item.get("status") not in _STATUSES:
-        raise InvalidRequestError(f"{place}.status is not a status of an item.", param=f"{place}.status")
+        raise InvalidRequestError(
+            f"{place}.status must be in_progress, completed or incomplete.", param=f"{place}.status"
+        )
     if kind == REFERENCE or item.get("id") is not None:
         identifier = _text(item, "id", place)
     else:
@@ -96,7 +99,7 @@ def _item(item: Mapping[str, Any], place: str, gateway_index: int) -> dict[str, 
 
 
 def _kind(item: Mapping[str, Any]) -> str:
-    """The type, where OpenAI lets it out too: of messages, and of references, which have an id alone."""
+    """Return the type of an item. OpenAI allows messages, and references with only an id, to omit it."""
     kind = item.get("type")
     if kind is None:
         return REFERENCE if set(item) - {"type"} == {"id"} else "message"
@@ -143,8 +146,8 @@ def _part(part: object, kinds: tuple[str, ...], place: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
     kind = part.get("type")
     if kind not in kinds:
-        what = " or ".join(f'"{name}"' for name in kinds)
-        raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
+        allowed = " or ".join(f'"{name}"' for name in kinds)
+        raise InvalidRequestError(f"{place}.type must be {allowed}.", param=f"{place}.type")
     _check_fields(part, ("type", *_PARTS[kind]), place)
     if _listed(part, "annotations") != []:
         shown = f"{place}.annotations"
@@ -166,7 +169,7 @@ def _check_fields(value: Mapping[str, Any], known: tuple[str, ...], place: str) 
 
 
 def _listed(value: Mapping[str, Any], name: str) -> object:
-    """A field that should be a list, which null and no value mean an empty one of."""
+    """Return a field whose value should be a list; null and a missing field mean an empty list."""
     return [] if value.get(name) is None else value[name]
 
 
@@ -178,37 +181,37 @@ def _text(value: Mapping[str, Any], name: str, place: str, *, empty: bool = Fals
 
 
 class Conversation:
-    """Items as messages of a chat. What a model wrote in one turn (reasoning, text, calls) is one message there.
+    """Chat messages made from items. The reasoning, text and calls of one turn of the model become one message.
 
     Attributes:
-        messages: see gateway.api.common.messages.
-        places: of each message, the field of the request that it comes from.
+        messages: The messages; see gateway.api.common.messages.
+        places: Field of the request from which each message was made.
     """
 
     def __init__(self, instructions: str | None) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
-        # The assistant's message that what follows may belong to.
+        # Message of the assistant to which the next item may belong.
         self._turn: dict[str, Any] | None = None
         if instructions:
             self._add({"role": "system", "content": instructions}, "instructions")
 
     def add(self, items: Sequence[Mapping[str, Any]], place: str) -> None:
-        """Takes checked items. `place` is the field that they come from; `input[]` counts them."""
+        """Append validated items. `place` is the field that contains them; in `input[]`, the index is inserted."""
         for index, item in enumerate(items):
-            self._take(item, place.replace("[]", f"[{index}]"))
+            self._append(item, place.replace("[]", f"[{index}]"))
 
     def turns(self) -> list[int]:
-        """Where the conversation could begin instead: at each of the user's messages but the first of all."""
+        """Return the indices at which a truncated conversation can start: the user messages except the first one."""
         users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         return users[1:]
 
     def since(self, start: int) -> list[dict[str, Any]]:
-        """The messages from there on, behind what the system says before."""
-        rules = [message for message in self.messages[:start] if message["role"] in ("system", "developer")]
-        return rules + self.messages[start:]
+        """Return the messages from an index on, preceded by the earlier system and developer messages."""
+        instructions = [message for message in self.messages[:start] if message["role"] in ("system", "developer")]
+        return instructions + self.messages[start:]
 
-    def _take(self, item: Mapping[str, Any], place: str) -> None:
+    def _append(self, item: Mapping[str, Any], place: str) -> None:
         kind = item["type"]
         if kind == "reasoning":
             text = "\n".join(part["text"] for part in item["content"] or item["summary"])
@@ -226,7 +229,7 @@ class Conversation:
             self._add({"role": item["role"], "content": _content(item["content"])}, place)
 
     def _assistant(self, place: str, field: str) -> dict[str, Any]:
-        """The message of this turn; a new one where it has what comes before, or is, this field."""
+        """Return the message of this turn, or a new one if this one already has the field or one that follows it."""
         turn = self._turn
         later = {
             "reasoning_content": ("reasoning_content", "content", "tool_calls"),
@@ -245,7 +248,7 @@ class Conversation:
 
 
 def _content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Parts under chat's names."""
+    """Convert content parts to those of chat."""
     if isinstance(parts, str):
         return parts
     return [

@@ -40,7 +40,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         raise InvalidRequestError(message, param="background")
     items = await items_of(request, fields.input)
     history = await history_of(request, fields.previous_response_id)
-    prepared = await prepare(request, fields, fields.model, history, items)
+    prepared, fields = await prepare(request, fields, history, items)
     envelope, detail = prepared.envelope, prepared.detail
     events = open_events(request, prepared)
     keeper = _Keeper(

@@ -1,4 +1,4 @@
-"""/v1/responses: a generation's events to typed events and to the response that they describe."""
+"""Conversion of a generation's deltas to the events of /v1/responses and to the response object."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shared.errors import InternalError, PeltonError, RateLimitError
 from shared.messages import TokenLogprobs
 
 Event = tuple[str, dict[str, Any]]
-"""Its type without `response.`, and its fields."""
+"""Type of an event without its prefix `response.`, and its fields."""
 
 
 def response_head(fields: ResponseFields, identifier: str, created: int, tier: str | None) -> dict[str, Any]:
-    """A response before anything has happened: what of the request it repeats."""
+    """Return the initial state of a response, with the fields that it repeats from the request."""
     text, reasoning = fields.text, fields.reasoning
     return {
         "id": identifier,
@@ -62,8 +62,7 @@ def response_head(fields: ResponseFields, identifier: str, created: int, tier: s
 
 
 def response_usage(tally: Tally) -> dict[str, Any]:
-    """OpenAI's usage object of a response. It counts what is written to the cache since that costs more there; here
-    every prefix is cached and nothing is counted."""
+    """Return OpenAI's usage object. `cache_write_tokens` is 0: every prefix is cached and nothing is billed for it."""
     return {
         "input_tokens": tally.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": tally.num_cached_tokens, "cache_write_tokens": 0},
@@ -74,15 +73,17 @@ def response_usage(tally: Tally) -> dict[str, Any]:
 
 
 class ResponseEvents:
-    """Encodes events as those of /v1/responses, and keeps the response that they tell of.
+    """Encoder of the events of /v1/responses; see gateway.http.sse.Encoder. It also updates the response object.
 
     Args:
-        head: see response_head.
-        names: how log-probabilities name tokens; None: they are not shown.
-        may_call: white space at the end of what was said is held back, since around calls it belongs to no message.
-        packs_reasoning: reasoning is also given as a value to be sent back, see gateway.api.common.reasoning.
-        gateway_index: of this process, in the ids of items.
-        on_change: is given the response when it is queued, begins and has ended, before its event is sent.
+        head: Initial response; see response_head.
+        tally: Token counts of the request.
+        names: Names of tokens in log-probabilities; None to omit log-probabilities.
+        may_call: True if the model has tools. Trailing white space of text is then held back, because white space
+            around calls belongs to no message.
+        packs_reasoning: True to add `encrypted_content` to reasoning; see gateway.api.common.reasoning.
+        gateway_index: Index of this process, for the ids of items.
+        on_change: Callback that receives the response when it is queued, starts and ends, before the event is sent.
     """
 
     def __init__(
@@ -105,46 +106,49 @@ class ResponseEvents:
         self._on_change = on_change
         self._output: list[dict[str, Any]] = head["output"]
         self._number = 0
-        self._begun = False
-        # The item that is being written, with what it has so far.
+        self._has_started = False
+        # The open item, and its content so far.
         self._item: dict[str, Any] | None = None
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._space = ""
-        self._unshown: list[TokenLogprobs] = []
+        self._pending_logprobs: list[TokenLogprobs] = []
         self._cut_off = False
 
     def queue(self) -> bytes:
-        """The first events of a response that runs in the background: it waits for the model."""
+        """Return the first events of a response in the background, which waits for the model."""
         self._on_change(self.response)
         events: list[Event] = [(kind, {"response": self.response}) for kind in ("created", "queued")]
         return b"".join([self._framed(event) for event in events])
 
     def encode(self, _index: int, _prompt_index: int, delta: TextDelta) -> bytes:
-        """What one event of the generation tells, framed."""
-        return b"".join([self._framed(event) for event in self._take(delta)])
+        """Return the framed events for a delta."""
+        return b"".join([self._framed(event) for event in self._events_of(delta)])
 
     def end(self) -> bytes:
-        """The last item's end, and the response's."""
-        return b"".join([self._framed(event) for event in self._finish()])
+        """Return the events that end the last item and the response."""
+        return b"".join([self._framed(event) for event in self._complete()])
 
     def failed(self, error: PeltonError) -> bytes:
-        """The response as it is, with the error."""
-        return self._break_off("failed", error=_error(error))
+        """Return the events that end the response with an error."""
+        return self._terminate("failed", error=_error(error))
 
     @property
     def running(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self._begun and self.response["status"] == "in_progress"
+        """True between the start and the end of the response."""
+        return self._has_started and self.response["status"] == "in_progress"
 
     def cancel(self) -> bytes:
-        """The response ends as it is. OpenAI has no event of its own for that: `response.incomplete` is one that
-        readers take for the last, and the response in it says that it was cancelled."""
-        return self._break_off("cancelled", kind="incomplete")
+        """Return the events that end the response as cancelled.
 
-    def _break_off(self, status: str, *, kind: str | None = None, **changes: Any) -> bytes:
-        # One that waits has been told of, and ends without having begun.
-        events = [] if self._number else [*self._begin()]
+        OpenAI has no event for that. Clients accept `response.incomplete` as the last one, and the status of the
+        response in it is `cancelled`.
+        """
+        return self._terminate("cancelled", kind="incomplete")
+
+    def _terminate(self, status: str, *, kind: str | None = None, **changes: Any) -> bytes:
+        # A queued response has already sent events and ends without an in_progress event.
+        events = [] if self._number else [*self._start()]
         events += [*self._close("incomplete"), *self._end_response(status, kind=kind, **changes)]
         return b"".join([self._framed(event) for event in events])
 
@@ -154,37 +158,37 @@ class ResponseEvents:
         self._number += 1
         return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), body)
 
-    def _begin(self) -> Iterator[Event]:
-        if self._begun:
+    def _start(self) -> Iterator[Event]:
+        if self._has_started:
             return
-        self._begun = True
+        self._has_started = True
         if not self._number:
             yield "created", {"response": dict(self.response)}
         self.response["status"] = "in_progress"
         self._on_change(self.response)
         yield "in_progress", {"response": dict(self.response)}
 
-    def _take(self, delta: TextDelta) -> Iterator[Event]:
-        yield from self._begin()
+    def _events_of(self, delta: TextDelta) -> Iterator[Event]:
+        yield from self._start()
         if self._names is not None and delta.logprobs:
-            self._unshown += delta.logprobs[delta.num_reasoning_tokens :]
-        # News that were merged: the rest of an open call came before what is said after it.
+            self._pending_logprobs += delta.logprobs[delta.num_reasoning_tokens :]
+        # In merged deltas, the rest of an open call precedes the text after it.
         num_continued = next((at for at, call in enumerate(delta.tool_calls) if call.name is not None), None)
         for call in delta.tool_calls[:num_continued]:
             yield from self._continue_call(call.arguments)
         if delta.reasoning:
-            yield from self._reason(delta.reasoning)
+            yield from self._add_reasoning(delta.reasoning)
         if delta.text:
-            yield from self._speak(delta.text)
+            yield from self._add_text(delta.text)
         for call in [] if num_continued is None else delta.tool_calls[num_continued:]:
-            yield from self._call(call)
+            yield from self._add_call(call)
         if delta.finish_reason is not None:
             self._cut_off = delta.finish_reason == "length"
 
-    def _finish(self) -> Iterator[Event]:
-        yield from self._begin()
+    def _complete(self) -> Iterator[Event]:
+        yield from self._start()
         if not self._output or (self._space and self._kind == "message"):
-            yield from self._say(self._space)
+            yield from self._add_message_text(self._space)
         yield from self._close("incomplete" if self._cut_off else "completed")
         if self._cut_off:
             yield from self._end_response("incomplete", incomplete_details={"reason": "max_output_tokens"})
@@ -196,36 +200,36 @@ class ResponseEvents:
         self._on_change(self.response)
         yield kind or status, {"response": self.response}
 
-    def _reason(self, text: str) -> Iterator[Event]:
+    def _add_reasoning(self, text: str) -> Iterator[Event]:
         if self._kind != "reasoning":
             yield from self._open("reasoning", {"summary": [], "content": []})
             yield "content_part.added", self._place | {"part": _reasoning_part("")}
         self._pieces.append(text)
         yield "reasoning_text.delta", self._place | {"delta": text}
 
-    def _speak(self, text: str) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[Event]:
         if self._may_call:
             text = self._space + text
-            said = text.rstrip()
-            self._space = text[len(said) :]
-            text = said
+            stripped = text.rstrip()
+            self._space = text[len(stripped) :]
+            text = stripped
         if text:
-            yield from self._say(text)
+            yield from self._add_message_text(text)
 
-    def _say(self, text: str) -> Iterator[Event]:
+    def _add_message_text(self, text: str) -> Iterator[Event]:
         if self._kind != "message":
             yield from self._open("message", {"role": "assistant", "content": []})
             yield "content_part.added", self._place | {"part": _text_part("", [])}
         logprobs: list[dict[str, Any]] = []
         if self._names is not None:
-            logprobs = chat_logprobs(self._unshown, self._names)
-            self._unshown = []
+            logprobs = chat_logprobs(self._pending_logprobs, self._names)
+            self._pending_logprobs = []
             self._logprobs += logprobs
         if text:
             self._pieces.append(text)
             yield "output_text.delta", self._place | {"delta": text, "logprobs": logprobs}
 
-    def _call(self, call: ToolCallDelta) -> Iterator[Event]:
+    def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
         if call.name is not None:
             fields = {"call_id": call.id, "name": call.name, "arguments": ""}
             yield from self._open("function_call", fields)
@@ -253,8 +257,8 @@ class ResponseEvents:
     def _open(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close("completed")
         if kind != "message":
-            # What was held back, or belongs to the marks around a call or reasoning, is not shown.
-            self._space, self._unshown = "", []
+            # Drop the white space that was held back, and log-probabilities of the delimiters of calls and reasoning.
+            self._space, self._pending_logprobs = "", []
         self._item = {"id": new_item_id(kind, self._gateway_index), "type": kind, "status": "in_progress", **fields}
         self._output.append(self._item)
         yield "output_item.added", {"output_index": len(self._output) - 1, "item": dict(self._item)}
@@ -292,7 +296,7 @@ def _reasoning_part(text: str) -> dict[str, Any]:
 
 
 def _error(error: PeltonError) -> dict[str, Any]:
-    """The error object of a response; OpenAI's codes are few, so ours comes after them."""
+    """Return the error object of a response. OpenAI has few codes, so `type` carries the code of the error."""
     if isinstance(error, RateLimitError):
         code = "rate_limit_exceeded"
     else:
@@ -301,17 +305,17 @@ def _error(error: PeltonError) -> dict[str, Any]:
 
 
 def stream_failure(error: PeltonError, number: int) -> bytes:
-    """The event of a stream that cannot go on behind so many events, though its response may."""
+    """Return the event that ends a stream after `number` events although its response may continue."""
     fields = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
     return b"event: error\ndata: %b\n\n" % dump_json({**fields, "sequence_number": number})
 
 
 def stored_items(items: Iterable[dict[str, Any]]) -> bytes:
-    """Items as they are kept: without what is there twice, and log-probabilities, which are of no use later."""
-    return kept_json([_bare(item) for item in items])
+    """Encode items for storage, without duplicate data and without log-probabilities, which are not used later."""
+    return kept_json([_without_redundancy(item) for item in items])
 
 
-def _bare(item: dict[str, Any]) -> dict[str, Any]:
+def _without_redundancy(item: dict[str, Any]) -> dict[str, Any]:
     if item["type"] == "reasoning":
         return {name: value for name, value in item.items() if name != "encrypted_content"}
     if item["type"] != "message":
