@@ -162,7 +162,7 @@ def build_engine(
     warm_up_at = time.monotonic() + _WARM_UP_SECONDS
     constraints = Constraints(grammars, vocab_size=files.spec.vocab_size, eos_token_ids=files.eos_token_ids)
     speculation = _speculation(settings, built)
-    scheduler = Scheduler(config, kv, counters, constraints=constraints, speculation=speculation)
+    scheduler = Scheduler(config, kv, counters, clock=time.time, constraints=constraints, speculation=speculation)
     return Engine(
         scheduler,
         built.executor,

@@ -34,7 +34,7 @@ from worker.__main__ import build_engine
 from worker.engine import Engine
 from worker.executor.build import BuiltExecutor, make_rows
 from worker.executor.device import CpuDevice
-from worker.executor.local import LocalExecutor
+from worker.executor.executor import LocalExecutor
 from worker.executor.model_runner import Model, ModelRunner, PageStorage
 from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import ModelFiles

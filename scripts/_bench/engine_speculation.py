@@ -27,7 +27,7 @@ from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor, make_runner
 from worker.executor.device import CpuDevice
 from worker.executor.draft_files import open_draft
-from worker.executor.local import LocalExecutor
+from worker.executor.executor import LocalExecutor
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models, load_decoder
 from worker.executor.resolve import cache_directory

@@ -17,12 +17,11 @@ from shared.messages import Submit
 from tests.fakes.engine_harness import Harness, make_submit
 from tests.fakes.weights import MemoryWeights
 from worker.executor.device import CpuDevice, open_device
-from worker.executor.distributions import Distributions
-from worker.executor.draft_model import DraftModel
-from worker.executor.local import LocalExecutor
+from worker.executor.draft_model import DraftModel, PlanRunner
+from worker.executor.executor import LocalExecutor
 from worker.executor.model_runner import ModelRunner
-from worker.executor.plan_runner import PlanRunner
 from worker.executor.request_rows import RequestRows
+from worker.executor.staged_drafts import DraftDistributions
 from worker.kv.geometry import KVGroupSpec
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
@@ -130,7 +129,7 @@ class TinyServer(Harness):
             vocab_size=VOCAB,
             device=self.device,
             max_drafts=0 if speculation is None else speculation.max_drafts,
-            distributions=Distributions() if rejection else None,
+            distributions=DraftDistributions() if rejection else None,
         )
         rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
         sampler = Sampler(rows.sampling, sampling_ops or SamplingOps(), SpeculativeOps(), rejection=rejection)

@@ -1,4 +1,4 @@
-"""From settings and opened model files to an executor that is ready for the first plan."""
+"""Construction of an executor from settings and opened model files."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from kernels.backends.select import sampling_ops, speculative_ops
 from kernels.common.cpu import bf16
 from kernels.common.cpu.pool import use_cache_directory
 from shared.log import get_logger
-from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
-from worker.executor import compile_process
-from worker.executor.compile_process import CompileProcess
+from worker.executor import precompile
 from worker.executor.device import Device, open_device
-from worker.executor.distributions import Distributions
-from worker.executor.draft_model import DraftModel
-from worker.executor.executor import Executor
-from worker.executor.local import LocalExecutor
-from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv
+from worker.executor.draft_model import DraftModel, PlanRunner
+from worker.executor.executor import EnqueuedStep, Executor, LocalExecutor
+from worker.executor.memory import KVMemory, KVPlan, available_memory, plan_kv, steps_must_fit
 from worker.executor.model_runner import ModelRunner
-from worker.executor.models import Models, load_models, make_kv, page_bytes
-from worker.executor.plan_runner import Launched, PlanRunner
-from worker.executor.profile import measure_step, steps_must_fit
+from worker.executor.models import Models, load_models, make_kv
+from worker.executor.precompile import CompileProcess
+from worker.executor.profile import measure_step, warm_up_plans
 from worker.executor.ranks import RankGroup, check_parallel_size, rank_settings
 from worker.executor.request_rows import RequestRows
 from worker.executor.resolve import cache_directory, num_threads, prepare_process, resolve_device, resolve_dtype
-from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
-from worker.model.attention import attention_geometry
+from worker.executor.shared_prefixes import make_prefixes
+from worker.executor.staged_drafts import DraftDistributions
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
 from worker.parallel import ParallelContext
-from worker.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
+from worker.plan import StepPlan
 from worker.sampling.sampler import Sampler
 
 _log = get_logger("worker.executor")
 
-_WARM_UP_TOKENS = 32
-
 
 @dataclass(frozen=True, slots=True)
 class BuiltExecutor:
-    """An executor and what the scheduler must know of it.
+    """An executor and the facts that the scheduler needs.
 
     Attributes:
-        max_model_len: as asked for; the model's own, or less where the KV cache is smaller.
-        num_kv_groups: block tables per request.
-        check: raises ExecutorError where a rank has died; for an idle engine loop.
-        use_idle_time: does a part, tenths of a second, of what makes later steps faster; False where nothing is left.
-        draft_max_len: the draft model computes positions below it; 0 where there is none.
-        alike_rows: rounding does not tell steps of up to so many rows from each other; 0: there is no such border.
+        executor: The executor.
+        num_pages: Number of pages of the KV cache.
+        page_size: Tokens per page.
+        max_model_len: Requested context length, or the model's own; less if the KV cache is smaller.
+        num_kv_groups: Number of block tables per request.
+        device: Type of the device.
+        dtype: Type of the weights and activations.
+        check: Raises ExecutorError if a rank has died; called by the idle engine loop.
+        use_idle_time: Does some tenths of a second of work that makes later steps faster. Returns False if no such
+            work is left.
+        draft_max_len: Number of positions that the draft model can compute; 0 without a draft model.
+        max_bitwise_identical_rows: Largest number of rows up to which steps of different sizes yield bitwise identical
+            results; 0 if there is no such limit.
     """
 
     executor: Executor
@@ -66,35 +67,37 @@ class BuiltExecutor:
     check: Callable[[], None]
     use_idle_time: Callable[[], bool]
     draft_max_len: int = 0
-    alike_rows: int = 0
+    max_bitwise_identical_rows: int = 0
 
 
 def build_executor(
     settings: WorkerSettings,
     files: ModelFiles,
     depth: int | None = None,
-    beside: CompileProcess | None = None,
+    compile_process: CompileProcess | None = None,
     draft_files: ModelFiles | None = None,
 ) -> BuiltExecutor:
-    """Loads the model, sizes the KV cache, starts the other ranks and runs a first step.
+    """Load the model, size the KV cache, start the other ranks and run the first steps.
 
     Args:
-        depth: steps in flight; None: 1 on the CPU, 2 on CUDA.
-        beside: of `compile_beside`.
-        draft_files: of `open_draft`; each rank has the whole draft model.
+        settings: Settings of the worker.
+        files: Opened files of the model.
+        depth: Maximum number of steps in flight; None for the device's value (1 on the CPU, 2 on CUDA).
+        compile_process: Process returned by `start_compile_process`.
+        draft_files: Files returned by `open_draft`. Each rank loads the whole draft model.
 
     Raises:
-        ConfigurationError: the settings do not fit this model or machine.
-        ExecutorError: a rank died while it was starting.
+        ConfigurationError: The settings do not fit this model or machine.
+        ExecutorError: A rank died during the start.
     """
     size = settings.tensor_parallel_size
     check_parallel_size(files.spec, size, settings.pipeline_parallel_size)
     prepare_process(settings)
-    place = resolve_device(settings)
-    device = open_device(place)
+    torch_device = resolve_device(settings)
+    device = open_device(torch_device)
     if size == 1:
-        return _build(settings, files, draft_files, device, None, depth, beside)
-    group = RankGroup(size, rank_settings(settings, device=place, dtype=resolve_dtype(settings, place)))
+        return _build(settings, files, draft_files, device, None, depth, compile_process)
+    group = RankGroup(size, rank_settings(settings, device=torch_device, dtype=resolve_dtype(settings, torch_device)))
     try:
         group.start()
         return _build(settings, files, draft_files, device, group, depth)
@@ -110,29 +113,25 @@ def _build(
     device: Device,
     group: RankGroup | None,
     depth: int | None,
-    beside: CompileProcess | None = None,
+    compile_process: CompileProcess | None = None,
 ) -> BuiltExecutor:
     parallel = group.join() if group is not None else ParallelContext()
-    models = load_models(settings, files, draft_files, device, parallel, beside)
+    models = load_models(settings, files, draft_files, device, parallel, compile_process)
     ops = sampling_ops(device.torch_device, num_threads(settings), files.spec.vocab_size)
     plan = _size_kv(settings, models, ops, device, group)
     if group is not None:
         group.prepare(plan)
-    # Elsewhere all ranks must sample by the same code, and a GPU's stream is one thread's.
-    in_thread = group is None and device.torch_device.type == "cpu"
-    if not in_thread:
+    # With several ranks, all must sample with the same code; the stream of a GPU belongs to one thread.
+    compiles_in_thread = group is None and device.torch_device.type == "cpu"
+    if not compiles_in_thread:
         ops.compile()
     runner = make_runner(settings, models, plan, ops, device)
 
-    def launch(step: StepPlan) -> Launched:
+    def launch(step: StepPlan) -> EnqueuedStep:
         if group is not None:
             group.send(step)
         with steps_must_fit(settings):
             return runner.launch(step)
-
-    def check() -> None:
-        if group is not None:
-            group.check()
 
     def use_idle_time() -> bool:
         if group is not None and runner.can_capture:
@@ -142,11 +141,11 @@ def _build(
     num_groups = len(files.spec.kv_groups)
     for step in warm_up_plans(settings, plan, num_groups, runner.draft_max_len):
         launch(step).result()
-    # Not earlier: numba's first use, in which the model's kernels are compiled, must be in one thread.
-    if in_thread and settings.deterministic:
-        # The last bit of a log-probability is not the same before and after.
+    # Only now: the warm-up compiles the model's kernels, and numba must be initialized by one thread.
+    if compiles_in_thread and settings.deterministic:
+        # Compiled and interpreted code differ in the last bit of a log-probability.
         ops.compile()
-    elif in_thread:
+    elif compiles_in_thread:
         threading.Thread(target=ops.compile_usual, name="compile-sampling", daemon=True).start()
     executor = LocalExecutor(launch, depth or device.depth, on_close=group.close if group is not None else None)
     return BuiltExecutor(
@@ -157,17 +156,17 @@ def _build(
         num_kv_groups=num_groups,
         device=device.torch_device.type,
         dtype=str(models.target.dtype).removeprefix("torch."),
-        check=check,
+        check=group.check if group is not None else lambda: None,
         use_idle_time=use_idle_time,
         draft_max_len=runner.draft_max_len,
-        alike_rows=_alike_rows(settings, models.target),
+        max_bitwise_identical_rows=_max_bitwise_identical_rows(settings, models.target),
     )
 
 
-def _alike_rows(settings: WorkerSettings, decoder: Decoder) -> int:
+def _max_bitwise_identical_rows(settings: WorkerSettings, decoder: Decoder) -> int:
     if settings.deterministic or decoder.dtype is not torch.bfloat16 or decoder.device.type != "cpu":
         return 0
-    from kernels.ops.linear_panels.cpu import FEW_ROWS  # numba is imported only where the CPU multiplies
+    from kernels.ops.linear_panels.cpu import FEW_ROWS  # imports numba, which only the CPU path needs
 
     return FEW_ROWS if bf16.supported() else 0
 
@@ -175,7 +174,7 @@ def _alike_rows(settings: WorkerSettings, decoder: Decoder) -> int:
 def _size_kv(
     settings: WorkerSettings, models: Models, ops: SamplingOps, device: Device, group: RankGroup | None
 ) -> KVPlan:
-    """Measures on all ranks, and plans for the one with the least room."""
+    """Measure the memory of all ranks and plan for the smallest."""
     memory = measure_memory(settings, models, ops, device)
     if group is not None:
         memory = KVMemory(min(memory.available, group.loaded()), memory.total)
@@ -191,23 +190,25 @@ def _size_kv(
     return plan
 
 
-def compile_beside(settings: WorkerSettings) -> CompileProcess | None:
-    """Starts a process that fills the cache of compiled kernels, where that is empty and has to do with this worker.
+def start_compile_process(settings: WorkerSettings) -> CompileProcess | None:
+    """Start a process that fills the cache of compiled kernels, if this worker uses the cache and it is incomplete.
 
-    From the main thread, before others are started.
+    Call this from the main thread before other threads start.
     """
     folder = use_cache_directory(cache_directory(settings))
-    alone = settings.tensor_parallel_size == 1 and settings.device in ("auto", "cpu")
-    if not alone or not compile_process.useful(folder) or resolve_device(settings).type != "cpu":
+    on_cpu = settings.tensor_parallel_size == 1 and settings.device in ("auto", "cpu")
+    if not on_cpu or not precompile.is_compile_process_useful(folder) or resolve_device(settings).type != "cpu":
         return None
-    beside = CompileProcess(folder, compile_process.compile_usual)
-    beside.start()
-    return beside
+    process = CompileProcess(folder, precompile.compile_common_kernels)
+    process.start()
+    return process
 
 
 def measure_memory(settings: WorkerSettings, models: Models, ops: SamplingOps, device: Device) -> KVMemory:
-    """What the KV cache of this rank may take; on a GPU after the largest step of each model has run, on all ranks at
-    a time."""
+    """Return the memory available to the KV cache of this rank.
+
+    On a GPU the largest step of each model runs first. All ranks must call this function together.
+    """
     if device.torch_device.type == "cpu":
         return available_memory(settings, device)
     spec = models.target.spec
@@ -227,7 +228,7 @@ def measure_memory(settings: WorkerSettings, models: Models, ops: SamplingOps, d
 def make_rows(
     settings: WorkerSettings, max_model_len: int, num_groups: int, vocab_size: int, device: Device
 ) -> RequestRows:
-    """Rows for as many requests, tokens and pages as the settings allow."""
+    """Allocate rows for as many requests, tokens and pages as the settings permit."""
     return RequestRows(
         max_num_seqs=settings.max_num_seqs,
         max_num_tokens=settings.max_num_batched_tokens,
@@ -237,28 +238,21 @@ def make_rows(
         vocab_size=vocab_size,
         device=device,
         max_drafts=settings.num_speculative_tokens if settings.speculative_method != "off" else 0,
-        distributions=Distributions() if settings.speculative_acceptance == "rejection" else None,
+        distributions=DraftDistributions() if settings.speculative_acceptance == "rejection" else None,
     )
 
 
 def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: SamplingOps, device: Device) -> PlanRunner:
-    """Allocates KV cache and rows around the decoders."""
+    """Allocate the KV cache and the rows, and create the runner of both models."""
     target, spec = models.target, models.target.spec
     kv, draft_kv = make_kv(settings, models, plan, device)
     target.fuse_layers(kv)
     rows = make_rows(settings, plan.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
-    verifying = speculative_ops(device.torch_device, num_threads(settings), spec.vocab_size)
+    verification_ops = speculative_ops(device.torch_device, num_threads(settings), spec.vocab_size)
     rejection = settings.speculative_acceptance == "rejection"
-    sampler = Sampler(rows.sampling, ops, verifying, rejection=rejection)
-    runner = ModelRunner(
-        target,
-        kv,
-        rows,
-        sampler,
-        device,
-        graphs=settings.decode_graphs,
-        prefixes=make_prefixes(settings, target, plan, models.parallel),
-    )
+    sampler = Sampler(rows.sampling, ops, verification_ops, rejection=rejection)
+    prefixes = make_prefixes(settings, target, plan, models.parallel)
+    runner = ModelRunner(target, kv, rows, sampler, device, graphs=settings.decode_graphs, prefixes=prefixes)
     draft = models.draft
     if draft is None or draft_kv is None:
         return PlanRunner(runner)
@@ -278,53 +272,3 @@ def make_runner(settings: WorkerSettings, models: Models, plan: KVPlan, ops: Sam
             graphs=settings.decode_graphs,
         ),
     )
-
-
-def make_prefixes(
-    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext
-) -> SharedPrefixes | None:
-    """Looks for shared prefixes where a kernel reads them once: on a GPU, and where nothing may depend on the batch
-    or on a window, not at all."""
-    layers, window = decoder.spec.kv_groups[0].layers, decoder.spec.kv_groups[0].window
-    if decoder.device.type != "cuda" or settings.deterministic or window is not None:
-        return None
-    from kernels.ops.attention_cascade.triton import members_per_tile  # there is Triton where there is a GPU
-
-    geometry = attention_geometry(decoder.spec, settings.block_size, window, parallel)
-    bytes_of_all = page_bytes(settings, decoder, parallel) // settings.block_size
-    bytes_per_key = bytes_of_all * len(layers) // decoder.spec.num_layers  # layers with a window save nothing
-    return SharedPrefixes(
-        max_num_seqs=settings.max_num_seqs,
-        max_pages=-(-plan.max_model_len // settings.block_size),
-        page_size=settings.block_size,
-        members_per_tile=members_per_tile(decoder.dtype, geometry),
-        min_saved_keys=max(1, LEAST_SAVED_BYTES // bytes_per_key),
-        device=decoder.device,
-    )
-
-
-def warm_up_plans(settings: WorkerSettings, plan: KVPlan, num_groups: int, draft_max_len: int = 0) -> list[StepPlan]:
-    """Two steps on row 0 that touch every layer: a short prompt, and one token that is sampled with filters; and where
-    there is a draft model one of its own, of two tokens.
-
-    The row and its pages hold nothing that a later request could see: it brings its own.
-    """
-    count = max(1, min(_WARM_UP_TOKENS, plan.max_model_len - 1, settings.max_num_batched_tokens))
-    num_pages = -(-min(count + 1, plan.max_model_len) // settings.block_size)
-    new = NewRow(
-        row=0,
-        token_ids=[0] * count,
-        num_prompt_tokens=count,
-        sampling=SamplingParams(top_k=8, top_p=0.9, max_tokens=2),
-        eos_token_ids=[],
-        choice=0,
-    )
-    tables = [BlockTableUpdate(0, group, 0, list(range(num_pages))) for group in range(num_groups)]
-    first = StepPlan(step=0, scheduled=[ScheduledTokens(0, 0, count, True)], new_rows=[new], block_tables=tables)
-    plans = [first]
-    if count < plan.max_model_len:
-        plans.append(StepPlan(step=0, scheduled=[ScheduledTokens(0, count, 1, True)]))
-    if draft_max_len:
-        drafted = DraftedRow(0, 0, min(count, draft_max_len), 2 if count < draft_max_len else 1)
-        plans.append(StepPlan(step=0, scheduled=[], drafting=[drafted]))
-    return plans

@@ -1,7 +1,7 @@
-"""What the runner asks of the machine under torch: copies, a second stream, graphs, memory figures.
+"""The device interface of the runners: copies, a second stream, graphs and memory statistics.
 
-Work is enqueued and runs in order; the host goes on meanwhile. This is the only place in the worker that names
-torch.cuda, so that the code that runs on a GPU is the code that tests run without one.
+Work is enqueued and executed in order while the host continues. This is the only module of the worker that names
+torch.cuda, so tests without a GPU run the same code as a GPU does.
 """
 
 from __future__ import annotations
@@ -9,59 +9,59 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from worker.executor.host_memory import free_host_memory, total_host_memory
 from worker.executor.late import LateDownload, LateGraph, Uploads
 
 Out = TypeVar("Out", covariant=True)
 T = TypeVar("T")
 
 OutOfMemory: type[RuntimeError] = torch.OutOfMemoryError
-"""What torch raises where the device's memory is full."""
+"""Error that torch raises if the memory of the device is exhausted."""
 
 _ALIGNMENT = 16
-_LEAST_BUFFER = 4096
+_MIN_BUFFER_BYTES = 4096
 
 
 class CaptureError(RuntimeError):
-    """What was to be captured does something that a graph cannot hold. The work itself can still be run."""
+    """Failure to capture a graph. The work itself can still be executed eagerly."""
 
 
 class Download(Protocol):
-    """Tensors on their way to the host."""
+    """A copy of tensors to the host, in progress."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return immediately."""
         ...
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """The tensors on the host, the caller's own. Called once."""
+        """Return the tensors on the host. They belong to the caller. May be called once."""
         ...
 
 
 class Graph(Protocol[Out]):
-    """Captured work. `outputs` is what the captured function returned; its tensors are filled by `replay`."""
+    """Captured work. `outputs` holds what the captured function returned; `replay` fills its tensors."""
 
     @property
     def outputs(self) -> Out:
-        """Valid after a `replay`, until the next replay of any graph of the device."""
+        """Outputs, valid after `replay` until the next replay of any graph of the device."""
         ...
 
     def replay(self) -> Out:
-        """Enqueues the work once more, on the same memory."""
+        """Enqueue the work again, on the same memory, and return `outputs`."""
         ...
 
 
 class Device(Protocol):
-    """A machine that runs what torch and Triton enqueue.
+    """A device that executes the work enqueued by torch and Triton.
 
     Attributes:
-        torch_device: where tensors are.
-        depth: steps worth having in flight.
-        captures: whether `capture` saves time.
+        torch_device: Device of the tensors.
+        depth: Number of steps in flight at which the device is fully used.
+        captures: True if replaying graphs is faster than enqueuing kernels.
     """
 
     torch_device: torch.device
@@ -69,64 +69,68 @@ class Device(Protocol):
     captures: bool
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A host buffer that `upload` reads without waiting; its values are undefined. Allocate once and keep."""
+        """Allocate an uninitialized host buffer from which `upload` copies asynchronously. Allocate once and reuse."""
         ...
 
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Enqueues target <- host. `host` must not change until a `download` enqueued later has been waited for."""
+        """Enqueue target <- host. Do not modify `host` until a `download` enqueued later has been waited for."""
         ...
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """Copies to the host what the work enqueued so far leaves in the tensors, beside the work enqueued later.
+        """Copy to the host what the work enqueued so far leaves in the tensors, concurrently with later work.
 
-        Nothing enqueued later may write to them: hand over results, not buffers that the next step fills again.
+        Later work must not write to the tensors: pass results, not buffers that the next step reuses.
         """
         ...
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """Runs the function once, and keeps what it enqueues for replays.
+        """Run the function once and record the work it enqueues.
 
-        The function must read and write the same memory each time, read nothing on the host, and may overwrite the
-        outputs of other graphs. Raises CaptureError, and OutOfMemory.
+        The function must read and write the same memory in each call and read no values on the host. It may overwrite
+        the outputs of other graphs.
+
+        Raises:
+            CaptureError: The work cannot be captured.
+            OutOfMemory: The memory of the device is exhausted.
         """
         ...
 
     def synchronize(self) -> None:
-        """Waits for all that is enqueued."""
+        """Wait for all enqueued work."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory that nobody has taken; what torch keeps for later use is taken."""
+        """Return the unallocated memory. Memory cached by torch counts as allocated."""
         ...
 
     def total_bytes(self) -> int:
-        """Memory of the device."""
+        """Return the memory size of the device."""
         ...
 
     def allocated_bytes(self) -> int:
-        """What tensors take now; 0 where it is not counted."""
+        """Return the memory used by tensors, or 0 if it is not counted."""
         ...
 
     def peak_bytes(self) -> int:
-        """Most that tensors took at a time since `reset_peak`; 0 where it is not counted."""
+        """Return the maximum memory used by tensors since `reset_peak`, or 0 if it is not counted."""
         ...
 
     def reset_peak(self) -> None:
-        """Starts counting anew."""
+        """Reset the maximum returned by `peak_bytes`."""
         ...
 
     def release_cached(self) -> None:
-        """Gives back what torch keeps for later use."""
+        """Return the memory cached by torch to the driver."""
         ...
 
 
 class CpuDevice:
-    """Everything happens at once.
+    """Synchronous execution on the CPU.
 
     Args:
-        late: for tests, behaves as a GPU may at its worst: downloads read their tensors when they are waited for,
-            uploads insist that their host buffer has not changed by then, and graphs insist on the memory that they
-            were captured with (worker/executor/late.py). Misuse raises or gives wrong results, here as there.
+        late: Behave like the slowest permitted GPU; for tests. Downloads read their tensors in `wait`, uploads check
+            that the host buffer has not changed by then, and graphs check that they use the memory they were captured
+            with (worker/executor/late.py). Misuse raises, or yields wrong results as it does on a GPU.
     """
 
     def __init__(self, *, late: bool = False) -> None:
@@ -136,54 +140,54 @@ class CpuDevice:
         self._uploads = Uploads() if late else None
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Ordinary memory."""
+        """Allocate ordinary memory."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies."""
+        """Copy immediately."""
         target.copy_(host)
         if self._uploads is not None:
             self._uploads.add(host)
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """Copies, or does so when waited for."""
+        """Copy immediately, or in `wait` if the device is late."""
         if self._uploads is not None:
             return LateDownload(tensors, self._uploads.take())
-        return _Arrived(tuple(tensor.clone() for tensor in tensors))
+        return _CompletedDownload(tuple(tensor.clone() for tensor in tensors))
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """The function itself, which a replay runs again."""
+        """Return a graph that calls the function on each replay."""
         return LateGraph(run)
 
     def synchronize(self) -> None:
-        """Nothing is enqueued."""
+        """Check the pending uploads of a late device."""
         if self._uploads is not None:
             self._uploads.take().check()
 
     def free_bytes(self) -> int:
-        """The host's, or what its control group leaves."""
+        """Return the memory available on the host, or to its control group if that is less."""
         return free_host_memory()
 
     def total_bytes(self) -> int:
-        """The host's."""
-        return total_host_memory()
+        """Return the memory size of the host."""
+        return _read_meminfo(Path("/proc/meminfo"), "MemTotal:")
 
     def allocated_bytes(self) -> int:
-        """Not counted."""
+        """Return 0: not counted."""
         return 0
 
     def peak_bytes(self) -> int:
-        """Not counted."""
+        """Return 0: not counted."""
         return 0
 
     def reset_peak(self) -> None:
-        """Nothing to reset."""
+        """Do nothing: not counted."""
 
     def release_cached(self) -> None:
-        """torch keeps nothing here."""
+        """Do nothing: torch caches no host memory."""
 
 
-class _Arrived:
+class _CompletedDownload:
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._tensors = tensors
 
@@ -195,60 +199,60 @@ class _Arrived:
 
 
 class CudaDevice:
-    """One GPU (CUDA or ROCm). Work goes to the current stream of the thread that enqueues it, downloads to another."""
+    """One GPU (CUDA or ROCm). Work uses the current stream of the calling thread; downloads use a second stream."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self.depth = 2
         self.captures = True
         torch.cuda.set_device(torch_device)
-        self._downloads = torch.cuda.Stream(torch_device)
-        self._captures = torch.cuda.Stream(torch_device)
+        self._download_stream = torch.cuda.Stream(torch_device)
+        self._capture_stream = torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
-        # Buffers that are free, each with the event of its last download: making an event takes the host's time too.
+        # Free buffers, each with the event of its last download: creating an event costs host time too.
         self._buffers: dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
         self._computed = torch.cuda.Event()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked memory."""
+        """Allocate page-locked memory."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """By the copy engine, in order with the work."""
+        """Copy in stream order."""
         target.copy_(host, non_blocking=True)
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """On the second stream, which waits for the work enqueued so far; one page-locked buffer takes them all."""
-        places, size = [], 0
+        """Copy to one page-locked buffer on the second stream, which waits for the work enqueued so far."""
+        offsets, size = [], 0
         for tensor in tensors:
-            places.append(size)
+            offsets.append(size)
             size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-        capacity = max(_LEAST_BUFFER, 1 << (size - 1).bit_length()) if size else _LEAST_BUFFER
-        kept = self._buffers.setdefault(capacity, [])
-        buffer, event = kept.pop() if kept else (self.pinned((capacity,), torch.uint8), torch.cuda.Event())
+        capacity = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length()) if size else _MIN_BUFFER_BYTES
+        free = self._buffers.setdefault(capacity, [])
+        buffer, event = free.pop() if free else (self.pinned((capacity,), torch.uint8), torch.cuda.Event())
         self._computed.record(torch.cuda.current_stream(self.torch_device))
-        self._downloads.wait_event(self._computed)
+        self._download_stream.wait_event(self._computed)
         host = []
-        with torch.cuda.stream(self._downloads):
-            for tensor, place in zip(tensors, places):
-                part = buffer[place : place + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+        with torch.cuda.stream(self._download_stream):
+            for tensor, offset in zip(tensors, offsets):
+                part = buffer[offset : offset + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
                 part.copy_(tensor, non_blocking=True)
-                # Otherwise the memory could be given to work that does not wait for this copy.
-                tensor.record_stream(self._downloads)
+                # Otherwise the allocator could reuse the memory for work that does not wait for this copy.
+                tensor.record_stream(self._download_stream)
                 host.append(part)
-            event.record(self._downloads)
-        return _CudaDownload(event, host, lambda: kept.append((buffer, event)))
+            event.record(self._download_stream)
+        return _CudaDownload(event, host, lambda: free.append((buffer, event)))
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """A CUDA graph; all graphs share one pool of memory, because no two run at a time."""
+        """Capture a CUDA graph. All graphs share one memory pool because they never run concurrently."""
         current = torch.cuda.current_stream(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        self._captures.wait_stream(current)
+        self._capture_stream.wait_stream(current)
         collecting = gc.isenabled()
         try:
-            with torch.cuda.stream(self._captures):
-                run()  # kernels are compiled and libraries take their workspace now: a capture could not hold that
-                gc.disable()  # an object of the device that dies meanwhile would break the capture
+            with torch.cuda.stream(self._capture_stream):
+                run()  # compiles kernels and allocates library workspaces, which a capture does not permit
+                gc.disable()  # collecting a device object would invalidate the capture
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     outputs = run()
@@ -264,35 +268,35 @@ class CudaDevice:
         finally:
             if collecting:
                 gc.enable()
-            current.wait_stream(self._captures)
+            current.wait_stream(self._capture_stream)
         return _CudaGraph(graph, outputs)
 
     def synchronize(self) -> None:
-        """Waits for all streams."""
+        """Wait for all streams."""
         torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self) -> int:
-        """As the driver says it, so other processes count."""
+        """Return the free memory according to the driver, which includes the use by other processes."""
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def total_bytes(self) -> int:
-        """As the driver says it."""
+        """Return the memory size according to the driver."""
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
     def allocated_bytes(self) -> int:
-        """By torch's allocator."""
+        """Return the memory allocated through torch."""
         return torch.cuda.memory_allocated(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """By torch's allocator."""
+        """Return the maximum memory allocated through torch."""
         return torch.cuda.max_memory_allocated(self.torch_device)
 
     def reset_peak(self) -> None:
-        """Of torch's allocator."""
+        """Reset the maximum of torch's allocator."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_cached(self) -> None:
-        """Of torch's allocator."""
+        """Empty the cache of torch's allocator."""
         torch.cuda.empty_cache()
 
 
@@ -307,7 +311,7 @@ class _CudaDownload:
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         self._event.synchronize()
-        # Few bytes, and the buffer is free again for the next step.
+        # The copies are small, and the next step can reuse the buffer.
         tensors = tuple(part.clone() for part in self._host)
         self._give_back()
         return tensors
@@ -316,27 +320,44 @@ class _CudaDownload:
 class _CudaGraph(Generic[T]):
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: T) -> None:
         self._graph = graph
-        self._outputs = outputs
-
-    @property
-    def outputs(self) -> T:
-        return self._outputs
+        self.outputs = outputs
 
     def replay(self) -> T:
         self._graph.replay()
-        return self._outputs
+        return self.outputs
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use."""
+    """Return the number of GPUs that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpu_multiplies_bfloat16() -> bool:
-    """Whether the current GPU does so itself."""
+    """Return True if the current GPU has bfloat16 arithmetic."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def open_device(torch_device: torch.device) -> Device:
-    """The Device of a torch device."""
+    """Return the Device of a torch device."""
     return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()
+
+
+def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process can still allocate.
+
+    This is the kernel's estimate, or the remainder of the control group's limit (cgroup v2) if that is less.
+    """
+    free = _read_meminfo(meminfo, "MemAvailable:")
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, int(limit) - used)) if limit.isdecimal() else free
+
+
+def _read_meminfo(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 0

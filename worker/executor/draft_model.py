@@ -1,8 +1,9 @@
-"""The draft model's own steps: it reads the known tokens that it has not seen, then proposes one after the other.
+"""Steps of the draft model, and the runner that dispatches plans to the target or the draft model.
 
-It works on the target's rows, block tables (of the first KV group) and page ids, with keys and values of its own in
-each page. What it proposes is written to the rows behind the known tokens, where its next proposal reads it and where
-the target's next step writes over it; so nothing is waited for between two proposals.
+In a step, the draft model first reads the known tokens that it has not processed, then proposes one token after the
+other. It uses the target's rows, block tables (of the first KV group) and page ids, and has its own keys and values in
+each page. Proposals are written to the rows after the known tokens, where the next pass reads them and the target's
+next step overwrites them. No pass waits for the host.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 from kernels.ops.step_inputs.inputs import TEMPERATURE
-from worker.executor.decode_graphs import DecodeGraphs, Size
 from worker.executor.device import Device, Download
-from worker.executor.model_runner import Model, PageStorage
+from worker.executor.executor import EnqueuedStep
+from worker.executor.graphs import DecodeGraphs, Size
+from worker.executor.model_runner import Model, ModelRunner, PageStorage
 from worker.executor.request_rows import RequestRows
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import DraftedRow, DraftedTokens, ScheduledTokens, StepPlan, StepResult
@@ -24,23 +26,25 @@ from worker.sampling.sampled_rows import Listed, Needs, SampledRows
 from worker.sampling.sampler import Sampler
 
 _CHANGES_LOGITS = Needs.ADJUST | Needs.PENALTY | Needs.EXTENDED | Needs.DRY | Needs.ALLOWED | Needs.BAD_WORDS
-"""Where a row has one of these the sampler writes to the logits."""
+"""Features with which the sampler modifies the logits."""
 
 
 class DraftModel:
-    """Executes what plans say of `drafting`; their block tables and page copies are made before.
+    """Runner of the draft model. Block tables and page copies of a plan must be applied before.
 
-    A proposal is sampled as the target samples: with the row's parameters and the noise of the position, so that a
-    draft that knows the target's distribution draws the target's token.
+    Proposals are sampled like the target's tokens, with the row's parameters and the noise of the position, so a draft
+    model that knows the target's distribution draws the target's token.
 
     Args:
-        model, kv: of the draft alone; its pages have the target's numbers.
-        rows, sampler: the target's own.
-        vocab_size: of the target. The draft's logits are cut to it, or filled up with minus infinity.
-        draft_vocab_size: token ids that the model can read; those from there on, which no tokenizer has, are read as
-            its last.
-        max_len: the draft computes positions below it.
-        graphs: capture passes of one token a row, where the device can.
+        model: Draft model.
+        kv: KV cache of the draft model, with the page ids of the target.
+        rows: State of the requests, shared with the target.
+        sampler: Sampler of the target.
+        device: Device of the model.
+        vocab_size: Vocabulary of the target. The draft's logits are truncated to it or padded with minus infinity.
+        draft_vocab_size: Vocabulary of the draft model. Larger ids, which no tokenizer produces, are read as its last.
+        max_len: Number of positions that the draft model can compute.
+        graphs: Capture passes of one token per row if the device can.
     """
 
     def __init__(
@@ -64,45 +68,46 @@ class DraftModel:
         self._device = device
         self._vocab_size = vocab_size
         self._draft_vocab_size = draft_vocab_size
-        self._all = torch.arange(rows.max_num_seqs, device=device.torch_device)
+        self._indices = torch.arange(rows.max_num_seqs, device=device.torch_device)
         self._graphs: DecodeGraphs[torch.Tensor] | None = None
         if graphs and device.captures:
             self._graphs = DecodeGraphs(device, self._compute, rows.clear_inputs, max_num_seqs=rows.max_num_seqs)
 
     @torch.inference_mode()
     def launch(self, step: int, drafting: Sequence[DraftedRow]) -> PendingDrafts:
-        """Enqueues one pass over the known tokens and one for each further proposal.
+        """Enqueue one pass over the known tokens and one for each further proposal.
 
-        Raises ValueError for a row with proposals and no token to read, and for positions from max_len on.
+        Raises:
+            ValueError: A row has no token to read, or needs positions beyond max_len.
         """
         for row in drafting:
             if row.count < 1 or row.start + row.count + max(row.num_drafts - 1, 0) > self.max_len:
                 raise ValueError(
-                    f"row {row.row} drafts {row.num_drafts} tokens after {row.count} from position {row.start} on; "
-                    f"it needs one to read, and positions below {self.max_len}"
+                    f"row {row.row} drafts {row.num_drafts} tokens after {row.count} tokens from position {row.start}; "
+                    f"it must read at least one token and use positions below {self.max_len}"
                 )
         if self._rows.distributions is not None:
             self._rows.distributions.forget(row.row for row in drafting)
         proposing = [row for row in drafting if row.num_drafts]
         wanted = [[ScheduledTokens(row.row, row.start, row.count, row.num_drafts > 0) for row in drafting]]
         for index in range(1, max((row.num_drafts for row in proposing), default=1)):
-            going_on = [row for row in proposing if row.num_drafts > index]
-            wanted.append([ScheduledTokens(r.row, r.start + r.count + index - 1, 1, True) for r in going_on])
+            remaining = [row for row in proposing if row.num_drafts > index]
+            wanted.append([ScheduledTokens(r.row, r.start + r.count + index - 1, 1, True) for r in remaining])
         sizes = self._choose_graphs(wanted)
         passes = [self._pass(step, items, size, index) for index, (items, size) in enumerate(zip(wanted, sizes))]
         return PendingDrafts(step, proposing, passes)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """While nothing else is to do: captures one more kind of pass. False where there is none left."""
+        """Capture one more graph while the worker is idle. Return False if none is left."""
         return self._graphs is not None and self._graphs.capture_next()
 
     def _pass(self, step: int, items: list[ScheduledTokens], size: Size | None, num_proposed: int) -> _Pass:
-        """Computes tokens of the rows and samples one more in those that want it, each after so many proposals."""
+        """Compute tokens of the rows and sample one more for those that need it, after `num_proposed` proposals."""
         staged = self._rows.stage(StepPlan(step=step, scheduled=items), size)
         batch, sampled = staged.batch, replace(staged.sampled, trial=True)
         if batch is None:
-            raise ValueError("a step of the draft model needs rows")
+            raise ValueError("a step of the draft model has no rows")
         if num_proposed and Needs.PENALTY in sampled.listed:
             index = sampled.listed[Needs.PENALTY].index
             rows, positions = sampled.device_rows.index_select(0, index), sampled.positions.index_select(0, index)
@@ -119,7 +124,7 @@ class DraftModel:
         return passed
 
     def _choose_graphs(self, wanted: list[list[ScheduledTokens]]) -> list[Size | None]:
-        """For each pass; what is captured is so before the first, and a step asks but once for a size."""
+        """Return the graph size of each pass. Capture before the first pass, and request each size once."""
         graphs = self._graphs
         if graphs is None:
             return [None] * len(wanted)
@@ -136,19 +141,22 @@ class DraftModel:
         return self._model.hidden_states(batch, self._kv)
 
     def _propose(self, hidden: torch.Tensor, sampled: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples from [S, hidden] and appends to the rows; [S] int64 ids, below 0 where there is none, and [S] float32
-        probabilities.
+        """Sample from [S, hidden] states and append to the rows.
+
+        Return [S] int64 ids, negative if sampling failed, and [S] float32 probabilities.
         """
-        logits = self._fitted(self._model.logits(hidden))
+        logits = self._fit_vocabulary(self._model.logits(hidden))
         raw = logits.clone() if sampled.needs & _CHANGES_LOGITS else logits
         token_ids = self._sampler.sample(logits, sampled).token_ids
-        self._keep_distributions(logits, sampled)
+        self._store_distributions(logits, sampled)
         self._rows.append(sampled, token_ids)
         return token_ids, self._probabilities(raw, token_ids, sampled)
 
-    def _keep_distributions(self, logits: torch.Tensor, sampled: SampledRows) -> None:
-        """For rejection, what the tokens were drawn from: of the logits as the sampler left them. A row that it filters
-        in ways of its own keeps none, and its drafts count as found, not drawn."""
+    def _store_distributions(self, logits: torch.Tensor, sampled: SampledRows) -> None:
+        """Store the distributions for rejection sampling, computed from the logits after the sampler's changes.
+
+        Rows with extended filters have none; their drafts are verified like drafts that were not sampled.
+        """
         distributions = self._rows.distributions
         if distributions is None or sampled.needs & Needs.EXTENDED:
             return
@@ -156,18 +164,20 @@ class DraftModel:
         if found is not None:
             distributions.put(sampled.rows.tolist(), sampled.lengths.tolist(), found)
 
-    def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
-        """[S, the draft's vocabulary] -> [S, vocab_size]."""
+    def _fit_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Convert [S, draft vocabulary] logits to [S, vocab_size]."""
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self._vocab_size].contiguous()
 
     def _probabilities(self, raw: torch.Tensor, token_ids: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
-        """[S] of each token under softmax(raw / temperature), without filters; a greedy row's temperature counts as 1.
-        NaN where the logits were not usable, 0 where masks left no token."""
+        """Return the [S] probabilities of the tokens under softmax(raw / temperature), without filters.
+
+        Greedy rows use temperature 1. The result is NaN for unusable logits and 0 if the masks permit no token.
+        """
         if sampled.needs & Needs.NOISE:
-            every = Listed(self._all[: len(sampled.rows)], sampled.rows, sampled.rows)
+            every = Listed(self._indices[: len(sampled.rows)], sampled.rows, sampled.rows)
             temperature = self._rows.sampling.words(sampled, every).view(torch.float32)[:, TEMPERATURE]
             raw = raw / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
         probabilities = raw.softmax(dim=1).gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -176,10 +186,10 @@ class DraftModel:
 
 
 class _Pass:
-    """One pass, until what it sampled has arrived.
+    """One pass of the draft model.
 
     Attributes:
-        arrived: after `wait`, ids and probabilities; nothing where nothing was sampled.
+        arrived: After `wait`, ids and probabilities; empty if nothing was sampled.
     """
 
     def __init__(self, download: Download) -> None:
@@ -190,7 +200,7 @@ class _Pass:
         return self._download is None or self._download.done()
 
     def wait(self) -> None:
-        """Returns when the pass is over. May be called twice."""
+        """Wait until the pass has finished. May be called repeatedly."""
         if self._download is not None:
             self.arrived = self._download.wait()
             self._download = None
@@ -205,26 +215,72 @@ class PendingDrafts:
         self._passes = passes
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return True if `result` would return immediately."""
         return self._passes[-1].done()
 
     def wait(self) -> None:
-        """Returns when the step is over. May be called twice."""
-        for one in self._passes:
-            one.wait()
+        """Wait until the step has finished. May be called repeatedly."""
+        for one_pass in self._passes:
+            one_pass.wait()
 
     def result(self) -> StepResult:
-        """Waits for the step. May be called twice."""
+        """Wait for the step and return its result. May be called repeatedly."""
         self.wait()
         drafted = {row.row: DraftedTokens(row.row, [], []) for row in self._proposing}
-        for index, one in enumerate(self._passes):
-            if not one.arrived:
+        for index, one_pass in enumerate(self._passes):
+            if not one_pass.arrived:
                 continue
-            token_ids, probabilities = one.arrived
-            # What is no token is 0 in the row too; its probability is 0 or not finite.
+            token_ids, probabilities = one_pass.arrived
+            # Failed ids are 0 in the row too; their probability is 0 or not finite.
             columns = token_ids.clamp(min=0).tolist(), probabilities.tolist()
-            going_on = [row.row for row in self._proposing if row.num_drafts > index]
-            for row, token_id, probability in zip(going_on, *columns, strict=True):
+            rows = [row.row for row in self._proposing if row.num_drafts > index]
+            for row, token_id, probability in zip(rows, *columns, strict=True):
                 drafted[row].token_ids.append(token_id)
                 drafted[row].probabilities.append(probability)
         return StepResult(step=self._step, sampled=[], drafted=list(drafted.values()))
+
+
+class PlanRunner:
+    """Runner of both models on one rank.
+
+    Args:
+        target: Runner of the target model.
+        draft: Runner of the draft model. If None, plans must not contain draft steps.
+    """
+
+    def __init__(self, target: ModelRunner, draft: DraftModel | None = None) -> None:
+        self._target = target
+        self._draft = draft
+
+    def launch(self, plan: StepPlan) -> EnqueuedStep:
+        """Enqueue one step. Further plans may be launched before the result is read."""
+        if not plan.drafting:
+            return self._target.launch(plan)
+        if self._draft is None:
+            raise ValueError("the plan contains a step of the draft model, but there is no draft model")
+        if plan.scheduled or plan.new_rows:
+            raise ValueError("a step of the draft model must not schedule tokens or add rows")
+        if plan.block_tables or plan.page_copies:
+            # The target's runner mirrors the block tables, so it must see all updates.
+            self._target.launch(
+                StepPlan(step=plan.step, scheduled=[], block_tables=plan.block_tables, page_copies=plan.page_copies)
+            )
+        return self._draft.launch(plan.step, plan.drafting)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to completion."""
+        return self.launch(plan).result()
+
+    @property
+    def draft_max_len(self) -> int:
+        """Number of positions that the draft model can compute; 0 without a draft model."""
+        return 0 if self._draft is None else self._draft.max_len
+
+    @property
+    def can_capture(self) -> bool:
+        """True if decode steps are captured."""
+        return self._target.can_capture
+
+    def capture_next(self) -> bool:
+        """Capture one more graph while the worker is idle. Return False if none is left."""
+        return self._target.capture_next() or (self._draft is not None and self._draft.capture_next())

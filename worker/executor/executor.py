@@ -1,37 +1,133 @@
-"""The seam between the engine loop and whatever runs the model."""
+"""The interface between the engine loop and the code that runs the model, and its implementation for one process."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from worker.plan import StepPlan, StepResult
 
 
+class ExecutorError(RuntimeError):
+    """Loss of the device or of a rank. The worker cannot continue and exits."""
+
+
 class StepHandle(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return True if `result` would return immediately."""
         ...
 
     def result(self) -> StepResult:
-        """Waits for the step. Raises ExecutorError where the device or a rank is lost."""
+        """Wait for the step and return its result.
+
+        Handles of an `Executor` raise ExecutorError if the device or a rank is lost.
+        """
+        ...
+
+
+class EnqueuedStep(StepHandle, Protocol):
+    """A step enqueued on the device, as the runners of a rank return it."""
+
+    def wait(self) -> None:
+        """Wait until the step has finished and its buffers are free. May be called repeatedly."""
         ...
 
 
 class Executor(Protocol):
-    """Runs plans in order. `depth` is how many may be in flight: 1 on the CPU, 2 on CUDA."""
+    """Execution of plans in order.
+
+    Attributes:
+        depth: Maximum number of steps in flight: 1 on the CPU, 2 on CUDA.
+    """
 
     depth: int
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Starts a step; returns without waiting for it where the device allows."""
+        """Start a step. Return without waiting for it if the device is asynchronous."""
         ...
 
     def close(self) -> None:
-        """Releases the device and ends the other ranks. May be called twice."""
+        """Release the device and terminate the other ranks. May be called repeatedly."""
         ...
 
 
-class ExecutorError(RuntimeError):
-    """The device or a rank is gone; this worker cannot go on and exits."""
+class LocalHandle:
+    """Handle of a step that runs in this process."""
+
+    def __init__(self, executor: LocalExecutor, step: StepHandle | None) -> None:
+        self._executor = executor
+        self._step = step
+
+    def done(self) -> bool:
+        """Return True if `result` would return immediately."""
+        return self._step is None or self._step.done()
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raise ExecutorError if it failed or could not be enqueued."""
+        return self._executor.wait_for(self._step)
+
+
+class LocalExecutor:
+    """Executor that enqueues the steps from the calling thread.
+
+    Args:
+        launch: Enqueues one plan (`PlanRunner.launch`).
+        depth: Maximum number of steps in flight. With 1, the host plans a step after it has read the previous result;
+            with 2, it plans while the previous step runs.
+        on_close: Called once by `close`, after the last step.
+    """
+
+    def __init__(
+        self, launch: Callable[[StepPlan], StepHandle], depth: int = 1, on_close: Callable[[], None] | None = None
+    ) -> None:
+        self.depth = depth
+        self._launch = launch
+        self._on_close = on_close
+        self._closed = False
+        self._failure: Exception | None = None
+        self._in_flight: deque[StepHandle] = deque()
+
+    def submit(self, plan: StepPlan) -> LocalHandle:
+        """Enqueue a step. Raise ExecutorError after `close` or after a failed step."""
+        if self._closed:
+            raise ExecutorError("the executor is closed")
+        if self._failure is not None:
+            raise ExecutorError(f"an earlier step failed: {self._failure}") from self._failure
+        try:
+            step = self._launch(plan)
+        except Exception as error:  # noqa: BLE001 - LocalHandle.result raises it
+            self._failure = error
+            return LocalHandle(self, None)
+        self._in_flight.append(step)
+        return LocalHandle(self, step)
+
+    def wait_for(self, step: StepHandle | None) -> StepResult:
+        """Return the result of a step. Raise ExecutorError if it failed, or for None if it could not be enqueued."""
+        try:
+            if step is not None:
+                result = step.result()
+                with contextlib.suppress(ValueError):
+                    self._in_flight.remove(step)
+                return result
+        except Exception as error:  # noqa: BLE001 - the worker cannot continue after any device error
+            self._failure = self._failure or error
+        failure = self._failure
+        if isinstance(failure, ExecutorError):
+            raise failure
+        raise ExecutorError(f"the step failed: {type(failure).__name__}: {failure}") from failure
+
+    def close(self) -> None:
+        """Wait for all enqueued steps. May be called repeatedly."""
+        if self._closed:
+            return
+        self._closed = True
+        for step in self._in_flight:
+            with contextlib.suppress(Exception):
+                step.result()
+        self._in_flight.clear()
+        if self._on_close is not None:
+            self._on_close()

@@ -1,134 +1,141 @@
-"""A device that is as late as a GPU can be, for tests without one: what `CpuDevice(late=True)` is made of.
+"""Components of `CpuDevice(late=True)`, a CPU device that is as asynchronous as a GPU can be. For tests.
 
-On a GPU an upload reads its host buffer at some time before a later download arrives, a download reads its tensors at
-some time before it arrives, and a graph works on the memory that it was captured with, whatever Python names it now.
-Here each happens as late as it may, so code that relies on luck fails every time.
+A GPU reads the host buffer of an upload at any time before a later download completes. It reads the tensors of a
+download at any time before that download completes. A graph works on the memory addresses it was captured with, even
+if Python names now refer to other tensors. The classes below perform each of these operations at the latest permitted
+time, so that code with a race fails in every run instead of rarely.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from worker.executor.torch_internals import READ_ON_HOST, TorchDispatchMode
 
 T = TypeVar("T")
 
-Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+TensorMemory = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Misuse(RuntimeError):
-    """What the caller does would be a race, or read the wrong memory, on a GPU."""
+    """Use of the device that would be a race, or would read the wrong memory, on a GPU."""
 
 
 class Uploads:
-    """Host buffers that the device may still read, with what they held when they were handed over."""
+    """Host buffers that the device may still read, with copies of their contents at the time of the upload."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, host: torch.Tensor) -> None:
-        """A buffer whose upload is enqueued."""
+        """Record a buffer whose upload has been enqueued."""
         self._pending.append((host, host.clone()))
 
     def take(self) -> Uploads:
-        """All so far, for the download that is enqueued after them."""
+        """Remove and return all pending uploads, for the download that is enqueued after them."""
         taken = Uploads()
         taken._pending, self._pending = self._pending, []
         return taken
 
     def check(self) -> None:
-        """Raises Misuse where a buffer has been written to."""
+        """Raise Misuse if a buffer has been modified since its upload."""
         for host, before in self._pending:
             if not torch.equal(_bytes(host), _bytes(before)):
-                raise Misuse("a host buffer was written to before its upload was known to be over")
+                raise Misuse("a host buffer was modified before its upload was known to be complete")
         self._pending.clear()
 
 
 class LateDownload:
-    """Reads its tensors when it is waited for; asked before whether it is done, it says no once."""
+    """Download that reads its tensors in `wait`. The first call of `done` returns False."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], uploads: Uploads) -> None:
         self._tensors = tuple(tensors)
         self._uploads = uploads
-        self._asked = False
+        self._polled = False
 
     def done(self) -> bool:
-        """False the first time."""
-        asked, self._asked = self._asked, True
-        return asked
+        """Return False on the first call, then True."""
+        polled, self._polled = self._polled, True
+        return polled
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Copies of the tensors as they are now. Raises Misuse."""
+        """Return copies of the tensors as they are now. Raise Misuse if an upload buffer was modified."""
         self._uploads.check()
         return tuple(tensor.clone() for tensor in self._tensors)
 
 
 class LateGraph(Generic[T]):
-    """Runs the function again on each replay and copies what it returns to where the first run put it.
+    """Graph that calls the function again on each replay and copies the results to the captured outputs.
 
-    Capturing leaves poison in the outputs, for a graph has computed nothing until it is replayed. A replay raises
-    Misuse where the function takes other tensors than when it was captured; a read on the host raises it at once.
+    Capturing fills the outputs with NaN or the lowest integer, because a graph computes nothing until it is replayed.
+    A replay raises Misuse if the function uses other tensors than during the capture. Reading a value on the host
+    raises Misuse immediately.
     """
 
     def __init__(self, run: Callable[[], T]) -> None:
         self._run = run
-        run()  # as on a GPU, where the first run compiles
-        with _Watch() as watch:
+        run()  # as on a GPU, where the first call compiles
+        with _TensorRecorder() as recorder:
             self._outputs = run()
-        self._inputs = watch.inputs
+        self._inputs = recorder.inputs
         for tensor in _tensors(self._outputs):
             _poison(tensor)
 
     @property
     def outputs(self) -> T:
-        """As the function returned them when it was captured."""
+        """Outputs of the captured call."""
         return self._outputs
 
     def replay(self) -> T:
-        """Runs the function. Raises Misuse."""
-        with _Watch() as watch:
+        """Call the function and return the captured outputs with the new values. Raise Misuse."""
+        with _TensorRecorder() as recorder:
             outputs = self._run()
-        if watch.inputs != self._inputs:
-            raise Misuse("a graph was captured with other tensors than it is replayed with")
-        for kept, new in zip(_tensors(self._outputs), _tensors(outputs), strict=True):
-            kept.copy_(new)
+        if recorder.inputs != self._inputs:
+            raise Misuse("a graph is replayed with other tensors than it was captured with")
+        for captured, new in zip(_tensors(self._outputs), _tensors(outputs), strict=True):
+            captured.copy_(new)
         return self._outputs
 
 
-class _Watch(TorchDispatchMode):
-    """Collects the tensors that come from outside of what runs under it."""
+class _TensorRecorder(TorchDispatchMode):
+    """Recorder of the tensors that operators read and that existed before the recorder was entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inputs: Counter[Place] = Counter()
-        self._made: list[torch.Tensor] = []  # kept, so that no address is used twice
+        self.inputs: Counter[TensorMemory] = Counter()
+        self._created: list[torch.Tensor] = []  # references prevent the reuse of their addresses
         self._addresses: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READ_ON_HOST:
             raise Misuse("a value of the device is read on the host while a graph is captured")
-        for tensor in _tensors((args, kwargs)):
+        arguments = list(_tensors((args, kwargs)))
+        for tensor in arguments:
             if tensor.untyped_storage().data_ptr() not in self._addresses:
-                place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-                self.inputs[place] += 1
+                self.inputs[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype] += 1
         result = func(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        known = {tensor.untyped_storage().data_ptr() for tensor in arguments}
         for tensor in _tensors(result):
-            # A view, or an operation in place, returns what it was given; `to` and `reshape` may do so or not.
+            # Views and in-place operations return the storage of an argument; `to` and `reshape` sometimes do.
             if tensor.untyped_storage().data_ptr() not in known:
-                self._made.append(tensor)
+                self._created.append(tensor)
                 self._addresses.add(tensor.untyped_storage().data_ptr())
         return result
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list, dict)):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(child)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,59 +1,64 @@
-"""Runs plans on one rank: rows, page copies, the model, the sampler. Enqueues; nothing is read back until it is asked.
+"""Execution of the target model's plans on one rank: rows, page copies, model and sampler.
 
-A decode step whose size has been captured is one graph; others are enqueued kernel by kernel.
+The runner only enqueues work; values are read back when the result of a step is requested. A decode step whose size
+has been captured runs as a graph, other steps kernel by kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from kernels.ops.attention.cascade import CascadeWork
-from worker.executor.decode_graphs import DecodeGraphs, Size
 from worker.executor.device import Device
+from worker.executor.graphs import DecodeGraphs, SamplerGraphs, SamplerKey, Size
 from worker.executor.pending_step import PendingStep, PooledSums, PromptReport, step_output
-from worker.executor.pooling import pool
-from worker.executor.request_rows import PromptChunk, RequestRows, StagedStep
+from worker.executor.request_rows import PooledTokens, PromptChunk, RequestRows, StagedStep
 from worker.executor.shared_prefixes import SharedPrefixes
-from worker.executor.tail_graphs import Tail, TailGraphs
 from worker.kv.storage import CopyBatch
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import StepPlan, StepResult
 from worker.sampling.sampler import SampledTokens, Sampler
 
-# Rows of logits that exist at a time for prompt log-probabilities: 256 x 49,152 float32 are 48 MiB.
+# Rows of logits computed at a time for prompt log-probabilities: 256 x 49,152 float32 are 48 MiB.
 _LOGITS_ROWS = 256
 
 
 class Model(Protocol):
-    """What the runner needs of a decoder."""
+    """The part of a decoder that the runners use."""
 
     def hidden_states(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """Computes a step; [S, hidden] of the tokens batch.logits_indices, normed for the head."""
+        """Compute a step. Return the normalized [S, hidden] states of the tokens batch.logits_indices."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S, vocab] float32."""
+        """Return [S, vocab] float32 logits of [S, hidden] states."""
         ...
 
 
 class PageStorage(Protocol):
-    """What the runner needs of the KV cache."""
+    """The part of the KV cache that the runners use."""
 
     def copy_pages(self, copies: CopyBatch) -> None:
-        """Copies pages."""
+        """Copy pages."""
         ...
 
 
 class ModelRunner:
-    """Executes plans in order. Every rank of a group runs the same plans and samples the same ids.
+    """Runner of the target model. Every rank of a group executes the same plans and samples the same ids.
 
     Args:
-        graphs: capture decode steps, where the device can.
-        max_tokens_each: tokens per request of the largest steps that are captured.
-        prefixes: finds what requests of decode steps share; None: nobody looks.
+        model: Decoder.
+        kv: KV cache of the decoder.
+        rows: State of the requests.
+        sampler: Sampler on the rows.
+        device: Device of the model.
+        graphs: Capture decode steps if the device can.
+        max_tokens_each: Maximum number of tokens per request of captured steps.
+        prefixes: Detector of shared prefixes in decode steps; None to disable.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class ModelRunner:
         self._device = device
         self._prefixes = prefixes
         self._graphs: DecodeGraphs[torch.Tensor] | None = None
-        self._tails = TailGraphs(device, self._compute_tail, rows.clear_sampled)
+        self._sampler_graphs = SamplerGraphs(device, self._compute_sampled, rows.clear_sampled)
         if graphs and device.captures:
             self._graphs = DecodeGraphs(
                 device,
@@ -87,16 +92,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Enqueues one step. Plans may follow each other before their results are read."""
-        # Nobody asks where there are neither graphs nor shared prefixes, as on the CPU.
-        decodes = (self._graphs is not None or self._prefixes is not None) and _samples_equally_many(plan)
-        cascade = self._find_shared(plan, decodes)
-        size = self._choose_graph(plan) if decodes and cascade is None else None
+        """Enqueue one step. Further plans may be launched before the result is read."""
+        # On the CPU there are neither graphs nor shared prefixes, so the plan is not examined.
+        is_decode = (self._graphs is not None or self._prefixes is not None) and _is_uniform_decode(plan)
+        cascade = self._find_shared(plan, is_decode)
+        size = None
+        if is_decode and cascade is None and self._graphs is not None:
+            size = self._graphs.choose(len(plan.scheduled), plan.scheduled[0].count)
         if size is not None:
-            self._tails.capture_next()
+            self._sampler_graphs.capture_next()
         staged = self._rows.stage(plan, size)
         if self._rows.distributions is not None:
-            # What was drafted for these rows is in the step, or of no use after it.
+            # The drafts of these rows are verified in this step or discarded.
             self._rows.distributions.forget(item.row for item in plan.scheduled)
         for copies in staged.copies:
             self._kv.copy_pages(copies)
@@ -105,18 +112,18 @@ class ModelRunner:
         return pending
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step to its end."""
+        """Run one step to completion."""
         return self.launch(plan).result()
 
     @property
     def can_capture(self) -> bool:
-        """Whether decode steps are captured at all."""
+        """True if decode steps are captured."""
         return self._graphs is not None
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """While nothing else is to do: captures one more decode step. False where there is none left."""
-        return self._graphs is not None and (self._graphs.capture_next() or self._tails.capture_next())
+        """Capture one more graph while the worker is idle. Return False if none is left."""
+        return self._graphs is not None and (self._graphs.capture_next() or self._sampler_graphs.capture_next())
 
     def _run(self, plan: StepPlan, staged: StagedStep, size: Size | None, cascade: CascadeWork | None) -> PendingStep:
         batch, sampled, chunks = staged.batch, staged.sampled, staged.chunks
@@ -125,52 +132,47 @@ class ModelRunner:
         prompts: list[PromptReport] = []
         sums = None
         if size is not None and self._graphs is not None:
-            # The next replay, which comes after the head, writes to the same states.
-            hidden, tail = self._graphs.replay(size), self._tails.choose(size, sampled)
-            if tail is not None:
-                # The next replay writes to the same ids, which are then still on their way to the host.
-                tokens = SampledTokens(tail.replay()[:num_sampled].clone())
+            # The next replay comes after the head, which therefore reads these states before they are overwritten.
+            hidden, sampler_graph = self._graphs.replay(size), self._sampler_graphs.choose(size, sampled)
+            if sampler_graph is not None:
+                # Copied, because the next replay overwrites the ids while they are still being downloaded.
+                tokens = SampledTokens(sampler_graph.replay()[:num_sampled].clone())
             else:
                 logits = self._model.logits(hidden[:num_sampled])
         elif batch is not None:
             batch = batch if cascade is None else replace(batch, cascade=cascade)
             hidden = self._model.hidden_states(batch, self._kv)
             prompts = self._prompt_logprobs(hidden[num_sampled:], chunks)
-            sums = pool(hidden[num_sampled + sum(chunk.count for chunk in chunks) :], staged.pooled)
+            sums = _pool(hidden[num_sampled + sum(chunk.count for chunk in chunks) :], staged.pooled)
             logits = self._model.logits(hidden[:num_sampled]) if num_sampled else None
         if logits is not None:
             tokens = self._sampler.sample(logits, sampled)
             self._rows.append(sampled, tokens.token_ids)
-        pooled = None if sums is None else PooledSums([one.row for one in staged.pooled], sums)
-        output = step_output(plan.step, sampled, tokens, prompts, pooled)
-        return PendingStep(output, self._device)
+        return PendingStep(step_output(plan.step, sampled, tokens, prompts, sums), self._device)
 
-    def _choose_graph(self, plan: StepPlan) -> Size | None:
-        return None if self._graphs is None else self._graphs.choose(len(plan.scheduled), plan.scheduled[0].count)
-
-    def _find_shared(self, plan: StepPlan, decodes: bool) -> CascadeWork | None:
+    def _find_shared(self, plan: StepPlan, is_decode: bool) -> CascadeWork | None:
         if self._prefixes is None:
             return None
         for update in plan.block_tables:
             if update.group == 0:
                 self._prefixes.update(update.row, update.start, update.pages)
-        return self._prefixes.find(plan.scheduled) if decodes and plan.scheduled[0].count == 1 else None
+        return self._prefixes.find(plan.scheduled) if is_decode and plan.scheduled[0].count == 1 else None
 
     def _compute(self, size: Size) -> torch.Tensor:
-        """Without the head: a graph keeps its outputs for good, and logits of all sizes would fill gigabytes."""
+        """Compute hidden states only: a graph keeps its outputs, and logits of all sizes would occupy gigabytes."""
         return self._model.hidden_states(self._rows.graph_batch(size), self._kv)
 
-    def _compute_tail(self, tail: Tail) -> torch.Tensor:
-        """The ids of all rows of a step, padding among them."""
+    def _compute_sampled(self, key: SamplerKey) -> torch.Tensor:
+        """Sample and append the ids of all rows of a step, including padding. Return the ids."""
         if self._graphs is None:
-            raise RuntimeError("a tail follows the graph of a decode step")
-        sampled = self._rows.graph_sampled(tail.size.num_requests, tail.needs)
-        tokens = self._sampler.sample(self._model.logits(self._graphs.outputs(tail.size)), sampled)
+            raise RuntimeError("a sampler graph needs the decode graph of its step")
+        sampled = self._rows.graph_sampled(key.size.num_requests, key.needs)
+        tokens = self._sampler.sample(self._model.logits(self._graphs.outputs(key.size)), sampled)
         self._rows.append(sampled, tokens.token_ids)
         return tokens.token_ids
 
     def _prompt_logprobs(self, hidden: torch.Tensor, chunks: list[PromptChunk]) -> list[PromptReport]:
-        """hidden: [P, hidden], the rows of all chunks one after the other."""
+        """Compute log-probabilities from the concatenated [P, hidden] states of all chunks."""
         reports: list[PromptReport] = []
         first = 0
         for chunk in chunks:
@@ -184,8 +186,32 @@ class ModelRunner:
         return reports
 
 
-def _samples_equally_many(plan: StepPlan) -> bool:
-    """Whether every request samples once, after equally many tokens, and reports nothing else: what a graph holds."""
+def _pool(hidden: torch.Tensor, pooled: Sequence[PooledTokens]) -> PooledSums | None:
+    """Enqueue the sums of hidden states for embeddings, so that only one vector per request reaches the host.
+
+    Args:
+        hidden: [P, hidden] concatenated states of all pooled tokens.
+        pooled: Tokens of each request.
+
+    Returns:
+        Sums in float64, whose rounding to float32 does not depend on the order of summation. None without pooled
+        tokens.
+    """
+    if not pooled:
+        return None
+    if len(pooled) == len(hidden):
+        sums = hidden.double()
+    else:
+        parts = hidden.split([tokens.count for tokens in pooled])
+        sums = torch.stack([part.sum(dim=0, dtype=torch.float64) for part in parts])
+    return PooledSums([tokens.row for tokens in pooled], sums)
+
+
+def _is_uniform_decode(plan: StepPlan) -> bool:
+    """Return True if all requests compute the same number of tokens, sample once and report nothing else.
+
+    Only such steps can run as a graph.
+    """
     scheduled = plan.scheduled
     if not scheduled:
         return False

@@ -1,4 +1,4 @@
-"""The models that a rank loads, the target and what drafts for it, and the KV cache of both."""
+"""The models that a rank loads (target and draft) and the KV cache of both."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from shared.errors import ConfigurationError
 from shared.log import get_logger
 from shared.settings import WorkerSettings
-from worker.executor.compile_process import CompileProcess
 from worker.executor.device import Device
-from worker.executor.memory import KVPlan
-from worker.executor.precompile import Precompilation
-from worker.executor.profile import pages_must_fit, weights_must_fit
+from worker.executor.memory import KVPlan, pages_must_fit, weights_must_fit
+from worker.executor.precompile import CompileProcess, Precompilation
 from worker.executor.resolve import resolve_dtype, resolve_kv_dtype, resolve_kv_format
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
@@ -25,11 +23,12 @@ _log = get_logger("worker.executor")
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What one rank has loaded.
+    """Models loaded by one rank.
 
     Attributes:
-        target: this rank's part of the model that is served.
-        draft: the whole model that drafts for it; None where there is none.
+        target: This rank's part of the served model.
+        parallel: Tensor-parallel layout of the target.
+        draft: The whole draft model, or None.
     """
 
     target: Decoder
@@ -37,7 +36,7 @@ class Models:
     draft: Decoder | None = None
 
     def page_bytes(self, settings: WorkerSettings) -> int:
-        """Bytes of one page of the KV cache on one rank, the draft model's half included."""
+        """Return the bytes of one page of the KV cache on one rank, including the draft model's part."""
         num_bytes = page_bytes(settings, self.target, self.parallel)
         return num_bytes if self.draft is None else num_bytes + page_bytes(settings, self.draft, ParallelContext())
 
@@ -48,22 +47,26 @@ def load_models(
     draft_files: ModelFiles | None,
     device: Device,
     parallel: ParallelContext,
-    beside: CompileProcess | None = None,
+    compile_process: CompileProcess | None = None,
 ) -> Models:
-    """Reads this rank's weights of both models. Raises ConfigurationError where they do not fit, or the draft model's
-    keys cannot be stored as the settings say."""
+    """Load this rank's weights of both models.
+
+    Raises:
+        ConfigurationError: The weights do not fit, or the keys of the draft model cannot be stored in the KV format.
+    """
     with weights_must_fit(device, settings):
-        target = load_decoder(settings, files, device.torch_device, parallel, beside)
+        target = load_decoder(settings, files, device.torch_device, parallel, compile_process)
     if draft_files is None:
         return Models(target, parallel)
+    name = draft_files.default_name
     try:
         resolve_kv_format(settings, draft_files.spec.head_dim)
     except ConfigurationError as error:
-        raise ConfigurationError(f"the speculative-model {draft_files.default_name} cannot be used: {error}") from error
+        raise ConfigurationError(f"--speculative-model {name} cannot be used: {error}") from error
     max_model_len = min(target.max_model_len, draft_files.spec.max_position)
-    with weights_must_fit(device, settings, draft_files.default_name):
+    with weights_must_fit(device, settings, name):
         draft = load_decoder(settings, draft_files, device.torch_device, ParallelContext(), max_model_len=max_model_len)
-    _log.info("draft_model_loaded", model=draft_files.default_name, layers=draft.spec.num_layers, max_len=max_model_len)
+    _log.info("draft_model_loaded", model=name, layers=draft.spec.num_layers, max_len=max_model_len)
     return Models(target, parallel, draft)
 
 
@@ -72,13 +75,18 @@ def load_decoder(
     files: ModelFiles,
     device: torch.device,
     parallel: ParallelContext,
-    beside: CompileProcess | None = None,
+    compile_process: CompileProcess | None = None,
     max_model_len: int | None = None,
 ) -> Decoder:
-    """Reads this rank's weights, and compiles its kernels meanwhile.
+    """Load this rank's weights and compile its kernels meanwhile.
 
     Args:
-        max_model_len: None: as the settings say, or the model's own.
+        settings: Settings of the worker.
+        files: Opened files of the model.
+        device: Device of the weights.
+        parallel: Tensor-parallel layout.
+        compile_process: Process that compiles the kernels of the head.
+        max_model_len: Maximum context length; None for the setting, or else the model's own.
     """
     dtype = resolve_dtype(settings, device)
     precompilation = Precompilation(
@@ -89,7 +97,7 @@ def load_decoder(
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(settings, device, dtype),
         device=device,
-        beside=beside,
+        compile_process=compile_process,
     )
     try:
         return Decoder(
@@ -107,7 +115,7 @@ def load_decoder(
 
 
 def page_bytes(settings: WorkerSettings, decoder: Decoder, parallel: ParallelContext) -> int:
-    """Bytes of one model's part of a page of the KV cache on one rank."""
+    """Return the bytes of one model's part of a KV page on one rank."""
     kv_dtype = resolve_kv_dtype(settings, decoder.device, decoder.dtype)
     kv_format = resolve_kv_format(settings, decoder.spec.head_dim)
     return KVStorage.bytes_per_page(decoder.spec, settings.block_size, kv_dtype, parallel, kv_format)
@@ -116,7 +124,7 @@ def page_bytes(settings: WorkerSettings, decoder: Decoder, parallel: ParallelCon
 def make_kv(
     settings: WorkerSettings, models: Models, plan: KVPlan, device: Device
 ) -> tuple[KVStorage, KVStorage | None]:
-    """Allocates this rank's KV cache of both models. Raises ConfigurationError where it does not fit."""
+    """Allocate this rank's KV cache of both models. Raise ConfigurationError if it does not fit."""
 
     def make(decoder: Decoder, parallel: ParallelContext) -> KVStorage:
         kv_dtype = resolve_kv_dtype(settings, decoder.device, decoder.dtype)

@@ -1,14 +1,28 @@
-"""Compiles the model's CPU kernels while its weights are read; both take seconds when the caches are empty."""
+"""Compilation of the CPU kernels while the weights are read. Both take seconds if the caches are empty.
+
+numba compiles under one lock, so a second thread would not compile concurrently. `CompileProcess` therefore forks the
+worker before it has threads; the child compiles what does not depend on the layers, and both processes share the cache
+on disk. `Precompilation` compiles the layers in a thread of the worker.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import os
+import signal
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import torch
 
-from worker.executor.compile_process import CompileProcess, Kind
+from shared.log import get_logger
 from worker.model.attention import attention_geometry
 from worker.model.loading.weights import WeightSource
 from worker.model.spec import DecoderSpec
@@ -18,17 +32,148 @@ from worker.quant.panels import PanelScheme, kind_of
 if TYPE_CHECKING:
     from kernels.ops.decoder_layers.cpu import Shape
 
-_LAYER = ("q", "k", "v", "o", "gate", "up", "down")
+_log = get_logger("worker.executor")
+
+Kind = tuple[int, bool]
+"""Kind of a panel weight: number of bits, and True if its blocks have a minimum."""
+
+_COMPLETE = "complete"
+_TIMEOUT_SECONDS = 180.0
+_POLL_SECONDS = 0.01
+_PR_SET_PDEATHSIG = 1
+_LAYER_WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class CompileProcess:
+    """The compiling process, as the worker sees it. The worker compiles what this process fails to compile.
+
+    Args:
+        folder: Cache directory.
+        compile_all: Compiles; called in the process with a function that waits for the kinds of the head's weight.
+    """
+
+    def __init__(self, folder: Path, compile_all: Callable[[Callable[[], Iterable[Kind]]], None]) -> None:
+        self._marker = folder / _COMPLETE
+        self._compile_all = compile_all
+        self._pid: int | None = None
+        self._pipe: int | None = None
+        self._succeeded = False
+
+    def start(self) -> None:
+        """Fork. Call this from the main thread before other threads start: the child ends with this thread."""
+        read_end, write_end = os.pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # The only possible threads are numpy's, and numpy stops them before a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            os.close(write_end)
+            self._run(parent, read_end)
+        os.close(read_end)
+        self._pipe = write_end
+
+    def compile_head(self, kinds: Iterable[Kind]) -> None:
+        """Send the kinds of the head's weight, which the process compiles last."""
+        if self._pipe is not None:
+            # A failed process does not read; `wait` detects the failure.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._pipe, msgspec.json.encode(sorted(kinds)))
+            self._close_pipe()
+
+    def wait(self) -> bool:
+        """Wait until the process has ended. Return True if everything is in the cache."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        self._close_pipe()
+        while self._pid is not None and not self._reap(os.WNOHANG):
+            if time.monotonic() > deadline:
+                self.close()
+            time.sleep(_POLL_SECONDS)
+        if self._succeeded:
+            # Without the marker the next start forks again, which is harmless.
+            with contextlib.suppress(OSError):
+                self._marker.touch()
+        else:
+            _log.warning("compile_process_failed")
+        return self._succeeded
+
+    def close(self) -> None:
+        """Kill the process if it has not ended."""
+        self._close_pipe()
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._reap(0)
+
+    def _reap(self, options: int) -> bool:
+        if self._pid is None:
+            return True
+        pid, status = os.waitpid(self._pid, options)
+        if pid == 0:
+            return False
+        self._pid = None
+        self._succeeded = status == 0
+        return True
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def _run(self, parent: int, pipe: int) -> NoReturn:
+        """Compile in the child. Exit without the interpreter's shutdown, whose exit handlers belong to the worker."""
+        status = 1
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            if os.getppid() == parent:
+                gc.disable()  # the process is too short-lived to benefit from collection
+                self._compile_all(lambda: _read_kinds(pipe))
+                status = 0
+        finally:
+            os._exit(status)
+
+
+def is_compile_process_useful(folder: Path) -> bool:
+    """Return True if the cache is incomplete and a second processor is available."""
+    return len(os.sched_getaffinity(0)) > 1 and not (folder / _COMPLETE).exists()
+
+
+def compile_common_kernels(head_kinds: Callable[[], Iterable[Kind]]) -> None:
+    """Compile the kernels of sampling, then those of the head.
+
+    Args:
+        head_kinds: Waits until the model's files are open and returns the kinds of the head's weight.
+    """
+    from kernels.backends.cpu_sampling import CpuSamplingOps
+    from kernels.ops.linear_panels.cpu import Result, panel_linear
+
+    CpuSamplingOps(1).compile()
+    for kind in head_kinds():
+        panel_linear(*kind, Result.FLOAT32)
+
+
+def _read_kinds(pipe: int) -> list[Kind]:
+    """Read the kinds of the head. Raise DecodeError if the worker has ended without sending them."""
+    with os.fdopen(pipe, "rb") as file:
+        return msgspec.json.decode(file.read(), type=list[tuple[int, bool]])
 
 
 class Precompilation:
-    """A thread that fills numba's cache; the model then finds its kernels there. Nothing to do on other devices.
+    """Thread that fills numba's cache, in which the model then finds its kernels. Does nothing on other devices.
 
-    Until `wait` returns, no other thread may compile or import what imports numba: numba's first use is not made for
-    several threads. An error is left for the model to meet again, with its own message.
+    Until `wait` returns, no other thread may compile or import modules that import numba, because numba's
+    initialization is not thread-safe. Errors are ignored here: the model encounters them again and reports them.
 
     Args:
-        beside: compiles the head meanwhile; this thread compiles it where that fails.
+        spec: Model to compile for.
+        weights: Weights of the model, of which one row each is read.
+        parallel: Tensor-parallel layout.
+        page_size: Tokens per page.
+        dtype: Type of weights and activations.
+        kv_dtype: Type of the KV cache.
+        device: Device of the model.
+        compile_process: Process that compiles the head meanwhile. If it fails, this thread compiles the head.
     """
 
     def __init__(
@@ -41,30 +186,30 @@ class Precompilation:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         device: torch.device,
-        beside: CompileProcess | None = None,
+        compile_process: CompileProcess | None = None,
     ) -> None:
         self._spec = spec
         self._parallel = parallel
         self._page_size = page_size
         self._dtype = dtype
         self._kv_dtype = kv_dtype
-        self._beside = beside
+        self._compile_process = compile_process
         self._layer_kinds: set[Kind] = set()
         self._head_kinds: set[Kind] = set()
         self._thread: threading.Thread | None = None
         if device.type == "cpu":
-            import kernels.backends.cpu  # noqa: F401 - in this thread, see above
+            import kernels.backends.cpu  # noqa: F401 - must be imported by this thread, see above
 
-            self._layer_kinds = _kinds(weights, dtype, [f"layers.0.{name}.weight" for name in _LAYER])
+            self._layer_kinds = _kinds(weights, dtype, [f"layers.0.{name}.weight" for name in _LAYER_WEIGHTS])
             head = "embed.weight" if spec.tie_word_embeddings else "head.weight"
             self._head_kinds = _kinds(weights, dtype, [head])
-            if beside is not None:
-                beside.compile_head(self._head_kinds)
+            if compile_process is not None:
+                compile_process.compile_head(self._head_kinds)
             self._thread = threading.Thread(target=self._compile, name="compile-model", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the thread has ended."""
+        """Wait until the thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -72,30 +217,31 @@ class Precompilation:
         from kernels.ops.linear_panels.cpu import Result, panel_linear
         from kernels.ops.norm import cpu as norm
 
-        # The last norm is an op of its own, whatever the layers are.
+        # The final norm is always a separate op.
         if norm.supported(self._spec.hidden_size, self._dtype):
             norm.AddRMSNorm(self._spec.hidden_size, self._dtype)
-        shape = self._shape()
+        shape = self._fused_shape()
         if shape is None:
             self._compile_ops()
         else:
             from kernels.ops.decoder_layers.cpu import compile_for
 
             compile_for(shape, *next(iter(self._layer_kinds)))
-        if self._beside is not None:
-            self._beside.wait()
+        if self._compile_process is not None:
+            self._compile_process.wait()
         for kind in self._head_kinds:
             panel_linear(*kind, Result.FLOAT32)
 
-    def _shape(self) -> Shape | None:
-        """Of the op that takes all layers at once, where the model will be found to fit it; see model.fused_layers."""
+    def _fused_shape(self) -> Shape | None:
+        """Return the shape of the op that fuses all layers, or None if the model cannot use it (model.fused_layers)."""
         from kernels.ops.attention import cpu as attention
         from kernels.ops.decoder_layers.cpu import Shape
 
         spec = self._spec
-        alone = self._parallel.tp_size == 1 and len(spec.kv_groups) == 1 and spec.activation == "silu"
+        fusible = self._parallel.tp_size == 1 and len(spec.kv_groups) == 1 and spec.activation == "silu"
         geometry = attention_geometry(spec, self._page_size, spec.kv_groups[0].window, self._parallel)
-        if not alone or len(self._layer_kinds) != 1 or not attention.supported(geometry, self._dtype, self._kv_dtype):
+        supported = attention.supported(geometry, self._dtype, self._kv_dtype)
+        if not fusible or len(self._layer_kinds) != 1 or not supported:
             return None
         return Shape(
             hidden=spec.hidden_size,
@@ -106,7 +252,7 @@ class Precompilation:
         )
 
     def _compile_ops(self) -> None:
-        """What a layer is made of where layers are several ops."""
+        """Compile the ops of layers that are not fused."""
         from kernels.ops.activation import cpu as activation
         from kernels.ops.attention import cpu as attention
         from kernels.ops.attention.kv_pages import stored_in_pairs
@@ -126,6 +272,6 @@ class Precompilation:
 
 
 def _kinds(weights: WeightSource, dtype: torch.dtype, names: Sequence[str]) -> set[Kind]:
-    """The kinds of panels that these weights are kept in, as far as one row of each tells."""
+    """Return the kinds of panels that these weights are stored in, determined from one row of each."""
     raws = [weights.get(name, rows=slice(0, 1)) for name in names if name in weights]
     return {kind_of([raw]) for raw in raws if PanelScheme.accepts(dtype, [raw])}

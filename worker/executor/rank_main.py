@@ -1,4 +1,4 @@
-"""A rank other than the leader: `python -m worker.executor.rank_main`, started by worker.executor.ranks only."""
+"""Process of a rank other than the leader: `python -m worker.executor.rank_main`, started by worker.executor.ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shared.errors import ConfigurationError
 from worker.executor.build import make_runner, measure_memory
 from worker.executor.device import open_device
 from worker.executor.draft_files import open_draft
+from worker.executor.executor import EnqueuedStep
 from worker.executor.memory import KVPlan
 from worker.executor.models import load_models
-from worker.executor.plan_runner import Launched
 from worker.executor.ranks import ENDPOINT_VARIABLE, IDLE, RankReply, RankStart, join_group
 from worker.executor.resolve import cache_directory, num_threads, prepare_process, resolve_device
 from worker.model.loading.open_model import open_model
@@ -26,10 +26,10 @@ from worker.plan import StepPlan
 
 
 def main() -> int:
-    """Runs until the leader closes the pipe."""
+    """Run the rank until the leader closes the pipe."""
     endpoint = os.environ.get(ENDPOINT_VARIABLE)
     if endpoint is None or supervisor_pipe.watch(lambda: os._exit(0)) is None:
-        print("worker.executor.rank_main is started by a worker, not by hand", file=sys.stderr)
+        print("worker.executor.rank_main is started by a worker; do not run it directly", file=sys.stderr)
         return 2
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -45,7 +45,7 @@ def main() -> int:
             _reply(socket, RankReply(stage="failed", error=text, configuration=configuration))
         socket.close()
         context.term()
-    # Not through the interpreter's shutdown, where a process group with dead peers may hang.
+    # Skip the interpreter's shutdown, in which a process group with dead peers may hang.
     os._exit(1)
 
 
@@ -65,16 +65,16 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     ops.compile()
     runner = make_runner(settings, models, KVPlan(num_pages, max_model_len), ops, device)
     _reply(socket, RankReply(stage="ready"))
-    decoder_of_plans = msgspec.msgpack.Decoder(StepPlan)
-    flights: deque[Launched] = deque()
+    plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+    in_flight: deque[EnqueuedStep] = deque()
     while True:
         message = socket.recv()
         if message == IDLE:
             runner.capture_next()
             continue
-        flights.append(runner.launch(decoder_of_plans.decode(message)))
-        if len(flights) >= device.depth:
-            flights.popleft().wait()
+        in_flight.append(runner.launch(plan_decoder.decode(message)))
+        if len(in_flight) >= device.depth:
+            in_flight.popleft().wait()
 
 
 def _reply(socket: zmq.Socket[bytes], reply: RankReply) -> None:

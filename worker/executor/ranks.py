@@ -1,13 +1,13 @@
-"""The other ranks of a tensor-parallel group, as the leader sees them.
+"""The other ranks of a tensor-parallel group, as the leader controls them.
 
-Each is a process `python -m worker.executor.rank_main` with a ZeroMQ PAIR socket to the leader, in a directory of mode
-0700. The leader sends it the settings, the size of the KV cache, then every plan, as MessagePack; all ranks run the
-same plans and sample the same ids, so nothing comes back but a few answers while loading. A rank keeps no more steps
-in flight than its device is worth, and looks at no result. Tensors go through
-torch.distributed; the ranks meet by a file in the same directory, and gloo listens on the loopback interface only.
+Each rank is a process `python -m worker.executor.rank_main` with a ZeroMQ PAIR socket to the leader, in a directory of
+mode 0700. The leader sends the settings, the size of the KV cache and then every plan as MessagePack. All ranks
+execute the same plans and sample the same ids, so they reply only while loading. A rank keeps at most as many steps in
+flight as its device uses and ignores the results. Tensors go through torch.distributed: the ranks meet through a file
+in the same directory, and gloo listens on the loopback interface only.
 
-A rank ends when its pipe to the leader closes. A rank that dies is noticed by its process, and by gloo in the
-collective that misses it; either raises ExecutorError in the leader, which can only exit.
+A rank exits when its pipe to the leader closes. The death of a rank is detected by its process status, or by gloo in
+the next collective. Both raise ExecutorError in the leader, which must exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 import zmq
-from torch._C._distributed_c10d import FileStore
 
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
@@ -41,9 +40,9 @@ from worker.plan import StepPlan
 
 ENDPOINT_VARIABLE = "PELTON_RANK_ENDPOINT"
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-"""A rank that is stopped, not dead, holds the others up for this long before they give up."""
+"""Time for which a collective waits for a rank that is stopped but not dead."""
 IDLE = b""
-"""What is sent in place of a plan while there is none."""
+"""Message sent instead of a plan while the engine is idle."""
 _START_SECONDS = 300.0
 _STOP_SECONDS = 5.0
 _POLL_MS = 100
@@ -53,8 +52,9 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a rank.
 
     Attributes:
-        settings: with device and dtype resolved.
-        store: path of the file by which the ranks find each other.
+        settings: Settings with device and dtype resolved.
+        rank: Index of the rank.
+        store: Path of the file through which the ranks meet.
     """
 
     settings: WorkerSettings
@@ -63,12 +63,13 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of a rank while it loads.
+    """Reply of a rank while it loads.
 
     Attributes:
-        stage: what it has reached.
-        error: why it cannot go on, or empty; `configuration` says whose fault it is.
-        available: once loaded, bytes that its KV cache may take.
+        stage: Stage that the rank has reached.
+        error: Reason of a failure; empty on success.
+        configuration: True if the settings caused the failure.
+        available: After loading, bytes that the KV cache of the rank may use.
     """
 
     stage: str
@@ -78,10 +79,9 @@ class RankReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankGroup:
-    """Ranks 1 .. size - 1. `start`, `join`, `prepare`, then `send` for every plan, then `close`."""
+    """Ranks 1 .. size - 1. Call `start`, `join`, `prepare`, then `send` for every plan, then `close`."""
 
     def __init__(self, size: int, settings: WorkerSettings) -> None:
-        self.parallel = ParallelContext(tp_size=size)
         self._settings = settings
         self._size = size
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -92,7 +92,7 @@ class RankGroup:
         self._encoder = msgspec.msgpack.Encoder()
 
     def start(self) -> None:
-        """Starts the processes and waits until each has imported what it needs."""
+        """Start the processes and wait until each has imported its modules."""
         read_end, self._pipe = os.pipe()
         try:
             for rank in range(1, self._size):
@@ -102,12 +102,10 @@ class RankGroup:
                 socket.setsockopt(zmq.SNDHWM, 16)
                 socket.bind(endpoint)
                 self._sockets.append(socket)
-                environment = os.environ | {ENDPOINT_VARIABLE: endpoint, ENVIRONMENT_VARIABLE: str(read_end)}
-                command = [sys.executable, "-P", "-m", "worker.executor.rank_main"]
                 self._processes.append(
                     subprocess.Popen(
-                        command,
-                        env=environment,
+                        [sys.executable, "-P", "-m", "worker.executor.rank_main"],
+                        env=os.environ | {ENDPOINT_VARIABLE: endpoint, ENVIRONMENT_VARIABLE: str(read_end)},
                         pass_fds=(read_end,),
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
@@ -118,44 +116,38 @@ class RankGroup:
         self._expect("started")
 
     def join(self) -> ParallelContext:
-        """Hands the settings out and meets the ranks in torch.distributed; they go on to load the model."""
+        """Send the settings and join the process group of torch.distributed. The ranks then load the model."""
         store = str(self._directory / "store")
         for rank, socket in enumerate(self._sockets, start=1):
             self._send(socket, self._encoder.encode(RankStart(settings=self._settings, rank=rank, store=store)))
-        self.parallel = join_group(0, self._size, store, self._settings.device)
-        return self.parallel
+        return join_group(0, self._size, store, self._settings.device)
 
     def loaded(self) -> int:
-        """Waits until all have loaded; the bytes that the KV cache of each may take."""
+        """Wait until all ranks have loaded. Return the bytes that the KV cache of each may use."""
         return min(reply.available for reply in self._expect("loaded"))
 
     def prepare(self, plan: KVPlan) -> None:
-        """Lets all that have loaded allocate the KV cache, and waits for them."""
-        message = self._encoder.encode((plan.num_pages, plan.max_model_len))
-        for socket in self._sockets:
-            self._send(socket, message)
+        """Make all ranks allocate the KV cache, and wait for them."""
+        self._broadcast(self._encoder.encode((plan.num_pages, plan.max_model_len)))
         self._expect("ready")
 
     def send(self, plan: StepPlan) -> None:
-        """Sends a step to every rank. Raises ExecutorError where one is gone."""
+        """Send a step to every rank. Raise ExecutorError if a rank has died."""
         self.check()
-        message = self._encoder.encode(plan)
-        for socket in self._sockets:
-            self._send(socket, message)
+        self._broadcast(self._encoder.encode(plan))
 
     def send_idle(self) -> None:
-        """Lets every rank use idle time as the leader does now: graphs with collectives are captured together."""
-        for socket in self._sockets:
-            self._send(socket, IDLE)
+        """Make every rank use idle time as the leader does, because graphs with collectives are captured together."""
+        self._broadcast(IDLE)
 
     def check(self) -> None:
-        """Raises ExecutorError where a rank has ended."""
+        """Raise ExecutorError if a rank has exited."""
         for rank, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
-                raise ExecutorError(f"tensor-parallel rank {rank} ended with status {process.returncode}")
+                raise ExecutorError(f"tensor-parallel rank {rank} exited with status {process.returncode}")
 
     def close(self) -> None:
-        """Ends the ranks, waits for them, and removes the directory. May be called twice."""
+        """Terminate the ranks, wait for them, and remove the directory. May be called repeatedly."""
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None
@@ -172,16 +164,20 @@ class RankGroup:
         self._sockets.clear()
         self._context.term()
         if dist.is_initialized():
-            # The ranks are gone, so the group has nobody to say goodbye to.
+            # The other ranks have exited, so the group cannot be shut down in an orderly way.
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _broadcast(self, message: bytes) -> None:
+        for socket in self._sockets:
+            self._send(socket, message)
 
     def _send(self, socket: zmq.Socket[bytes], message: bytes) -> None:
         try:
             socket.send(message, zmq.NOBLOCK)
         except zmq.Again as error:
-            raise ExecutorError("a tensor-parallel rank does not take its plans") from error
+            raise ExecutorError("a tensor-parallel rank does not receive its plans") from error
 
     def _expect(self, stage: str) -> list[RankReply]:
         replies = []
@@ -190,50 +186,51 @@ class RankGroup:
             while not socket.poll(_POLL_MS):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise ExecutorError(f"tensor-parallel rank {rank} has not {stage} after {_START_SECONDS:.0f} s")
+                    raise ExecutorError(
+                        f"tensor-parallel rank {rank} has not reached stage {stage!r} after {_START_SECONDS:.0f} s"
+                    )
             reply = msgspec.msgpack.decode(socket.recv(), type=RankReply)
             if reply.error:
                 message = f"tensor-parallel rank {rank}: {reply.error}"
                 raise ConfigurationError(message) if reply.configuration else ExecutorError(message)
             if reply.stage != stage:
-                raise ExecutorError(f"tensor-parallel rank {rank} says {reply.stage!r}, expected {stage!r}")
+                raise ExecutorError(f"tensor-parallel rank {rank} reports stage {reply.stage!r}, expected {stage!r}")
             replies.append(reply)
         return replies
 
 
 def join_group(rank: int, size: int, store: str, device: str) -> ParallelContext:
-    """Meets the other ranks. Raises ExecutorError where one does not come."""
-    # gloo listens on the loopback interface only; it would else take the one that the host's name resolves to.
+    """Join the process group of torch.distributed. Raise ExecutorError if a rank does not join."""
+    # Without this, gloo listens on the interface that the host name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "nccl" if device == "cuda" else "gloo"
+    file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]  # documented, but not exported for mypy
     try:
-        dist.init_process_group(
-            backend, store=FileStore(store, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
-        )
+        dist.init_process_group(backend, store=file_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise ExecutorError(f"the tensor-parallel ranks did not meet: {error}") from error
+        raise ExecutorError(f"the tensor-parallel ranks did not form a process group: {error}") from error
     return ParallelContext(tp_rank=rank, tp_size=size, group=dist.group.WORLD)
 
 
 def rank_settings(settings: WorkerSettings, *, device: torch.device, dtype: torch.dtype) -> WorkerSettings:
-    """What a rank is told: the worker's settings alone, with device and dtype resolved."""
+    """Return the settings for a rank: those of the worker alone, with device and dtype resolved."""
     values = {field.name: getattr(settings, field.name) for field in fields(WorkerSettings)}
     values |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     return WorkerSettings(**values)
 
 
 def check_parallel_size(spec: DecoderSpec, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raises ConfigurationError for a layout that the model cannot be split into; lists those that it can."""
+    """Raise ConfigurationError, listing the possible sizes, if the model cannot be split in this way."""
     if pipeline_parallel_size > 1:
         raise ConfigurationError(
-            f"pipeline-parallel-size is {pipeline_parallel_size}; only 1 is supported: use tensor-parallel-size"
+            f"--pipeline-parallel-size is {pipeline_parallel_size}, but only 1 is supported; use --tensor-parallel-size"
         )
     sizes = [size for size in range(1, spec.num_heads + 1) if _splits(spec, size)]
     if tensor_parallel_size not in sizes:
         raise ConfigurationError(
-            f"tensor-parallel-size is {tensor_parallel_size}; the model's {spec.num_heads} attention heads, "
-            f"{spec.num_kv_heads} key-value heads and {spec.intermediate_size} feed-forward features can be split "
-            f"over {', '.join(map(str, sizes))}"
+            f"--tensor-parallel-size is {tensor_parallel_size}, but the model's {spec.num_heads} attention heads, "
+            f"{spec.num_kv_heads} key-value heads and {spec.intermediate_size} feed-forward features can only be split "
+            f"over {', '.join(map(str, sizes))}; choose one of these"
         )
 
 

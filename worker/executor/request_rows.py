@@ -1,14 +1,13 @@
-"""Device state of the running requests, one row each for its life, and the step inputs made of it.
+"""Device state of the running requests, one row per request, and the step inputs computed from it.
 
-The rows own token ids, block tables and sampling parameters on the device. A plan brings only what changed, in the one
-copy that it costs; a sampled id is written into its row on the device, so the next step reads it there whether or not
-the host has seen it.
+The rows hold token ids, block tables and sampling parameters on the device. A plan uploads only the changes, in one
+copy. Sampled ids are written to their rows on the device, so the next step can read them before the host has seen
+them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +15,10 @@ import torch
 from kernels.backends.select import step_ops
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout, StepShape
 from shared.sampling_params import MAX_BAD_WORD_TOKENS
-from worker.executor.decode_graphs import Size
 from worker.executor.device import Device
-from worker.executor.distributions import Distributions
-from worker.executor.mask_uploads import MaskUploads
-from worker.executor.pooling import PooledTokens, pooled_tokens
-from worker.executor.staged_drafts import StagedDrafts
-from worker.executor.step_packer import StepPacker, Waitable
+from worker.executor.graphs import Size
+from worker.executor.staged_drafts import DraftDistributions, StagedDrafts
+from worker.executor.step_packer import Integers, MaskUploads, StepPacker, Waitable
 from worker.kv.storage import CopyBatch
 from worker.model.forward_batch import ForwardBatch
 from worker.plan import BlockTableUpdate, NewRow, PageCopy, StepPlan
@@ -30,20 +26,21 @@ from worker.sampling.parameters import SamplingParameters
 from worker.sampling.row_lists import MAX_ADJUSTMENTS
 from worker.sampling.sampled_rows import Needs, SampledRows
 
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-_WORDS_OF_CHANGES = 1 << 16
-"""New prompts and pages that go with the step's one copy; what is more goes before it."""
+_CHANGE_WORDS = 1 << 16
+"""Space for new prompts and pages in the copy of a step; more changes need copies of their own before it."""
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Prompt tokens of one row whose log-probabilities are wanted: positions start + 1 .. start + count.
+    """Prompt tokens of one row whose log-probabilities are requested: positions start + 1 .. start + count.
 
     Attributes:
-        offset: index of the token at `start` among the step's tokens; its logits predict the one after it.
-        num_top: how many alternatives to report.
+        row: Row of the request.
+        start: Position of the first token whose logits are needed.
+        count: Number of tokens.
+        offset: Index of the token at `start` among the step's tokens; its logits predict the following token.
+        num_top: Number of alternatives to report.
     """
 
     row: int
@@ -54,13 +51,31 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedStep:
-    """What the runner needs of a plan once it is on the device.
+class PooledTokens:
+    """Tokens of one row whose hidden states are summed for an embedding.
 
     Attributes:
-        batch: None where nothing is scheduled. The logits of the sampled rows come first, in the plan's order, then
-            those of every token of the chunks, then those that are pooled.
-        copies: pages to copy before the model runs, one batch after the other.
+        row: Row of the request.
+        offset: Index of the first token among the step's tokens.
+        count: Number of tokens.
+    """
+
+    row: int
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A plan whose inputs are on the device.
+
+    Attributes:
+        batch: Inputs of the model; None if nothing is scheduled. Its logits indices are those of the sampled rows in
+            plan order, then those of all tokens of the chunks, then those of the pooled tokens.
+        sampled: Rows that are sampled.
+        chunks: Prompt tokens whose log-probabilities are requested.
+        pooled: Tokens whose hidden states are summed.
+        copies: Batches of pages to copy, in order, before the model runs.
     """
 
     batch: ForwardBatch | None
@@ -71,12 +86,18 @@ class StagedStep:
 
 
 class RequestRows:
-    """State of max_num_seqs rows, and static buffers for steps of at most max_num_tokens.
+    """State of max_num_seqs rows, and static buffers for steps of at most max_num_tokens tokens.
 
     Args:
-        num_groups: KV groups, each with a block table per row.
-        max_drafts: most drafts of a request that a step verifies.
-        distributions: of the draft model, where drafts are accepted by rejection.
+        max_num_seqs: Number of rows.
+        max_num_tokens: Maximum number of tokens of a step.
+        max_model_len: Maximum number of tokens of a request.
+        page_size: Tokens per page.
+        num_groups: Number of KV groups, each with a block table per row.
+        vocab_size: Size of the vocabulary.
+        device: Device of the state.
+        max_drafts: Maximum number of drafts that a step verifies per request.
+        distributions: Distributions of the drafts, if they are verified by rejection sampling.
     """
 
     def __init__(
@@ -90,24 +111,24 @@ class RequestRows:
         vocab_size: int,
         device: Device,
         max_drafts: int = 0,
-        distributions: Distributions | None = None,
+        distributions: DraftDistributions | None = None,
     ) -> None:
         self.distributions = distributions
         max_num_tokens = max(max_num_tokens, max_num_seqs)
         max_sampled = min(max_num_seqs * (1 + max_drafts), max_num_tokens)
-        # Words of lists: pages to copy, indices of ten kinds, the drafts before each token that is sampled, and the
-        # tokens whose logits are wanted.
+        # Words of the lists: pages to copy, ten kinds of indices, the drafts before each sampled token, and the tokens
+        # whose logits are needed.
         lists = 2 * (2 * num_groups * (max_num_seqs + 1) + (11 + max_drafts) * (max_sampled + 1) + max_num_tokens)
         self._layout = StepLayout(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
-            # A token sampled after the last position has a place too: a plan made one step ahead may do that.
+            # One more, because a plan made one step ahead may sample a token after the last position.
             token_stride=max_model_len + 1,
             num_groups=num_groups,
             max_pages=-(-max_model_len // page_size),
             page_size=page_size,
             max_adjustments=MAX_ADJUSTMENTS,
-            max_tail=_WORDS_OF_CHANGES + lists,
+            max_tail=_CHANGE_WORDS + lists,
             vocab_words=-(-vocab_size // 32),
             max_bad_word_tokens=MAX_BAD_WORD_TOKENS,
             max_sampled=max_sampled,
@@ -125,8 +146,8 @@ class RequestRows:
         self._cu_seqlens, self._seq_lens = layout.cu_seqlens.of(packed), layout.seq_lens.of(packed)
         self._sampled_rows, self._logits_indices = layout.sampled_rows.of(packed), layout.logits_indices.of(packed)
         self._new_positions, self._append_at = layout.new_positions.of(packed), layout.append_at.of(packed)
-        # The place after a row's last position: a step may write there, and none reads it.
-        self._nowhere = layout.token_stride - 1
+        # Index after the last position of row 0, which steps may write but never read.
+        self._unused_position = layout.token_stride - 1
         self._sampled_views = self._sampled_rows, self._new_positions, self._logits_indices
         self._last_batch: ForwardBatch | None = None
         self._graph_batches: dict[Size, ForwardBatch] = {}
@@ -135,18 +156,19 @@ class RequestRows:
 
     @property
     def max_num_seqs(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self._layout.max_num_seqs
 
     def stage(self, plan: StepPlan, size: Size | None = None) -> StagedStep:
-        """Takes a plan to the device: new requests, new pages, and the inputs of its tokens.
+        """Upload a plan: new requests, new pages, and the inputs of its tokens.
 
         Args:
-            size: pads the step to so many requests of equally many tokens; all are sampled then.
+            plan: Plan of the step.
+            size: Size to pad the step to; all requests are then sampled and have the same number of tokens.
         """
         self._packer.begin()
         self._change(plan)
-        drafts = StagedDrafts.of(plan)
+        drafts = StagedDrafts.from_plan(plan)
         samples, shape, longest = self._put_requests(plan, size)
         if drafts is None:
             sampled_rows = self._put_sampled(len(plan.scheduled), samples)
@@ -155,10 +177,10 @@ class RequestRows:
         copies = self._put_copies(plan.page_copies)
         sampled = self._list_needs(sampled_rows)
         if drafts is not None:
-            sampled = drafts.verification(sampled, self._packer.integers, self.distributions)
+            sampled = drafts.add_verification(sampled, self._packer.integers, self.distributions)
         if plan.masks:
             sampled = self._add_masks(plan, sampled)
-        chunks, pooled = self._prompt_chunks(plan), pooled_tokens(plan)
+        chunks, pooled = self._prompt_chunks(plan), _pooled_tokens(plan)
         indices = self._views(len(sampled_rows))[2]
         if chunks or pooled:
             wanted = [(one.offset, one.count) for one in chunks] + [(one.offset, one.count) for one in pooled]
@@ -176,18 +198,16 @@ class RequestRows:
         return StagedStep(self._batch(shape, indices, longest), sampled, chunks, pooled, copies)
 
     def hold(self, step: Waitable) -> None:
-        """The host's buffers of what was staged are in use until this step has arrived."""
+        """Mark the host buffers used since the last call as in use until this step has completed."""
         self._packer.hold(step)
         self._masks.hold(step)
-
-    # ---- what a plan brings -----------------------------------------------------------------------------------
 
     def _change(self, plan: StepPlan) -> None:
         entered: set[int] = set()
         ends: dict[tuple[int, int], int] = {}
         for new in plan.new_rows:
             if new.row in entered:
-                self._packer.apply()  # what the row was to hold is written over
+                self._packer.apply()  # the row is written twice
                 entered.clear()
             entered.add(new.row)
             self._enter(new)
@@ -201,7 +221,7 @@ class RequestRows:
     def _enter(self, new: NewRow) -> None:
         layout, row = self._layout, new.row
         if len(new.token_ids) > layout.token_stride:
-            raise ValueError(f"a request of {len(new.token_ids)} tokens; a row holds {self._max_model_len}")
+            raise ValueError(f"a request has {len(new.token_ids)} tokens; a row holds at most {self._max_model_len}")
         if self.distributions is not None:
             self.distributions.forget((row,))
         self._num_prompt_tokens[row] = new.num_prompt_tokens
@@ -213,15 +233,17 @@ class RequestRows:
         layout = self._layout
         end = update.start + len(update.pages)
         if end > layout.max_pages:
-            raise ValueError(f"a block table of {end} pages; a row holds {layout.max_pages}")
+            raise ValueError(f"a block table has {end} pages; a row holds at most {layout.max_pages}")
         table = update.group * layout.max_num_seqs + update.row
         at = layout.tables.at + table * layout.max_pages + update.start
         self._packer.change(at, np.array(update.pages, dtype=np.int32))
         return end
 
     def _put_requests(self, plan: StepPlan, size: Size | None) -> tuple[Integers | None, StepShape, int]:
-        """Fills the fields of all requests; which of them are sampled (None: all), the shape with padding, and the
-        longest context."""
+        """Write the fields of all requests.
+
+        Return the indices of the sampled requests (None for all), the padded shape, and the longest context.
+        """
         host = self._packer.host
         items = np.array([(item.row, item.start, item.count, item.sample) for item in plan.scheduled], dtype=np.int32)
         num_requests = total = len(items)
@@ -240,7 +262,7 @@ class RequestRows:
             bounds[num_requests + 1 : total + 1] = np.arange(num_requests + 1, total + 1) * each
             host.logits_indices[num_requests:total] = bounds[num_requests + 1 : total + 1] - 1
             host.sampled_rows[num_requests:total] = host.new_positions[num_requests:total] = 0
-            host.append_at[num_requests:total] = self._nowhere
+            host.append_at[num_requests:total] = self._unused_position
         shape = StepShape(
             num_requests=total,
             num_tokens=int(bounds[total]),
@@ -250,7 +272,7 @@ class RequestRows:
         return (None if np.count_nonzero(samples) == num_requests else np.flatnonzero(samples)), shape, longest
 
     def _put_sampled(self, num_requests: int, samples: Integers | None) -> Integers:
-        """Fills the fields of the sampled requests; their rows."""
+        """Write the fields of the sampled requests and return their rows."""
         host = self._packer.host
         num_sampled = num_requests if samples is None else len(samples)
         if samples is None:
@@ -266,15 +288,15 @@ class RequestRows:
         return rows
 
     def _put_drafts(self, drafts: StagedDrafts) -> Integers:
-        """Fills the fields of all tokens that are sampled, several for a request with drafts; their rows."""
+        """Write the fields of all sampled tokens, several per request with drafts, and return their rows."""
         host, layout = self._packer.host, self._layout
         for row, start, token_ids in drafts.written:
             self._packer.change(row * layout.token_stride + start, np.array(token_ids, dtype=np.int32))
-        of, before = drafts.requests, drafts.before
-        rows, num_sampled = host.rows[of].astype(np.int64), len(of)
-        lengths = host.seq_lens[of] - before
+        requests, tokens_after = drafts.requests, drafts.tokens_after
+        rows, num_sampled = host.rows[requests].astype(np.int64), len(requests)
+        lengths = host.seq_lens[requests] - tokens_after
         host.sampled_rows[:num_sampled] = rows
-        np.subtract(host.cu_seqlens[1:][of] - 1, before, out=host.logits_indices[:num_sampled])
+        np.subtract(host.cu_seqlens[1:][requests] - 1, tokens_after, out=host.logits_indices[:num_sampled])
         host.new_positions[:num_sampled] = lengths
         np.add(rows * layout.token_stride, lengths, out=host.append_at[:num_sampled])
         return rows
@@ -284,30 +306,28 @@ class RequestRows:
         return self.sampling.list_needs(rows, views[0], views[1], lengths, self._packer.integers)
 
     def _add_masks(self, plan: StepPlan, sampled: SampledRows) -> SampledRows:
-        """What grammars allow the sampled rows."""
-        which = [
+        """Add the masks of the grammars to the sampled rows."""
+        mask_rows = [
             item.mask if item.mask < 0 else item.mask + index
             for item in plan.scheduled
             if item.sample
             for index in range(1 + len(item.drafts))
         ]
-        own_index = which == list(range(len(plan.masks)))
-        mask_rows = None if own_index else self._packer.integers(np.array(which, dtype=np.int64))
-        return replace(sampled, mask=self._masks.put(plan.masks), mask_rows=mask_rows)
+        identity = mask_rows == list(range(len(plan.masks)))
+        on_device = None if identity else self._packer.integers(np.array(mask_rows, dtype=np.int64))
+        return replace(sampled, mask=self._masks.put(plan.masks), mask_rows=on_device)
 
     def _put_copies(self, copies: list[PageCopy]) -> list[CopyBatch]:
-        """Batches in which no page is written twice, or read after it was written: each may go at once."""
+        """Return batches in which no page is written twice or read after a write, so each can be copied in parallel."""
         batches: list[CopyBatch] = []
         for part in independent_copies(copies):
             pages = np.array([(copy.source, copy.target) for copy in part], dtype=np.int64)
             sources, targets = pages.T
-            batches.append(
-                CopyBatch(part[0].group, self._packer.integers(sources), self._packer.integers(targets)),
-            )
+            batches.append(CopyBatch(part[0].group, self._packer.integers(sources), self._packer.integers(targets)))
         return batches
 
     def _prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
-        """The scheduled items whose prompt log-probabilities are wanted, without positions past the prompt."""
+        """Return the chunks whose prompt log-probabilities are requested, limited to positions of the prompt."""
         chunks = []
         offset = 0
         for item in plan.scheduled:
@@ -319,10 +339,8 @@ class RequestRows:
             offset += item.count
         return chunks
 
-    # ---- what the step reads and writes -----------------------------------------------------------------------
-
     def _views(self, num_sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, new positions and logits indices of the sampled requests; those of the last step are kept."""
+        """Return rows, new positions and logits indices of the sampled tokens. Views of the last size are cached."""
         if num_sampled != len(self._sampled_views[0]):
             fields = self._sampled_rows, self._new_positions, self._logits_indices
             rows, positions, indices = (field[:num_sampled] for field in fields)
@@ -333,7 +351,7 @@ class RequestRows:
         num_requests, num_tokens = shape.num_requests, shape.num_tokens
         last = self._last_batch
         if last is not None and (last.num_requests, last.num_tokens) == (num_requests, num_tokens):
-            # Decode steps follow each other in the same shape, and views of a dozen buffers take their time.
+            # Successive decode steps have the same shape, and creating a dozen views takes measurable time.
             input_ids, positions, slots = last.input_ids, last.positions, last.slot_mapping
             cu_seqlens_q, seq_lens, tables = last.cu_seqlens_q, last.seq_lens, last.block_tables
         else:
@@ -356,7 +374,7 @@ class RequestRows:
         return self._last_batch
 
     def graph_batch(self, size: Size) -> ForwardBatch:
-        """The static buffers as a step of this size, whatever its contexts will be: what a graph is captured with."""
+        """Return the static buffers as a batch of this size with the longest context, to capture a graph with."""
         batch = self._graph_batches.get(size)
         if batch is None:
             num_tokens = size.num_requests * size.tokens_each
@@ -366,24 +384,24 @@ class RequestRows:
         return batch
 
     def graph_sampled(self, num_requests: int, needs: Needs) -> SampledRows:
-        """The sampled rows of the static buffers, whatever they will be: what a tail is captured with."""
+        """Return the sampled rows of the static buffers, to capture a sampler graph with."""
         found = self._graph_sampled.get((num_requests, needs))
         if found is None:
             rows, positions = self._sampled_rows[:num_requests], self._new_positions[:num_requests]
-            # What is captured is noise and filters, for which a GPU's sampler looks at nothing on the host.
+            # Only noise and filters are captured, for which the sampler on a GPU reads nothing on the host.
             host = np.zeros(num_requests, dtype=np.int64)
             found = SampledRows(rows=host, device_rows=rows, positions=positions, lengths=host, needs=needs)
             self._graph_sampled[num_requests, needs] = found
         return found
 
     def clear_sampled(self) -> None:
-        """Makes every sampled row of the static buffers padding, whose id goes where nobody reads."""
+        """Make every sampled row of the static buffers padding, whose id is written to an unused position."""
         self._sampled_rows.zero_()
         self._new_positions.zero_()
-        self._append_at.fill_(self._nowhere)
+        self._append_at.fill_(self._unused_position)
 
     def clear_inputs(self) -> None:
-        """Makes every request of the static buffers padding, of one token each."""
+        """Make every request of the static buffers padding of one token."""
         self._input_ids.zero_()
         self._positions.zero_()
         self._slots.fill_(-1)
@@ -394,21 +412,21 @@ class RequestRows:
         torch.arange(len(self._logits_indices), out=self._logits_indices)
 
     def token_ids(self, row: int, start: int, count: int) -> torch.Tensor:
-        """[count] int64 token ids of a row from position `start` on."""
+        """Return [count] int64 token ids of a row from position `start`."""
         return self._token_ids[row, start : start + count].long()
 
     def tokens_before(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-        """[n, count] int64 on the device: the tokens before a position of each of the [n] rows."""
+        """Return [n, count] int64 token ids before a position of each of the [n] rows, on the device."""
         columns = positions.long().unsqueeze(1) + torch.arange(-count, 0, device=positions.device)
         return self._token_ids[rows.long().unsqueeze(1), columns].long()
 
     def append(self, sampled: SampledRows, token_ids: torch.Tensor) -> None:
-        """Writes [S] sampled ids to their rows; a failed row's -1 becomes 0, whose successor nobody waits for."""
+        """Write [S] sampled ids to their rows. The -1 of a failed row becomes 0; its next token is never used."""
         self._ops.append(len(sampled.rows), token_ids)
 
 
 def independent_copies(copies: list[PageCopy]) -> list[list[PageCopy]]:
-    """Cuts copies, which are in order, where one reads or writes a page that one before it has written."""
+    """Split ordered copies before each copy that reads or writes a page written by an earlier one."""
     parts: list[list[PageCopy]] = []
     written: set[int] = set()
     for copy in copies:
@@ -418,3 +436,14 @@ def independent_copies(copies: list[PageCopy]) -> list[list[PageCopy]]:
         parts[-1].append(copy)
         written.add(copy.target)
     return parts
+
+
+def _pooled_tokens(plan: StepPlan) -> list[PooledTokens]:
+    """Return the tokens of a plan whose hidden states are summed, in plan order."""
+    pooled = []
+    end = 0
+    for item in plan.scheduled:
+        end += item.count
+        if item.num_pooled:
+            pooled.append(PooledTokens(item.row, end - item.num_pooled, item.num_pooled))
+    return pooled

@@ -1,4 +1,4 @@
-"""What settings mean on this machine: device, dtypes, threads, and where caches are."""
+"""Values of settings on this machine: device, dtypes, number of threads and cache directories."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from llvmlite import binding
 
 from kernels.common.cpu import bf16
 from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
@@ -19,55 +20,60 @@ _KV_FORMATS: dict[str, KVFormat] = {"fp8": "fp8", "int8": "int8", "int4": "int4"
 
 
 def prepare_process(settings: WorkerSettings) -> None:
-    """Sets torch's threads and where compiled code is kept. Comes before anything large is allocated."""
+    """Set torch's threads and the cache directories. Call this before large allocations."""
     use_huge_pages()
     torch.set_num_threads(num_threads(settings))
     use_cache_directory(cache_directory(settings))
-    # Triton's own default is in the home directory, which a service may lack.
+    # Triton's default is the home directory, which a service may not have.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory(settings) / "triton"))
 
 
 def cache_directory(settings: WorkerSettings) -> Path:
-    """Where converted tokenizers and compiled code are kept: the setting, or the user's own cache."""
+    """Return the directory of converted tokenizers and compiled code: the setting, or the user's cache."""
     if settings.cache_dir:
         return Path(settings.cache_dir)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pelton"
 
 
 def num_threads(settings: WorkerSettings) -> int:
-    """Threads of one rank's tensor operations."""
+    """Return the number of threads for the tensor operations of one rank."""
     return settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
 
 
 def resolve_device(settings: WorkerSettings, rank: int = 0) -> torch.device:
-    """The device of a rank. Raises ConfigurationError where it is asked for and not there."""
+    """Return the device of a rank. Raise ConfigurationError if the requested GPUs are not available."""
     count = num_gpus() if settings.device != "cpu" else 0
     if settings.device == "cpu" or (settings.device == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
-        raise ConfigurationError("device is cuda, but torch finds no GPU that it can use")
+        raise ConfigurationError("--device is cuda, but torch finds no usable GPU; set it to cpu or auto")
     if count < settings.tensor_parallel_size:
         raise ConfigurationError(
-            f"device is {settings.device}; tensor-parallel-size {settings.tensor_parallel_size} needs as many GPUs, "
-            f"{count} can be used"
+            f"--tensor-parallel-size is {settings.tensor_parallel_size}, but --device {settings.device} has {count} "
+            f"usable GPUs; set it to {count} or less"
         )
     return torch.device("cuda", rank)
 
 
 def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
-    """Of weights and activations. auto: bfloat16 where the processor multiplies it (AVX512-BF16, AMX), else float32."""
+    """Return the type of weights and activations.
+
+    On the CPU, auto means bfloat16 if the processor multiplies it (AVX512-BF16 or AMX), else float32.
+    """
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     if device.type == "cuda":
         return torch.bfloat16 if gpu_multiplies_bfloat16() else torch.float16
-    cpu = torch.cpu
-    native = cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    features = binding.get_host_cpu_features()
+    return torch.bfloat16 if features.get("avx512bf16") or features.get("amx-bf16") else torch.float32
 
 
 def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Of dense cells of the KV cache. auto: the model's on a GPU; on the CPU bfloat16 where the model's is that and the
-    processor has the instruction that attention multiplies it by, else float32."""
+    """Return the type of dense cells of the KV cache.
+
+    On a GPU, auto means the type of the model. On the CPU it means bfloat16 if the model uses it and the processor has
+    the instruction with which attention multiplies it, else float32.
+    """
     if settings.kv_cache_dtype in _DTYPES:
         return _DTYPES[settings.kv_cache_dtype]
     if device.type == "cpu" and not (dtype is torch.bfloat16 and bf16.supported()):
@@ -76,8 +82,11 @@ def resolve_kv_dtype(settings: WorkerSettings, device: torch.device, dtype: torc
 
 
 def resolve_kv_format(settings: WorkerSettings, head_dim: int) -> KVFormat:
-    """How cells of the KV cache are stored. Raises ConfigurationError where heads cannot be stored so."""
+    """Return the storage format of KV cells. Raise ConfigurationError if the heads cannot be stored in it."""
     kv_format = _KV_FORMATS.get(settings.kv_cache_dtype, "dense")
     if kv_format == "int4" and head_dim % 2:
-        raise ConfigurationError(f"kv-cache-dtype int4 packs two values in a byte; the model's heads have {head_dim}")
+        raise ConfigurationError(
+            f"--kv-cache-dtype int4 packs two values in a byte, but the model's heads have {head_dim} values; use int8 "
+            f"or fp8"
+        )
     return kv_format

@@ -1,7 +1,7 @@
-"""Which requests of a decode step read the same pages, so that attention may read them once for all of them.
+"""Detection of requests in a decode step that share pages, so that attention reads these pages once for all of them.
 
-The rows' block tables are mirrored on the host. What is found holds until a request joins or leaves the batch, because
-the pages of a prompt stay what they are.
+The block tables of the rows are mirrored on the host. A result stays valid until a request joins or leaves the batch,
+because the pages of a prompt do not change.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ import numpy.typing as npt
 import torch
 
 from kernels.ops.attention.cascade import CascadeWork, cascade_work, shared_prefixes
+from shared.settings import WorkerSettings
+from worker.executor.memory import KVPlan
+from worker.executor.models import page_bytes
+from worker.model.attention import attention_geometry
+from worker.model.decoder import Decoder
+from worker.parallel import ParallelContext
 from worker.plan import ScheduledTokens
 
 Integers = npt.NDArray[np.int64]
 
-LEAST_SAVED_BYTES = 24 << 30
-"""Reading less is worth no step without a graph: an H200 reads this in the 5 ms that three hundred launches take."""
+MIN_SAVED_BYTES = 24 << 30
+"""Bytes a step must save to run without a captured graph: an H200 reads them in 5 ms, the time of 300 launches."""
 
 
 class SharedPrefixes:
-    """The mirror, and the work list of the last batch.
+    """Mirror of the block tables, and the cascade work of the last batch.
 
     Args:
-        members_per_tile: of the cascade kernel; see kernels/ops/attention_cascade.
-        min_saved_keys: keys that need not be read, summed over the batch, from which on the pass pays: a step with it
-            is no captured graph.
+        max_num_seqs: Number of rows.
+        max_pages: Pages per row.
+        page_size: Tokens per page.
+        members_per_tile: Parameter of the cascade kernel; see kernels/ops/attention_cascade.
+        min_saved_keys: Minimum number of key reads saved, summed over the batch. A step with shared prefixes cannot
+            use a captured graph.
+        device: Device of the work list.
     """
 
     def __init__(
@@ -49,13 +59,13 @@ class SharedPrefixes:
         self._work: CascadeWork | None = None
 
     def update(self, row: int, start: int, pages: Sequence[int]) -> None:
-        """A row's block table from `start` on."""
+        """Set the pages of a row's block table from index `start`."""
         if start == 0:
-            self._rows = None  # another request is in the row now
+            self._rows = None  # the row belongs to another request now
         self._tables[row, start : start + len(pages)] = pages
 
     def find(self, scheduled: Sequence[ScheduledTokens]) -> CascadeWork | None:
-        """The pass over shared prefixes of a step in which every request computes one token; None: it does not pay."""
+        """Return the cascade work of a step with one token per request, or None if it does not save enough reads."""
         rows = np.array([item.row for item in scheduled], dtype=np.int64)
         if rows.tobytes() != self._rows:
             self._rows = rows.tobytes()
@@ -67,3 +77,28 @@ class SharedPrefixes:
         if not groups or sum(group.num_saved_keys for group in groups) < self._min_saved_keys:
             return None
         return cascade_work(groups, [1] * len(rows), self._members_per_tile, self._device)
+
+
+def make_prefixes(
+    settings: WorkerSettings, decoder: Decoder, plan: KVPlan, parallel: ParallelContext
+) -> SharedPrefixes | None:
+    """Create the detector on a GPU, whose kernel reads shared pages once.
+
+    Return None on the CPU, in deterministic mode (results must not depend on the batch) and for sliding windows.
+    """
+    layers, window = decoder.spec.kv_groups[0].layers, decoder.spec.kv_groups[0].window
+    if decoder.device.type != "cuda" or settings.deterministic or window is not None:
+        return None
+    from kernels.ops.attention_cascade.triton import members_per_tile  # Triton is installed where there is a GPU
+
+    geometry = attention_geometry(decoder.spec, settings.block_size, window, parallel)
+    bytes_of_all_layers = page_bytes(settings, decoder, parallel) // settings.block_size
+    bytes_per_key = bytes_of_all_layers * len(layers) // decoder.spec.num_layers  # layers with a window save nothing
+    return SharedPrefixes(
+        max_num_seqs=settings.max_num_seqs,
+        max_pages=-(-plan.max_model_len // settings.block_size),
+        page_size=settings.block_size,
+        members_per_tile=members_per_tile(decoder.dtype, geometry),
+        min_saved_keys=max(1, MIN_SAVED_BYTES // bytes_per_key),
+        device=decoder.device,
+    )

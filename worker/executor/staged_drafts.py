@@ -1,52 +1,82 @@
-"""The drafts of one step, as the sampler wants them: for each token that is sampled, what is verified there."""
+"""The drafts of one step in the form that the sampler needs: the draft to verify for each sampled token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from worker.executor.distributions import Distributions
 from worker.plan import StepPlan
 from worker.sampling.sampled_rows import Integers, Needs, SampledRows, Upload, Verification
 
 _NONE = -1
 
 
+class DraftDistributions:
+    """Distributions that draft tokens were sampled from, by row and position: [vocab] float32 on the device.
+
+    They are needed for verification by rejection sampling. A row has distributions only between a step of the draft
+    model and the next target step of this row: each one is as large as a row of logits, and the next drafts come from
+    other distributions.
+    """
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, dict[int, torch.Tensor]] = {}
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Drop the distributions of these rows, whose drafts are verified or discarded."""
+        for row in rows:
+            self._by_row.pop(row, None)
+
+    def put(self, rows: Sequence[int], positions: Sequence[int], probabilities: torch.Tensor) -> None:
+        """Store [n, vocab] distributions, one for a position of each row."""
+        for row, position, distribution in zip(rows, positions, probabilities, strict=True):
+            self._by_row.setdefault(row, {})[position] = distribution
+
+    def find(self, row: int, position: int) -> torch.Tensor | None:
+        """Return the [vocab] distribution, or None if no token was drafted at this position."""
+        return self._by_row.get(row, {}).get(position)
+
+
 @dataclass(frozen=True, slots=True)
 class StagedDrafts:
-    """Of a plan in which some row has drafts. S tokens are sampled for R of its requests.
+    """Drafts of a plan. S tokens are sampled for R of its requests.
 
     Attributes:
-        requests: [S] which scheduled item each is for.
-        before: [S] tokens of the item that come after the one whose logits it is drawn from.
-        drafts: [S] what was drafted for its place; -1: nothing.
-        cu_rows: [R + 1] prefix sums of the sampled tokens per request.
+        requests: [S] index of the scheduled item of each sampled token.
+        tokens_after: [S] number of tokens of the item after the one whose logits the sampled token uses.
+        drafts: [S] draft for the position of each sampled token; -1 for none.
+        cu_rows: [R + 1] prefix sums of the number of sampled tokens per request.
         written: (row, position, token ids) of the drafts.
-        drawn: (which of the S, row, position) of drafts that the draft model drew.
+        drawn: (index of the sampled token, row, position) of the drafts that the draft model sampled.
     """
 
     requests: Integers
-    before: Integers
+    tokens_after: Integers
     drafts: Integers
     cu_rows: Integers
     written: list[tuple[int, int, list[int]]]
     drawn: list[tuple[int, int, int]]
 
     @staticmethod
-    def of(plan: StepPlan) -> StagedDrafts | None:
-        """None where no row has drafts. Raises ValueError for a row whose count does not fit its drafts."""
+    def from_plan(plan: StepPlan) -> StagedDrafts | None:
+        """Collect the drafts of a plan. Return None if it has none.
+
+        Raises:
+            ValueError: The token count of a row does not match its drafts.
+        """
         if not any(item.drafts for item in plan.scheduled):
             return None
         sampled = [(index, item) for index, item in enumerate(plan.scheduled) if item.sample]
         if any(item.drafts and item.count != 1 + len(item.drafts) for item in plan.scheduled):
-            raise ValueError("a row with drafts computes its last known token and them, and nothing else")
+            raise ValueError("a row with drafts must compute exactly its last known token and the drafts")
         counts = np.array([1 + len(item.drafts) for _, item in sampled], dtype=np.int64)
         cu_rows = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
         return StagedDrafts(
             requests=np.repeat(np.array([index for index, _ in sampled], dtype=np.int64), counts),
-            before=np.repeat(cu_rows[1:], counts) - 1 - np.arange(cu_rows[-1]),
+            tokens_after=np.repeat(cu_rows[1:], counts) - 1 - np.arange(cu_rows[-1]),
             drafts=np.array([token for _, item in sampled for token in (*item.drafts, _NONE)], dtype=np.int64),
             cu_rows=cu_rows,
             written=[(item.row, item.start + 1, item.drafts) for _, item in sampled if item.drafts],
@@ -58,13 +88,15 @@ class StagedDrafts:
             ],
         )
 
-    def verification(
-        self, sampled: SampledRows, upload: Upload, distributions: Distributions | None = None
+    def add_verification(
+        self, sampled: SampledRows, upload: Upload, distributions: DraftDistributions | None = None
     ) -> SampledRows:
-        """The sampled rows with what is verified in them.
+        """Return the sampled rows with their drafts.
 
         Args:
-            distributions: where drafts are accepted by rejection.
+            sampled: Rows of the step.
+            upload: Uploads integers with the step.
+            distributions: Distributions of the drafts, if they are verified by rejection sampling.
         """
         extra = None
         if Needs.PENALTY in sampled.listed:
@@ -72,11 +104,11 @@ class StagedDrafts:
             extra = upload(before.reshape(-1)).view(before.shape)
         verification = Verification(upload(self.drafts), upload(self.cu_rows), extra)
         if distributions is not None:
-            verification = self._with_distributions(verification, upload, distributions)
+            verification = self._add_distributions(verification, upload, distributions)
         return replace(sampled, verification=verification)
 
-    def _with_distributions(
-        self, verification: Verification, upload: Upload, distributions: Distributions
+    def _add_distributions(
+        self, verification: Verification, upload: Upload, distributions: DraftDistributions
     ) -> Verification:
         counts = np.diff(self.cu_rows)
         drafted = np.repeat(counts > 1, counts)
@@ -95,11 +127,11 @@ class StagedDrafts:
         )
 
     def _drafts_before(self, index: Integers) -> Integers:
-        """[P, E] the drafts before each of the sampled tokens `index`, which come first; -1 fills the rest."""
+        """Return [P, E] drafts that precede each of the sampled tokens `index`, padded with -1."""
         first = np.repeat(self.cu_rows[:-1], np.diff(self.cu_rows))[index]
         width = int(np.diff(self.cu_rows).max()) - 1
         columns = np.arange(width)
         inside = columns < (index - first)[:, None]
-        places = np.minimum(first[:, None] + columns, len(self.drafts) - 1)
-        before: Integers = np.where(inside, self.drafts[places], _NONE)
+        draft_index = np.minimum(first[:, None] + columns, len(self.drafts) - 1)
+        before: Integers = np.where(inside, self.drafts[draft_index], _NONE)
         return before

@@ -1,7 +1,7 @@
-"""What the host says of a step, packed into one page-locked buffer and copied to the device once.
+"""Uploads of a step: one packed page-locked buffer per step, and the masks of grammars.
 
-The buffers take turns. A step's own is free again when the step's download has arrived, which by then it has: there is
-one more of them than there are steps in flight.
+The buffers form a ring with one more entry than there are steps in flight. The buffer of a step is free again after
+the step's download has completed, which has normally happened when the ring reaches it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Waitable(Protocol):
-    """A step whose download tells when its uploads are over."""
+    """A step whose completed download implies that its uploads are complete."""
 
     def wait(self) -> None:
-        """Returns when it is. May be called twice."""
+        """Wait for the step. May be called repeatedly."""
         ...
 
 
 class HostBuffer:
-    """One page-locked buffer with the fields of StepLayout that the host writes."""
+    """A page-locked buffer with the fields of StepLayout that the host writes."""
 
     def __init__(self, buffers: StepBuffers, device: Device) -> None:
         layout = buffers.layout
@@ -49,10 +49,15 @@ class HostBuffer:
 
 
 class StepPacker:
-    """Per step: `begin`, changes of the state, the fixed fields, lists, `send`, `hold`.
+    """Packer of everything that the host sends for a step into one buffer, which is copied to the device once.
+
+    Call for each step: `begin`, changes of the state, the fixed fields, lists, `send`, `hold`.
 
     Args:
-        words_for_lists: of the tail, which changes leave free.
+        buffers: Device buffers of the steps.
+        ops: Ops that apply changes to the state.
+        device: Device of the buffers.
+        words_for_lists: Number of words at the end of the buffer that changes leave free for lists.
     """
 
     def __init__(self, buffers: StepBuffers, ops: StepOps, device: Device, words_for_lists: int) -> None:
@@ -61,10 +66,10 @@ class StepPacker:
         self._device = device
         self._tail = buffers.layout.tail
         self._end = buffers.layout.packed_words
-        self._last_change = self._end - words_for_lists
+        self._changes_end = self._end - words_for_lists
         self._fields = buffers.packed[: self._tail]
         self._ring = [HostBuffer(buffers, device) for _ in range(device.depth + 1)]
-        self._turn = 0
+        self._index = 0
         self._cursor = self._tail
         self._segments: list[int] = []
         self._longest = 0
@@ -72,23 +77,23 @@ class StepPacker:
         self.host = self._ring[0]
 
     def begin(self) -> None:
-        """Takes the next buffer, whose last step is over."""
-        self._turn = (self._turn + 1) % len(self._ring)
-        host = self._ring[self._turn]
+        """Switch to the next buffer, and wait for the last step that used it."""
+        self._index = (self._index + 1) % len(self._ring)
+        host = self._ring[self._index]
         if host.holder is not None:
             host.holder.wait()
         elif host.used:
-            # A step of so many changes that it went round.
+            # This step has sent so many changes that it has used the whole ring.
             self._device.synchronize()
         host.holder, host.used = None, False
         self.host = host
         self._cursor = self._tail
 
     def change(self, at: int, words: Words) -> None:
-        """Writes [n] int32 words to the state from word `at` on. What is not yet applied must not overlap."""
+        """Write [n] int32 words to the state at index `at`. Changes that are not applied yet must not overlap."""
         done = 0
         while done < len(words):
-            room = self._last_change - self._cursor - len(self._segments) - SEGMENT_WORDS
+            room = self._changes_end - self._cursor - len(self._segments) - SEGMENT_WORDS
             if room <= 0:
                 self.apply()
                 continue
@@ -102,53 +107,101 @@ class StepPacker:
             done += count
 
     def apply(self) -> None:
-        """Copies the changes so far to the device and makes them there; the buffer's fixed fields are not sent.
-
-        What comes then goes to the next buffer.
-        """
-        if not self._segments:
-            return
-        at = self._cursor
-        end = at + len(self._segments)
-        self.host.words[at:end] = self._segments
-        self._upload(self._tail, end)
-        self._ops.apply_diffs(at, len(self._segments) // SEGMENT_WORDS, self._longest)
-        self._segments.clear()
-        self._longest = 0
-        self._cursor = self._tail
-        self.begin()
+        """Send and apply the pending changes without the fixed fields, and continue with the next buffer."""
+        if self._segments:
+            self._send(self._tail)
+            self._cursor = self._tail
+            self.begin()
 
     def integers(self, values: Integers) -> torch.Tensor:
-        """[n] int64 values that the device will have after `send`. They come after all changes."""
+        """Return an [n] int64 device tensor that will hold the values after `send`. Call this after all changes."""
         begin = self._cursor + self._cursor % 2
         end = begin + 2 * len(values)
         if end + len(self._segments) > self._end:
-            raise ValueError(f"a list of {len(values)} numbers does not fit into what a step brings")
+            raise ValueError(f"a list of {len(values)} integers exceeds the space left in the step's buffer")
         self.host.words[begin:end].view(np.int64)[:] = values
         self._cursor = end
         return self._buffers.packed[begin:end].view(torch.int64)
 
     def send(self) -> None:
-        """One copy to the device of fixed fields, changes and lists; then the changes are made."""
-        at = self._cursor
-        end = at + len(self._segments)
-        self.host.words[at:end] = self._segments
-        self._upload(0, end)
-        if self._segments:
-            self._ops.apply_diffs(at, len(self._segments) // SEGMENT_WORDS, self._longest)
-            self._segments.clear()
-            self._longest = 0
+        """Copy fixed fields, changes and lists to the device, then apply the changes."""
+        self._send(0)
 
     def hold(self, step: Waitable) -> None:
-        """The buffers sent since the last call are free again when this step has arrived."""
+        """Mark the buffers sent since the last call as in use until this step has completed."""
         for host in self._sent:
             host.holder = step
         self._sent.clear()
 
-    def _upload(self, begin: int, end: int) -> None:
+    def _send(self, begin: int) -> None:
+        at = self._cursor
+        end = at + len(self._segments)
+        self.host.words[at:end] = self._segments
         if (begin, end) == (0, self._tail):
             self._device.upload(self.host.fields, self._fields)
         else:
             self._device.upload(self.host.tensor[begin:end], self._buffers.packed[begin:end])
         self.host.used = True
         self._sent.append(self.host)
+        if self._segments:
+            self._ops.apply_diffs(at, len(self._segments) // SEGMENT_WORDS, self._longest)
+            self._segments.clear()
+            self._longest = 0
+
+
+class MaskUploads:
+    """Uploads of the grammars' masks. Call `put`, then `hold` with the step that reads them.
+
+    The buffers grow to the largest step with masks, so a worker without grammars allocates none.
+
+    Args:
+        vocab_size: Number of bits per mask.
+        max_masks: Maximum number of masks per step.
+        device: Device of the masks.
+    """
+
+    def __init__(self, vocab_size: int, max_masks: int, device: Device) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._max_masks = max_masks
+        self._device = device
+        self._ring: list[torch.Tensor | None] = [None] * (device.depth + 1)
+        self._holders: list[Waitable | None] = [None] * len(self._ring)
+        self._on_device = torch.empty((0, self._num_words), dtype=torch.int32, device=device.torch_device)
+        self._index = 0
+        self._without_holder: int | None = None
+
+    def put(self, masks: list[bytes]) -> torch.Tensor:
+        """Upload masks as [M, ceil(vocab / 32)] int32.
+
+        The next `put` overwrites the tensor, in order after all readers. Raise ValueError for a wrong mask length or
+        too many masks.
+        """
+        size = 4 * self._num_words
+        if len(masks) > self._max_masks or any(len(mask) != size for mask in masks):
+            raise ValueError(
+                f"got {len(masks)} masks of {sorted({len(mask) for mask in masks})} bytes; at most {self._max_masks} "
+                f"masks of {size} bytes are allowed"
+            )
+        self._index = index = (self._index + 1) % len(self._ring)
+        holder = self._holders[index]
+        if holder is not None:
+            holder.wait()
+            self._holders[index] = None
+        rounded = min(self._max_masks, 1 << (len(masks) - 1).bit_length())
+        buffer = self._ring[index]
+        if buffer is None or len(buffer) < len(masks):
+            buffer = self._ring[index] = self._device.pinned((rounded, self._num_words), torch.int32)
+        host = buffer[: len(masks)]
+        host.numpy()[:] = np.frombuffer(b"".join(masks), dtype="<i4").reshape(len(masks), self._num_words)
+        if len(self._on_device) < len(masks):
+            self._on_device = self._on_device.new_empty((rounded, self._num_words))
+        target = self._on_device[: len(masks)]
+        self._device.upload(host, target)
+        self._without_holder = index
+        return target
+
+    def hold(self, step: Waitable) -> None:
+        """Mark the buffer of the last `put` as in use until this step has completed."""
+        if self._without_holder is not None:
+            self._holders[self._without_holder] = step
+            self._without_holder = None

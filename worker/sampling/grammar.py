@@ -1,7 +1,7 @@
-"""Grammars by llguidance: compiled in threads, kept for the next request, and the masks of what they allow.
+"""Grammars compiled by llguidance: compilation in threads, a cache, and the masks of permitted tokens.
 
-A mask is computed on the byte strings of the model's own tokenizer. Ids that the model has and its tokenizer lacks are
-never allowed; end ids are, where the text may end.
+Masks are computed on the byte strings of the model's tokenizer. Ids that the tokenizer does not have are never
+permitted; end-of-sequence ids are permitted where the text may end.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from worker.sampling.deep_threads import DeepThreads
 from worker.stats import Counters
 
 COMPILE_SECONDS = 10.0
-"""What takes longer is given up."""
+"""Time limit of a compilation."""
 CACHE_BYTES = 64 << 20
-_BYTES_EACH = 1 << 17
+_BASE_BYTES = 1 << 17
 _BYTES_PER_CHARACTER = 112
-_BYTES_PER_FURTHER = 24
+_BYTES_PER_FURTHER_CHARACTER = 24
 _MANY_CHARACTERS = 20_000
-"""What a compiled grammar takes, as measured: its tables grow with its source, long lists of words less."""
+"""Measured size of a compiled grammar: its tables grow with its source, but more slowly for long word lists."""
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""The library's own, but for the states of a lexer, of which a text makes more and more: each takes 1 to 2 KB."""
+"""llguidance's defaults, except for the lexer states: a text creates ever more of them, and each takes 1 to 2 KB."""
 _SLOW_SECONDS = 0.05
 _MAX_SLOW = 4
-"""A text whose masks take so long so often ends: the library bounds much, but not the work of an ambiguous grammar,
-which grows with the cube of the text, and everybody's step waits for it."""
+"""Number of slow masks after which a text is ended. llguidance does not bound the work of an ambiguous grammar, which
+grows with the cube of the text length, and all requests of the step wait for it."""
 _NUM_WATCHED = 8
-"""Steps whose masks are timed one by one after a slow one."""
+"""Number of steps after a slow one in which masks are timed one by one."""
 _MAX_REASON = 300
 _NO_TOKEN = "<|pelton: end of text|>"
 _MAX_MASK_THREADS = 8
 _MANY_MASKS = 4
-"""Fewer are not worth waking other threads for: most take some 10 us."""
+"""Minimum number of masks to compute in parallel: most take about 10 us, less than waking a thread."""
 
 log = get_logger("worker.sampling")
 
 
 class Matcher:
-    """One text's place in a grammar; a GrammarState."""
+    """Position of one text in a grammar; implements GrammarState."""
 
     __slots__ = ("_num_slow", "matcher")
 
@@ -60,54 +60,59 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text follows the grammar, and nothing may come any more."""
+        """True if the text matches the grammar and cannot be continued."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def error(self) -> str:
-        """Why the grammar can no longer be followed, or nothing."""
+        """Reason why the grammar cannot be followed any more; empty if it can."""
         if self.is_too_slow:
-            return "its masks take too long: it is too ambiguous for a text of this length"
+            return "computing its masks takes too long, because it is too ambiguous for a text of this length"
         return _reason(self.matcher) if self.matcher.is_error() else ""
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it took too long too often."""
+        """True if too many masks were slow."""
         return self._num_slow >= _MAX_SLOW
 
     def consume(self, token_id: int) -> bool:
-        """Takes the text's next token; False where the grammar does not allow it."""
+        """Append a token to the text. Return False if the grammar does not permit it."""
         begin = time.thread_time()
-        taken = self.matcher.consume_token(token_id)
-        self._took(time.thread_time() - begin)
-        return taken
+        accepted = self.matcher.consume_token(token_id)
+        self._record_time(time.thread_time() - begin)
+        return accepted
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come next, one after the other. Takes none."""
+        """Return how many of these tokens, in order, may follow. The text does not change."""
         begin = time.thread_time()
         count = int(self.matcher.validate_tokens(list(token_ids)))
-        self._took((time.thread_time() - begin) / max(len(token_ids), 1))
+        self._record_time((time.thread_time() - begin) / max(len(token_ids), 1))
         return count
 
     def fill(self, rows: Words, ahead: Sequence[int] = ()) -> None:
-        """Writes the mask of the tokenizer's ids to the first of [1 + len(ahead), words] rows; to the others, those
-        after each of the tokens `ahead`, which it allows."""
+        """Write the masks of the tokenizer's ids.
+
+        Args:
+            rows: [1 + len(ahead), words]; the first row receives the mask of the next token, the others the masks after
+                each of the tokens `ahead`.
+            ahead: Draft tokens that the grammar permits.
+        """
         begin = time.thread_time()
         if ahead:
-            rows[:] = 0  # what comes after the text's end is not written
+            rows[:] = 0  # masks after the end of the text are not written
             fill = self.matcher.unsafe_compute_mask_ptr_with_draft_token  # type: ignore[attr-defined]  # not in its stub
             fill(rows.ctypes.data, rows[0].nbytes, list(ahead))
         else:
             self.matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows[0].nbytes)
-        # By the mask: a text must not end because several of its tokens were looked at together.
-        self._took((time.thread_time() - begin) / (1 + len(ahead)))
+        # Per mask, so that texts with drafts are not ended earlier.
+        self._record_time((time.thread_time() - begin) / (1 + len(ahead)))
 
-    def _took(self, seconds: float) -> None:
+    def _record_time(self, seconds: float) -> None:
         self._num_slow += seconds > _SLOW_SECONDS
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance wants it, made when it is first needed: that takes tenths of a second."""
+    """The tokenizer in llguidance's format, created on first use because that takes tenths of a second."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer_json = tokenizer_json
@@ -121,20 +126,20 @@ class _Vocabulary:
         self.ends: Words = np.zeros(0, dtype=np.uint32)
 
     @property
-    def is_made(self) -> bool:
-        """Whether `tokenizer` returns, or raises, at once."""
+    def is_created(self) -> bool:
+        """True if `tokenizer` returns or raises immediately."""
         return self._tokenizer is not None or self._failure is not None
 
     def tokenizer(self) -> LLTokenizer:
-        """Raises InvalidRequestError where this model's tokenizer is of a kind that has no byte strings."""
+        """Return the tokenizer. Raise InvalidRequestError if tokens of this kind of tokenizer have no byte strings."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._tokenizer is None:
-                self._tokenizer = self._make()
+                self._tokenizer = self._create()
             return self._tokenizer
 
-    def _make(self) -> LLTokenizer:
+    def _create(self) -> LLTokenizer:
         begin = time.monotonic()
         source, ends = self._tokenizer_json.decode(), [i for i in self._eos_token_ids if i < self._vocab_size]
         absent: list[int] = []
@@ -146,7 +151,7 @@ class _Vocabulary:
                 tokenizer = _tokenizer(source, num_ids, ends)
         except ValueError as error:
             log.warning("tokenizer_without_grammars", reason=str(error)[:200])
-            self._failure = InvalidRequestError(f"this model's tokenizer cannot follow grammars: {str(error)[:200]}")
+            self._failure = InvalidRequestError(f"this model's tokenizer does not support grammars: {str(error)[:200]}")
             raise self._failure from None
         self.ends = _bits(ends, tokenizer.vocab_size)
         self._within = _bits(sorted(set(range(self._vocab_size)).difference(absent)), self._vocab_size)
@@ -154,35 +159,39 @@ class _Vocabulary:
         return tokenizer
 
     def _fit(self, source: str, ends: list[int]) -> tuple[str, list[int], list[int], int]:
-        """A tokenizer with other ids than the model's: its source, the ends that it has, ids that stand for no token,
-        and the number of ids."""
+        """Adapt a tokenizer whose ids differ from the model's.
+
+        Return its source, its end ids, ids that are not tokens, and the number of ids.
+        """
         known = Tokenizer.from_str(source)
         ids = set(known.get_vocab().values())
         ends = [token_id for token_id in ends if token_id in ids]
         absent: list[int] = []
         if not ends:
-            # The library wants one: where nothing ends a text, a token that no model has stands for its end.
+            # llguidance requires an end token; add one that no model produces.
             known.add_special_tokens([_NO_TOKEN])
             source, absent = known.to_str(), [known.get_vocab()[_NO_TOKEN]]
         return source, ends or absent, absent, max([self._vocab_size - 1, *ids, *absent]) + 1
 
     def cut(self, wide: Words, masks: Words) -> Flags:
-        """From masks over the tokenizer's ids to those over the model's; whether each text may end."""
+        """Convert masks over the tokenizer's ids to the model's ids. Return whether each text may end."""
         np.bitwise_and(wide[:, : self._num_words], self._within, out=masks)
         may_end: Flags = np.logical_or.reduce(wide & self.ends, axis=1)
         return may_end
 
 
 class LLGrammars:
-    """The grammars of one worker; a constraint.Grammars. Its methods are for the engine's thread.
+    """Grammars of one worker; implements constraint.Grammars. The methods must be called from the engine's thread.
 
     Args:
-        tokenizer_json: of the model's text bundle.
-        vocab_size: ids that the model has.
-        eos_token_ids: ids that end a text.
-        counters: raised here.
-        on_compiled: called from another thread each time one has been compiled.
-        num_threads: for the masks of a step.
+        tokenizer_json: Tokenizer of the model's text bundle.
+        vocab_size: Number of ids of the model.
+        eos_token_ids: Ids that end a text.
+        counters: Counters to increment.
+        on_compiled: Called from another thread after each compilation.
+        num_threads: Number of threads that compute the masks of a step.
+        cache_bytes: Maximum size of the cache.
+        compile_seconds: Time limit of a compilation.
     """
 
     def __init__(
@@ -210,37 +219,39 @@ class LLGrammars:
         self._compilations: dict[str, _Compilation] = {}
 
     def warm_up(self) -> bool:
-        """In idle time: makes what the first grammar would wait for. False where nothing is left to do."""
-        if self._vocabulary.is_made:
+        """Create the tokenizer while the worker is idle. Return False if nothing is left to do."""
+        if self._vocabulary.is_created:
             return False
         try:
             self._vocabulary.tokenizer()
         except PeltonError:
-            return False  # who asks for a grammar will hear of it
+            return False  # requests with a grammar report it
         return True
 
-    def prepare(self, source: str) -> _Waiting:
-        """Begins to compile a grammar, or finds it compiled. Raises UnavailableError where threads are stuck."""
-        for forsaken in [one for one in self._compilations.values() if one.num_waiting == 0]:
-            self.settle(forsaken)
+    def prepare(self, source: str) -> _PendingGrammar:
+        """Start to compile a grammar, or find it in the cache. Raise UnavailableError if too many threads are stuck."""
+        for unused in [item for item in self._compilations.values() if item.num_waiters == 0]:
+            self.finish(unused)
         compiled = self._cache.get(source)
         if compiled is not None:
             self._counters.grammar_cache_hits_total += 1
-            return _Waiting(self, source, None, compiled)
+            return _PendingGrammar(self, None, compiled)
         compilation = self._compilations.get(source)
         if compilation is None:
             compilation = _Compilation(source, self._vocabulary.tokenizer)
             compilation.future = self._threads.submit(compilation.run)
             compilation.future.add_done_callback(lambda _: self._on_compiled())
             self._compilations[source] = compilation
-        compilation.num_waiting += 1
-        return _Waiting(self, source, compilation, None)
+        compilation.num_waiters += 1
+        return _PendingGrammar(self, compilation, None)
 
     def fill(self, states: Sequence[GrammarState], masks: Words, ahead: Sequence[Sequence[int]] = ()) -> Flags:
-        """Writes what each state allows to its row of [n, ceil(vocab / 32)] masks; [n], whether the text may end.
+        """Write the mask of each state. Return [n] flags: whether the text may end.
 
         Args:
-            ahead: for each state the tokens, allowed by it, after each of which it has one more row; none: no tokens.
+            states: States of the texts.
+            masks: [n, ceil(vocab / 32)] output, with one row per state and per token ahead.
+            ahead: For each state, permitted draft tokens; one more mask is written after each. Empty if there are none.
         """
         matchers = [state for state in states if isinstance(state, Matcher)]
         ahead = ahead or [()] * len(matchers)
@@ -270,34 +281,34 @@ class LLGrammars:
         drafted = [
             (matcher.matcher, at, list(tokens)) for matcher, at, tokens in zip(matchers, starts, ahead) if tokens
         ]
-        # The library refuses drafts that are none.
-        alone = [(matcher.matcher, at) for matcher, at, tokens in zip(matchers, starts, ahead) if not tokens]
-        place = wide.ctypes.data, 4 * wide.shape[1], len(wide)
+        # llguidance rejects empty drafts.
+        without_drafts = [(matcher.matcher, at) for matcher, at, tokens in zip(matchers, starts, ahead) if not tokens]
+        output = wide.ctypes.data, 4 * wide.shape[1], len(wide)
         if drafted:
             wide[:] = 0  # what comes after a text's end is not written
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
-        if alone:
-            self._executor.unsafe_compute_mask_ptr(alone, *place)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *output)
+        if without_drafts:
+            self._executor.unsafe_compute_mask_ptr(without_drafts, *output)
         if time.perf_counter() - begin > _SLOW_SECONDS:
             self._num_watched = _NUM_WATCHED
 
-    def settle(self, compilation: _Compilation) -> bool:
-        """Whether a compilation is over, well or not; the first time its outcome is kept."""
-        if compilation.settled:
+    def finish(self, compilation: _Compilation) -> bool:
+        """Return True if a compilation has ended, and record its outcome the first time."""
+        if compilation.finished:
             return True
         future = compilation.future
         if future is None or not future.done():
-            began = compilation.began
-            if future is None or began is None or time.monotonic() - began < self._compile_seconds:
+            started = compilation.started
+            if future is None or started is None or time.monotonic() - started < self._compile_seconds:
                 return False
-            self._threads.write_off(future)
+            self._threads.abandon(future)
             compilation.failure = InvalidRequestError(
-                f"the grammar is not compiled after {self._compile_seconds:g} s: it is too complex",
+                f"compiling the grammar takes more than {self._compile_seconds:g} s: it is too complex; simplify it",
                 code="invalid_grammar",
             )
         elif not future.cancelled():
-            compilation.take(future)
-        compilation.settled = True
+            compilation.set_outcome(future)
+        compilation.finished = True
         self._forget(compilation)
         self._counters.grammar_compilations_total += 1
         self._counters.grammar_compile_seconds_total += compilation.seconds
@@ -305,16 +316,16 @@ class LLGrammars:
             self._cache.put(compilation.source, compilation.compiled)
         return True
 
-    def abandon(self, compilation: _Compilation) -> None:
-        """One that waited for it has ended."""
-        compilation.num_waiting -= 1
+    def release(self, compilation: _Compilation) -> None:
+        """Remove one waiting request, and cancel the compilation if it was the last and compilation has not started."""
+        compilation.num_waiters -= 1
         future = compilation.future
-        # One that has begun goes on, within its time; `prepare` looks after it.
-        if compilation.num_waiting == 0 and not compilation.settled and future is not None and future.cancel():
+        # A running compilation continues within its time limit; `prepare` records its outcome.
+        if compilation.num_waiters == 0 and not compilation.finished and future is not None and future.cancel():
             self._forget(compilation)
 
     def close(self) -> None:
-        """Lets the threads end."""
+        """Make the threads exit."""
         self._threads.close()
 
     def _forget(self, compilation: _Compilation) -> None:
@@ -323,27 +334,27 @@ class LLGrammars:
 
 
 class _Compilation:
-    """One grammar on its way, for all that wait for it."""
+    """Compilation of one grammar, shared by all requests that wait for it."""
 
     def __init__(self, source: str, tokenizer: Callable[[], LLTokenizer]) -> None:
         self.source = source
-        self.num_waiting = 0
+        self.num_waiters = 0
         self.future: Future[LLMatcher] | None = None
-        self.began: float | None = None
+        self.started: float | None = None
         self.seconds = 0.0
-        self.settled = False
+        self.finished = False
         self.compiled: LLMatcher | None = None
         self.failure: PeltonError | None = None
         self._tokenizer = tokenizer
 
     def run(self) -> LLMatcher:
-        """In a thread. Raises InvalidRequestError."""
+        """Compile, in a thread. Raise InvalidRequestError if the grammar cannot be used."""
         tokenizer = self._tokenizer()
-        self.began = begin = time.monotonic()
+        self.started = begin = time.monotonic()
         try:
             matcher = LLMatcher(tokenizer, self.source, log_level=0, limits=_LIMITS)
             if not matcher.is_error():
-                # What goes wrong at the first token goes wrong now; and the first masks of its copies are quicker.
+                # Detects errors at the first token now, and makes the first masks of the copies faster.
                 matcher.compute_bitmask()
         except ValueError as error:
             raise InvalidRequestError(f"the grammar cannot be used: {error}", code="invalid_grammar") from None
@@ -353,8 +364,8 @@ class _Compilation:
             raise InvalidRequestError(f"the grammar cannot be used: {_reason(matcher)}", code="invalid_grammar")
         return matcher
 
-    def take(self, future: Future[LLMatcher]) -> None:
-        """What `run` returned or raised."""
+    def set_outcome(self, future: Future[LLMatcher]) -> None:
+        """Store the matcher or the error of a completed future."""
         error = future.exception()
         if error is None:
             self.compiled = future.result()
@@ -365,40 +376,37 @@ class _Compilation:
             self.failure = InvalidRequestError("the grammar cannot be used", code="invalid_grammar")
 
 
-class _Waiting:
-    """A PendingGrammar."""
+class _PendingGrammar:
+    """Grammar of one waiting request; implements constraint.PendingGrammar."""
 
-    def __init__(
-        self, grammars: LLGrammars, source: str, compilation: _Compilation | None, compiled: LLMatcher | None
-    ) -> None:
+    def __init__(self, grammars: LLGrammars, compilation: _Compilation | None, compiled: LLMatcher | None) -> None:
         self._grammars = grammars
-        self._source = source
         self._compilation = compilation
         self._compiled = compiled
 
     def poll(self) -> bool:
-        """Whether `open` would return, or raise, at once."""
-        return self._compilation is None or self._grammars.settle(self._compilation)
+        """Return True if `open` would return or raise immediately."""
+        return self._compilation is None or self._grammars.finish(self._compilation)
 
     def open(self) -> Matcher:
-        """A copy of what was compiled. Raises PeltonError."""
+        """Return a copy of the compiled grammar. Raise PeltonError if it could not be compiled."""
         compiled = self._compiled
         if self._compilation is not None:
             compiled = self._compilation.compiled
             if self._compilation.failure is not None:
                 raise self._compilation.failure
         if compiled is None:
-            raise RuntimeError("a grammar is opened that is not compiled")
+            raise RuntimeError("the grammar has not been compiled yet")
         return Matcher(compiled.deep_copy())
 
     def release(self) -> None:
-        """Nobody waits for it any longer."""
+        """Stop waiting for the grammar."""
         if self._compilation is not None:
-            self._grammars.abandon(self._compilation)
+            self._grammars.release(self._compilation)
 
 
 class _Cache:
-    """Compiled grammars by source, the least recently used forgotten where they take too many bytes."""
+    """LRU cache of compiled grammars by source, bounded by their estimated size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -423,13 +431,13 @@ class _Cache:
 
 def _cost(source: str) -> int:
     many = min(len(source), _MANY_CHARACTERS)
-    return _BYTES_EACH + _BYTES_PER_CHARACTER * many + _BYTES_PER_FURTHER * (len(source) - many)
+    return _BASE_BYTES + _BYTES_PER_CHARACTER * many + _BYTES_PER_FURTHER_CHARACTER * (len(source) - many)
 
 
 def _tokenizer(source: str, num_ids: int, ends: list[int]) -> LLTokenizer:
-    """Raises ValueError for a tokenizer that has no byte strings, or other ids."""
+    """Create a tokenizer. Raise ValueError if its tokens have no byte strings or its ids do not fit."""
     blanks, *strings = LLTokenizer.json_slices()
-    # Tokens of a slice are allowed together where all that it matches may come; these halve the cost of plain words.
+    # Tokens of a slice are permitted together if everything it matches is; these slices halve the cost of plain words.
     slices = [blanks, "[a-z ]{1,10}", "[a-zA-Z ]{1,10}", *strings]
     return LLTokenizer(source, n_vocab=num_ids, eos_token=ends, slices=slices)
 
@@ -442,10 +450,10 @@ def _bits(token_ids: Sequence[int], num_ids: int) -> Words:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Of an error, the sentences; not the excerpts, the backtrace and the parser's state that follow."""
+    """Return the message of an error without the excerpts, backtrace and parser state that follow it."""
     text = matcher.get_error()
     for mark in ("\n<backtrace>", "\n<non-verbose/>", "\n<state>"):
         text = text.partition(mark)[0]
     if text.startswith("panic"):
-        return "it is too large or too complex"
+        return "it is too large or too complex; simplify it"
     return " ".join(text.split())[:_MAX_REASON]

@@ -1,7 +1,7 @@
-"""What each row asks of the sampler: its words in the rows' state, and what the host must know of them.
+"""Sampling parameters of the rows: words in the device state, and the features that the host must know.
 
-The words travel to the device with the plan that brings the row (worker/executor/step_packer.py); the sampling ops
-read them there by row.
+The words are uploaded with the plan that adds the row (worker/executor/step_packer.py). The sampling ops read them by
+row.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ from kernels.ops.step_inputs.inputs import (
 from shared.sampling_params import SamplingParams
 from worker.plan import NewRow
 from worker.sampling.penalties import PenaltyTables
-from worker.sampling.rng import seed_words
 from worker.sampling.row_lists import Change, RowLists, Words
 from worker.sampling.sampled_rows import LISTED, Integers, Listed, Needs, SampledRows, Upload
 
 
 class SamplingParameters:
-    """The sampling state of the rows: how to read and write what `buffers` hold of it, and what the host must know."""
+    """Sampling parameters of all rows in the state of `buffers`, and their features on the host."""
 
     def __init__(self, buffers: StepBuffers, vocab_size: int) -> None:
         self._layout = layout = buffers.layout
@@ -65,13 +64,13 @@ class SamplingParameters:
         num_sampled = layout.max_sampled or num_rows
         self._own_rows = torch.arange(num_sampled, dtype=torch.int32, device=state.device)
         self._own_index = torch.arange(num_sampled, device=state.device)
-        # On the CPU rows are gathered by numpy: six calls of torch would take a tenth of a small step.
+        # On the CPU numpy gathers the rows: six torch calls would take a tenth of a small step.
         self._host_words = self._words.numpy() if state.device.type == "cpu" else None
-        nothing = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
-        self._greedy_inputs = _gathered(nothing, torch.zeros(0, dtype=torch.int64), False, False)
+        no_words = np.zeros((0, SAMPLING_WORDS), dtype=np.int32)
+        self._greedy_inputs = _gather(no_words, torch.zeros(0, dtype=torch.int64), False, False)
 
     def enter(self, new: NewRow) -> list[Change]:
-        """A request enters a row: what is to be written there. Its tokens are counted where it has penalties."""
+        """Register a new request in its row and return the changes of the state."""
         sampling, row = new.sampling, new.row
         needs, changes = self.lists.enter(new)
         features = _features(sampling)
@@ -85,19 +84,19 @@ class SamplingParameters:
             needs |= Needs.LOGPROBS
         if sampling.uses_penalties:
             needs |= Needs.PENALTY
-            self.penalties.take(row)
+            self.penalties.allocate(row)
         else:
-            self.penalties.give_back(row)
+            self.penalties.free(row)
         self.num_logprobs[row] = sampling.logprobs or 0
         self._features[row] = features
         self.needs[row] = needs
-        words = _words_of(sampling, new.choice, new.mu)
+        words = _row_words(sampling, new.choice, new.mu)
         return [(self._layout.sampling.at + row * SAMPLING_WORDS, words), *changes]
 
     def list_needs(
         self, rows: Integers, device_rows: torch.Tensor, positions: torch.Tensor, lengths: Integers, upload: Upload
     ) -> SampledRows:
-        """What the sampler must know of the rows of a step; the attributes of SampledRows explain the arguments."""
+        """Describe the rows of a step for the sampler. The arguments are attributes of SampledRows."""
         row_needs = self.needs[rows]
         needs = Needs(int(np.bitwise_or.reduce(row_needs)) if len(rows) else 0)
         wanted = [need for need in LISTED if needs & need]
@@ -107,7 +106,7 @@ class SamplingParameters:
             which = [np.flatnonzero(row_needs & need) for need in wanted]
             if needs & Needs.PENALTY:
                 which.append(self.penalties.slots(rows[which[wanted.index(Needs.PENALTY)]]))
-            # One list takes less of the host than seven.
+            # One upload costs less host time than seven.
             indices = upload(np.concatenate(which)).split([len(one) for one in which])
             listed = {need: Listed(index, rows[one], one) for need, index, one in zip(wanted, indices, which)}
             if needs & Needs.PENALTY:
@@ -126,19 +125,19 @@ class SamplingParameters:
         )
 
     def words(self, sampled: SampledRows, listed: Listed) -> torch.Tensor:
-        """[n, SAMPLING_WORDS] int32 of the listed rows."""
+        """Return the [n, SAMPLING_WORDS] int32 parameters of the listed rows."""
         if self._host_words is not None:
             return torch.from_numpy(self._host_words[listed.rows])
         return self._words.index_select(0, sampled.device_rows.index_select(0, listed.index))
 
     def penalty_inputs(self, sampled: SampledRows, penalized: Listed, slots: torch.Tensor) -> PenaltyInputs:
-        """Factors and counts of the rows with penalties."""
+        """Return the factors and counts of the rows with penalties."""
         factors = self.words(sampled, penalized).view(torch.float32)[:, REPETITION : REPETITION + 3]
         extra = sampled.proposed if sampled.verification is None else sampled.verification.extra
         return self.penalties.inputs(penalized.index, slots, factors.t().contiguous(), extra)
 
     def extend_inputs(self, sampled: SampledRows, listed: Listed) -> ExtendInputs:
-        """The rarer filters of the listed rows."""
+        """Return the extended filters of the listed rows."""
         mask_rows = None
         if sampled.mask is not None:
             mask_rows = listed.index
@@ -154,13 +153,13 @@ class SamplingParameters:
         )
 
     def store_mu(self, rows: torch.Tensor, mu: torch.Tensor) -> None:
-        """What mirostat aims at from now on, [E] float32, in [E] int64 rows of the state."""
+        """Store mirostat's next targets, [E] float32, in [E] int64 rows of the state."""
         self._floats[:, MIROSTAT_MU].index_copy_(0, rows, mu)
 
     def sampling_inputs(self, sampled: SampledRows) -> SamplingInputs:
-        """What the sampling op reads: one entry for each of the S on the CPU, the tables and their rows elsewhere.
+        """Return the inputs of the sampling op: one entry per token on the CPU, the tables and row indices on a GPU.
 
-        Rows that `extend` has filtered have a temperature of 1 and no filters left.
+        Rows that `extend` has filtered get temperature 1 and no further filters.
         """
         random, filtered = bool(sampled.needs & Needs.NOISE), bool(sampled.needs & Needs.FILTER)
         extended = sampled.listed.get(Needs.EXTENDED)
@@ -168,8 +167,8 @@ class SamplingParameters:
             if random:
                 host_words = self._host_words[sampled.rows]
                 if extended is not None:
-                    _set_host_plain(host_words, extended.host_index)
-                inputs = _gathered(host_words, sampled.positions, random, filtered)
+                    _disable_filters_on_host(host_words, extended.host_index)
+                inputs = _gather(host_words, sampled.positions, random, filtered)
             else:
                 inputs = self._greedy(len(sampled.rows))
             if sampled.mask is not None:
@@ -178,12 +177,12 @@ class SamplingParameters:
         words, floats, top_p, rows = self._words, self._floats, self._top_p, sampled.device_rows
         if extended is not None:
             words = words.index_select(0, rows)
-            _set_plain(words, extended.index)
+            _disable_filters(words, extended.index)
             floats, top_p = words.view(torch.float32), words.view(torch.float64)[:, TOP_P // 2]
             rows = self._own_rows[: len(rows)]
         mask_rows = sampled.mask_rows
         if sampled.mask is not None and mask_rows is None:
-            mask_rows = self._own_index[: len(rows)]  # kernels are compiled for masks by index
+            mask_rows = self._own_index[: len(rows)]  # the kernels always read masks by index
         return SamplingInputs(
             temperature=floats[:, TEMPERATURE],
             top_k=words[:, TOP_K],
@@ -200,16 +199,16 @@ class SamplingParameters:
         )
 
     def _greedy(self, num_sampled: int) -> SamplingInputs:
-        """Of rows without noise, which look at nothing but their temperature; those of the last step are kept."""
+        """Return inputs of rows without noise, of which only the temperature is read. The last ones are cached."""
         if len(self._greedy_inputs.temperature) != num_sampled:
             words = np.zeros((num_sampled, SAMPLING_WORDS), dtype=np.int32)
-            self._greedy_inputs = _gathered(words, torch.zeros(num_sampled, dtype=torch.int64), False, False)
+            self._greedy_inputs = _gather(words, torch.zeros(num_sampled, dtype=torch.int64), False, False)
         return self._greedy_inputs
 
 
 def _features(sampling: SamplingParams) -> Feature:
-    found = Feature(0)
-    for wanted, feature in (
+    features = Feature(0)
+    for used, feature in (
         (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0, Feature.TOP),
         (sampling.typical_p < 1.0, Feature.TYPICAL),
         (sampling.top_n_sigma > 0.0, Feature.SIGMA),
@@ -217,13 +216,18 @@ def _features(sampling: SamplingParams) -> Feature:
         (sampling.mirostat > 0, Feature.MIROSTAT),
         (sampling.xtc_probability > 0.0, Feature.XTC),
     ):
-        if wanted:
-            found |= feature
-    return found
+        if used:
+            features |= feature
+    return features
 
 
-def _words_of(sampling: SamplingParams, choice: int, mu: float | None) -> Words:
-    """[SAMPLING_WORDS] int32 of a new row."""
+def seed_words(seed: int) -> tuple[int, int]:
+    """Return the Philox key: low and high 32 bits of a signed 64-bit seed (docs/randomness.md)."""
+    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+
+
+def _row_words(sampling: SamplingParams, choice: int, mu: float | None) -> Words:
+    """Return the [SAMPLING_WORDS] int32 parameters of a new row."""
     words = np.zeros(SAMPLING_WORDS, dtype=np.int32)
     floats = words.view(np.float32)
     floats[TEMPERATURE] = 0.0 if sampling.greedy else sampling.temperature
@@ -240,7 +244,7 @@ def _words_of(sampling: SamplingParams, choice: int, mu: float | None) -> Words:
     floats[DYNATEMP_RANGE] = sampling.dynatemp_range
     floats[DYNATEMP_EXPONENT] = sampling.dynatemp_exponent
     floats[LOG_XTC_THRESHOLD] = math.log(sampling.xtc_threshold) if sampling.xtc_threshold > 0 else NO_CUT
-    # The coin is a whole number w below 2**24, and (w + 0.5) / 2**24 is less than the probability where w < this.
+    # The coin is an integer w < 2**24; (w + 0.5) / 2**24 is less than the probability if w is less than this value.
     words[XTC_COIN] = math.ceil(sampling.xtc_probability * 2**24 - 0.5)
     words[MIROSTAT] = sampling.mirostat
     floats[MIROSTAT_TAU] = sampling.mirostat_tau
@@ -253,16 +257,16 @@ def _words_of(sampling: SamplingParams, choice: int, mu: float | None) -> Words:
     return words
 
 
-def _set_plain(words: torch.Tensor, rows: torch.Tensor) -> None:
-    """Temperature 1 and no filters for some of [S, SAMPLING_WORDS] int32 words; rows: [n] int64."""
+def _disable_filters(words: torch.Tensor, rows: torch.Tensor) -> None:
+    """Set temperature 1 and no filters in the [n] int64 `rows` of [S, SAMPLING_WORDS] int32 words."""
     words.view(torch.float32)[:, TEMPERATURE].index_fill_(0, rows, 1.0)
     words.view(torch.float32)[:, LOG_MIN_P].index_fill_(0, rows, NO_CUT)
     words[:, TOP_K].index_fill_(0, rows, 0)
     words.view(torch.float64)[:, TOP_P // 2].index_fill_(0, rows, 1.0)
 
 
-def _set_host_plain(words: Words, rows: Integers) -> None:
-    """The same on the host."""
+def _disable_filters_on_host(words: Words, rows: Integers) -> None:
+    """Set temperature 1 and no filters in some rows of host words."""
     floats = words.view(np.float32)
     floats[rows, TEMPERATURE] = 1.0
     floats[rows, LOG_MIN_P] = NO_CUT
@@ -270,8 +274,8 @@ def _set_host_plain(words: Words, rows: Integers) -> None:
     words.view(np.float64)[rows, TOP_P // 2] = 1.0
 
 
-def _gathered(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:
-    """words: [S, SAMPLING_WORDS]."""
+def _gather(words: Words, positions: torch.Tensor, random: bool, filtered: bool) -> SamplingInputs:
+    """Convert [S, SAMPLING_WORDS] host words to one entry per token."""
     floats = words.view(np.float32)
     integers = words[:, : TOP_P + 2].astype(np.int64)
     key = words.view(np.uint32)[:, KEY : KEY + 2].T.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Token counts of the requests that have penalties; rows without penalties cost no memory."""
+"""Token counts of requests with penalties. Rows without penalties use no memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FIRST_SLOTS = 4
 
 
 class PenaltyTables:
-    """One slot of counts for each row with penalties; the tables grow by doubling.
+    """Tables with one slot of counts per row with penalties. They grow by doubling.
 
     Attributes:
-        output_counts: [slots, vocab] int32, occurrences in the output.
+        output_counts: [slots, vocab] int32 occurrences in the output.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -26,22 +26,22 @@ class PenaltyTables:
         self.output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
-    def take(self, row: int) -> None:
-        """Gives a row a slot, where it has none; `count` fills it."""
+    def allocate(self, row: int) -> None:
+        """Allocate a slot for the row if it has none. `count` initializes it."""
         if self._slot_of_row[row] < 0:
             if not self._free:
                 self._grow()
             self._slot_of_row[row] = self._free.pop()
 
-    def give_back(self, row: int) -> None:
-        """Frees the row's slot, where it has one."""
+    def free(self, row: int) -> None:
+        """Free the row's slot if it has one."""
         slot = int(self._slot_of_row[row])
         if slot >= 0:
             self._free.append(slot)
             self._slot_of_row[row] = -1
 
     def count(self, row: int, token_ids: torch.Tensor, num_prompt_tokens: int) -> None:
-        """Counts the [n] token ids of a request in the row's slot: its prompt, and what it generated before."""
+        """Initialize the row's slot with the [n] token ids of a request: its prompt and earlier output."""
         slot = int(self._slot_of_row[row])
         ids = token_ids.long()
         prompt, output = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
@@ -50,15 +50,21 @@ class PenaltyTables:
         self.output_counts[slot].zero_().index_add_(0, output, ones)
 
     def slots(self, rows: Integers) -> Integers:
-        """[P] int64 slots of rows that all have one."""
+        """Return the [P] int64 slots of rows that all have one."""
         slots: Integers = self._slot_of_row[rows]
         return slots
 
     def inputs(
         self, indices: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor, extra: torch.Tensor | None = None
     ) -> PenaltyInputs:
-        """Of the rows `indices` of the logits; factors [3, P]: repetition, presence, frequency; extra [P, E]: drafts
-        that count too."""
+        """Return the inputs of the penalty op.
+
+        Args:
+            indices: [P] rows of the logits.
+            slots: [P] slots of these rows.
+            factors: [3, P] repetition, presence and frequency.
+            extra: [P, E] drafts to count in addition; -1 for none.
+        """
         repetition, presence, frequency = factors.unbind(0)
         return PenaltyInputs(
             rows=indices,
@@ -72,7 +78,7 @@ class PenaltyTables:
         )
 
     def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Counts one sampled token in each slot; ids below 0 count as 0, their requests have failed."""
+        """Count one sampled token in each slot. The negative ids of failed requests count as 0."""
         if self._device.type == "cpu":
             np.add.at(self.output_counts.numpy(), (slots.numpy(), token_ids.clamp(min=0).numpy()), 1)
             return
@@ -80,9 +86,8 @@ class PenaltyTables:
         self.output_counts.index_put_((slots, token_ids.clamp(min=0)), ones, accumulate=True)
 
     def _grow(self) -> None:
-        old = self.output_counts.shape[0]
-        more = max(old, min(_FIRST_SLOTS, len(self._slot_of_row)))
-        more = min(more, len(self._slot_of_row) - old)
-        self.output_counts = torch.cat((self.output_counts, self.output_counts.new_zeros(more, self._vocab_size)))
-        self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(more, self._vocab_size)))
-        self._free.extend(range(old, old + more))
+        old, num_rows = self.output_counts.shape[0], len(self._slot_of_row)
+        added = min(max(old, _FIRST_SLOTS), num_rows - old)
+        self.output_counts = torch.cat((self.output_counts, self.output_counts.new_zeros(added, self._vocab_size)))
+        self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(added, self._vocab_size)))
+        self._free.extend(range(old, old + added))

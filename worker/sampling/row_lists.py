@@ -1,4 +1,4 @@
-"""What a row's request says of single tokens: biases, ids that may not come yet, bad words, allowed ids, breakers."""
+"""Per-row token lists: logit biases, ids masked for some time, bad words, allowed ids, and DRY breakers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,22 @@ from kernels.ops.sampling.inputs import (
     BadWordsInputs,
     DryInputs,
 )
-from kernels.ops.step_inputs.inputs import (
-    ADJUSTMENT_WORDS,
-    BAD_WORD_WORDS,
-    Field,
-    StepBuffers,
-)
+from kernels.ops.step_inputs.inputs import ADJUSTMENT_WORDS, BAD_WORD_WORDS, Field, StepBuffers
 from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from worker.plan import NewRow
 from worker.sampling.sampled_rows import Integers, Listed, Needs, SampledRows
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 Change = tuple[int, Words]
-"""Words of the state, from one of its places on."""
+"""Index in the state, and words to write there."""
 
 MAX_ADJUSTMENTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
-"""Entries of a row: biases, stop ids, and the ids that end a text."""
+"""Maximum number of entries of a row: biases, stop ids, and end-of-sequence ids."""
 _FOREVER = 2**31 - 1
 
 
 class RowLists:
-    """How to read and write what `buffers` hold of it, and how much of it each row uses."""
+    """Token lists of all rows in the state of `buffers`, and the number of entries that each row uses."""
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._layout = layout = buffers.layout
@@ -53,7 +48,7 @@ class RowLists:
         self._breakers = layout.breakers.of(state)
 
     def enter(self, new: NewRow) -> tuple[Needs, list[Change]]:
-        """What a request needs of this, and what it writes to its row."""
+        """Return the features of a new request that use the lists, and the changes of its row."""
         sampling, row, layout = new.sampling, new.row, self._layout
         needs = Needs(0)
         changes = [self._enter_adjustments(new), self._enter_bad_words(new)]
@@ -79,12 +74,12 @@ class RowLists:
         return table.at + row * size, np.packbits(flags, bitorder="little").view(np.int32)
 
     def _enter_bad_words(self, new: NewRow) -> Change:
-        """Its tokens, then zeros over those that the request before left."""
-        words_of = new.sampling.bad_words
-        tokens = [(token_id, len(word) - index) for word in words_of for index, token_id in enumerate(word)]
+        """Return the row's bad words, padded with zeros over the remaining words of the previous request."""
+        bad_words = new.sampling.bad_words
+        tokens = [(token_id, len(word) - index) for word in bad_words for index, token_id in enumerate(word)]
         width = self._layout.max_bad_word_tokens
         if len(tokens) > width:
-            raise ValueError(f"a request has bad words of {len(tokens)} tokens; a row holds {width}")
+            raise ValueError(f"the bad_words of a request have {len(tokens)} tokens; a row holds at most {width}")
         before = int(self._num_bad_tokens[new.row])
         words = np.zeros((max(before, len(tokens)), BAD_WORD_WORDS), dtype=np.int32)
         if tokens:
@@ -93,19 +88,19 @@ class RowLists:
         return self._layout.bad_words.at + new.row * width * BAD_WORD_WORDS, words.reshape(-1)
 
     def _enter_adjustments(self, new: NewRow) -> Change:
-        """Its entries, then zeros over those that the request before left."""
+        """Return the row's adjustments, padded with zeros over the remaining entries of the previous request."""
         sampling, row = new.sampling, new.row
         entries = [(token_id, bias, _FOREVER) for token_id, bias in sampling.logit_bias.items()]
         min_end = new.num_prompt_tokens + sampling.min_tokens
         eos_end = _FOREVER if sampling.ignore_eos else min_end
         if eos_end > new.num_prompt_tokens:
-            # A stop id that also ends the text stays a stop id after min_tokens, whatever ignore_eos says.
+            # An end id that is also a stop id is masked only until min_tokens, even with ignore_eos.
             eos_ids = set(new.eos_token_ids).difference(sampling.stop_token_ids)
             entries += [(token_id, NO_CUT, eos_end) for token_id in sorted(eos_ids)]
         if sampling.min_tokens > 0:
             entries += [(token_id, NO_CUT, min_end) for token_id in sorted(set(sampling.stop_token_ids))]
         if len(entries) > MAX_ADJUSTMENTS:
-            raise ValueError(f"a request adjusts {len(entries)} logits; a row holds {MAX_ADJUSTMENTS}")
+            raise ValueError(f"a request adjusts {len(entries)} logits; a row holds at most {MAX_ADJUSTMENTS}")
         before = int(self._num_adjustments[row])
         words = np.zeros((max(before, len(entries)), ADJUSTMENT_WORDS), dtype=np.int32)
         if entries:
@@ -118,7 +113,7 @@ class RowLists:
         return self._layout.adjustments.at + row * width, words.reshape(-1)
 
     def adjust_inputs(self, sampled: SampledRows) -> AdjustInputs:
-        """What is added to single logits."""
+        """Return the additions to single logits."""
         width = int(self._num_adjustments[sampled.rows].max())
         entries = self._adjustments[:, :width]
         return AdjustInputs(
@@ -130,11 +125,11 @@ class RowLists:
         )
 
     def allowed_inputs(self, sampled: SampledRows, listed: Listed) -> AllowedInputs:
-        """The ids that rows allow."""
+        """Return the allowed ids of the listed rows."""
         return AllowedInputs(listed.index, sampled.rows_of(listed), self._allowed)
 
     def bad_words_inputs(self, sampled: SampledRows, listed: Listed) -> BadWordsInputs:
-        """The words that rows forbid."""
+        """Return the bad words of the listed rows."""
         return BadWordsInputs(
             rows=listed.index,
             table_rows=sampled.rows_of(listed),
@@ -145,7 +140,13 @@ class RowLists:
         )
 
     def dry_inputs(self, sampled: SampledRows, listed: Listed, words: torch.Tensor) -> DryInputs:
-        """Which repetitions rows avoid; words: [D, SAMPLING_WORDS] int32 of these rows."""
+        """Return the DRY inputs of the listed rows.
+
+        Args:
+            sampled: Rows of the step.
+            listed: Rows with DRY.
+            words: [D, SAMPLING_WORDS] int32 parameters of these rows.
+        """
         lengths, last_n = sampled.lengths[listed.host_index], self._last_n[listed.rows]
         return DryInputs(
             rows=listed.index,

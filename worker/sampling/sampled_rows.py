@@ -1,4 +1,4 @@
-"""The rows that a step samples, and what they ask of the sampler."""
+"""Description of the rows that a step samples and of the sampling features they use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Upload = Callable[[Integers], torch.Tensor]
-"""Takes [n] int64 numbers to the device with the step."""
+"""Function that uploads [n] int64 integers with the step."""
 
 
 class Needs(enum.IntFlag):
-    """What a row asks of the sampler beyond an argmax; kept on the host, so that a step looks without waiting."""
+    """Sampling features of a row beyond argmax, known on the host so that a step need not wait for the device."""
 
     NOISE = 1
     FILTER = 2
@@ -30,17 +30,17 @@ class Needs(enum.IntFlag):
 
 
 LISTED = (Needs.LOGPROBS, Needs.PENALTY, Needs.EXTENDED, Needs.DRY, Needs.ALLOWED, Needs.BAD_WORDS)
-"""Of these a step lists which rows have them."""
+"""Features for which a step lists the rows that use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Which of the S sampled rows have one of the needs, n in all.
+    """The n of S sampled rows that use a feature.
 
     Attributes:
-        index: [n] int64 on the device, among the S.
-        rows: [n] int64 on the host, the rows of the state.
-        host_index: index, on the host.
+        index: [n] int64 indices among the S rows, on the device.
+        rows: [n] int64 rows of the state, on the host.
+        host_index: Copy of `index` on the host.
     """
 
     index: torch.Tensor
@@ -50,18 +50,19 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Drafts that a step verifies. Its S sampled tokens are those of R requests, one after the other.
+    """Drafts that a step verifies. The S sampled tokens belong to R requests and are grouped by request.
 
     Attributes:
-        drafts: [S] int64 on the device, the draft for the position that is sampled; -1 for a request's last, which has
-            none.
-        cu_rows: [R + 1] int64 on the device, prefix sums of the sampled tokens per request.
-        extra: [P, E] int64 on the device, for the rows with PENALTY the drafts that come before what they sample, and
-            are to be counted too; -1: none. None where no row has penalties.
-        drafted: [S] int64 on the device, 1 for those whose request has drafts, else 0; None: all have.
-        probabilities: [D, vocab] float32 on the device, distributions that drafts were drawn from; None: no draft has
-            one, or none is asked for.
-        probability_rows: [S] int64 on the device, the row of `probabilities` of each draft; below 0: none.
+        drafts: [S] int64 on the device, the draft for each sampled position; -1 for the last token of a request, which
+            has none.
+        cu_rows: [R + 1] int64 on the device, prefix sums of the number of sampled tokens per request.
+        extra: [P, E] int64 on the device, for rows with PENALTY the drafts before the sampled position, which count as
+            output; -1 for none. None if no row has penalties.
+        drafted: [S] int64 on the device, 1 for tokens of requests with drafts, else 0. None if all requests have
+            drafts.
+        probabilities: [D, vocab] float32 on the device, distributions the drafts were drawn from. None if there are
+            none or they are not needed.
+        probability_rows: [S] int64 on the device, row of `probabilities` of each draft; negative for none.
     """
 
     drafts: torch.Tensor
@@ -74,22 +75,25 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The tokens that a step samples, S in all: one of a row, or several where it verifies drafts.
+    """The S tokens that a step samples: one per row, or several for a row whose drafts are verified.
 
     Attributes:
-        rows: [S] int64 on the host; device_rows: [S] int32 on the device.
-        positions: [S] int64 on the device, index of the new token; lengths: the same on the host.
-        needs: of all rows together.
-        listed: which rows have each need that some row has.
-        num_top: [L] on the host, how many alternatives each of the rows with LOGPROBS reports.
-        slots: [P] int64 on the device, rows in the tables of counts of those with PENALTY.
-        mask: [M, ceil(vocab / 32)] int32 on the device, what grammars allow; see SamplingInputs. None: everything.
-        mask_rows: [S] on the device, the row of `mask` of each, below 0 where all tokens are allowed; None: its own
-            index.
-        verification: None where no row has drafts.
-        trial: what is sampled is a draft itself: it is not counted and not reported.
-        proposed: [P, E] int64 on the device, of a trial, for the rows with PENALTY the drafts sampled before it, which
-            are to be counted too; None: there are none.
+        rows: [S] int64 on the host.
+        device_rows: [S] int32 on the device.
+        positions: [S] int64 on the device, position of the new token.
+        lengths: [S] int64 on the host, the same positions.
+        needs: Features of all rows combined.
+        listed: The rows that use each listed feature; absent for features that no row uses.
+        num_top: [L] on the host, number of alternatives of each row with LOGPROBS.
+        slots: [P] int64 on the device, slots in the penalty tables of the rows with PENALTY.
+        mask: [M, ceil(vocab / 32)] int32 on the device, tokens that grammars permit; see SamplingInputs. None permits
+            all tokens.
+        mask_rows: [S] on the device, row of `mask` of each token, negative to permit all tokens. None if token i uses
+            row i.
+        verification: Drafts to verify; None if no row has drafts.
+        trial: True if the sampled tokens are drafts, which are neither counted nor reported.
+        proposed: [P, E] int64 on the device, in a trial the earlier drafts of the rows with PENALTY, which count as
+            output. None if there are none.
     """
 
     rows: Integers
@@ -107,11 +111,11 @@ class SampledRows:
     proposed: torch.Tensor | None = None
 
     def rows_of(self, listed: Listed) -> torch.Tensor:
-        """[n] int64 on the device, the rows of the state."""
+        """Return the [n] int64 rows of the state, on the device."""
         if self.device_rows.device.type == "cpu":
             return torch.from_numpy(listed.rows)
         return self.device_rows.index_select(0, listed.index).long()
 
     def positions_of(self, listed: Listed) -> torch.Tensor:
-        """[n] int64 on the device, index of the new token."""
+        """Return the [n] int64 positions of the new tokens, on the device."""
         return self.positions.index_select(0, listed.index)

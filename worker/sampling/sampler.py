@@ -1,9 +1,9 @@
-"""From logits to token ids, for a batch whose rows want different things, in one pass over tensors.
+"""Sampling of token ids from the logits of a batch, whose rows may have different parameters.
 
-Order, as users of vLLM and llama.cpp expect it: logit_bias and the masks of min_tokens and ignore_eos on the raw
+The order of operations is that of vLLM and llama.cpp: logit_bias and the masks of min_tokens and ignore_eos on the raw
 logits, allowed ids and bad words, the penalties, DRY, top_n_sigma, temperature, min_p, typical_p, top_k and top_p (or
-mirostat in their place), XTC, and the token with the largest sum of logit and noise. Nothing of a row's result depends
-on another row or on which row it is.
+mirostat instead), XTC, and finally the token with the largest sum of logit and noise. The result of a row depends
+neither on other rows nor on its index.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import torch
 
 from kernels.backends.reference import SamplingOps, SpeculativeOps
-from kernels.ops.logprobs.tensors import LogprobTensors
+from kernels.ops.logprobs.reference import LogprobTensors
 from kernels.ops.sampling.inputs import Feature
-from kernels.ops.speculative.inputs import DraftInputs
+from kernels.ops.speculative.reference import DraftInputs
 from worker.sampling.parameters import SamplingParameters
 from worker.sampling.sampled_rows import Listed, Needs, SampledRows
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step samples, on the device.
+    """Tokens sampled by a step, on the device.
 
     Attributes:
-        token_ids: [S] int64; below 0 where there is none: NOT_USABLE or NOTHING_LEFT of kernels/ops/sampling/inputs.py.
-        logprobs: of the rows that report them, in order; None where there are none.
-        mu: [E] float32, what mirostat aims at next in the rows with EXTENDED; None where none of them uses it.
+        token_ids: [S] int64; negative on failure: NOT_USABLE or NOTHING_LEFT of kernels/ops/sampling/inputs.py.
+        logprobs: Log-probabilities of the rows that report them, in order; None if no row does.
+        mu: [E] float32, mirostat's next target of the rows with EXTENDED; None if none of them uses mirostat.
     """
 
     token_ids: torch.Tensor
@@ -36,11 +36,13 @@ class SampledTokens:
 
 
 class Sampler:
-    """Stateless apart from the parameters that it reads, and the counts and aims that it moves on.
+    """Sampler of a worker. Its only state are the row parameters, whose penalty counts and mirostat targets it updates.
 
     Args:
-        speculative: for steps that verify drafts; None: there are none.
-        rejection: drafts are accepted by rejection sampling; else where what is sampled, as always, is equal.
+        parameters: Sampling parameters of the rows.
+        ops: Sampling kernels.
+        speculative: Kernels that verify drafts; None if there are no drafts.
+        rejection: True to accept drafts by rejection sampling, False to accept drafts equal to the sampled token.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Sampler:
         self._rejection = rejection
 
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
-        """Samples a token at each place and counts it for the penalties. Nothing is read on the host.
+        """Sample one token per row of logits and count it for the penalties. No value is read on the host.
 
         Args:
-            logits: [S, vocab] float32, raw; overwritten.
+            logits: [S, vocab] float32 raw logits; overwritten.
+            sampled: Rows to sample.
         """
         parameters, ops, listed = self._parameters, self._ops, sampled.listed
         reporting, penalized = None if sampled.trial else listed.get(Needs.LOGPROBS), listed.get(Needs.PENALTY)
@@ -89,7 +92,7 @@ class Sampler:
         return SampledTokens(token_ids, ops.logprobs(raw, reported, int(sampled.num_top.max())), mu)
 
     def _count(self, token_ids: torch.Tensor, sampled: SampledRows, penalized: Listed) -> None:
-        """For the penalties; of what verifies drafts, those tokens that come into the text."""
+        """Count the tokens for the penalties. If drafts are verified, count only the accepted tokens."""
         penalties, slots, verification = self._parameters.penalties, sampled.slots, sampled.verification
         if slots is None:
             return
@@ -98,18 +101,20 @@ class Sampler:
             penalties.add(slots, ids)
             return
         bounds = verification.cu_rows.to(torch.int32)
-        kept = self._speculative.verify(token_ids, verification.drafts, bounds).kept
-        self._speculative.add_kept(penalties.output_counts, slots, ids, kept.index_select(0, penalized.index))
+        accepted = self._speculative.verify(token_ids, verification.drafts, bounds).kept
+        self._speculative.add_kept(penalties.output_counts, slots, ids, accepted.index_select(0, penalized.index))
 
     def distributions(self, logits: torch.Tensor, sampled: SampledRows) -> torch.Tensor | None:
-        """[S, vocab] float32, what `sample` draws from where it makes no other changes to the logits, as of a draft;
-        None where nobody asks."""
+        """Return the [S, vocab] float32 distributions that `sample` draws from, for logits without further changes.
+
+        Return None if drafts are not accepted by rejection sampling.
+        """
         if not self._rejection or self._speculative is None:
             return None
         return self._speculative.probabilities(logits, self._parameters.sampling_inputs(sampled))
 
     def _draw(self, logits: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
-        """[S] tokens of finished logits."""
+        """Return [S] tokens sampled from the processed logits."""
         inputs, verification = self._parameters.sampling_inputs(sampled), sampled.verification
         if verification is None or not self._rejection or self._speculative is None:
             return self._ops.sample(logits, inputs)
@@ -117,7 +122,7 @@ class Sampler:
         drawn = self._speculative.reject(logits, inputs, drafts)
         if verification.drafted is None:
             return drawn
-        # Requests without drafts must not notice those of others.
+        # Requests without drafts must not be affected by the drafts of other requests.
         return torch.where(verification.drafted > 0, drawn, self._ops.sample(logits, inputs))
 
     def _extend_and_sample(
@@ -134,13 +139,13 @@ class Sampler:
         return token_ids, mu
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-        """Of [L] given ids under [L, vocab] float32 raw logits, and of the num_top likeliest."""
+        """Return log-probabilities of [L] ids and of the num_top likeliest under [L, vocab] float32 raw logits."""
         return self._ops.logprobs(logits, token_ids, num_top)
 
 
 def _rows_of(logits: torch.Tensor, listed: Listed) -> torch.Tensor:
-    """[n, vocab] of the listed rows of [S, vocab] logits, a copy."""
+    """Return an [n, vocab] copy of the listed rows of [S, vocab] logits."""
     if logits.device.type == "cpu":
-        # torch would copy even a single row in several threads, which takes longer to begin than the copying.
+        # torch copies even a single row with several threads, whose start takes longer than the copy.
         return torch.from_numpy(logits.numpy()[listed.host_index])
     return logits.index_select(0, listed.index)

@@ -151,7 +151,7 @@ class Worker:
         self.compiled = True
         self.grammars = FakeGrammars(VOCAB_SIZE, lambda source, num_polls: self.compiled)
         constraints = Constraints(self.grammars, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN_ID,))
-        self.scheduler = Scheduler(config, self.kv, self.counters, constraints=constraints)
+        self.scheduler = Scheduler(config, self.kv, self.counters, clock=time.time, constraints=constraints)
         self.facts = WorkerFacts(
             model_names=[MODEL, "alias"],
             max_model_len=MAX_MODEL_LEN,

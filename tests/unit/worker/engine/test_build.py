@@ -42,7 +42,7 @@ def test_settings_reach_the_scheduler() -> None:
         check=lambda: None,
         use_idle_time=lambda: False,
         draft_max_len=64,
-        alike_rows=32,
+        max_bitwise_identical_rows=32,
     )
     counters = Counters()
     engine = build_engine(settings, files, built, Transport("ipc:///unused", "00000000", counters), counters)
@@ -53,6 +53,6 @@ def test_settings_reach_the_scheduler() -> None:
     assert (engine.scheduler.kv.num_pages, engine.scheduler.kv.page_size) == (40, 4)
     assert not engine.scheduler.kv.enable_prefix_caching
     speculation = engine.scheduler._speculator._config
-    assert (speculation.draft_len, speculation.alike_rows, speculation.max_drafts) == (64, 32, 5)
+    assert (speculation.draft_len, speculation.max_bitwise_identical_rows, speculation.max_drafts) == (64, 32, 5)
     assert (speculation.look_up, speculation.rejection) == (False, True)
     assert (engine._facts.pooling, engine._facts.hidden_size) == ("mean", 24)

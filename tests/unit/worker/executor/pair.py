@@ -12,9 +12,8 @@ from kernels.ops.step_inputs.reference import ReferenceStepOps
 from shared.sampling_params import SamplingParams
 from tests.fakes.tiny_server import MAX_MODEL_LEN, tiny_spec, tiny_weights
 from worker.executor.device import CpuDevice
-from worker.executor.draft_model import DraftModel
+from worker.executor.draft_model import DraftModel, PlanRunner
 from worker.executor.model_runner import ModelRunner
-from worker.executor.plan_runner import PlanRunner
 from worker.executor.request_rows import RequestRows
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder

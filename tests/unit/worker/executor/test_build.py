@@ -192,7 +192,7 @@ def test_a_rank_that_cannot_load_is_reported_by_its_message(settings, tmp_path):
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(settings):
     for size in (3, 8):
-        with pytest.raises(ConfigurationError, match=rf"tensor-parallel-size is {size}.*over 1, 2, 4$"):
+        with pytest.raises(ConfigurationError, match=rf"tensor-parallel-size is {size}.*over 1, 2, 4; choose"):
             start(settings(tensor_parallel_size=size))
 
 
@@ -225,9 +225,8 @@ def test_cuda_where_there_is_none_is_refused(settings):
 def test_dtypes(settings, monkeypatch):
     cpu = torch.device("cpu")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        monkeypatch.setattr("kernels.common.cpu.bf16.supported", lambda native=native: native)
+        features = {"avx512bf16": native, "avx512bw": native}
+        monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda features=features: features)
         assert resolve.resolve_dtype(settings(dtype="auto"), cpu) is expected
         assert resolve.resolve_kv_dtype(settings(dtype="auto"), cpu, expected) is expected
         assert resolve.resolve_kv_dtype(settings(dtype="float32"), cpu, torch.float32) is torch.float32
@@ -257,7 +256,7 @@ def test_a_quantized_cache_holds_more_pages_and_serves(settings, kv_cache_dtype)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_deterministic_mode_is_not_promised_where_products_depend_on_the_batch(settings):
-    with pytest.raises(ConfigurationError, match="deterministic on the CPU needs dtype bfloat16"):
+    with pytest.raises(ConfigurationError, match="deterministic on the CPU needs --dtype bfloat16"):
         start(settings(deterministic=True, dtype="float32"))
 
 

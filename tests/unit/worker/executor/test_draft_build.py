@@ -18,7 +18,8 @@ from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from worker.executor import build, models, resolve
 from worker.executor.device import CpuDevice
 from worker.executor.draft_files import open_draft
-from worker.executor.profile import measure_step, weights_must_fit
+from worker.executor.memory import weights_must_fit
+from worker.executor.profile import measure_step
 from worker.model.loading.open_model import open_model
 from worker.parallel import ParallelContext
 from worker.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
@@ -112,7 +113,7 @@ def test_a_page_takes_both_models_memory(settings):
     page = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, heads, head_dim, tokens, bytes
     assert (alone.num_pages, both.num_pages) == ((1 << 20) // page, (1 << 20) // (2 * page))
     assert (alone.draft_max_len, both.draft_max_len) == (0, 256)
-    with pytest.raises(ConfigurationError, match=f"{2 * page} bytes each .* kv-cache-memory {16 * 2 * page}"):
+    with pytest.raises(ConfigurationError, match=f"{2 * page} bytes each.*--kv-cache-memory {16 * 2 * page}"):
         start(settings(num_kv_pages=0, kv_cache_memory=10 * page, max_model_len=256))
 
 
@@ -168,7 +169,7 @@ def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs, acc
 
 def test_weights_that_do_not_fit_are_said_to_be_the_drafts():
     with pytest.raises(
-        ConfigurationError, match=r"weights of the draft model small do not fit.*smaller speculative-model"
+        ConfigurationError, match=r"weights of the draft model small do not fit.*smaller --speculative-model"
     ):
         with weights_must_fit(CpuDevice(), WorkerSettings(), "small"):
             raise torch.OutOfMemoryError("full")

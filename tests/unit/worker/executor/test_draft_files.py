@@ -84,7 +84,9 @@ def test_the_draft_computes_what_the_tokenizer_has(target):
     check_draft(variant(target, "large", vocab_size=VOCAB + 57), target)
     check_draft(target, variant(target, vocab_size=VOCAB + 57))
     check_draft(variant(target, vocab_size=VOCAB - 3), variant(target, vocab_size=VOCAB - 3))
-    with pytest.raises(ConfigurationError, match=r"small cannot draft for tiny: it computes 260 tokens.* has 263"):
+    with pytest.raises(
+        ConfigurationError, match=r"small cannot draft for tiny: it computes logits for 260 tokens.* has 263"
+    ):
         check_draft(target, variant(target, vocab_size=VOCAB - 3))
 
 
@@ -111,20 +113,22 @@ def test_without_a_model_nothing_is_opened(target, method, tmp_path):
 
 
 def test_method_and_model_go_together(target, folder, tmp_path):
-    with pytest.raises(ConfigurationError, match="draft_model needs a speculative-model"):
+    with pytest.raises(ConfigurationError, match="draft_model needs a --speculative-model"):
         open_draft(settings(method="draft_model"), target, tmp_path)
     for method in ("off", "ngram"):
-        with pytest.raises(ConfigurationError, match=f"speculative-method {method} uses none"):
+        with pytest.raises(ConfigurationError, match=f"speculative-method {method} does not use a model"):
             open_draft(settings(folder, method), target, tmp_path)
 
 
 def test_rejection_is_refused_where_it_would_do_nothing_or_break_a_promise(target, tmp_path):
     rejecting = dataclasses.replace(settings(), speculative_acceptance="rejection")
-    with pytest.raises(ConfigurationError, match=r"speculative-acceptance rejection has no use where .*-method is off"):
+    with pytest.raises(
+        ConfigurationError, match=r"speculative-acceptance rejection has no effect, because .*-method is off"
+    ):
         open_draft(rejecting, target, tmp_path)
     rejecting = dataclasses.replace(rejecting, speculative_method="ngram")
     assert open_draft(rejecting, target, tmp_path) is None
-    with pytest.raises(ConfigurationError, match="rejection and deterministic exclude each other"):
+    with pytest.raises(ConfigurationError, match="rejection and --deterministic exclude each other"):
         open_draft(dataclasses.replace(rejecting, deterministic=True), target, tmp_path)
 
 
@@ -138,5 +142,5 @@ def test_a_draft_is_opened_as_any_model_and_checked(target, folder, tmp_path, me
     (small / "tokenizer.json").write_bytes(tokenizer_of(words() | {0: "zero"}))
     with pytest.raises(ConfigurationError, match="small cannot draft for tiny"):
         open_draft(settings(small, method), target, tmp_path)
-    with pytest.raises(ConfigurationError, match=r"^speculative-model: there is no model file or folder"):
+    with pytest.raises(ConfigurationError, match=r"^--speculative-model: there is no model file or folder"):
         open_draft(settings(tmp_path / "absent", method), target, tmp_path)

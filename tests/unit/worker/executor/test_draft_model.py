@@ -239,9 +239,9 @@ def test_what_cannot_be_drafted_is_refused(models):
         with pytest.raises(ValueError, match="row 0 drafts"):
             pair.draft(row)
     drafting = [DraftedRow(0, 0, 4, 1)]
-    with pytest.raises(ValueError, match="schedules nothing"):
+    with pytest.raises(ValueError, match="must not schedule tokens"):
         pair.runner.launch(pair.plan(scheduled=[ScheduledTokens(0, 0, 4, True)], drafting=drafting))
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="there is no draft model"):
         Pair(models[0]).runner.launch(StepPlan(step=1, scheduled=[], drafting=drafting))
 
 

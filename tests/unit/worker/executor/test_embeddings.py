@@ -16,7 +16,7 @@ from tests.fakes.llama_config import llama_config
 from tests.fakes.tiny_server import MAX_MODEL_LEN, TinyServer, tiny_spec, tiny_weights
 from tests.fakes.weights import MemoryWeights
 from tests.unit.worker.executor.fake_decoder import make_runner
-from worker.executor.local import LocalExecutor
+from worker.executor.executor import LocalExecutor
 from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 PROMPTS = [[3 + (7 * seed + 11 * index) % 90 for index in range(length)] for seed, length in enumerate((1, 5, 16, 40))]

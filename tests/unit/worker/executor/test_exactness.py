@@ -142,7 +142,7 @@ def test_rejection_leaves_every_token_its_distribution(draft_seed, monkeypatch):
     mine = texts_of_many_seeds(server, count, 0)
     others = texts_of_many_seeds(TinyServer(monkeypatch, **options), count, count)
     # Each is a row of logits, and all were verified.
-    assert server.runner._rows.distributions._of_row == {}
+    assert server.runner._rows.distributions._by_row == {}
     counters = server.scheduler.counters
     share = counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
     assert share > 0.8 if draft_seed == 0 else 0.1 < share < 0.8

@@ -118,7 +118,7 @@ def test_sampling_that_is_captured_too_gives_the_same_texts(wishes, num_pages, m
             pass
     server.drain()
     assert outcome(server) == outcome(calm)
-    assert server.runner._tails.num_captured >= 2
+    assert server.runner._sampler_graphs.num_captured >= 2
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
 
 
@@ -132,9 +132,9 @@ def test_rows_of_padding_sample_for_nobody(monkeypatch):
         server.step()
         if server.runner._graphs.num_captured:
             padded.append((rows._append_at[3].item(), rows._sampled_rows[3].item(), rows._new_positions[3].item()))
-    assert (rows._nowhere, 0, 0) in padded[-6:]
+    assert (rows._unused_position, 0, 0) in padded[-6:]
     tokens = rows._token_ids
-    assert rows._nowhere == tokens.shape[1] - 1 == server.scheduler.config.max_model_len
+    assert rows._unused_position == tokens.shape[1] - 1 == server.scheduler.config.max_model_len
 
 
 def test_masks_that_leave_nothing_end_their_request_alone(monkeypatch):

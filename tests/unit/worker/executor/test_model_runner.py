@@ -5,8 +5,7 @@ import torch
 
 from shared.sampling_params import SamplingParams
 from tests.unit.worker.executor.fake_decoder import PAGE, VOCAB, expected_logits, make_runner
-from worker.executor.executor import ExecutorError
-from worker.executor.local import LocalExecutor
+from worker.executor.executor import ExecutorError, LocalExecutor
 from worker.plan import BlockTableUpdate, NewRow, PageCopy, ScheduledTokens, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50)

@@ -16,9 +16,8 @@ from tests.fakes.fake_executor import FakeHandle
 from tests.fakes.tiny_server import tiny_spec
 from tests.unit.worker.executor.fake_decoder import make_runner
 from tests.unit.worker.executor.test_model_runner import new_row
-from worker.executor.build import make_prefixes
 from worker.executor.memory import KVPlan
-from worker.executor.shared_prefixes import LEAST_SAVED_BYTES, SharedPrefixes
+from worker.executor.shared_prefixes import MIN_SAVED_BYTES, SharedPrefixes, make_prefixes
 from worker.kv.geometry import KVGroupSpec
 from worker.parallel import ParallelContext
 from worker.plan import BlockTableUpdate, ScheduledTokens, StepPlan
@@ -81,7 +80,7 @@ def test_only_layers_without_a_window_save_reads(full: int, windowed: int):
     decoder = SimpleNamespace(spec=spec, device=torch.device("cuda"), dtype=torch.bfloat16)
     plan = KVPlan(num_pages=100, max_model_len=1024)
     prefixes = make_prefixes(WorkerSettings(), decoder, plan, ParallelContext())
-    assert prefixes._min_saved_keys == LEAST_SAVED_BYTES // (full * 2 * 2 * 64 * 2)
+    assert prefixes._min_saved_keys == MIN_SAVED_BYTES // (full * 2 * 2 * 64 * 2)
     assert make_prefixes(WorkerSettings(deterministic=True), decoder, plan, ParallelContext()) is None
 
 

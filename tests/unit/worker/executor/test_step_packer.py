@@ -1,4 +1,4 @@
-"""What a step brings when it does not fit into one buffer."""
+"""Uploads of steps and masks: reuse of the host buffers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.ops.sampling import inputs
 from kernels.ops.step_inputs.inputs import StepBuffers, StepLayout
 from kernels.ops.step_inputs.reference import ReferenceStepOps
+from worker import plan
 from worker.executor.device import CpuDevice
-from worker.executor.step_packer import StepPacker
+from worker.executor.late import Misuse
+from worker.executor.step_packer import MaskUploads, StepPacker
 
 ROOM = 64
-"""Words of changes in a buffer, with what says where they go."""
+"""Words for changes in a buffer, including their segment descriptions."""
 
 
 class CountingDevice(CpuDevice):
-    """Late, and counts how often all work is waited for."""
+    """Late device that counts calls of synchronize."""
 
     def __init__(self) -> None:
         super().__init__(late=True)
@@ -28,7 +31,7 @@ class CountingDevice(CpuDevice):
 
 
 class Step:
-    """Counts how often it is waited for."""
+    """Step that counts calls of wait."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -38,7 +41,7 @@ class Step:
 
 
 @pytest.mark.parametrize("num_copies", [1, 2, 3, 7])
-def test_a_step_takes_as_many_buffers_as_copies_and_waits_only_where_they_are_used_up(num_copies: int) -> None:
+def test_a_step_uses_one_buffer_per_copy_and_waits_only_when_all_are_used(num_copies: int) -> None:
     layout = StepLayout(4, 8, token_stride=512, num_groups=1, max_pages=4, page_size=2, max_adjustments=1, max_tail=96)
     device = CountingDevice()
     buffers = StepBuffers(layout, device.torch_device)
@@ -56,3 +59,45 @@ def test_a_step_takes_as_many_buffers_as_copies_and_waits_only_where_they_are_us
     assert device.waits == max(0, num_copies - len(before))
     assert torch.equal(buffers.state[7 : 7 + len(words)], torch.from_numpy(words))
     assert not buffers.state[:7].any() and not buffers.state[7 + len(words) :].any()
+
+
+def mask(number: int, num_words: int = 3) -> bytes:
+    return b"".join((number * 7 + word).to_bytes(4, "little") for word in range(num_words))
+
+
+def words(*numbers: int) -> torch.Tensor:
+    return torch.tensor([[number * 7 + word for word in range(3)] for number in numbers], dtype=torch.int32)
+
+
+def test_masks_arrive_in_order_while_buffers_are_reused():
+    device = CpuDevice(late=True)
+    uploads = MaskUploads(96, 8, device)
+    held = []
+    for step in range(12):
+        numbers = [step + index for index in range(1 + 5 * step % 8)]
+        found = uploads.put([mask(number) for number in numbers])
+        assert torch.equal(found, words(*numbers))
+        download = device.download([found.clone()])
+        held.append(download)
+        uploads.hold(download)
+    assert torch.equal(held[-1].wait()[0], words(*numbers))
+
+
+def test_reusing_a_mask_buffer_without_hold_is_detected():
+    device = CpuDevice(late=True)
+    uploads = MaskUploads(96, 8, device)
+    with pytest.raises(Misuse):
+        for step in range(8):
+            uploads.put([mask(step)])
+        device.synchronize()
+
+
+def test_masks_of_wrong_size_or_number_are_rejected():
+    uploads = MaskUploads(96, 2, CpuDevice())
+    for masks in ([mask(1, 2)], [mask(1), mask(2, 4)], [mask(1)] * 3):
+        with pytest.raises(ValueError, match="masks of 12 bytes are allowed"):
+            uploads.put(masks)
+
+
+def test_plan_and_kernels_use_the_same_id_for_no_permitted_token():
+    assert plan.NOTHING_LEFT == inputs.NOTHING_LEFT

@@ -19,7 +19,7 @@ from tests.fakes.llama_config import llama_config
 from tests.fakes.weights import make_batch
 from worker.executor.build import make_runner
 from worker.executor.device import CpuDevice
-from worker.executor.local import LocalExecutor
+from worker.executor.executor import LocalExecutor
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models
 from worker.kv.storage import KVStorage

@@ -23,7 +23,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def threads():
-    made = DeepThreads("deep", num_threads=2, max_lost=2)
+    made = DeepThreads("deep", num_threads=2, max_abandoned=2)
     yield made
     made.close()
 
@@ -80,17 +80,17 @@ def test_a_thread_that_is_written_off_is_replaced_until_too_many_are_lost(thread
     for gate, begin in zip(gates[:2], begun):
         stuck.append(threads.submit(lambda gate=gate, begin=begin: begin.set() or gate.wait(PATIENCE)))
         assert begin.wait(PATIENCE)
-    threads.write_off(stuck[0])
-    threads.write_off(stuck[0])
-    assert threads.num_lost == 1
+    threads.abandon(stuck[0])
+    threads.abandon(stuck[0])
+    assert threads.num_abandoned == 1
     assert threads.submit(lambda: 1).result(PATIENCE) == 1
-    threads.write_off(stuck[1])
+    threads.abandon(stuck[1])
     with pytest.raises(UnavailableError):
         threads.submit(lambda: 2)
     # What comes back after all is no longer counted, and what it found is there.
     gates[0].set()
     assert stuck[0].result(PATIENCE)
-    wait_until(lambda: threads.num_lost == 1)
+    wait_until(lambda: threads.num_abandoned == 1)
     assert threads.submit(lambda: 3).result(PATIENCE) == 3
     gates[1].set()
     assert stuck[1].result(PATIENCE)
@@ -100,12 +100,12 @@ def test_work_that_is_over_cannot_be_written_off(threads):
     done = threads.submit(lambda: 1)
     done.result(PATIENCE)
     wait_until(lambda: not threads._running)
-    threads.write_off(done)
-    assert threads.num_lost == 0
+    threads.abandon(done)
+    assert threads.num_abandoned == 0
 
 
 def test_where_no_thread_can_take_a_lost_ones_place_what_waits_is_refused(monkeypatch):
-    threads = DeepThreads("deep", num_threads=1, max_lost=4)
+    threads = DeepThreads("deep", num_threads=1, max_abandoned=4)
     gate, begun = threading.Event(), threading.Event()
 
     def hang() -> bool:
@@ -121,7 +121,7 @@ def test_where_no_thread_can_take_a_lost_ones_place_what_waits_is_refused(monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        threads.write_off(stuck)
+        threads.abandon(stuck)
     with pytest.raises(UnavailableError):
         waiting.result(PATIENCE)
     assert threads.submit(lambda: 2).result(PATIENCE) == 2

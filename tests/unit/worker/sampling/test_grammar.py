@@ -220,7 +220,7 @@ def test_a_tokenizer_without_bytes_is_named():
     grammars = make(json.dumps(words).encode(), vocab_size=2, eos_token_ids=(1,))
     assert not grammars.warm_up()
     for _ in range(2):
-        with pytest.raises(InvalidRequestError, match="tokenizer cannot follow grammars"):
+        with pytest.raises(InvalidRequestError, match="tokenizer does not support grammars"):
             opened(grammars, 'start: "a"')
 
 

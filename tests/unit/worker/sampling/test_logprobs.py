@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from kernels.ops.logprobs.reference import LOWEST_LOGPROB, compute_logprobs
 from tests.unit.worker.sampling.helpers import SmallSampler
-from worker.sampling.logprobs import LOWEST_LOGPROB, compute_logprobs, to_entries
+from worker.executor.pending_step import token_logprobs
 
 
 def test_values_ranks_and_alternatives():
     logits = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)) * 4
     token_ids = torch.tensor([0, 7, 32, 9, 9])
     expected = torch.log_softmax(logits.double(), dim=-1)
-    entries = to_entries(compute_logprobs(logits, token_ids, 20), [20, 1, 0, 5, 3])
+    entries = token_logprobs(compute_logprobs(logits, token_ids, 20), [20, 1, 0, 5, 3])
     for i, (entry, count) in enumerate(zip(entries, [20, 1, 0, 5, 3])):
         row = expected[i]
         assert entry.token_id == token_ids[i]
@@ -26,7 +27,7 @@ def test_infinite_logprobs_are_clamped():
     logits = torch.full((2, 6), float("-inf"))
     logits[:, 2] = 1.0
     logits[1, 3] = float("nan")
-    first, second = to_entries(compute_logprobs(logits, torch.tensor([4, 0]), 3), [3, 3])
+    first, second = token_logprobs(compute_logprobs(logits, torch.tensor([4, 0]), 3), [3, 3])
     assert first.logprob == LOWEST_LOGPROB
     assert first.top_ids[0] == 2 and first.top_logprobs == [0.0, LOWEST_LOGPROB, LOWEST_LOGPROB]
     assert second.logprob == LOWEST_LOGPROB and all(x == LOWEST_LOGPROB for x in second.top_logprobs)
@@ -34,13 +35,13 @@ def test_infinite_logprobs_are_clamped():
 
 def test_equally_likely_tokens_are_listed_by_id():
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0]])
-    entry = to_entries(compute_logprobs(logits, torch.tensor([2]), 4), [4])[0]
+    entry = token_logprobs(compute_logprobs(logits, torch.tensor([2]), 4), [4])[0]
     assert entry.top_ids == [1, 2, 0, 3]
     assert entry.rank == 1
 
 
 def test_more_alternatives_than_tokens():
-    entry = to_entries(compute_logprobs(torch.zeros(1, 3), torch.tensor([0]), 20), [20])[0]
+    entry = token_logprobs(compute_logprobs(torch.zeros(1, 3), torch.tensor([0]), 20), [20])[0]
     assert len(entry.top_ids) == 3
 
 

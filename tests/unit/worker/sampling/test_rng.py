@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.ops.sampling.philox import XTC_STREAM
-from worker.sampling.rng import STREAM, gumbel_noise, philox4x32, seed_words
+from kernels.ops.sampling.philox import STREAM, XTC_STREAM, gumbel_noise, philox4x32
+from worker.sampling.parameters import seed_words
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "randomness.md").read_text()
 KNOWN_ANSWERS = re.findall(r"\| `((?:\w{8} ){3}\w{8})` \| `(\w{8} \w{8})` \| `((?:\w{8} ){3}\w{8})` \|", DOCUMENT)

@@ -339,7 +339,7 @@ def test_news_of_a_verification_is_one_message():
 def test_drafts_do_not_carry_a_step_beyond_the_rows_that_are_computed_alike():
     harness = GuessingHarness(skill=1.0, max_num_seqs=4, num_pages=200)
     speculator = harness.scheduler._speculator
-    speculator._config = dataclasses.replace(speculator._config, alike_rows=6)
+    speculator._config = dataclasses.replace(speculator._config, max_bitwise_identical_rows=6)
     for number in range(4):
         harness.add(make_submit(f"r{number}", PROMPT, sampling={"max_tokens": 20, "ignore_eos": True, "seed": number}))
     harness.drain()
