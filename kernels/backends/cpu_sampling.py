@@ -42,13 +42,13 @@ class LazyKernels:
         self._module: Any = None
         self._thread: threading.Thread | None = None
 
-    def get(self, *, beside: bool) -> Any:
+    def get(self, *, in_background: bool) -> Any:
         """Return the module of the compiled functions.
 
         Args:
-            beside: Compile in a thread and return None until the module is ready.
+            in_background: Compile in a thread and return None until the module is ready.
         """
-        if self._module is None and not beside:
+        if self._module is None and not in_background:
             self._compile()
         elif self._module is None and self._thread is None:
             thread = threading.Thread(target=self._compile, name=self._name, daemon=True)
@@ -66,7 +66,7 @@ def _compile_logprobs() -> Any:
     from kernels.ops.logprobs import cpu as logprobs_cpu
 
     zero = torch.zeros(1, dtype=torch.int64)
-    _logprob_rows(logprobs_cpu, torch.zeros((1, 8)), empty_logprobs(zero, 1), claims_of(1))
+    run_rows(logprobs_cpu.logprob_rows, *_logprob_arrays(torch.zeros((1, 8)), empty_logprobs(zero, 1)), claims_of(1))
     return logprobs_cpu
 
 
@@ -84,8 +84,8 @@ def _compile_extended() -> Any:
     from kernels.ops.sampling import extended_cpu
 
     logits, zero, _, words = _one_row()
-    wishes = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
-    _extend_rows(extended_cpu, logits, _extend_columns(wishes), np.zeros(1, np.float32), claims_of(1))
+    inputs = ExtendInputs(rows=zero, features=Feature(0), words=words, position=zero)
+    extended_cpu.extend_rows(logits, *_extend_columns(inputs), claims_of(1), np.zeros(1, np.float32))
     return extended_cpu
 
 
@@ -99,15 +99,13 @@ class CpuSamplingOps(SamplingOps):
     """Sampling operations on the CPU; threads share the rows. Plain PyTorch serves until the functions are compiled.
 
     Compilation takes seconds when the cache is empty, and greedy requests do not need it, so `compile_usual` may run
-    in
-    a thread while the first requests are served. Rarely used functions take twice as long to compile and are compiled
-    when
-    a request first needs them. Both implementations give the same ids.
+    in a thread while the first requests are served. Rarely used functions take twice as long to compile and are
+    compiled when a request first needs them. Both implementations give the same ids.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._compiled: Any = None
-        self._beside = False
+        self._in_background = False
         self._logprobs = LazyKernels(_compile_logprobs, "compile-logprobs")
         self._lists = LazyKernels(_compile_lists, "compile-lists")
         self._extended = LazyKernels(_compile_extended, "compile-extended")
@@ -117,14 +115,13 @@ class CpuSamplingOps(SamplingOps):
         """Compile the functions, or load them from the cache.
 
         Rarely used functions are compiled synchronously in the step that first needs them, so that all ranks of a
-        group
-        sample with the same code.
+        group sample with the same code.
         """
         self._compile()
 
     def compile_usual(self) -> None:
         """Compile as `compile` does, but compile rarely used functions in a thread while plain PyTorch serves."""
-        self._beside = True
+        self._in_background = True
         self._compile()
 
     def _compile(self) -> None:
@@ -134,14 +131,14 @@ class CpuSamplingOps(SamplingOps):
         one = torch.ones(1)
         zero = torch.zeros(1, dtype=torch.int64)
         arrays = sampling_arrays(logits, dummy_row(logits.device).gathered())
-        _sample_rows(cpu, arrays, np.empty(1, np.int64), claims_of(1))
+        cpu.sample_rows(*arrays, claims_of(1), np.empty(1, np.int64))
         counts, seen = torch.zeros((1, 8), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.bool)
         _penalize_rows(cpu, logits, PenaltyInputs(zero, zero, counts, seen, one, one, one))
         self._compiled = cpu
 
     def _rare_kernels(self, kernels: LazyKernels) -> Any:
         """Return the module of rarely used functions, or None while it is not compiled."""
-        return None if self._compiled is None else kernels.get(beside=self._beside)
+        return None if self._compiled is None else kernels.get(in_background=self._in_background)
 
     def adjust(self, logits: torch.Tensor, inputs: AdjustInputs) -> None:
         """See kernels/ops/sampling/reference.py."""
@@ -162,8 +159,8 @@ class CpuSamplingOps(SamplingOps):
         if self._compiled is None:
             return super().sample(logits, inputs)
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        run = partial(_sample_rows, self._compiled, sampling_arrays(logits, inputs.gathered()), ids.numpy())
-        self._threads.run(run, logits.shape[0])
+        arrays = sampling_arrays(logits, inputs.gathered())
+        self._threads.run(partial(run_rows, self._compiled.sample_rows, arrays, [ids.numpy()]), logits.shape[0])
         return ids
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
@@ -172,7 +169,8 @@ class CpuSamplingOps(SamplingOps):
         if compiled is None:
             return super().logprobs(logits, token_ids, num_top)
         found = empty_logprobs(token_ids.long().clamp(min=0), min(num_top, logits.shape[1]))
-        self._threads.run(partial(_logprob_rows, compiled, logits, found), logits.shape[0])
+        arrays, out = _logprob_arrays(logits, found)
+        self._threads.run(partial(run_rows, compiled.logprob_rows, arrays, out), logits.shape[0])
         return found
 
     def penalize_repetitions(self, logits: torch.Tensor, inputs: DryInputs) -> None:
@@ -197,9 +195,8 @@ class CpuSamplingOps(SamplingOps):
         if compiled is None:
             return super().extend(logits, inputs)
         log_masses = torch.zeros(len(inputs.rows))
-        columns = _extend_columns(inputs)
-        run = partial(_extend_rows, compiled, logits.numpy(), columns, log_masses.numpy())
-        self._threads.run(run, len(inputs.rows))
+        arrays = [logits.numpy(), *_extend_columns(inputs)]
+        self._threads.run(partial(run_rows, compiled.extend_rows, arrays, [log_masses.numpy()]), len(inputs.rows))
         return log_masses
 
 
@@ -229,14 +226,14 @@ def sampling_arrays(logits: torch.Tensor, inputs: SamplingInputs) -> list[np.nda
     return [tensor.contiguous().numpy() for tensor in tensors]
 
 
-def _sample_rows(cpu: Any, arrays: list[np.ndarray], out: np.ndarray, claims: Claims) -> None:
-    cpu.sample_rows(*arrays, claims, out)
+def run_rows(function: Any, arrays: list[np.ndarray], out: list[np.ndarray], claims: Claims) -> None:
+    """Run a compiled function on the rows that this thread claims."""
+    function(*arrays, claims, *out)
 
 
-def _logprob_rows(logprobs_cpu: Any, logits: torch.Tensor, found: LogprobTensors, claims: Claims) -> None:
+def _logprob_arrays(logits: torch.Tensor, found: LogprobTensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
     out = (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
-    arrays = [tensor.numpy() for tensor in (logits, found.token_ids)]
-    logprobs_cpu.logprob_rows(*arrays, claims, *(tensor.numpy() for tensor in out))
+    return [logits.numpy(), found.token_ids.numpy()], [tensor.numpy() for tensor in out]
 
 
 def _adjust_rows(cpu: Any, logits: torch.Tensor, inputs: AdjustInputs) -> None:
@@ -271,9 +268,3 @@ def _extend_columns(inputs: ExtendInputs) -> list[np.ndarray]:
         mask, mask_rows = _NO_MASK, torch.full_like(inputs.rows, -1)
     tensors = (inputs.rows, inputs.words, inputs.position, mask, mask_rows.long())
     return [tensor.contiguous().numpy() for tensor in tensors]
-
-
-def _extend_rows(
-    extended_cpu: Any, logits: np.ndarray, columns: list[np.ndarray], out: np.ndarray, claims: Claims
-) -> None:
-    extended_cpu.extend_rows(logits, *columns, claims, out)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.backends.cpu_sampling import sampling_arrays
+from kernels.backends.cpu_sampling import run_rows, sampling_arrays
 from kernels.backends.reference import SpeculativeOps
-from kernels.common.cpu.row_threads import Claims, RowThreads, claims_of
+from kernels.common.cpu.row_threads import RowThreads, claims_of
 from kernels.ops.sampling.inputs import SamplingInputs, dummy_row
 from kernels.ops.speculative.reference import DraftInputs, Verified
 
@@ -44,8 +44,8 @@ class CpuSpeculativeOps(SpeculativeOps):
         if self._compiled is None:
             return super().probabilities(logits, inputs)
         out = torch.empty(logits.shape)
-        run = partial(_rows, self._compiled.probability_rows, sampling_arrays(logits, inputs.gathered()), out.numpy())
-        self._threads.run(run, logits.shape[0])
+        arrays = sampling_arrays(logits, inputs.gathered())
+        self._threads.run(partial(run_rows, self._compiled.probability_rows, arrays, [out.numpy()]), logits.shape[0])
         return out
 
     def reject(self, logits: torch.Tensor, inputs: SamplingInputs, drafts: DraftInputs) -> torch.Tensor:
@@ -54,7 +54,7 @@ class CpuSpeculativeOps(SpeculativeOps):
             return super().reject(logits, inputs, drafts)
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
         arrays = [*sampling_arrays(logits, inputs.gathered()), *_draft_arrays(drafts)]
-        self._threads.run(partial(_rows, self._compiled.reject_rows, arrays, ids.numpy()), logits.shape[0])
+        self._threads.run(partial(run_rows, self._compiled.reject_rows, arrays, [ids.numpy()]), logits.shape[0])
         return ids
 
 
@@ -63,10 +63,6 @@ def _draft_arrays(drafts: DraftInputs) -> list[np.ndarray]:
     if probabilities is None or rows is None:
         probabilities, rows = torch.empty((1, 1)), torch.full_like(drafts.token_ids, -1)
     return [tensor.contiguous().numpy() for tensor in (drafts.token_ids, probabilities, rows)]
-
-
-def _rows(function: Any, arrays: list[np.ndarray], out: np.ndarray, claims: Claims) -> None:
-    function(*arrays, claims, out)
 
 
 def _verify(token_ids: torch.Tensor, drafts: torch.Tensor, cu_rows: torch.Tensor) -> Verified:

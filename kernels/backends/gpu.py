@@ -88,10 +88,8 @@ class TritonAttention:
     """Paged attention with the buffers that all steps share.
 
     The buffers are the work lists of each KV group and the scratch for partial results. All steps run on one stream,
-    so
-    they can share them. A buffer is replaced when a step is larger than all steps before it. Replaced buffers are
-    kept,
-    because captured graphs still use them.
+    so they can share them. A buffer is replaced when a step is larger than all steps before it. Replaced buffers are
+    kept, because captured graphs still use them.
 
     Args:
         device: Device of the buffers.

@@ -1,4 +1,4 @@
-"""Operations in plain torch, on any device; the backends for CPU and GPU override what they have kernels for.
+"""Operations in plain PyTorch, on any device; the CPU and GPU backends override those for which they have kernels.
 
 The class of each group of operations is also its interface. Shapes and dtypes are documented by the reference
 functions in kernels/ops/<op>/reference.py.

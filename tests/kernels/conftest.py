@@ -11,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
+from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.common.cpu.pool import use_cache_directory
 
 
@@ -24,3 +25,11 @@ def _kernel_cache() -> None:
 def device() -> torch.device:
     """Where Triton's kernels run, with the index that a worker gives: tensors of the CPU in the interpreter."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def cpu() -> CpuSamplingOps:
+    """Compiled sampling operations of the CPU."""
+    ops = CpuSamplingOps(2)
+    ops.compile()
+    return ops

@@ -85,20 +85,13 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cpu():
-    ops = CpuSamplingOps(2)
-    ops.compile()
-    return ops
-
-
-def make(wishes, vocab, *, spread=2.0, step=0.0, seed=0):
+def make(all_params, vocab, *, spread=2.0, step=0.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    size = len(wishes)
+    size = len(all_params)
     logits = torch.randn(size, vocab, generator=generator) * spread
     if step:
         logits = (logits / step).round() * step
-    rows = [PLAIN | wish for wish in wishes]
+    rows = [PLAIN | params for params in all_params]
 
     words = torch.zeros(size, SAMPLING_WORDS, dtype=torch.int32)
     floats = words.view(torch.float32)
@@ -119,41 +112,41 @@ def make(wishes, vocab, *, spread=2.0, step=0.0, seed=0):
     return logits, inputs
 
 
-def model(row, wish, coin):
+def model(row, params, coin):
     """Return a row's kept tokens as id -> (logit - largest) / temperature, and -log2 of each token's probability."""
-    wish = PLAIN | wish
+    params = PLAIN | params
     left = {i: x for i, x in enumerate(row) if x > -math.inf}
     highest = max(left.values())
-    if wish["top_n_sigma"]:
+    if params["top_n_sigma"]:
         mean = math.fsum(left.values()) / len(left)
         sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in left.values()) / len(left))
-        left = {i: x for i, x in left.items() if x >= float(np.float32(highest - wish["top_n_sigma"] * sigma))}
-    temperature = wish["temperature"]
-    if wish["dynatemp_range"]:
+        left = {i: x for i, x in left.items() if x >= float(np.float32(highest - params["top_n_sigma"] * sigma))}
+    temperature = params["temperature"]
+    if params["dynatemp_range"]:
         total = math.fsum(math.exp(x - highest) for x in left.values())
         shares = [math.exp(x - highest) / total for x in left.values()]
         entropy = -math.fsum(p * math.log(p) for p in shares if p)
-        low, high = max(temperature - wish["dynatemp_range"], 0), temperature + wish["dynatemp_range"]
+        low, high = max(temperature - params["dynatemp_range"], 0), temperature + params["dynatemp_range"]
         share = entropy / math.log(len(left)) if len(left) > 1 else 0
-        temperature = max(low + (high - low) * share ** wish["dynatemp_exponent"], 1e-5)
+        temperature = max(low + (high - low) * share ** params["dynatemp_exponent"], 1e-5)
     left = {i: float((np.float32(x) - np.float32(highest)) / np.float32(temperature)) for i, x in left.items()}
     surprise = surprises(left)
-    if wish["mirostat"] == 2:
+    if params["mirostat"] == 2:
         best = min(left, key=lambda i: (-left[i], i))
-        left = {i: s for i, s in left.items() if surprise[i] <= wish["mu"] or i == best}
-    elif wish["mirostat"] == 1:
-        left = first(left, estimate_k(left, wish["mu"]))
+        left = {i: s for i, s in left.items() if surprise[i] <= params["mu"] or i == best}
+    elif params["mirostat"] == 1:
+        left = first(left, estimate_k(left, params["mu"]))
     else:
-        if wish["min_p"]:
-            left = {i: s for i, s in left.items() if s >= math.log(np.float32(wish["min_p"]))}
-        if wish["typical_p"] < 1:
-            left = typical(left, float(np.float32(wish["typical_p"])))
-        if wish["top_k"]:
-            left = first(left, wish["top_k"])
-        left = nucleus(left, wish["top_p"])
-    if coin < wish["xtc_probability"]:
+        if params["min_p"]:
+            left = {i: s for i, s in left.items() if s >= math.log(np.float32(params["min_p"]))}
+        if params["typical_p"] < 1:
+            left = typical(left, float(np.float32(params["typical_p"])))
+        if params["top_k"]:
+            left = first(left, params["top_k"])
+        left = nucleus(left, params["top_p"])
+    if coin < params["xtc_probability"]:
         total = math.fsum(math.exp(s) for s in left.values())
-        above = [i for i in ordered(left) if math.exp(left[i]) / total >= wish["xtc_threshold"]]
+        above = [i for i in ordered(left) if math.exp(left[i]) / total >= params["xtc_threshold"]]
         for i in above[:-1]:
             del left[i]
     return left, surprise
@@ -225,18 +218,18 @@ def coins(inputs):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("vocab", "step"), [(1, 0.0), (2, 0.0), (7, 0.0), (65, 0.25), (131, 0.0), (1009, 0.0)])
-def test_what_stays_is_what_the_model_keeps(name, vocab, step, cpu):
+def test_kept_tokens_equal_the_model(name, vocab, step, cpu):
     for seed in range(4):
         logits, inputs = make(ROWS, vocab, step=step, seed=seed)
         rows, flips = logits.tolist(), coins(inputs)
         log_mass = cpu.extend(logits, inputs) if name == "cpu" else extended.extend(logits, inputs)
-        for i, wish in enumerate(ROWS):
-            expected, surprise = model(rows[i], wish, flips[i])
+        for i, params in enumerate(ROWS):
+            expected, surprise = model(rows[i], params, flips[i])
             kept = {j: x for j, x in enumerate(logits[i].tolist()) if x > -math.inf}
-            assert kept.keys() == expected.keys(), (wish, seed)
+            assert kept.keys() == expected.keys(), (params, seed)
             for j, value in kept.items():
                 assert value == pytest.approx(expected[j], rel=1e-5, abs=1e-5)
-                if wish.get("mirostat"):
+                if params.get("mirostat"):
                     bits = (float(log_mass[i]) - value) / math.log(2)
                     assert bits == pytest.approx(surprise[j], rel=1e-4, abs=1e-4)
 
@@ -335,7 +328,7 @@ def test_rows_are_independent_of_neighbours_and_of_place(cpu):
         assert torch.equal(alone[0], together[i])
 
 
-def test_rows_that_are_not_named_stay(cpu):
+def test_other_rows_are_unchanged(cpu):
     for run in (cpu.extend, extended.extend):
         logits, inputs = make(ROWS[:4], 40)
         all_rows = torch.cat((logits, torch.full((3, 40), 7.0)))
@@ -345,7 +338,7 @@ def test_rows_that_are_not_named_stay(cpu):
         assert (all_rows[[4, 5]] == 7.0).all()
 
 
-def test_many_rows_are_taken_in_parts(monkeypatch):
+def test_many_rows_are_processed_in_parts(monkeypatch):
     logits, inputs = make(ROWS, 40)
     words = torch.full((2, 2), 0x5555AAAA, dtype=torch.int32)
     inputs = replace(inputs, mask=words, mask_rows=torch.tensor([i % 3 - 1 for i in range(len(ROWS))]))
@@ -356,20 +349,20 @@ def test_many_rows_are_taken_in_parts(monkeypatch):
     assert torch.equal(logits, whole)
 
 
-def test_the_coin_falls_as_often_as_it_should():
+def test_xtc_coin_frequency():
     size = 20_000
     _, inputs = make([{"xtc_probability": 0.3}], 1)
     many = pick(inputs, torch.zeros(size, dtype=torch.int64))
     many = replace(many, position=torch.arange(size))
-    share = extended.tossed(many).double().mean().item()
+    share = extended.is_xtc_triggered(many).double().mean().item()
     assert abs(share - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / size)
     many.words[:, XTC_COIN] = 0
-    assert not extended.tossed(many).any()
+    assert not extended.is_xtc_triggered(many).any()
     many.words[:, XTC_COIN] = 2**24
-    assert extended.tossed(many).all()
+    assert extended.is_xtc_triggered(many).all()
 
 
-def test_what_few_ask_for_is_compiled_when_one_asks():
+def test_rare_filters_are_compiled_at_their_first_use():
     ops = CpuSamplingOps(1)
     ops.compile_usual()
     logits, inputs = make(ROWS, 60)
@@ -384,10 +377,10 @@ def test_what_few_ask_for_is_compiled_when_one_asks():
     assert torch.equal(logits > -math.inf, expected > -math.inf)
 
 
-def test_random_wishes(cpu):
+def test_random_parameters(cpu):
     """Check random combinations on rows with many equal logits."""
     rng = random.Random(5)
-    wishes = [
+    all_params = [
         {
             "temperature": rng.choice([0.3, 1.0, 2.0]),
             "min_p": rng.choice([0.0, 0.05]),
@@ -403,7 +396,7 @@ def test_random_wishes(cpu):
         }
         for _ in range(300)
     ]
-    logits, inputs = make(wishes, 203, step=0.5, seed=9)
+    logits, inputs = make(all_params, 203, step=0.5, seed=9)
     expected = logits.clone()
     extended.extend(expected, inputs)
     cpu.extend(logits, inputs)
@@ -412,7 +405,7 @@ def test_random_wishes(cpu):
     torch.testing.assert_close(logits[same], expected[same], rtol=1e-5, atol=1e-5)
 
 
-def test_mirostat_aims_on_by_what_was_sampled(cpu):
+def test_mirostat_updates_mu(cpu):
     logits, inputs = make(ROWS, 300)
     floats = inputs.words.view(torch.float32)
     floats[:, MIROSTAT_TAU], floats[:, MIROSTAT_ETA] = 3.0, 0.3
@@ -423,10 +416,10 @@ def test_mirostat_aims_on_by_what_was_sampled(cpu):
     # The logits' rows have another order than the parameters'.
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
     inputs = replace(inputs, rows=order.argsort())
-    aims = extended.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order])
-    assert torch.equal(cpu.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order]), aims)
-    for i, wish in enumerate(ROWS):
-        expected = wish.get("mu", 0.0)
-        if "mirostat" in wish and i != failed:
+    mus = extended.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order])
+    assert torch.equal(cpu.update_mirostat_mu(logits[order], inputs, log_mass, token_ids[order]), mus)
+    for i, params in enumerate(ROWS):
+        expected = params.get("mu", 0.0)
+        if "mirostat" in params and i != failed:
             expected -= 0.3 * (float(log_mass[i] - logits[i, token_ids[i]]) / math.log(2) - 3.0)
-        assert aims[i].item() == pytest.approx(expected, rel=1e-6)
+        assert mus[i].item() == pytest.approx(expected, rel=1e-6)

@@ -76,7 +76,7 @@ print(json.dumps(sorted(kernels)))
 """
 
 
-def test_direct_launches_are_tritons_own() -> None:
+def test_direct_launches_equal_tritons() -> None:
     """Use sizes of several tiles, integers 1 and multiples of 16, empty parts, and pointers of any alignment."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", _PROGRAM, str(SCALE), *FOLDERS]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
 from kernels.common.tolerances import TOLERANCES
 from kernels.ops.logprobs import reference
@@ -12,13 +11,6 @@ from kernels.ops.logprobs.cases import SHAPES, make_case
 from kernels.ops.logprobs.reference import LOWEST_LOGPROB
 
 RTOL, ATOL = TOLERANCES[torch.float32]
-
-
-@pytest.fixture(scope="module")
-def cpu():
-    ops = CpuSamplingOps(2)
-    ops.compile()
-    return ops
 
 
 @pytest.fixture(params=["triton", "cpu"])
@@ -60,7 +52,7 @@ def test_the_reference_is_a_sorted_log_softmax(rows, vocab, num_top, step):
 
 
 @pytest.mark.parametrize("rows, vocab, num_top, step", SHAPES)
-def test_the_kernels_report_what_the_reference_does(rows, vocab, num_top, step, by_kernels):
+def test_kernels_equal_the_reference(rows, vocab, num_top, step, by_kernels):
     logits, token_ids = make_case(rows, vocab, step)
     check(by_kernels(logits, token_ids, num_top), reference.compute_logprobs(logits, token_ids, num_top))
 
@@ -76,7 +68,7 @@ def test_rows_far_apart_and_ids_of_32_bits(device):
     torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, rtol=RTOL, atol=ATOL)
 
 
-def test_no_rows_and_none_of_the_likeliest(by_kernels):
+def test_no_rows_and_no_likeliest_tokens(by_kernels):
     logits, token_ids = make_case(3, 40, 0.0)
     empty = by_kernels(logits[:0], token_ids[:0], 5)
     assert empty["logprobs"].shape == (0,) and empty["top_ids"].shape == (0, 5)
@@ -84,7 +76,7 @@ def test_no_rows_and_none_of_the_likeliest(by_kernels):
 
 
 @pytest.mark.parametrize("name", ["reference", "kernels"])
-def test_unusable_rows_report_the_lowest(name, by_kernels):
+def test_unusable_rows_report_the_lowest_logprob(name, by_kernels):
     logits, _ = make_case(6, 5000, 0.0)
     logits[0, 17] = float("nan")
     logits[1, 4999] = float("inf")
@@ -126,7 +118,7 @@ def test_rows_of_the_reference_do_not_depend_on_their_neighbours():
         assert torch.equal(alone.top_logprobs[0], together.top_logprobs[row]), row
 
 
-def test_other_arguments_are_refused(device):
+def test_invalid_arguments_are_rejected(device):
     logits, token_ids = make_case(2, 40, 0.0)
     with pytest.raises(ValueError, match="float32 logits"):
         kernels.compute_logprobs(logits.double(), token_ids, 1)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
 from kernels.ops.penalties import triton as kernels
 from kernels.ops.penalties.cases import on, penalties
@@ -60,9 +59,7 @@ def test_adjustments_interleaved_in_one_table(device):
 
 
 @pytest.mark.parametrize("num_tables, width", [(9, 9), (1, 1)])
-def test_the_cpu_adjusts_as_the_reference_does(num_tables, width):
-    ops = CpuSamplingOps(2)
-    ops.compile()
+def test_the_cpu_adjusts_as_the_reference_does(num_tables, width, cpu):
     inputs = adjustments(1, width, 20, torch.int32, num_tables)
     table = torch.stack((inputs.ids, inputs.values.view(torch.int32), inputs.until), dim=-1)
     values = table.view(torch.float32)[:, :, 1]
@@ -70,12 +67,12 @@ def test_the_cpu_adjusts_as_the_reference_does(num_tables, width):
     interleaved = replace(inputs, ids=table[:, :, 0], values=values, until=table[:, :, 2], position=position)
     expected, result = torch.ones(1, 20), torch.ones(1, 20)
     reference.adjust(expected, interleaved)
-    ops.adjust(result, interleaved)
+    cpu.adjust(result, interleaved)
     assert torch.equal(result, expected)
     assert (result != 1.0).any()
 
 
-def test_entries_count_while_the_position_is_below_until(device):
+def test_entries_apply_below_their_limit(device):
     inputs = AdjustInputs(
         ids=torch.tensor([[2, 2, 4, 0]], device=device),
         values=torch.tensor([[1.0, float("-inf"), 0.5, 9.0]], device=device),
@@ -117,7 +114,7 @@ def test_penalties(num_rows, vocab, device):
 
 
 @pytest.mark.parametrize("num_rows, vocab, num_extra", [(1, 1, 1), (3, 2049, 5), (4, 300, 16), (2, 40, 0)])
-def test_drafts_count_as_if_the_table_had_them(num_rows, vocab, num_extra, device):
+def test_extra_ids_count_like_table_entries(num_rows, vocab, num_extra, cpu, device):
     inputs = penalties(num_rows, vocab, num_extra=num_extra)
     logits = torch.randn(num_rows + 2, vocab, generator=torch.Generator().manual_seed(3)) * 4
     counts = inputs.output_counts.clone()
@@ -128,8 +125,6 @@ def test_drafts_count_as_if_the_table_had_them(num_rows, vocab, num_extra, devic
     expected = logits.clone()
     reference.penalize(expected, replace(inputs, output_counts=counts, extra=None))
     kept = inputs.output_counts.clone()
-    cpu = CpuSamplingOps(1)
-    cpu.compile()
     for penalize in (reference.penalize, cpu.penalize):
         result = logits.clone()
         penalize(result, inputs)
@@ -157,7 +152,7 @@ def test_a_slot_far_into_the_table(device):
     assert torch.equal(result.cpu(), expected)
 
 
-def test_other_tensors_are_refused(device):
+def test_invalid_tensors_are_rejected(device):
     inputs = penalties(2, 40)
     with pytest.raises(ValueError, match="must be float32"):
         kernels.penalize(torch.zeros(4, 40).double(), inputs)

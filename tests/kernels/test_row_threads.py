@@ -1,16 +1,21 @@
-"""Distribution of rows among threads."""
+"""Distribution of rows among threads, and waiting for another thread in compiled code."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import cfunc, njit, types
 
 from kernels.common.cpu.claims import next_row
 from kernels.common.cpu.row_threads import Claims, RowThreads
+from kernels.common.cpu.simd import atomic_add, wait_for
+
+HANDOVERS = 30_000
 
 
 @njit(nogil=True)
@@ -32,7 +37,7 @@ def test_every_row_is_done_once(num_threads: int, num_rows: int) -> None:
     assert counts[num_rows] == 0
 
 
-def test_one_slow_row_holds_up_no_other() -> None:
+def test_slow_row_does_not_delay_others() -> None:
     """The thread with the slow row waits until all other rows are done, so the other thread must process them."""
     taking, done = threading.Lock(), threading.Semaphore(0)
 
@@ -50,3 +55,28 @@ def test_one_slow_row_holds_up_no_other() -> None:
                     assert done.acquire(timeout=20)
 
     RowThreads(2, "test").run(run, 6)
+
+
+@cfunc(types.void(types.int64, types.int64))
+def take_turns(counter: Any, first: Any) -> None:
+    for turn in range(HANDOVERS):
+        wait_for(counter, 2 * turn + first)
+        atomic_add(counter, 1)
+
+
+def test_waiting_threads_yield_the_processor() -> None:
+    """Two spinning threads on one processor would take minutes; yielding takes less than a second."""
+    counter = np.zeros(1, dtype=np.int64)
+    turns = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(take_turns.address)
+    one = {min(os.sched_getaffinity(0))}
+
+    def run(first: int) -> None:
+        os.sched_setaffinity(0, one)  # applies to this thread only
+        turns(counter.ctypes.data, first)
+
+    threads = [threading.Thread(target=run, args=(first,), daemon=True) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert counter[0] == 2 * HANDOVERS

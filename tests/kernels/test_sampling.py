@@ -7,19 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.select import sampling_ops
 from kernels.ops.sampling import reference
 from kernels.ops.sampling.cases import CASES, SamplingCase, make_case
 from kernels.ops.sampling.inputs import PenaltyInputs
 from kernels.ops.sampling.philox import MAX_NOISE, gumbel_noise
-
-
-@pytest.fixture(scope="module")
-def cpu():
-    ops = CpuSamplingOps(2)
-    ops.compile()
-    return ops
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -157,7 +149,7 @@ def test_penalties(cpu):
     assert torch.equal(by_cpu, expected)
 
 
-def test_plain_torch_serves_until_the_kernel_is_compiled():
+def test_plain_torch_serves_before_compilation():
     ops = sampling_ops(torch.device("cpu"), 1)
     logits, inputs = make_case(CASES[3])
     assert torch.equal(ops.sample(logits, inputs), reference.sample(logits, inputs))

@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.gpu_sampling import TritonSamplingOps
 from kernels.ops.logprobs.triton import tiles
 from kernels.ops.sampling import reference, triton_splits
@@ -54,14 +53,14 @@ def tiny_splits(monkeypatch):
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_the_reference_ids(case, device):
+def test_ids_equal_the_reference(case, device):
     logits, inputs = make_case(case, 1)
     kept = logits.clone()
     assert torch.equal(sample(logits, inputs, device), reference.sample(logits, inputs))
     assert torch.equal(logits, kept)
 
 
-def test_the_reference_ids_of_a_whole_vocabulary(device):
+def test_ids_equal_the_reference_on_a_whole_vocabulary(device):
     logits, inputs = make_case(
         SamplingCase("", 4, 50257, 3.0, (FILTERS[0], FILTERS[2], (1.0, 0, 1.0, 0.0), FILTERS[8]))
     )
@@ -92,7 +91,7 @@ def test_equal_logits_pass_by_lowest_id(vocab, tiny_splits, device):
         assert ids[first::4].max() < allowed
 
 
-def test_greedy_and_unfiltered_batches_take_the_short_way(device):
+def test_greedy_and_unfiltered_batches(device):
     logits, inputs = make_case(SamplingCase("", 6, 777, 2.0, ((0.0, 0, 1.0, 0.0), (0.9, 0, 1.0, 0.0)), step=0.5))
     unfiltered = replace(inputs, any_filter=False)
     assert torch.equal(sample(logits, unfiltered, device), reference.sample(logits, unfiltered))
@@ -147,7 +146,7 @@ def packed_words(allowed: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_a_grammar_allows_what_its_mask_says(indexed, tiny_splits, device):
+def test_grammar_masks(indexed, tiny_splits, cpu, device):
     case = SamplingCase("", 12, 141, 2.0, (*CASES[0].rows, FILTERS[8], FILTERS[4]))
     logits, inputs = make_case(case)
     allowed = torch.rand(12, 141, generator=torch.Generator().manual_seed(2)) < 0.1
@@ -162,12 +161,10 @@ def test_a_grammar_allows_what_its_mask_says(indexed, tiny_splits, device):
     assert expected[3] == -2 and (expected[4:] >= 0).all()
     assert torch.equal(reference.sample(logits, inputs), expected)
     assert torch.equal(sample(logits, inputs, device), expected)
-    cpu = CpuSamplingOps(2)
-    cpu.compile()
     assert torch.equal(cpu.sample(logits, inputs), expected)
 
 
-def test_parameters_are_read_from_tables_of_32_bits(tiny_splits, device):
+def test_parameters_are_read_from_tables_of_32_bits(tiny_splits, cpu, device):
     logits, inputs = make_case(SamplingCase("", 8, 140, 2.0, CASES[0].rows))
     order = torch.tensor([6, 1, 9, 0, 4, 3, 8, 2])
     table = torch.full((10, 10), -1, dtype=torch.int32)
@@ -191,8 +188,6 @@ def test_parameters_are_read_from_tables_of_32_bits(tiny_splits, device):
     )
     expected = reference.sample(logits, inputs)
     assert torch.equal(reference.sample(logits, tables), expected)
-    cpu = CpuSamplingOps(1)
-    cpu.compile()
     assert torch.equal(cpu.sample(logits, tables), expected)
     table_on_device = table.to(device)  # keeps the strides
     tables = replace(
@@ -209,7 +204,7 @@ def test_parameters_are_read_from_tables_of_32_bits(tiny_splits, device):
     assert torch.equal(TritonSamplingOps(device).sample(logits.to(device), tables).cpu(), expected)
 
 
-def test_rows_of_logits_may_lie_2_to_the_31_apart(device):
+def test_rows_2_to_the_31_elements_apart(device):
     logits, inputs = make_case(SamplingCase("", 2, 200, 2.0, ((0.8, 9, 0.9, 0.0), (1.0, 0, 1.0, 0.0))))
     apart = torch.empty(2**31 + 300, device=device).as_strided((2, 200), (2**31 + 64, 1))
     apart.copy_(logits)
@@ -225,7 +220,7 @@ def test_no_rows_and_scratch_that_grows(device):
         assert torch.equal(ids.cpu(), reference.sample(logits, inputs)[:num_rows])
 
 
-def test_compiling_launches_every_kind(device, monkeypatch):
+def test_compile_launches_every_variant(device, monkeypatch):
     launched, widths = [], set()
 
     def record(name, method):
@@ -247,17 +242,19 @@ def test_compiling_launches_every_kind(device, monkeypatch):
     assert not launched
 
 
-@pytest.mark.parametrize("logits", [torch.zeros(2, 8).half(), torch.zeros(8, 2).t(), torch.zeros(2, 0)])
-def test_other_logits_are_refused(logits, device):
+@pytest.mark.parametrize(
+    "logits, scratch, message",
+    [
+        (torch.zeros(2, 8).half(), 4096, "must be float32"),
+        (torch.zeros(8, 2).t(), 4096, "must be float32"),
+        (torch.zeros(2, 0), 4096, "at least one token"),
+        (torch.zeros(2, 8), 5, "scratch"),
+    ],
+)
+def test_invalid_arguments_are_rejected(logits, scratch, message):
     _, inputs = make_case(SamplingCase("", 2, 8, 1.0, CASES[0].rows))
-    with pytest.raises(ValueError, match=r"must be float32|at least one token"):
-        kernels.sample(logits, inputs, torch.zeros(4096, dtype=torch.int32))
-
-
-def test_too_little_scratch_is_refused(device):
-    logits, inputs = make_case(SamplingCase("", 2, 8, 1.0, CASES[0].rows))
-    with pytest.raises(ValueError, match="scratch"):
-        kernels.sample(logits, inputs, torch.zeros(5, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        kernels.sample(logits, inputs, torch.zeros(scratch, dtype=torch.int32))
 
 
 @triton.jit

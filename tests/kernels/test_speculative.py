@@ -133,7 +133,7 @@ def test_drafts_without_distributions(ops):
     assert not torch.equal(expected, reference.reject(logits, inputs, drafts))
 
 
-def test_what_cannot_have_been_drawn_is_the_only_token_proposed(ops):
+def test_impossible_drafts_are_one_token_proposals(ops):
     """Treat NaN, zero and infinite draft probabilities as one-token proposals; ignore ids beyond the vocabulary."""
     logits, inputs, drafts = make_rejection(SamplingCase("", 10, 60, 1.0, CASES[0].rows), 1)
     alone = reference.reject(logits, inputs, DraftInputs(drafts.token_ids))
@@ -156,7 +156,7 @@ def test_equal_distributions_accept(ops, cpu):
         assert torch.equal(ops.reject(logits, again, drafts), ids)
 
 
-def test_an_empty_rest_gives_the_draft(ops):
+def test_draft_is_accepted_if_no_weight_is_left(ops):
     """Accept the draft if its distribution exceeds the target everywhere; nothing is divided by 0."""
     logits, inputs = make_case(SamplingCase("", 16, 9, 1.0, ((1.0, 0, 1.0, 0.0),)))
     ids = torch.arange(16) % 9
@@ -164,7 +164,7 @@ def test_an_empty_rest_gives_the_draft(ops):
     assert torch.equal(ops.reject(logits, inputs, drafts), ids)
 
 
-def test_rows_that_are_not_usable_and_greedy_ones(ops):
+def test_unusable_and_greedy_rows(ops):
     logits, inputs, drafts = make_rejection(SamplingCase("", 10, 40, 2.0, CASES[0].rows), 2)
     good = ops.reject(logits, inputs, drafts)
     bad = logits.clone()
@@ -178,7 +178,7 @@ def test_rows_that_are_not_usable_and_greedy_ones(ops):
 
 
 @pytest.mark.parametrize("vocab", [9, 67])
-def test_no_row_gives_an_id_outside_of_the_vocabulary(vocab, ops):
+def test_ids_stay_inside_the_vocabulary(vocab, ops):
     """CVE-2026-54234: rows of zeros, NaN and infinities, in the target's logits and the drafts' distributions."""
     rows = [0.0, NAN, float("-inf"), float("inf"), -1e38]
     weights = [0.0, NAN, float("inf"), 1.0]
@@ -228,7 +228,7 @@ def test_probabilities(case, ops):
         assert result.isnan().all(dim=1).nonzero().flatten().tolist() == [0, 3]
 
 
-def test_numbers_are_those_that_the_documents_state():
+def test_random_numbers_equal_the_documentation():
     """Accept a draft of probability p if the ACCP number is below p; otherwise draw from the REPL stream."""
     key, position, choice = torch.tensor([[42], [0]]), torch.tensor([17]), torch.tensor([1])
     inputs = replace(
@@ -281,21 +281,21 @@ def proposals(kind, target):
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
 @pytest.mark.parametrize("kind", ["equal", "uniform", "wrong", "one-hot", "NaN", "zeros", "none"])
-def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
+def test_tokens_have_the_target_distribution(kind, parameters, cpu):
     """Draw drafts with the noise that both models share, as the draft model does."""
     inputs = of_seeds(parameters)
     logits = TARGET.expand(NUM_SEEDS, -1)
-    exact = reference.probabilities(TARGET.unsqueeze(0), of_one(inputs))[0] * NUM_SEEDS
+    exact = reference.probabilities(TARGET.unsqueeze(0), first_row(inputs))[0] * NUM_SEEDS
     of_draft = proposals(kind, TARGET)
     unfiltered = replace(inputs, top_p=torch.ones(NUM_SEEDS, dtype=torch.float64))
     drawn_as = unfiltered if kind in ("uniform", "wrong") else inputs
     ids = sampling.sample(of_draft.expand(NUM_SEEDS, -1), drawn_as)
-    told = reference.probabilities(of_draft.unsqueeze(0), of_one(drawn_as)).float()
+    chances = reference.probabilities(of_draft.unsqueeze(0), first_row(drawn_as)).float()
     if kind in ("one-hot", "NaN", "zeros"):
         ids = torch.full_like(ids, 1)  # a look-up proposes its token whatever the noise
-        told = torch.full_like(told, NAN if kind == "NaN" else 0.0)
+        chances = torch.full_like(chances, NAN if kind == "NaN" else 0.0)
     rows = torch.full_like(ids, -1 if kind == "one-hot" else 0)
-    drafts = DraftInputs(torch.full_like(ids, -1)) if kind == "none" else DraftInputs(ids, told, rows)
+    drafts = DraftInputs(torch.full_like(ids, -1)) if kind == "none" else DraftInputs(ids, chances, rows)
     for ops in (SpeculativeOps(), cpu):
         result = ops.reject(logits, inputs, drafts)
         statistic, limit = chi_squared(torch.bincount(result, minlength=len(TARGET)).double(), exact)
@@ -304,7 +304,7 @@ def test_tokens_have_the_distribution_of_the_target(kind, parameters, cpu):
     assert {"equal": accepted == 1.0, "wrong": accepted < 0.1}.get(kind, True)
 
 
-def test_nothing_is_owed_to_the_noise_that_drew_the_draft(cpu):
+def test_rejection_is_independent_of_the_draft_noise(cpu):
     """Use few tokens with unequal probabilities, which would reveal a stream shared by draft and rejection."""
     inputs = of_seeds((1.0, 0, 1.0, 0.0))
     chances = torch.tensor([0.02, 0.4, 0.58])
@@ -315,13 +315,14 @@ def test_nothing_is_owed_to_the_noise_that_drew_the_draft(cpu):
     assert statistic < limit
 
 
-def of_one(inputs):
-    """Return the inputs of the first row."""
+def first_row(inputs, times=1):
+    """Return the inputs of the first row, repeated."""
     names = ("temperature", "top_k", "top_p", "log_min_p", "position", "choice")
-    return replace(inputs, key=inputs.key[:, :1], **{name: getattr(inputs, name)[:1] for name in names})
+    rows = {name: getattr(inputs, name)[:1].expand(times) for name in names}
+    return replace(inputs, key=inputs.key[:, :1].expand(2, times), **rows)
 
 
-def test_texts_have_the_distribution_of_the_target(cpu):
+def test_sequences_have_the_target_distribution(cpu):
     """Check pairs of tokens over two drafts and one more token, each depending on the previous token.
 
     The last row of the logits is the initial state.
@@ -330,8 +331,8 @@ def test_texts_have_the_distribution_of_the_target(cpu):
     target, draft = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)
     parameters = (1.3, 0, 0.9, 0.0)
     inputs = [of_seeds(parameters, position) for position in (10, 11, 12)]
-    of_target = reference.probabilities(target, repeated(of_one(inputs[0]), 6))
-    of_draft = cpu.probabilities(draft, repeated(of_one(inputs[0]), 6))
+    of_target = reference.probabilities(target, first_row(inputs[0], 6))
+    of_draft = cpu.probabilities(draft, first_row(inputs[0], 6))
     before = torch.full((NUM_SEEDS,), 5)
     drafts, sampled = [], []
     for j in range(3):
@@ -357,13 +358,7 @@ def test_texts_have_the_distribution_of_the_target(cpu):
     assert statistic < limit * 1.2  # 5 sums come from the sample itself
 
 
-def repeated(inputs, times):
-    """Repeat the inputs of one row."""
-    names = ("temperature", "top_k", "top_p", "log_min_p", "position", "choice")
-    return replace(inputs, key=inputs.key.expand(2, times), **{n: getattr(inputs, n).expand(times) for n in names})
-
-
-def test_other_tensors_are_refused(device):
+def test_invalid_tensors_are_rejected(device):
     logits, inputs, drafts = make_rejection(SamplingCase("", 5, 40, 1.0, CASES[0].rows))
     ops = TritonSpeculativeOps(device)
     with pytest.raises(ValueError, match="must be float32"):
@@ -372,7 +367,7 @@ def test_other_tensors_are_refused(device):
         ops.reject(logits, inputs, replace(drafts, probabilities=torch.zeros(5, 41)))
 
 
-def test_each_device_has_its_own(device):
+def test_each_device_has_its_own_operations(device):
     assert isinstance(speculative_ops(torch.device("cpu"), 1), CpuSpeculativeOps)
     logits, inputs, drafts = make_rejection(CASES[4])
     plain = speculative_ops(torch.device("cpu"), 1)  # before compilation

@@ -105,7 +105,7 @@ def test_append_writes_ids_and_zero_for_a_failed_request(num_sampled, ops_class,
         assert torch.equal(buffers.state.cpu(), wanted)
 
 
-def test_words_past_two_thousand_million_are_found(device):
+def test_words_beyond_2_to_the_31(device):
     """Use a state of 9 GiB, almost all of it untouched, in which row 4 starts after word 2**31."""
     if device.type != "cpu":
         pytest.skip("memory of the CPU costs nothing until it is touched")
@@ -135,6 +135,6 @@ def _untouched(num_words: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.int32)
 
 
-def test_the_device_chooses(device):
+def test_step_ops_follow_the_device(device):
     chosen = step_ops(StepBuffers(CASES[0].layout, device))
     assert isinstance(chosen, CpuStepOps if device.type == "cpu" else TritonStepOps)

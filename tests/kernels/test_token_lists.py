@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.ops.sampling import extended, reference
 from kernels.ops.sampling.inputs import (
     MAX_DRY_EXPONENT,
@@ -23,17 +22,10 @@ from kernels.ops.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAS
 STRIDE = 700
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    ops = CpuSamplingOps(2)
-    ops.compile()
-    return ops
-
-
 @pytest.fixture(params=["torch", "cpu"])
-def ops(request, compiled):
+def ops(request, cpu):
     if request.param == "cpu":
-        return compiled
+        return cpu
 
     class Torch:
         penalize_repetitions = staticmethod(extended.penalize_repetitions)
@@ -57,14 +49,14 @@ def table(texts):
     return tokens
 
 
-def dry_inputs(texts, wishes, vocab):
+def dry_inputs(texts, all_params, vocab):
     """Return inputs for (multiplier, base, allowed_length, last_n, breakers) of each text."""
     order = list(reversed(range(len(texts))))
     tokens = table([texts[i] for i in order])
-    breakers = torch.stack([bits(wishes[i][4], vocab) for i in order])
-    windows = [len(text) if wish[3] < 0 else min(wish[3], len(text)) for text, wish in zip(texts, wishes)]
+    breakers = torch.stack([bits(all_params[i][4], vocab) for i in order])
+    windows = [len(text) if params[3] < 0 else min(params[3], len(text)) for text, params in zip(texts, all_params)]
     words = torch.zeros(len(texts), SAMPLING_WORDS, dtype=torch.int32)
-    for i, (multiplier, base, allowed_length, last_n, _) in enumerate(wishes):
+    for i, (multiplier, base, allowed_length, last_n, _) in enumerate(all_params):
         words[i, DRY_ALLOWED_LENGTH], words[i, DRY_LAST_N] = allowed_length, last_n
         words.view(torch.float32)[i, [DRY_MULTIPLIER, DRY_BASE]] = torch.tensor([float(multiplier), float(base)])
     return DryInputs(
@@ -75,7 +67,7 @@ def dry_inputs(texts, wishes, vocab):
         words=words,
         breakers=breakers,
         longest=max(windows),
-        longest_match=max(wish[2] for wish in wishes) + MAX_DRY_EXPONENT,
+        longest_match=max(params[2] for params in all_params) + MAX_DRY_EXPONENT,
     )
 
 
@@ -98,22 +90,22 @@ def brute_force(text, multiplier, base, allowed, last_n, breakers):
     }
 
 
-def check_dry(ops, texts, wishes, vocab):
+def check_dry(ops, texts, all_params, vocab):
     logits = torch.randn(len(texts), vocab, generator=torch.Generator().manual_seed(3))
     expected = logits.clone()
-    for i, (text, wish) in enumerate(zip(texts, wishes)):
-        for token, penalty in brute_force(text, *wish).items():
+    for i, (text, params) in enumerate(zip(texts, all_params)):
+        for token, penalty in brute_force(text, *params).items():
             expected[i, token] -= np.float32(penalty)
-    ops.penalize_repetitions(logits, dry_inputs(texts, wishes, vocab))
+    ops.penalize_repetitions(logits, dry_inputs(texts, all_params, vocab))
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
     return logits
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 33])
-def test_dry_is_brute_force(vocab, ops):
+def test_dry_equals_brute_force(vocab, ops):
     rng = random.Random(vocab)
     texts = [[rng.randrange(vocab) for _ in range(rng.choice([0, 1, 2, 5, 40, 300]))] for _ in range(30)]
-    wishes = [
+    all_params = [
         (
             rng.choice([0.8, 3.0]),
             rng.choice([1.0, 1.75, 4.0]),
@@ -123,10 +115,10 @@ def test_dry_is_brute_force(vocab, ops):
         )
         for _ in texts
     ]
-    check_dry(ops, texts, wishes, vocab)
+    check_dry(ops, texts, all_params, vocab)
 
 
-def test_many_tokens_are_taken_in_parts(ops, monkeypatch):
+def test_many_tokens_are_processed_in_parts(ops, monkeypatch):
     monkeypatch.setattr(extended, "MAX_TOKENS", 90)
     texts = [[1, 2, 3] * (1 + number) for number in range(12)]
     check_dry(ops, texts, [(0.8, 1.75, 1 + number % 3, -1, ()) for number in range(12)], 8)
@@ -135,8 +127,8 @@ def test_many_tokens_are_taken_in_parts(ops, monkeypatch):
 @pytest.mark.parametrize("period", [1, 2, 3, 7, 100])
 def test_long_repetitions_are_penalized_finitely(period, ops):
     texts = [[3 + i % period for i in range(600)]] * 4
-    wishes = [(100.0, 10.0, 1, -1, ()), (0.8, 1.75, 2, -1, ()), (1.0, 1.0, 1024, -1, ()), (2.0, 2.0, 50, 200, ())]
-    logits = check_dry(ops, texts, wishes, 128)
+    all_params = [(100.0, 10.0, 1, -1, ()), (0.8, 1.75, 2, -1, ()), (1.0, 1.0, 1024, -1, ()), (2.0, 2.0, 50, 200, ())]
+    logits = check_dry(ops, texts, all_params, 128)
     assert logits.isfinite().all()
     assert (logits / 1e-5).isfinite().all()
 
@@ -155,12 +147,12 @@ def test_dry_in_a_known_text(ops):
 def test_dry_rows_are_independent(ops):
     rng = random.Random(1)
     texts = [[rng.randrange(4) for _ in range(rng.randrange(2, 90))] for _ in range(9)]
-    wishes = [(rng.random(), 1.5, rng.randrange(1, 9), rng.choice([-1, 20]), ()) for _ in texts]
+    all_params = [(rng.random(), 1.5, rng.randrange(1, 9), rng.choice([-1, 20]), ()) for _ in texts]
     together = torch.zeros(9, 50)
-    ops.penalize_repetitions(together, dry_inputs(texts, wishes, 50))
+    ops.penalize_repetitions(together, dry_inputs(texts, all_params, 50))
     for i in range(9):
         alone = torch.zeros(1, 50)
-        ops.penalize_repetitions(alone, dry_inputs([texts[i]], [wishes[i]], 50))
+        ops.penalize_repetitions(alone, dry_inputs([texts[i]], [all_params[i]], 50))
         assert torch.equal(alone[0], together[i])
 
 
@@ -178,7 +170,7 @@ def bad_words_inputs(texts, words_of):
     )
 
 
-def test_bad_words_are_brute_force(ops):
+def test_bad_words_equal_brute_force(ops):
     rng = random.Random(2)
     texts = [[rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 9]))] for _ in range(40)]
     words_of = [

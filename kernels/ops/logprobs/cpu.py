@@ -1,8 +1,7 @@
 """Log-probabilities on the CPU, compiled by numba; ids and ranks equal those of reference.py.
 
 One pass finds the largest logit of each chunk of tokens, and another sums exponentials. Ranks and likeliest tokens
-need
-only the chunks whose largest logit is high enough. The functions release the GIL.
+need only the chunks whose largest logit is high enough. The functions release the GIL.
 """
 
 from __future__ import annotations

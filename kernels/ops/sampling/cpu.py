@@ -2,8 +2,7 @@
 
 Rows are not sorted. Tokens are counted in buckets of their scaled logit, and only the bucket that contains a filter's
 border is sorted. Noise is computed only for tokens that could still win; the raw Philox word gives an upper bound of
-it.
-The functions release the GIL, so that the caller can share rows among threads.
+it. The functions release the GIL, so that the caller can share rows among threads.
 """
 
 from __future__ import annotations

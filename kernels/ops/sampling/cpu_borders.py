@@ -28,8 +28,7 @@ def key_range(bits):  # type: ignore[no-untyped-def]
     """Return the smallest and the largest float32 of a row, as int32 keys that compare like the floats.
 
     Comparisons of floats are not vectorized because of NaN. As keys, positive NaN sorts above +inf and negative NaN
-    below
-    -inf.
+    below -inf.
     """
     low = np.int32(0x7FFFFFFF)
     high = np.int32(-0x80000000)
@@ -156,8 +155,7 @@ def last_chunk(row, whole):  # type: ignore[no-untyped-def]
     """Return the tokens after the last whole chunk, padded with minus infinity.
 
     Functions that compute exponentials are called twice, for the whole chunks and for this one. A single call for
-    chunks
-    of either kind would double the cost of the exponentials.
+    chunks of either kind would double the cost of the exponentials.
     """
     padded = np.empty(CHUNK, np.float32)
     # A loop, because numpy's ways to fill a slice take more than a tenth of a second to compile.

@@ -190,11 +190,11 @@ def drop_likeliest(kept: torch.Tensor, inputs: ExtendInputs) -> torch.Tensor:
     least = torch.where(above, kept, float("inf")).amin(dim=-1, keepdim=True)
     ids = torch.arange(kept.shape[1], device=kept.device)
     last = torch.where(above & (kept == least), ids, -1).amax(dim=-1, keepdim=True)
-    drop = above & (ids != last) & tossed(inputs).unsqueeze(1)
+    drop = above & (ids != last) & is_xtc_triggered(inputs).unsqueeze(1)
     return torch.where(drop, NO_CUT, kept)
 
 
-def tossed(inputs: ExtendInputs) -> torch.Tensor:
+def is_xtc_triggered(inputs: ExtendInputs) -> torch.Tensor:
     """Return [E] bool, True if the coin of the position triggers XTC."""
     zero = torch.zeros_like(inputs.position)
     counter = torch.stack(
@@ -269,10 +269,8 @@ def common_prefixes(tokens: torch.Tensor, longest: int) -> torch.Tensor:
     """Return how many tokens from k on equal those from 0 on, for every k >= 1.
 
     Lengths are exact up to `longest`; longer ones are at least `longest`. Blocks of 1, 2, 4, ... tokens are numbered
-    so
-    that equal blocks have equal numbers. The length is then composed from the largest block down, in as many steps as
-    it
-    has bits.
+    so that equal blocks have equal numbers. The length is then composed from the largest block down, in as many steps
+    as it has bits.
 
     Args:
         tokens: [D, N] int64; -1 after the end of a row.

@@ -281,17 +281,8 @@ def _keep_typical(row, maxima, typical_p):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def _number_left(row):  # type: ignore[no-untyped-def]
-    number = np.int32(0)
-    for i in range(len(row)):
-        number += np.int32(row[i] > _DROPPED)
-    return number
-
-
-@inner_numpy
-def _top_k_of_mu(row, maxima, mu):  # type: ignore[no-untyped-def]
-    """See extended.top_k_of_mu; the result is 0 if nothing is cut."""
-    number = _number_left(row)
+def _top_k_of_mu(row, maxima, number, mu):  # type: ignore[no-untyped-def]
+    """See extended.top_k_of_mu; `number` tokens are left. The result is 0 if nothing is cut."""
     if number < 2:
         return 1
     size = min(MIROSTAT_SAMPLE, number)
@@ -325,13 +316,13 @@ def _top_k_of_mu(row, maxima, mu):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def _keep_unsurprising(row, maxima, best, mirostat, mu, log_mass):  # type: ignore[no-untyped-def]
+def _keep_unsurprising(row, maxima, best, number, mirostat, mu, log_mass):  # type: ignore[no-untyped-def]
     if mirostat == 2:
         _cut(row, maxima, np.float32(np.float64(log_mass) - np.float64(mu) * _LN2))
         row[best] = np.float32(0.0)
         maxima[best // CHUNK] = np.float32(0.0)
     else:
-        top_k = _top_k_of_mu(row, maxima, mu)
+        top_k = _top_k_of_mu(row, maxima, number, mu)
         if top_k > 0:
             _keep_up_to(row, maxima, border_of(row, maxima, np.float32(0.0), np.float32(1.0), top_k, 1.0, _DROPPED))
 
@@ -382,9 +373,9 @@ def _extend(row, maxima, words, position, coin):  # type: ignore[no-untyped-def]
         heat = _temperature(row, maxima, highest, heat, reach, word_float(words[DYNATEMP_EXPONENT]))
     _scale(row, maxima, highest, heat, lowest)
     if words[MIROSTAT] > 0:
-        _, mass, _ = _sums(row, maxima)
+        number, mass, _ = _sums(row, maxima)
         log_mass = np.float32(np.log(mass))
-        _keep_unsurprising(row, maxima, best, words[MIROSTAT], word_float(words[MIROSTAT_MU]), log_mass)
+        _keep_unsurprising(row, maxima, best, number, words[MIROSTAT], word_float(words[MIROSTAT_MU]), log_mass)
     else:
         if word_float(words[LOG_MIN_P]) > _DROPPED:
             _cut(row, maxima, word_float(words[LOG_MIN_P]))

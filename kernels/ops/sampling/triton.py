@@ -1,8 +1,7 @@
 """Sampling on a GPU without a sort, in two launches if all rows are greedy and in three otherwise.
 
 survey: find the largest logit of every split of a row. draw: find the best sum of logit and noise of a split or, if
-the
-row has top_k or top_p, its likeliest tokens. finish: select the row's token from the results of its splits. If the
+the row has top_k or top_p, its likeliest tokens. finish: select the row's token from the results of its splits. If the
 filters' border is not among them, finish reads the row again. README.md has the definitions.
 """
 
@@ -37,13 +36,13 @@ from kernels.ops.sampling.triton_splits import (
     candidate_ids,
     launch_options,
     load_candidates,
+    load_survey,
     mask_of_row,
     row_arguments,
     row_compilation,
     row_of_tables,
     scratch_of_row,
     store_candidates,
-    surveyed,
     table_of,
     tile_constants,
     tokens_of_split,
@@ -91,7 +90,7 @@ def draw_kernel(
     i_split = tl.program_id(1)
     num_splits = tl.num_programs(1)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, _, usable, _ = surveyed(p_row_scratch, num_splits, PADDED)
+    highest, _, usable, _ = load_survey(p_row_scratch, num_splits, PADDED)
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
@@ -135,7 +134,7 @@ def finish_kernel(
     """Store the token of each row, negative if the row is not usable; [S] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, best_id, usable, failure = surveyed(p_row_scratch, num_splits, PADDED)
+    highest, best_id, usable, failure = load_survey(p_row_scratch, num_splits, PADDED)
     if RANDOM:
         i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
         temperature = tl.load(p_temperature + i_table * temperature_stride)

@@ -210,7 +210,7 @@ def filter_border(
 
 
 @triton.jit
-def mass_that_passes(
+def passing_mass(
     p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key,
     MASK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip

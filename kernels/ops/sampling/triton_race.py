@@ -17,7 +17,7 @@ _ACCEPT = tl.constexpr(ACCEPT_STREAM)
 _REPLACE = tl.constexpr(REPLACE_STREAM)
 _ULP_OF_UNIFORM = tl.constexpr(2.0**-24)
 _ROUNDED_UP = tl.constexpr(1.0 + 2.0**-20)
-_MOST_TIMES = tl.constexpr(2.0**25 * (1.0 + 2.0**-20))
+_MAX_FACTOR = tl.constexpr(2.0**25 * (1.0 + 2.0**-20))
 """Largest factor applied to a weight: -log(u) >= 1 - u >= 2**-25."""
 
 
@@ -57,7 +57,7 @@ def race(b_share, b_word, b_token, best, best_id):
 
 
 @triton.jit
-def shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED: tl.constexpr):
+def residual_weights(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED: tl.constexpr):
     """Return exp(scaled) * inverse of the selected tokens, minus their probability in the draft's distribution.
 
     `num_chances` is the number of tokens in the draft's distribution: all or none.
@@ -70,7 +70,7 @@ def shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, D
 
 
 @triton.jit
-def passes(b_key, border, equals, seen):
+def tokens_within_border(b_key, border, equals, seen):
     """Return which tokens of a row's next tile pass the border, and the number of tokens at the border so far."""
     b_equal = (b_key == border).to(tl.int32)
     b_rank = seen + tl.cumsum(b_equal, axis=0)
@@ -88,7 +88,7 @@ def first_of_candidates(
     if equals < tl.sum(b_equal.to(tl.int32), axis=0):
         last_id = id_of_rank(b_equal, b_token, equals, vocab)
     b_in = (b_key < border) | (b_equal & (b_token <= last_id))
-    b_share = shares(value_of(b_key), b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
+    b_share = residual_weights(value_of(b_key), b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
     b_word = words_of_ids(b_token, position, choice, key_low, key_high, _REPLACE)
     none = tl.full((), NO_TOKEN, tl.int32)
     _, best_id = race(b_share, b_word, b_token, tl.full((), 0.0, tl.float64), none)
@@ -107,9 +107,9 @@ def first_of_row(
     for start in range(0, vocab, TILE):
         b_token = start + tl.arange(0, TILE)
         b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
-        b_in, seen = passes(key_of(b_scaled), border, equals, seen)
-        b_share = shares(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
-        if tl.max(b_share, axis=0).to(tl.float64) * _MOST_TIMES >= best:
+        b_in, seen = tokens_within_border(key_of(b_scaled), border, equals, seen)
+        b_share = residual_weights(b_scaled, b_token, b_in, inverse, left_out, p_chances, num_chances, DRAFTED)
+        if tl.max(b_share, axis=0).to(tl.float64) * _MAX_FACTOR >= best:
             b_counter = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
             b_word = words_of_tokens(b_counter, position, choice, key_low, key_high, _REPLACE)
             best, best_id = race(b_share, b_word, b_token, best, best_id)

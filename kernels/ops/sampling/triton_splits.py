@@ -2,8 +2,7 @@
 
 For each split, the scratch memory of a row holds the largest logit and its id, three further numbers, and keys and ids
 of its likeliest tokens. The parameters of a kernel are ROW, then those it needs of WEIGHING, NOISE and FILTERS, in
-this
-order, then its own. `row_arguments` returns their values at a launch.
+this order, then its own. `row_arguments` returns their values at a launch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kernels.ops.sampling.triton_random import NO_TOKEN
 _CHUNK = tl.constexpr(
     128
 )  # consecutive tokens of a split; distributes likely tokens, which have low ids, over the splits
-_MOST_CANDIDATES = 4096
+_MAX_CANDIDATES = 4096
 _SEGMENTS = tl.constexpr(5)  # numbers per split before the candidates
 _NOT_USABLE = tl.constexpr(NOT_USABLE)
 _NOTHING_LEFT = tl.constexpr(NOTHING_LEFT)
@@ -62,7 +61,7 @@ def split(vocab: int, num_lanes: int = 32) -> Split:
     tile = min(max(triton.next_power_of_2(vocab), 128), 4096)
     splits = triton.cdiv(vocab, tile)
     padded = triton.next_power_of_2(splits)
-    capacity = max(min(_MOST_CANDIDATES // padded, tile), 16)
+    capacity = max(min(_MAX_CANDIDATES // padded, tile), 16)
     return Split(tile, splits, padded, capacity, max(min(tile // 256, 8) * 32 // num_lanes, 1))
 
 
@@ -100,7 +99,7 @@ def scratch_of_row(p_scratch, i_row, PADDED: tl.constexpr, CAPACITY: tl.constexp
 
 
 @triton.jit
-def surveyed(p_row_scratch, num_splits, PADDED: tl.constexpr):
+def load_survey(p_row_scratch, num_splits, PADDED: tl.constexpr):
     """Return a row's largest logit, its lowest id, whether the row is usable, and the result if it is not."""
     o_split = tl.arange(0, PADDED)
     b_order = tl.load(p_row_scratch + o_split, mask=o_split < num_splits, other=NONE)

@@ -38,8 +38,7 @@ def make_rejection(
     """Return logits, inputs and drafts of a case.
 
     Of every five rows, three have a draft drawn from a distribution similar to the row's, one has a likely token
-    without a
-    distribution, and one has no draft.
+    without a distribution, and one has no draft.
 
     Args:
         case: Shape and parameters.

@@ -27,7 +27,7 @@ from kernels.ops.sampling.cpu_borders import (
 from kernels.ops.sampling.philox import ACCEPT_STREAM, REPLACE_STREAM
 
 _NO_TOKEN = np.int64(-1)
-_MOST_TIMES = np.float32(2.0**25)
+_MAX_FACTOR = np.float32(2.0**25)
 """Largest factor applied to a weight: -log(u) >= 1 - u >= 2**-25."""
 _ROUNDED_UP = np.float32(1.0 + 2.0**-20)
 
@@ -83,7 +83,7 @@ def _first_to_arrive(shares, likely, position, choice, key_low, key_high):  # ty
         if k >= 0 and first == start:
             continue
         chunk = shares[first : first + CHUNK]
-        if largest_of(chunk) * _MOST_TIMES * _ROUNDED_UP < best:
+        if largest_of(chunk) * _MAX_FACTOR * _ROUNDED_UP < best:
             continue
         words_of_chunk(first, position, choice, np.uint32(REPLACE_STREAM), key_low, key_high, words)
         so_far = np.float32(best)

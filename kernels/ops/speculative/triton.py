@@ -2,8 +2,8 @@
 
 survey: find the largest logit of every split of a row. weigh: find number, mass and likeliest tokens of a split.
 reject: one program per row finds the filters' border and the total mass, then accepts the draft or draws another
-token,
-from the candidates if they include all tokens that pass, else from the whole row. README.md has the definitions.
+token, from the candidates if they include all tokens that pass, else from the whole row. README.md has the
+definitions.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from kernels.common.triton.compilations import Compilation, Target
 from kernels.common.triton.launch import Variant
 from kernels.ops.sampling.inputs import SamplingInputs
 from kernels.ops.sampling.triton import survey_kernel
-from kernels.ops.sampling.triton_filters import ALL, filter_border, key_of, last_key, masked_logits, mass_that_passes
-from kernels.ops.sampling.triton_race import accept_number, first_of_candidates, first_of_row, passes, rank_in_row
+from kernels.ops.sampling.triton_filters import ALL, filter_border, key_of, last_key, masked_logits, passing_mass
+from kernels.ops.sampling.triton_race import (
+    accept_number,
+    first_of_candidates,
+    first_of_row,
+    rank_in_row,
+    tokens_within_border,
+)
 from kernels.ops.sampling.triton_random import NO_TOKEN
 from kernels.ops.sampling.triton_splits import (
     FILTERS,
@@ -30,13 +36,13 @@ from kernels.ops.sampling.triton_splits import (
     candidate_ids,
     launch_options,
     load_candidates,
+    load_survey,
     mask_of_row,
     row_arguments,
     row_compilation,
     row_of_tables,
     scratch_of_row,
     store_candidates,
-    surveyed,
     table_of,
     tile_constants,
     tokens_of_split,
@@ -90,7 +96,7 @@ def weigh_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, _, usable, _ = surveyed(p_row_scratch, tl.num_programs(1), PADDED)
+    highest, _, usable, _ = load_survey(p_row_scratch, tl.num_programs(1), PADDED)
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
@@ -115,7 +121,7 @@ def probabilities_kernel(
     """Store the distribution of each row, NaN if the row is not usable; [S] programs."""
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, best_id, usable, _ = surveyed(p_row_scratch, num_splits, PADDED)
+    highest, best_id, usable, _ = load_survey(p_row_scratch, num_splits, PADDED)
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     p_result = p_out + i_row * vocab
@@ -130,7 +136,7 @@ def probabilities_kernel(
             p_row, p_words, masked, vocab, highest, temperature, top_k, top_p, limit, reach, count, mass, b_key, MASK,
             TILE,
         )  # fmt: skip
-        mass = mass_that_passes(
+        mass = passing_mass(
             p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, mass, b_key, MASK, TILE
         )
         inverse = (1.0 / mass).to(tl.float32)
@@ -138,7 +144,7 @@ def probabilities_kernel(
         for start in range(0, vocab, TILE):
             b_token = start + tl.arange(0, TILE)
             b_scaled = tl.div_rn(masked_logits(p_row, p_words, masked, vocab, b_token, MASK) - highest, temperature)
-            b_in, seen = passes(key_of(b_scaled), border, equals, seen)
+            b_in, seen = tokens_within_border(key_of(b_scaled), border, equals, seen)
             tl.store(p_result + b_token, tl.where(b_in, tl.exp(b_scaled) * inverse, 0.0), mask=b_token < vocab)
     else:
         for start in range(0, vocab, TILE):
@@ -164,7 +170,7 @@ def reject_kernel(
     """
     i_row = tl.program_id(0).to(tl.int64)
     p_row_scratch = scratch_of_row(p_scratch, i_row, PADDED, CAPACITY)
-    highest, result, usable, failure = surveyed(p_row_scratch, num_splits, PADDED)
+    highest, result, usable, failure = load_survey(p_row_scratch, num_splits, PADDED)
     i_table = row_of_tables(p_rows, i_row, HAS_ROWS)
     temperature = tl.load(p_temperature + i_table * temperature_stride)
     if usable & (temperature > 0.0):
@@ -180,7 +186,7 @@ def reject_kernel(
         )  # fmt: skip
         b_token = candidate_ids(p_row_scratch, b_key, PADDED, CAPACITY)
         inside = border <= reach
-        total = mass_that_passes(
+        total = passing_mass(
             p_row, p_words, masked, vocab, highest, temperature, border, equals, limit, reach, total, b_key, MASK, TILE
         )
         position = tl.load(p_position + i_row * position_stride).to(tl.uint32)

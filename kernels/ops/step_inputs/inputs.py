@@ -66,8 +66,7 @@ class StepLayout:
     """Sizes and positions of all fields.
 
     There are R rows, T tokens per step, G KV groups, and P pages per row. A step computes N <= R requests including
-    padding,
-    and samples after S <= Z tokens: one per request, or one per row that verifies a draft.
+    padding, and samples after S <= Z tokens: one per request, or one per row that verifies a draft.
 
     Attributes:
         max_num_seqs: R.

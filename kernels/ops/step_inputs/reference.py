@@ -31,8 +31,7 @@ class ReferenceStepOps:
         """Fill the outputs of all requests and tokens of the step from the state and the packed words.
 
         Padding gets token 0 at position 0, slot -1 (not written to any page), and a block table of zeros. Columns
-        after the
-        pages of a context are 0.
+        after the pages of a context are 0.
         """
         layout, packed, state = self._buffers.layout, self._buffers.packed, self._buffers.state
         outputs = self._buffers.outputs
