@@ -1,4 +1,4 @@
-"""The configuration that transformers has for a decoder of Llama's family."""
+"""Configuration of transformers for a decoder of the Llama family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worker.model.spec import DecoderSpec
 
 
 def llama_config(spec: DecoderSpec) -> LlamaConfig:
-    """Sizes, norms, and rotary embeddings without scaling."""
+    """Return a configuration with the sizes of `spec` and rotary embeddings without scaling."""
     return LlamaConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,

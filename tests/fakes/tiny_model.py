@@ -1,4 +1,4 @@
-"""A tiny random Llama in a folder of Hugging Face's format, for tests that load a model from disk."""
+"""Tiny random Llama model in Hugging Face's format, for tests that load a model from disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def write_tiny_model(folder: Path, seed: int = 0) -> Path:
-    """Writes config.json, model.safetensors and tokenizer.json; returns the folder."""
+    """Write config.json, model.safetensors and tokenizer.json, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     hidden, width, vocab = 64, 128, CONFIG["vocab_size"]

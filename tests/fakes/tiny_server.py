@@ -1,4 +1,4 @@
-"""A tiny random model served by the runner's own code without sockets, on a device as late as a GPU can be."""
+"""Tiny random model served by the real scheduler and runner without sockets, on a late device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from worker.scheduler.speculator import SpeculationConfig
 
 CPU = torch.device("cpu")
 VOCAB = 96
-"""FakeExecutor's, whose harness this fills."""
+"""Vocabulary of FakeExecutor, whose harness this uses."""
 MAX_MODEL_LEN = 96
 
 
@@ -83,13 +83,13 @@ def tiny_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
 
 
 class TinyServer(Harness):
-    """The scheduler's harness around a real runner.
+    """Scheduler harness with a real runner.
 
     Args:
-        ops, sampling_ops, step_ops: None: plain torch, which like a GPU's takes rows of padding.
-        late: a late device, two steps in flight, decode steps as graphs; so is a GPU.
-        speculation: as the scheduler's; with a `draft_len` there is a draft model.
-        draft_seed: of the draft model's weights; the target's are 0.
+        ops, sampling_ops, step_ops: Kernels; None for the reference ops, which accept padding rows like a GPU's.
+        late: True for a late device with two steps in flight and captured decode steps.
+        speculation: Speculation of the scheduler; a `draft_len` adds a draft model.
+        draft_seed: Seed of the draft model's weights. The target's seed is 0.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TinyServer(Harness):
             max_drafts=0 if speculation is None else speculation.max_drafts,
             distributions=DraftDistributions() if rejection else None,
         )
-        rows.sampling._host_words = None  # so that the sampling op gets the tables, as on a GPU
+        rows.sampling._host_words = None  # the sampling op then receives the tables, as on a GPU
         sampler = Sampler(rows.sampling, sampling_ops or SamplingOps(), SpeculativeOps(), rejection=rejection)
         decoder = self._decoder(spec, 0, device)
         self.runner = ModelRunner(decoder, storage, rows, sampler, self.device)
@@ -197,7 +197,7 @@ RARER_WISHES: tuple[dict[str, object], ...] = (
 def submits(
     count: int, seed: int = 0, max_tokens: int = 14, wishes: Sequence[dict[str, object]] = WISHES
 ) -> list[Submit]:
-    """Requests that share prefixes, want different things of the sampler, and some of them several choices."""
+    """Return requests with shared prefixes and different sampling parameters, some with several choices."""
     rng = random.Random(seed)
     prefixes = [[3 + (7 * index + step) % 90 for step in range(length)] for index, length in enumerate((5, 16, 30))]
     return [

@@ -1,4 +1,4 @@
-"""Weights and batches made in memory, for tests of the model."""
+"""In-memory weights and batches for tests of the model."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ _HF_NAMES = {
 
 
 class MemoryWeights(WeightSource):
-    """Tensors by canonical name, as float32."""
+    """float32 tensors by canonical name."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
 
     @classmethod
     def from_transformers(cls, model: torch.nn.Module) -> MemoryWeights:
-        """The weights of a Llama-like transformers model."""
-        tensors = {}
-        for name, tensor in model.state_dict().items():
-            tensors[_canonical(name)] = tensor
-        return cls(tensors)
+        """Return the weights of a Llama-like transformers model."""
+        return cls({_canonical(name): tensor for name, tensor in model.state_dict().items()})
 
     def names(self) -> Iterable[str]:
         return self.tensors
@@ -76,9 +73,9 @@ def make_batch(
     page_size: int,
     logits: str = "all",
 ) -> ForwardBatch:
-    """Builds a batch of (token ids to compute, position of the first, pages of the request).
+    """Return a batch of (token ids to compute, position of the first, pages of the request).
 
-    logits: "all" tokens or the "last" of each request.
+    The logits are those of "all" tokens or of the "last" token of each request.
     """
     input_ids, positions, slots, bounds, lengths = [], [], [], [0], []
     for ids, start, pages in requests:
@@ -105,7 +102,7 @@ def make_batch(
 
 
 def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """The batch with its tensors there."""
+    """Return the batch with its tensors on the device."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)

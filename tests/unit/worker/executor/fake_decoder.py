@@ -1,4 +1,4 @@
-"""A decoder whose logits are a hash of all tokens before, which it finds through the KV cache's pages."""
+"""Fake decoder whose logits are a hash of all previous tokens, which it reads from the pages of its KV cache."""
 
 import torch
 
@@ -13,7 +13,7 @@ PAGE = 4
 
 
 class FakeKV:
-    """One integer per slot: the token id written there, or -1."""
+    """Storage of one integer per slot: the token id written there, or -1."""
 
     def __init__(self, num_pages):
         self.tokens = torch.full((num_pages, PAGE), -1, dtype=torch.int64)
@@ -23,7 +23,7 @@ class FakeKV:
 
 
 def expected_logits(token_ids):
-    """[VOCAB] float32 after these tokens."""
+    """Return the [VOCAB] float32 logits after these tokens."""
     value = 17
     for token in token_ids:
         value = (value * 31 + int(token) + 1) % 1_000_003
@@ -31,7 +31,7 @@ def expected_logits(token_ids):
 
 
 class FakeDecoder:
-    """hidden_states are the contexts, one row of token ids (padded by -1) per wanted token."""
+    """Decoder whose hidden states are the contexts: one row of token ids, padded with -1, per requested token."""
 
     def __init__(self, max_model_len):
         self.max_model_len = max_model_len
@@ -63,7 +63,7 @@ class FakeDecoder:
 
 
 def make_runner(max_num_seqs=4, max_model_len=64, num_pages=64, late=False):
-    """(runner, decoder, rows, kv). late: on a device as late as a GPU can be."""
+    """Return (runner, decoder, rows, kv), on a late device if `late` is set."""
     device = CpuDevice(late=late)
     rows = RequestRows(
         max_num_seqs=max_num_seqs,

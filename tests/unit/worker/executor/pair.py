@@ -1,4 +1,4 @@
-"""Two tiny random models on one rank: a target and what drafts for it, without a scheduler."""
+"""A tiny random target model and draft model on one rank, without a scheduler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES_OF_A_ROW = 12
 
 
 def use_references(monkeypatch) -> None:
-    """Plain torch for everything: no kernel is compiled."""
+    """Use the reference ops, so that no kernel is compiled."""
     monkeypatch.setattr(worker.model.decoder, "select_ops", lambda *_, **__: DecoderOps())
     monkeypatch.setattr(
         worker.model.linear, "linear_scheme", lambda dtype, device, *_, **__: DenseScheme(dtype, device)
@@ -47,7 +47,7 @@ def load(weights, spec=None) -> Decoder:
 
 
 class Pair:
-    """Both models; `draft` None: the target alone.
+    """Runner of both models, or of the target alone if `draft` is None.
 
     Args:
         late: on a device as late as a GPU can be, with graphs.
@@ -91,7 +91,7 @@ class Pair:
 
     @property
     def num_captured(self) -> int:
-        """Graphs of the draft model."""
+        """Number of captured graphs of the draft model."""
         return self.runner._draft._graphs.num_captured
 
     @staticmethod
@@ -103,7 +103,7 @@ class Pair:
         return StepPlan(**({"step": self.step, "scheduled": []} | parts))
 
     def enter(self, row, token_ids, sampling=None, *, pages=None, copies=(), computed=0):
-        """A request enters a row and all its tokens but the first `computed` are read; the token sampled after them."""
+        """Add a request to a row, compute its tokens after the first `computed`, and return the sampled token."""
         new = NewRow(
             row=row,
             token_ids=token_ids,
@@ -122,13 +122,13 @@ class Pair:
         return self.runner.execute(plan).sampled[0].token_id
 
     def decode(self, row, known, count):
-        """The next `count` tokens of the target, one a step, all steps submitted before the first is waited for."""
+        """Return the next `count` tokens of the target, one per step. All steps are launched before the first wait."""
         starts = range(known - 1, known - 1 + count)
         launched = [self.runner.launch(self.plan(scheduled=[ScheduledTokens(row, at, 1, True)])) for at in starts]
         return [step.result().sampled[0].token_id for step in launched]
 
     def draft(self, *rows: tuple[int, int, int, int], **parts):
-        """By row, what is drafted for (row, start, count, num_drafts)."""
+        """Return the drafts by row for items (row, start, count, num_drafts)."""
         result = self.runner.execute(self.plan(drafting=[DraftedRow(*row) for row in rows], **parts))
         assert (result.step, result.sampled) == (self.step, [])
         assert [one.row for one in result.drafted] == [row for row, _, _, num_drafts in rows if num_drafts]
@@ -136,7 +136,7 @@ class Pair:
 
 
 def own_pages(row: int) -> list[int]:
-    """Not in order, and no two rows share one."""
+    """Return unordered pages that differ between rows."""
     return [NUM_PAGES - 1 - row - 5 * index for index in range(PAGES_OF_A_ROW)]
 
 
@@ -149,14 +149,14 @@ def greedy(**values) -> SamplingParams:
 
 
 def continued(decoder: Decoder, token_ids, count, sampling=None) -> list[int]:
-    """What a model alone says after these tokens."""
+    """Return the tokens that a model alone generates after these tokens."""
     alone = Pair(decoder)
     first = alone.enter(0, list(token_ids), sampling)
     return [first, *alone.decode(0, len(token_ids) + 1, count - 1)]
 
 
 def poisoned(value: float):
-    """Weights of which one number in every layer's projections is not a number, or too large for one."""
+    """Return weights with one NaN or infinite value in the projections of every layer."""
     weights = tiny_weights(tiny_spec())
     for name, tensor in weights.tensors.items():
         if tensor.dim() == 2 and name.startswith("layers"):

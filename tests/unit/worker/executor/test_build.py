@@ -1,4 +1,4 @@
-"""build_executor on a tiny model: alone, in a tensor-parallel group, and with settings that cannot be."""
+"""build_executor with a tiny model: one rank, a tensor-parallel group, and invalid settings."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def start(settings, depth=None):
 
 
 def generate(executor, num_tokens=12):
-    """Tokens of three requests that run together."""
+    """Return the tokens of three concurrent requests."""
     rows = range(len(PROMPTS))
     plan = StepPlan(
         step=1,
@@ -86,7 +86,7 @@ def generate(executor, num_tokens=12):
 
 
 def embed(executor):
-    """Two prompts pooled in one step beside a third that samples: the last state of one, the sum of the other."""
+    """Return the vectors of two prompts, pooled in a step in which a third request samples."""
     plan = StepPlan(
         step=1,
         scheduled=[
@@ -104,7 +104,7 @@ def embed(executor):
     return torch.tensor([list(memoryview(pooled[row]).cast("d")) for row in pooled])
 
 
-def test_two_ranks_give_the_tokens_of_one_and_a_dead_rank_ends_the_group(settings):
+def test_two_ranks_sample_the_tokens_of_one_and_a_dead_rank_is_detected(settings):
     alone = start(settings())
     expected, vectors = generate(alone.executor), embed(alone.executor)
     alone.executor.close()
@@ -147,7 +147,7 @@ def ranks_of_this_process():
     return found
 
 
-def test_depth_two_gives_the_tokens_of_depth_one(settings):
+def test_the_depth_does_not_change_tokens(settings):
     tokens = []
     for depth in (1, 2):
         built = start(settings(), depth)
@@ -157,7 +157,7 @@ def test_depth_two_gives_the_tokens_of_depth_one(settings):
     assert tokens[0] == tokens[1]
 
 
-def test_ranks_end_when_their_leader_is_killed(settings):
+def test_ranks_exit_when_their_leader_is_killed(settings):
     config = settings(tensor_parallel_size=2)
     source = (
         "import sys, os, time\n"
@@ -178,7 +178,7 @@ def test_ranks_end_when_their_leader_is_killed(settings):
         assert not alive([rank])
 
 
-def test_a_rank_that_cannot_load_is_reported_by_its_message(settings, tmp_path):
+def test_the_load_error_of_a_rank_is_reported(settings, tmp_path):
     group = RankGroup(2, settings(tensor_parallel_size=2, model=str(tmp_path / "gone")))
     try:
         group.start()
@@ -190,19 +190,19 @@ def test_a_rank_that_cannot_load_is_reported_by_its_message(settings, tmp_path):
     group.close()
 
 
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do(settings):
+def test_impossible_parallel_sizes_are_rejected_with_the_possible_ones(settings):
     for size in (3, 8):
         with pytest.raises(ConfigurationError, match=rf"tensor-parallel-size is {size}.*over 1, 2, 4; choose"):
             start(settings(tensor_parallel_size=size))
 
 
-def test_pipeline_parallelism_is_refused_by_name(settings, folder):
+def test_pipeline_parallelism_is_rejected(settings, folder):
     with pytest.raises(ConfigurationError, match="pipeline-parallel-size is 2"):
         start(settings(pipeline_parallel_size=2))
     check_parallel_size(open_model(str(folder), Path("/nonexistent")).spec, 4, 1)
 
 
-def test_a_context_that_does_not_fit_is_refused_and_the_models_own_is_lowered(settings):
+def test_a_requested_context_that_does_not_fit_is_rejected_and_a_default_one_lowered(settings):
     with pytest.raises(ConfigurationError, match="has 5 pages of 16 tokens"):
         start(settings(max_model_len=100, num_kv_pages=5))
     built = start(settings(num_kv_pages=5))
@@ -217,7 +217,7 @@ def test_the_smallest_context_warms_up(settings):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_where_there_is_none_is_refused(settings):
+def test_cuda_without_a_gpu_is_rejected(settings):
     with pytest.raises(ConfigurationError, match="device is cuda"):
         start(settings(device="cuda"))
 
@@ -255,13 +255,13 @@ def test_a_quantized_cache_holds_more_pages_and_serves(settings, kv_cache_dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_deterministic_mode_is_not_promised_where_products_depend_on_the_batch(settings):
+def test_deterministic_float32_on_the_cpu_is_rejected(settings):
     with pytest.raises(ConfigurationError, match="deterministic on the CPU needs --dtype bfloat16"):
         start(settings(deterministic=True, dtype="float32"))
 
 
 @pytest.mark.parametrize("tokens,seqs", [(64, 4), (16, 16), (500, 2)])
-def test_the_profile_run_goes_through_the_runner_of_a_gpu(settings, folder, tokens, seqs):
+def test_the_profile_run_uses_the_real_runner(settings, folder, tokens, seqs):
     config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
     resolve.prepare_process(config)
     files = open_model(str(folder), Path("/nonexistent"))
@@ -276,4 +276,4 @@ def test_the_profile_run_goes_through_the_runner_of_a_gpu(settings, folder, toke
 
     room = measure_step(device, config, max_model_len=256, num_groups=1, make_execute=make_execute)
     assert pages == [1]
-    assert room > 0  # nothing is counted on the CPU: what graphs always take
+    assert room > 0  # the launch memory of graphs, because the CPU counts no tensors

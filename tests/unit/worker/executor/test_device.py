@@ -1,4 +1,4 @@
-"""The device without a GPU: what a late one does to code that a GPU would punish now and then."""
+"""The CPU device, and the detection of misuse by the late device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.executor.late import Misuse
 WORKER = Path(__file__).parents[4] / "worker"
 
 
-def test_a_download_is_a_copy_of_its_own():
+def test_a_download_is_a_copy():
     device = open_device(torch.device("cpu"))
     source = torch.arange(4)
     download = device.download([source, source + 1])
@@ -40,7 +40,7 @@ def test_a_host_buffer_is_busy_until_a_later_download_arrived():
     device.upload(host, target)
     download = device.download([target])
     assert download.wait()[0].tolist() == [1, 1, 1]
-    host.fill_(2)  # known to be over
+    host.fill_(2)  # the upload is known to be complete
     device.upload(host, target)
     first = device.download([target])
     host.fill_(3)
@@ -85,7 +85,7 @@ def test_a_graph_refuses_other_memory_and_reads_on_the_host():
         device.capture(lambda: torch.full((2,), inputs["x"].sum().item()))
 
 
-def test_nobody_else_in_the_worker_names_torch_cuda():
+def test_no_other_module_of_the_worker_names_torch_cuda():
     sources = {path: path.read_text("utf-8") for path in WORKER.rglob("*.py")}
     assert [path.name for path, source in sources.items() if "torch.cuda" in source] == ["device.py"]
 

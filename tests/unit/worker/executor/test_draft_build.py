@@ -58,7 +58,7 @@ def start(settings):
 
 
 def run(executor, num_drafts=5):
-    """What three requests say and what had been drafted for them after their first tokens."""
+    """Return the tokens of three requests and the drafts after their first tokens."""
     rows = range(len(PROMPTS))
     first = StepPlan(
         step=1,
@@ -89,13 +89,13 @@ def run(executor, num_drafts=5):
     return [list(column) for column in zip(*said, strict=True)], [row.token_ids for row in drafted.drafted]
 
 
-def test_one_rank_and_two_draft_what_the_model_says(settings):
+def test_one_and_two_ranks_draft_the_tokens_of_the_model(settings):
     built = start(settings())
     said, drafted = run(built.executor)
     built.executor.close()
     assert drafted == said and len(set(map(tuple, said))) == 3
     assert built.draft_max_len == built.max_model_len == 256
-    # A rank has half of the target and the whole draft model.
+    # Each rank has half of the target and the whole draft model.
     pair = start(settings(tensor_parallel_size=2))
     try:
         assert run(pair.executor) == (said, said)
@@ -104,7 +104,7 @@ def test_one_rank_and_two_draft_what_the_model_says(settings):
         pair.executor.close()
 
 
-def test_a_page_takes_both_models_memory(settings):
+def test_a_page_has_memory_for_both_models(settings):
     room = {"num_kv_pages": 0, "kv_cache_memory": 1 << 20, "max_num_seqs": 16}
     alone = start(settings(**room, speculative_model="", speculative_method="off"))
     both = start(settings(**room))
@@ -139,7 +139,7 @@ def test_a_quantized_cache_is_quantized_for_both(settings, kv_cache_dtype):
 
 @pytest.mark.parametrize("acceptance", ["shared_noise", "rejection"])
 @pytest.mark.parametrize(("tokens", "seqs"), [(64, 4), (16, 16), (500, 2)])
-def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs, acceptance):
+def test_the_profile_run_includes_the_draft_model(settings, tokens, seqs, acceptance):
     config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs, speculative_acceptance=acceptance)
     resolve.prepare_process(config)
     files = open_model(config.model, NOWHERE)
@@ -167,7 +167,7 @@ def test_the_profile_run_takes_the_draft_model_along(settings, tokens, seqs, acc
     assert all(item.drawn for item in verifying.scheduled)
 
 
-def test_weights_that_do_not_fit_are_said_to_be_the_drafts():
+def test_the_error_names_the_draft_model_if_its_weights_do_not_fit():
     with pytest.raises(
         ConfigurationError, match=r"weights of the draft model small do not fit.*smaller --speculative-model"
     ):
@@ -175,7 +175,7 @@ def test_weights_that_do_not_fit_are_said_to_be_the_drafts():
             raise torch.OutOfMemoryError("full")
 
 
-def test_heads_that_cannot_be_stored_are_said_to_be_the_drafts(settings):
+def test_the_error_names_the_draft_model_if_its_heads_cannot_be_stored(settings):
     config = settings(kv_cache_dtype="int4")
     files = open_model(config.model, NOWHERE)
     odd = dataclasses.replace(files, spec=dataclasses.replace(files.spec, head_dim=15))
@@ -186,9 +186,9 @@ def test_heads_that_cannot_be_stored_are_said_to_be_the_drafts(settings):
 @pytest.mark.skipif(
     not bf16.supported(), reason="deterministic bfloat16 on the CPU needs AVX512-BF16; other levels refuse to start"
 )
-def test_drafts_change_no_bit_where_deterministic_is_asked_for_in_bfloat16(settings, tmp_path, monkeypatch):
-    """Five drafts each in one step, of which two rows have a wrong one, beside tokens one at a time."""
-    # Heads as wide as the kernel asks for.
+def test_drafts_change_no_bit_in_deterministic_bfloat16(settings, tmp_path, monkeypatch):
+    """Verify five drafts per row in one step, two rows with a wrong draft, and compare with single steps."""
+    # A head size that the kernel supports.
     for name, value in (("num_attention_heads", 2), ("num_key_value_heads", 1), ("head_dim", 32)):
         monkeypatch.setitem(CONFIG, name, value)
     wide = str(write_tiny_model(tmp_path / "wide"))
@@ -200,7 +200,7 @@ def test_drafts_change_no_bit_where_deterministic_is_asked_for_in_bfloat16(setti
         return built.executor.submit(StepPlan(**({"step": 1, "scheduled": []} | parts))).result()
 
     def enter(first_row):
-        """The first tokens of all."""
+        """Add all requests and return their first tokens."""
         return execute(
             scheduled=[ScheduledTokens(first_row + row, 0, len(PROMPTS[row]), True) for row in rows],
             new_rows=[

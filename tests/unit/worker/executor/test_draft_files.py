@@ -1,4 +1,4 @@
-"""Which drafts are taken for which targets, and what is said of the others."""
+"""Acceptance and rejection of draft models for a target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target(folder):
 
 
 def tokenizer_of(texts, added=()):
-    """tokenizer.json with these texts by id, and some that are added after them."""
+    """Return a tokenizer.json with these texts by id, followed by added tokens."""
     tokenizer = Tokenizer(models.WordLevel({text: token_id for token_id, text in texts.items()}, unk_token=texts[0]))
     tokenizer.add_tokens(list(added))
     return tokenizer.to_str().encode()
@@ -43,13 +43,13 @@ def words(count=VOCAB):
 
 
 def variant(files, name="small", tokenizer=None, **spec):
-    """The same model under another name, with another tokenizer or specification."""
+    """Return the model under another name, with another tokenizer or specification."""
     bundle = files.bundle if tokenizer is None else msgspec.structs.replace(files.bundle, tokenizer_json=tokenizer)
     spec = dataclasses.replace(files.spec, **spec)
     return dataclasses.replace(files, default_name=name, bundle=bundle, spec=spec)
 
 
-def test_tokens_count_and_not_how_text_is_split(target):
+def test_only_the_vocabularies_must_match(target):
     check_draft(target, target)
     other = variant(target, tokenizer=tokenizer_of(words()))
     assert other.bundle.tokenizer_json != target.bundle.tokenizer_json
@@ -66,12 +66,12 @@ def test_tokens_count_and_not_how_text_is_split(target):
         (words() | {3: "x" * 1000}, (), rf"Token 3 is '{'x' * 40}' in small"),
     ],
 )
-def test_a_vocabulary_that_differs_is_refused_by_the_first_token_that_does(target, texts, added, said):
+def test_a_different_vocabulary_is_rejected_naming_the_first_difference(target, texts, added, said):
     with pytest.raises(ConfigurationError, match=rf"^small cannot draft for tiny: .*{said}"):
         check_draft(target, variant(target, tokenizer=tokenizer_of(texts, added)))
 
 
-def test_names_that_a_file_has_put_in_for_ids_without_a_token_are_no_tokens(target):
+def test_placeholders_of_unused_ids_are_ignored(target):
     padded = words() | {token_id: f"[PAD{token_id}]" for token_id in range(VOCAB, VOCAB + 25)}
     other = variant(target, tokenizer=tokenizer_of(padded), vocab_size=VOCAB + 25)
     check_draft(target, other)
@@ -80,13 +80,11 @@ def test_names_that_a_file_has_put_in_for_ids_without_a_token_are_no_tokens(targ
         check_draft(target, variant(target, tokenizer=tokenizer_of(words() | {VOCAB: f"[PAD{VOCAB + 1}]"})))
 
 
-def test_the_draft_computes_what_the_tokenizer_has(target):
+def test_the_draft_must_cover_the_tokenizer(target):
     check_draft(variant(target, "large", vocab_size=VOCAB + 57), target)
     check_draft(target, variant(target, vocab_size=VOCAB + 57))
     check_draft(variant(target, vocab_size=VOCAB - 3), variant(target, vocab_size=VOCAB - 3))
-    with pytest.raises(
-        ConfigurationError, match=r"small cannot draft for tiny: it computes logits for 260 tokens.* has 263"
-    ):
+    with pytest.raises(ConfigurationError, match=r"small cannot draft for tiny.* logits for 260 tokens.* has 263"):
         check_draft(target, variant(target, vocab_size=VOCAB - 3))
 
 
@@ -97,7 +95,7 @@ def test_the_draft_computes_what_the_tokenizer_has(target):
         (KVGroupSpec(layers=(0,)), KVGroupSpec(layers=(1,), window=64)),
     ],
 )
-def test_a_draft_with_a_window_is_refused_and_a_target_with_one_is_not(target, groups):
+def test_a_draft_with_a_window_is_rejected(target, groups):
     with pytest.raises(ConfigurationError, match="small cannot draft for tiny: it has layers with a sliding window"):
         check_draft(target, variant(target, kv_groups=groups))
     check_draft(variant(target, kv_groups=groups), target)
@@ -108,11 +106,11 @@ def settings(model="", method="off"):
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "auto"])
-def test_without_a_model_nothing_is_opened(target, method, tmp_path):
+def test_without_a_draft_model_none_is_opened(target, method, tmp_path):
     assert open_draft(settings(method=method), target, tmp_path) is None
 
 
-def test_method_and_model_go_together(target, folder, tmp_path):
+def test_contradicting_methods_and_models_are_rejected(target, folder, tmp_path):
     with pytest.raises(ConfigurationError, match="draft_model needs a --speculative-model"):
         open_draft(settings(method="draft_model"), target, tmp_path)
     for method in ("off", "ngram"):
@@ -120,11 +118,9 @@ def test_method_and_model_go_together(target, folder, tmp_path):
             open_draft(settings(folder, method), target, tmp_path)
 
 
-def test_rejection_is_refused_where_it_would_do_nothing_or_break_a_promise(target, tmp_path):
+def test_rejection_sampling_without_drafts_or_with_deterministic_is_rejected(target, tmp_path):
     rejecting = dataclasses.replace(settings(), speculative_acceptance="rejection")
-    with pytest.raises(
-        ConfigurationError, match=r"speculative-acceptance rejection has no effect, because .*-method is off"
-    ):
+    with pytest.raises(ConfigurationError, match=r"speculative-acceptance rejection .*, because .*-method is off"):
         open_draft(rejecting, target, tmp_path)
     rejecting = dataclasses.replace(rejecting, speculative_method="ngram")
     assert open_draft(rejecting, target, tmp_path) is None
@@ -133,7 +129,7 @@ def test_rejection_is_refused_where_it_would_do_nothing_or_break_a_promise(targe
 
 
 @pytest.mark.parametrize("method", ["draft_model", "auto"])
-def test_a_draft_is_opened_as_any_model_and_checked(target, folder, tmp_path, method):
+def test_a_draft_is_opened_and_checked(target, folder, tmp_path, method):
     small = tmp_path / "small"
     shutil.copytree(folder, small)
     draft = open_draft(settings(small, method), target, tmp_path)

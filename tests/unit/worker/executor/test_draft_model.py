@@ -1,4 +1,4 @@
-"""Steps of the draft model: what it proposes, from which state, and that the target is none the worse for it."""
+"""Steps of the draft model: proposals, state, and independence of the target."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SAMPLING = (
 def use_references(monkeypatch):
     use_references_in(monkeypatch)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors of a few numbers: threads would wait for each other
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     yield
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def models():
-    """Of weights by seed."""
+    """Return models by the seed of their weights."""
     with pytest.MonkeyPatch.context() as patch:
         use_references_in(patch)
         return [load(tiny_weights(tiny_spec(), seed)) for seed in range(2)]
@@ -46,7 +46,7 @@ def late(request):
     return request.param
 
 
-def test_a_draft_equal_to_the_target_proposes_what_the_target_says(models, late):
+def test_a_draft_equal_to_the_target_proposes_the_targets_tokens(models, late):
     pair = Pair(models[0], models[0], late=late)
     known = [[*prompt, pair.enter(row, prompt, SAMPLING[row])] for row, prompt in enumerate(PROMPTS)]
     expected = [continued(models[0], known[row], 9, SAMPLING[row]) for row in range(4)]
@@ -55,10 +55,10 @@ def test_a_draft_equal_to_the_target_proposes_what_the_target_says(models, late)
     for row in range(4):
         assert drafted[row].token_ids == expected[row][:5]
         assert all(0 < p <= 1.0001 for p in drafted[row].probabilities)
-        # The drafts in the rows are written over, and what follows is as if there were none.
+        # The drafts in the rows are overwritten and do not affect later tokens.
         assert pair.decode(row, len(known[row]), 3) == expected[row][:3]
         known[row] += expected[row][:3]
-    # Then it has seen all but what came since: 3 of its 5 drafts, 2 of which it has read.
+    # The draft model has processed all tokens except the new ones: 3 of its 5 drafts, 2 of which it has read.
     for _ in range(3):
         drafted = pair.draft(*((row, len(known[row]) - 1, 1, 6) for row in range(4)))
         assert [drafted[row].token_ids for row in range(4)] == [expected[row][3:] for row in range(4)]
@@ -66,7 +66,7 @@ def test_a_draft_equal_to_the_target_proposes_what_the_target_says(models, late)
         assert pair.num_captured == 1
 
 
-def test_penalties_count_what_was_proposed_before(models, late):
+def test_penalties_count_earlier_proposals(models, late):
     pair = Pair(models[0], models[0], late=late)
     sampling = (
         greedy(presence_penalty=2.0),
@@ -80,21 +80,21 @@ def test_penalties_count_what_was_proposed_before(models, late):
     assert [drafted[row].token_ids for row in range(4)] == expected
 
 
-def test_idle_time_captures_passes_of_every_size_and_the_drafts_stay(models):
+def test_capturing_passes_in_idle_time_changes_no_draft(models):
     pair = Pair(models[0], models[1], late=True)
     while pair.runner.capture_next():
         pass
     assert pair.num_captured == 4  # 1, 2, 4 and 5 rows
     known = [[*prompt, pair.enter(row, prompt, SAMPLING[row])] for row, prompt in enumerate(PROMPTS)]
-    # The rows that go on become fewer: passes of 4, 3 and 1 rows, two of them padded.
+    # The number of rows decreases: passes of 4, 3 and 1 rows, two of them padded.
     drafted = pair.draft(*((row, 0, len(known[row]), count) for row, count in enumerate((2, 5, 1, 3))))
     for row, count in enumerate((2, 5, 1, 3)):
         assert drafted[row].token_ids == continued(models[1], known[row], count, SAMPLING[row])
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_another_draft_says_what_it_would_say_alone(models, late, windows):
-    """Also under a target with a window, whose first group lends its pages."""
+def test_another_draft_proposes_its_own_tokens(models, late, windows):
+    """This includes a target with a window, whose first group provides the pages."""
     spec = tiny_spec(windows=windows)
     pair = Pair(load(tiny_weights(spec), spec), models[1], late=late)
     known = [[*prompt, pair.enter(row, prompt, SAMPLING[row])] for row, prompt in enumerate(PROMPTS)]
@@ -110,14 +110,14 @@ def test_rows_at_different_stages_in_one_step(models, late):
     assert drafted[0].token_ids == continued(models[1], known[0], 4, SAMPLING[0])
     assert drafted[2].token_ids == continued(models[1], known[2], 1, SAMPLING[2])
     assert not pair.draft((1, 5, 3, 0), (3, 0, 9, 0))
-    # Row 1 has read its text in chunks, row 3 all but its last token; row 0 has nothing new but proposes again.
+    # Row 1 was read in chunks, row 3 except for its last token; row 0 has no new tokens but proposes again.
     drafted = pair.draft((0, 5, 1, 2), (3, 9, 1, 3), (1, 8, 4, 5))
     assert drafted[0].token_ids == continued(models[1], known[0], 2, SAMPLING[0])
     assert drafted[3].token_ids == continued(models[1], known[3], 3, SAMPLING[3])
     assert drafted[1].token_ids == continued(models[1], known[1], 5, SAMPLING[1])
 
 
-def test_a_draft_reads_its_half_of_pages_found_again(models, late):
+def test_a_draft_uses_its_part_of_cached_pages(models, late):
     pair = Pair(models[0], models[1], late=late)
     first = PROMPTS[1]
     pair.enter(0, first)
@@ -131,7 +131,7 @@ def test_a_draft_reads_its_half_of_pages_found_again(models, late):
 
 
 def assert_as_from_the_start(pair, drafted, num_known):
-    """The draft model reads the whole row again, and finds its drafts as likely as before."""
+    """Check that the draft model, reading the whole row again, assigns the same probabilities."""
     again = pair.draft((drafted.row, 0, num_known, len(drafted.token_ids)))[drafted.row]
     assert again.token_ids == drafted.token_ids
     assert again.probabilities == pytest.approx(drafted.probabilities, rel=1e-4)
@@ -149,7 +149,7 @@ def test_a_fork_copies_the_draft_half_of_its_partial_page(models, late, in_draft
     known = [*prompt, 50, 51]
     if in_draft_step:
         tables = [BlockTableUpdate(1, group, 0, pages) for group in range(2)]
-        pair.enter(1, known, SAMPLING[1])  # pages of its own first
+        pair.enter(1, known, SAMPLING[1])  # with pages of its own at first
         drafted = pair.draft((1, 10, 3, 3), block_tables=tables, page_copies=copies)
     else:
         pair.enter(1, known, SAMPLING[1], pages=pages, copies=copies, computed=10)
@@ -172,7 +172,7 @@ def test_probabilities_are_of_the_unfiltered_distribution_at_the_rows_temperatur
 
 
 def test_drafts_are_not_counted_for_penalties_nor_reported(models, late):
-    """The target's tokens and log-probabilities with a drafting step before each of its own, and without."""
+    """The target's tokens and log-probabilities are the same with a draft step before each step and without."""
     sampling = greedy(temperature=0.8, frequency_penalty=0.7, repetition_penalty=1.2, logprobs=1)
     expected = continued(models[0], PROMPTS[0], 7, sampling)
     pair = Pair(models[0], models[0], late=late)
@@ -188,7 +188,7 @@ def test_drafts_are_not_counted_for_penalties_nor_reported(models, late):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
-def test_a_broken_draft_harms_nobody(models, late, value):
+def test_a_broken_draft_does_not_affect_the_target(models, late, value):
     pair = Pair(models[0], load(poisoned(value)), late=late)
     known = [[*PROMPTS[row], pair.enter(row, PROMPTS[row], SAMPLING[row])] for row in range(2)]
     drafted = pair.draft((0, 0, len(known[0]), 4), (1, 0, len(known[1]), 2))
@@ -201,17 +201,17 @@ def test_a_broken_draft_harms_nobody(models, late, value):
 
 @pytest.mark.parametrize("size", [VOCAB - 6, VOCAB + 5])
 def test_a_draft_of_another_padded_size(models, late, size):
-    """Its logits are cut or filled up, and ids that it cannot read are read as its last."""
+    """Its logits are truncated or padded, and ids beyond its vocabulary are read as its last id."""
     spec = dataclasses.replace(tiny_spec(), vocab_size=size)
     weights = tiny_weights(tiny_spec(), 1)
     table = weights.tensors["embed.weight"]
-    # The surplus would be likely where it may be said at all.
+    # The surplus ids would be likely if they were permitted.
     weights.tensors["embed.weight"] = table[:size] if size < VOCAB else torch.cat((table, 5 * table[:5]))
     pair = Pair(models[0], load(weights, spec), late=late)
     prompt = [5, VOCAB - 1, 9, VOCAB - 3, 14]
     known = [*prompt, pair.enter(0, prompt, greedy())]
     drafted = pair.draft((0, 0, 6, 5))[0]
-    for _ in range(3):  # at last as a graph, where there are graphs
+    for _ in range(3):  # the last pass is a graph on devices with graphs
         assert pair.draft((0, 5, 1, 5))[0].token_ids == drafted.token_ids
     assert all(0 <= token_id < min(size, VOCAB) for token_id in drafted.token_ids)
     assert all(0 < p <= 1.0001 for p in drafted.probabilities)
@@ -222,7 +222,7 @@ def test_a_draft_of_another_padded_size(models, late, size):
         assert drafted.token_ids[0] == logits[-1].argmax()
 
 
-def test_rows_that_may_sample_nothing_get_a_draft_without_a_chance(models):
+def test_rows_without_permitted_tokens_get_drafts_of_probability_zero(models):
     pair = Pair(models[0], models[1])
     known = [*PROMPTS[0], 3]
     pair.enter(0, known, greedy(allowed_token_ids=(5,), bad_words=((5,),), ignore_eos=True))
@@ -230,7 +230,7 @@ def test_rows_that_may_sample_nothing_get_a_draft_without_a_chance(models):
     assert (drafted.token_ids, drafted.probabilities) == ([0, 0], [0.0, 0.0])
 
 
-def test_what_cannot_be_drafted_is_refused(models):
+def test_invalid_draft_steps_are_rejected(models):
     pair = Pair(models[0], models[1], max_len=12)
     pair.enter(0, PROMPTS[1])
     assert len(pair.draft((0, 0, 12, 1))[0].token_ids) == 1
@@ -246,7 +246,7 @@ def test_what_cannot_be_drafted_is_refused(models):
 
 
 def test_steps_of_both_models_follow_each_other_before_any_is_waited_for(models):
-    """As with two steps in flight; host buffers are then in use by several passes at a time."""
+    """Several passes use host buffers at the same time, as with two steps in flight."""
     pair = Pair(models[0], models[1], late=True)
     known = [*PROMPTS[0], pair.enter(0, PROMPTS[0])]
     other = list(PROMPTS[1])

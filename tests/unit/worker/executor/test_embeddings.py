@@ -27,7 +27,7 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def reference():
-    """tiny_spec's model by transformers: token ids -> [T, hidden], after the last norm."""
+    """Return a function from token ids to [T, hidden] states after the final norm, by transformers."""
     spec = tiny_spec()
     model = LlamaModel(llama_config(spec)).eval()
     tensors = tiny_weights(spec).tensors
@@ -45,7 +45,7 @@ def reference():
 
 
 class _Named:
-    """A model without a head under the names that it has in a model with one."""
+    """Model without a head, with the tensor names of a model that has one."""
 
     def __init__(self, model):
         self._model = model
@@ -75,14 +75,14 @@ def test_vectors_are_those_of_transformers(pooling, budget, late, reference, mon
     for number, prompt in enumerate([*PROMPTS, WHOLE]):
         found, wanted = vector(server, f"e{number}"), pooled(reference(prompt), pooling)
         assert (found - wanted).abs().max() < TOLERANCE
-    # The length of a state is as the norm left it.
+    # The norm determines the length of a state.
     assert found.norm() > 2.0
 
 
 @pytest.mark.parametrize("windows", [False, True], ids=["one KV group", "two KV groups"])
 @pytest.mark.parametrize("num_pages", [120, 26], ids=["enough pages", "preemptions"])
-def test_beside_streams_that_are_captured_and_preempted(num_pages, windows, monkeypatch):
-    """On a device as late as can be: vectors and texts are those of each alone."""
+def test_embeddings_are_correct_beside_captured_and_preempted_streams(num_pages, windows, monkeypatch):
+    """On a late device, vectors and texts equal those of each request alone."""
     spec = tiny_spec(windows=windows)
     texts = [make_submit(f"t{number}", PROMPTS[number], sampling=TEXT) for number in range(4)]
     embedded = [
@@ -122,7 +122,7 @@ def test_a_cached_prefix_gives_the_same_last_state(reference, monkeypatch):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_states_that_are_not_finite_fail_their_request_alone(late, pooling, reference, monkeypatch):
+def test_non_finite_states_fail_only_their_request(late, pooling, reference, monkeypatch):
     broken = 95
 
     def weights(spec, seed=0):
@@ -140,8 +140,8 @@ def test_states_that_are_not_finite_fail_their_request_alone(late, pooling, refe
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_each_row_gets_the_sum_of_its_own_tokens(late):
-    """Rows that sample, that report on their prompts and that are pooled, in one step and in no order of rows."""
+def test_each_row_receives_the_sum_of_its_own_tokens(late):
+    """One step contains rows that sample, rows with prompt log-probabilities and pooled rows, in arbitrary order."""
     runner, decoder, _, _ = make_runner(late=late)
     executor = LocalExecutor(runner.launch, 2 if late else 1)
     prompts = {3: [7, 8, 9], 0: [4, 5, 6, 7, 8, 9], 2: [1, 2], 1: [11, 12, 13, 14]}
@@ -168,7 +168,7 @@ def test_each_row_gets_the_sum_of_its_own_tokens(late):
     assert first.pooled.keys() == {3, 1} and second.pooled == {}
 
     def context(row, end):
-        # What the fake decoder's hidden states are.
+        # The hidden states of the fake decoder.
         return torch.tensor(prompts[row][:end] + [-1] * (decoder.max_model_len - end), dtype=torch.float64)
 
     expected = {3: context(3, 1) + context(3, 2) + context(3, 3), 1: context(1, 4)}

@@ -1,4 +1,4 @@
-"""The runner with drafts in flight: clients see what they would see without, to the ranks of log-probabilities.
+"""Speculation does not change what clients observe, including the ranks of log-probabilities.
 
 Drafts are the truth, corrupted now and then, or a draft model's: the target itself, or another one.
 """
@@ -32,7 +32,7 @@ def spec(request):
 
 @pytest.fixture(scope="module")
 def alone(spec):
-    """Each request alone on a server that drafts nothing."""
+    """Return the outputs of each request alone, without speculation."""
     found: dict = {}
     for submit in submits(COUNT, wishes=EVERY_WISH):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -44,7 +44,7 @@ def alone(spec):
 
 
 class KnownGuesses(Guesses):
-    """Knows how each text goes on, and says so with some errors."""
+    """Drafter that knows the continuation of each text and makes some errors."""
 
     def __init__(self, server: TinyServer, texts: dict, skill: float, seed: int) -> None:
         super().__init__(server, seed, skill=skill)
@@ -73,7 +73,7 @@ def guessing(monkeypatch, name: str, texts: dict, seed: int = 0, **options) -> T
 @pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_clients_see_is_what_they_see_without(name, num_pages, late, spec, alone, monkeypatch):
-    """CVE-2026-44223, reliability 2.7 #93: every way of sampling in one batch, with drafts and preemptions."""
+    """CVE-2026-44223, reliability 2.7 #93: all sampling features in one batch, with drafts and preemptions."""
     server = guessing(
         monkeypatch, name, alone, spec=spec, late=late, num_pages=num_pages, max_num_seqs=6, max_num_batched_tokens=24
     )
@@ -116,7 +116,7 @@ def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monke
 
 
 def draft_always(monkeypatch, server: TinyServer) -> None:
-    """As many tokens as possible, and verifies them all."""
+    """Draft and verify as many tokens as possible."""
     controller = server.scheduler._speculator._controller
     monkeypatch.setattr(controller, "num_to_draft", lambda *_: MAX_DRAFTS)
     monkeypatch.setattr(controller, "catch_up_pays", lambda *_: True)
@@ -141,7 +141,7 @@ def test_rejection_leaves_every_token_its_distribution(draft_seed, monkeypatch):
     draft_always(monkeypatch, server)
     mine = texts_of_many_seeds(server, count, 0)
     others = texts_of_many_seeds(TinyServer(monkeypatch, **options), count, count)
-    # Each is a row of logits, and all were verified.
+    # Distributions are dropped when their drafts are verified.
     assert server.runner._rows.distributions._by_row == {}
     counters = server.scheduler.counters
     share = counters.spec_decode_num_accepted_tokens_total / counters.spec_decode_num_draft_tokens_total
@@ -152,7 +152,7 @@ def test_rejection_leaves_every_token_its_distribution(draft_seed, monkeypatch):
     assert two_samples_agree(*pairs)
     if draft_seed == 0:
         return
-    # The test would see a difference: texts drawn at another temperature are told from these.
+    # The test is sensitive enough to detect texts sampled at another temperature.
     wrong = TinyServer(monkeypatch, **options)
     monkeypatch.setattr("tests.unit.worker.executor.test_exactness.make_submit", colder)
     assert not two_samples_agree([t[2] for t in mine], [t[2] for t in texts_of_many_seeds(wrong, count, 0)])
@@ -163,7 +163,7 @@ def colder(name: str, prompt: list[int], sampling: dict[str, object]):
 
 
 def two_samples_agree(ours: list[int], theirs: list[int]) -> bool:
-    """Pearson's chi-squared test of homogeneity, rare values together; one in ten thousand would fail it by chance."""
+    """Apply Pearson's chi-squared test of homogeneity at level 1e-4, with rare values combined."""
     both = Counter(ours) + Counter(theirs)
     usual = [value for value, number in both.items() if number >= 16]
     tables = []
@@ -180,7 +180,7 @@ def two_samples_agree(ours: list[int], theirs: list[int]) -> bool:
 
 
 BROKEN = 95
-"""A token whose keys and values are not finite; nobody would say it."""
+"""Token whose keys and values are not finite. It is never sampled."""
 
 
 def with_broken_token(spec, seed=0):
@@ -191,8 +191,8 @@ def with_broken_token(spec, seed=0):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_drafts_whose_values_are_not_finite_harm_nobody(late, monkeypatch):
-    """Not even the tokens before them in the step, which give them a weight of zero."""
+def test_non_finite_drafts_do_not_affect_other_tokens(late, monkeypatch):
+    """Earlier tokens of the same step, which give them weight zero, are not affected either."""
     monkeypatch.setattr("tests.fakes.tiny_server.tiny_weights", with_broken_token)
     options = {"late": late, "spec": dataclasses.replace(tiny_spec(), tie_word_embeddings=False), "num_pages": 120}
     sampling = {"logit_bias": {BROKEN: -100.0}, "max_tokens": 12, "ignore_eos": True}

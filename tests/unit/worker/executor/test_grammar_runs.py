@@ -1,4 +1,4 @@
-"""Grammars on a tiny model, at a temperature at which it writes anything: every text follows its own."""
+"""Grammars on a tiny model at a high temperature: every text matches its grammar."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def make_constraints(vocab_size: int = VOCAB, num_threads: int = 2) -> Constrain
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Tiny matrices gain nothing by more, and a busy machine lets threads wait for each other."""
+    """Use one thread: tiny matrices do not benefit from more, and busy machines delay synchronization."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,7 +112,7 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def submits(count: int) -> list[Submit]:
-    """Every third asks for no grammar; some for several choices, some with long prompts."""
+    """Return requests, a third of them without a grammar, some with several choices or long prompts."""
     sources = list(GRAMMARS)
     made = []
     for number in range(count):
@@ -126,7 +126,7 @@ def submits(count: int) -> list[Submit]:
 
 
 def run(server: Harness) -> None:
-    """To the end, with time for grammars to compile."""
+    """Run to completion, with time for grammars to compile."""
     deadline = time.monotonic() + PATIENCE
     while server.scheduler.has_requests:
         assert time.monotonic() < deadline
@@ -150,7 +150,7 @@ def outcome(server: Harness) -> dict:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each request alone on a server that does one thing after the other."""
+    """Return the outputs of each request alone on a synchronous server."""
     found: dict = {}
     for submit in submits(NUM_REQUESTS):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -200,7 +200,7 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, late, alone, m
 
 
 class Foresight(Guesses):
-    """Knows each text, with some errors, and goes on where the text has ended."""
+    """Drafter that knows each text, makes some errors, and continues after the end of the text."""
 
     def __init__(self, server: TinyServer, texts: dict, seed: int) -> None:
         super().__init__(server, seed)
@@ -246,7 +246,7 @@ def test_drafts_change_nothing(num_pages, late, alone, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
-def test_texts_resumed_at_any_place_go_on_as_they_were(late, alone, monkeypatch):
+def test_texts_resumed_at_any_position_continue_unchanged(late, alone, monkeypatch):
     server = TinyServer(monkeypatch, late=late, num_pages=120, constraints=make_constraints())
     first = submits(NUM_REQUESTS)[0]
     whole = alone["r0", 0][0]
@@ -268,7 +268,7 @@ def test_texts_resumed_at_any_place_go_on_as_they_were(late, alone, monkeypatch)
 
 @pytest.mark.parametrize("late", [False, True], ids=["depth 1", "depth 2"])
 def test_a_budget_of_reasoning_inside_a_grammar(late, monkeypatch):
-    """`<` and `>` mark the reasoning here."""
+    """`<` and `>` delimit the reasoning."""
     vocabulary = tokenizer().get_vocab()
     thinking = ThinkingBudget(max_tokens=6, start_ids=(vocabulary["<"],), end_ids=(vocabulary[">"], vocabulary["!"]))
     sampling = {"temperature": 1.5, "max_tokens": 60, "thinking": thinking}
@@ -287,8 +287,8 @@ def test_a_budget_of_reasoning_inside_a_grammar(late, monkeypatch):
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_write_what_one_writes(tmp_path):
-    """The model has more ids than the tokenizer: they never come."""
+def test_two_ranks_write_the_same_text_as_one(tmp_path):
+    """The model has more ids than the tokenizer; these are never sampled."""
     folder = write_tiny_model(tmp_path / "model")
     texts = []
     (tmp_path / "run").mkdir(mode=0o700)

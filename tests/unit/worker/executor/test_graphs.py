@@ -220,8 +220,8 @@ def test_each_size_and_combination_of_features_has_its_own_sampler_graph():
     while graphs.capture_next():
         pass
     assert graphs.num_captured == 3
-    graphs = [graphs.choose(size, sampled) for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (Size(8, 1), noisy))]
-    assert len({id(graph) for graph in graphs}) == 3
+    chosen = [graphs.choose(size, sampled) for size, sampled in ((SIZE, GREEDY), (SIZE, noisy), (Size(8, 1), noisy))]
+    assert len({id(graph) for graph in chosen}) == 3
 
 
 @pytest.mark.parametrize("needs", [need for need in Needs if need not in (Needs.NOISE, Needs.FILTER)])

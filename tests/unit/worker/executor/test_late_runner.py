@@ -1,4 +1,4 @@
-"""The runner as on a GPU: two steps in flight, decode steps captured, results that come as late as they may."""
+"""The runner on a late device: two steps in flight, captured decode steps, and results as late as permitted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fakes.tiny_server import RARER_WISHES, TinyServer, submits, tiny_spec
 
 
 def outcome(server: TinyServer) -> dict:
-    """Everything that clients would see, but for how it was cut into messages."""
+    """Return everything that clients observe, except the division into messages."""
     seen = {}
     for key, outputs in server.outputs.items():
         logprobs = [entry for output in outputs for entry in output.logprobs or []]
@@ -30,7 +30,7 @@ def spec(request):
 
 @pytest.fixture(scope="module")
 def alone(spec):
-    """Each request alone on a server that does one thing after the other."""
+    """Return the outputs of each request alone on a synchronous server."""
     found: dict = {}
     for submit in submits(14):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -56,7 +56,7 @@ def test_what_clients_see_is_what_each_would_see_alone(num_pages, spec, alone, m
     assert (counters.num_preemptions_total > 0) == (num_pages == 30)
 
 
-def test_idle_time_captures_every_size_and_the_texts_stay(spec, alone, monkeypatch):
+def test_capturing_all_sizes_in_idle_time_changes_no_text(spec, alone, monkeypatch):
     server = TinyServer(monkeypatch, spec=spec, num_pages=120, max_num_seqs=4)
     while server.runner.capture_next():
         pass
@@ -68,10 +68,10 @@ def test_idle_time_captures_every_size_and_the_texts_stay(spec, alone, monkeypat
     assert server.num_captured == 3
 
 
-def test_a_prompt_longer_than_what_one_copy_holds_goes_in_several(spec, alone, monkeypatch):
+def test_a_prompt_larger_than_the_buffer_is_uploaded_in_several_copies(spec, alone, monkeypatch):
     server = TinyServer(monkeypatch, spec=spec, num_pages=120, max_num_seqs=6)
     packer = server.runner._rows._packer
-    packer._last_change = packer._tail + 40  # words: less than most prompts
+    packer._changes_end = packer._tail + 40  # words: less than most prompts
     for submit in submits(14):
         server.add(submit)
     server.drain()
@@ -79,7 +79,7 @@ def test_a_prompt_longer_than_what_one_copy_holds_goes_in_several(spec, alone, m
 
 
 def test_state_on_the_device_survives_preemption(monkeypatch):
-    """Aims of mirostat, repetitions, bad words: what the device itself moves on, with two steps in flight."""
+    """Mirostat targets, repetitions and bad words are updated on the device, with two steps in flight."""
     requests = submits(9, seed=3, wishes=RARER_WISHES)
     with monkeypatch.context() as patch:
         calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
@@ -101,8 +101,8 @@ PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k
 
 @pytest.mark.parametrize("num_pages", [120, 30], ids=["enough pages", "preemptions"])
 @pytest.mark.parametrize("wishes", [PLAIN[:1], PLAIN], ids=["greedy", "greedy and random"])
-def test_sampling_that_is_captured_too_gives_the_same_texts(wishes, num_pages, monkeypatch):
-    """Steps are padded, so that ids of rows that are not there must go nowhere."""
+def test_captured_sampling_changes_no_text(wishes, num_pages, monkeypatch):
+    """The ids of padding rows must not be written to rows in use."""
     requests = submits(12, seed=5, wishes=wishes)
     with monkeypatch.context() as patch:
         calm = TinyServer(patch, late=False, num_pages=120, max_num_seqs=1)
@@ -122,7 +122,7 @@ def test_sampling_that_is_captured_too_gives_the_same_texts(wishes, num_pages, m
     assert (server.scheduler.counters.num_preemptions_total > 0) == (num_pages == 30)
 
 
-def test_rows_of_padding_sample_for_nobody(monkeypatch):
+def test_padding_rows_write_no_sampled_ids(monkeypatch):
     server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=6)
     for number in range(3):
         server.add(make_submit(f"r{number}", [3, 4, 5 + number], sampling={"max_tokens": 12, "temperature": 0.0}))
@@ -137,7 +137,7 @@ def test_rows_of_padding_sample_for_nobody(monkeypatch):
     assert rows._unused_position == tokens.shape[1] - 1 == server.scheduler.config.max_model_len
 
 
-def test_masks_that_leave_nothing_end_their_request_alone(monkeypatch):
+def test_masks_that_permit_no_token_fail_only_their_request(monkeypatch):
     server = TinyServer(monkeypatch, num_pages=60, max_num_seqs=4)
     fine, other = submits(2)
     clash = {"max_tokens": 9, "allowed_token_ids": (5, 6), "bad_words": ((5,), (6,)), "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Plans through runner, rows and sampler with a fake decoder, at both depths."""
+"""Execution of plans by runner, rows and sampler with a fake decoder, at both depths."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def new_row(row, token_ids, sampling=GREEDY, num_prompt_tokens=None, choice=0):
 
 
 def greedy_tokens(prompt, count):
-    """What an autoregressive loop without cache or rows gives."""
+    """Return the tokens of an autoregressive loop without cache and rows."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(expected_logits(tokens).argmax()))
@@ -55,7 +55,7 @@ def test_prefill_in_chunks_then_decode_beside_another_request(built):
             for i in range(4)
         ),
     ]
-    # All are submitted before any result is read: rows feed sampled ids to the next step by themselves.
+    # All steps are submitted before a result is read; rows pass sampled ids to the next step on the device.
     handles = [executor.submit(plan) for plan in plans]
     results = [handle.result() for handle in handles]
     assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
@@ -168,7 +168,7 @@ def test_prompt_logprobs_never_hold_the_logits_of_a_long_prompt_at_once():
     assert max(decoder.logits_rows) <= 256
 
 
-def test_a_row_with_nan_fails_alone(built):
+def test_a_row_with_nan_fails_without_affecting_others(built):
     executor, decoder, _, _ = built
     decoder.poisoned = 1
     plan = StepPlan(
@@ -180,7 +180,7 @@ def test_a_row_with_nan_fails_alone(built):
     sampled = executor.submit(plan).result().sampled
     assert [token.token_id for token in sampled] == [greedy_tokens([3], 1)[0], -1, greedy_tokens([5], 1)[0]]
     assert sampled[1].logprobs is None and sampled[0].logprobs is not None
-    # A step that was planned ahead still runs, inside the vocabulary.
+    # A step planned ahead still runs, with ids inside the vocabulary.
     decoder.poisoned = None
     again = StepPlan(step=2, scheduled=[ScheduledTokens(i, 1, 1, True) for i in range(3)])
     assert all(0 <= token.token_id < VOCAB for token in executor.submit(again).result().sampled)
@@ -242,7 +242,7 @@ def test_close_twice_and_submit_after_close(built):
 
 
 class Enqueued:
-    """A step that is over when it is told so."""
+    """Step that completes on request."""
 
     def __init__(self, plan, error=None):
         self.plan, self.error, self.over, self.waited = plan, error, False, False
@@ -276,7 +276,7 @@ def test_submitting_does_not_wait_and_closing_does():
     assert closed == [[True, True, True]]
 
 
-def test_an_error_of_the_device_comes_out_where_the_step_is_waited_for():
+def test_a_device_error_is_raised_when_the_step_is_waited_for():
     executor = LocalExecutor(lambda plan: Enqueued(plan, RuntimeError("unspecified launch failure")), 2)
     handle = executor.submit(StepPlan(step=1, scheduled=[]))
     with pytest.raises(ExecutorError, match="the step failed: RuntimeError: unspecified launch failure"):
@@ -286,7 +286,7 @@ def test_an_error_of_the_device_comes_out_where_the_step_is_waited_for():
     executor.close()
 
 
-def test_a_request_too_long_for_its_row_is_refused_with_the_numbers():
+def test_a_request_too_long_for_its_row_is_rejected():
     runner, _, _, _ = make_runner(max_model_len=8)
     with pytest.raises(ValueError, match="10 tokens"):
         runner.execute(StepPlan(step=1, scheduled=[], new_rows=[new_row(0, [1] * 10)]))

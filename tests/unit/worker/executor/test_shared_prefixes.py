@@ -1,4 +1,4 @@
-"""Requests of a decode step that read the same pages, found on the host and handed to the model."""
+"""Detection of requests that share pages in a decode step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker.plan import BlockTableUpdate, ScheduledTokens, StepPlan
 CPU = torch.device("cpu")
 PAGE = 128
 COMMON = list(range(10, 15))
-"""640 keys."""
+"""Pages of 640 keys."""
 SMALL_PAGE = 64
 
 
@@ -59,13 +59,13 @@ def test_requests_that_share_their_first_pages_are_one_group():
     assert work.members.tolist() == [[0, 0], [2, 0], [3, 0], [4, 0], [5, 0]]
 
 
-def test_what_was_found_holds_until_the_batch_changes():
+def test_shared_prefixes_are_cached_until_the_batch_changes():
     prefixes = filled(make())
     work = prefixes.find(decode([0, 2, 3, 5]))
-    prefixes.update(2, 6, [99])  # a page at the end of a request
+    prefixes.update(2, 6, [99])  # a page appended to a request
     assert prefixes.find(decode([0, 2, 3, 5], start=701)) is work
     assert prefixes.find(decode([0, 2, 3, 5, 7])) is not work
-    prefixes.update(3, 0, [1, 2, 3, 4, 5, 6])  # another request in the row
+    prefixes.update(3, 0, [1, 2, 3, 4, 5, 6])  # another request uses the row
     fewer = prefixes.find(decode([0, 2, 3, 5, 7]))
     assert fewer is not None and fewer.shared_lens.tolist() == [640, 640, 0, 640, 640]
 
@@ -84,7 +84,7 @@ def test_only_layers_without_a_window_save_reads(full: int, windowed: int):
     assert make_prefixes(WorkerSettings(deterministic=True), decoder, plan, ParallelContext()) is None
 
 
-def test_a_pass_that_saves_little_is_none():
+def test_small_savings_are_not_used():
     assert filled(make(min_saved_keys=640 * 3)).find(decode([0, 2, 3, 5])) is not None
     assert filled(make(min_saved_keys=640 * 3 + 1)).find(decode([0, 2, 3, 5])) is None
     assert filled(make()).find(decode([0, 2, 3])) is None
@@ -92,7 +92,7 @@ def test_a_pass_that_saves_little_is_none():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_model_is_told_in_steps_that_decode(late):
+def test_the_model_receives_shared_prefixes_in_decode_steps(late):
     runner, decoder, _, _ = make_runner(late=late, max_model_len=600, num_pages=160)
     found = object()
     asked = []
@@ -122,7 +122,7 @@ def test_the_model_is_told_in_steps_that_decode(late):
 
 
 def check_work(work: CascadeWork, tables: list[list[int]], starts: list[int]) -> None:
-    """Each member reads what it would read itself, before its own token, and all that is said to be shared."""
+    """Check that each member reads exactly its own pages and all shared pages."""
     read = [0] * len(tables)
     for (first, count, key, _), end in zip(work.items.tolist(), work.ends.tolist()):
         members = [request for request, _ in work.members[first : first + count].tolist()]
@@ -135,8 +135,8 @@ def check_work(work: CascadeWork, tables: list[list[int]], starts: list[int]) ->
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_holds_until_the_batch_changes_is_right_in_every_step(depth: int) -> None:
-    """Requests come, fork, end, are preempted and come back to rows of others."""
+def test_cached_shared_prefixes_are_correct_in_every_step(depth: int) -> None:
+    """Requests start, fork, end, are preempted and resume in other rows."""
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 2048, "max_model_len": 760, "num_pages": 200}
     server = Harness(depth=depth, page_size=SMALL_PAGE, **sizes)
     prefixes = SharedPrefixes(

@@ -1,4 +1,4 @@
-"""What all tests of sampling share."""
+"""Fixtures of the sampling tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_torch_thread() -> Iterator[None]:
-    """A small vocabulary waits for its threads longer than it computes: these tests take less than half the time."""
+    """Use one thread, which halves the time of tests with a small vocabulary."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

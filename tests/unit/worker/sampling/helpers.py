@@ -1,4 +1,4 @@
-"""A sampler over a small vocabulary."""
+"""Sampler with a small vocabulary."""
 
 from kernels.backends.cpu_sampling import CpuSamplingOps
 from kernels.backends.reference import SamplingOps
@@ -16,7 +16,7 @@ def compiled_ops():
 
 
 class SmallSampler:
-    """Rows of requests and their sampler, fed as the runner feeds it."""
+    """Rows of requests and their sampler, used in the same way as by the runner."""
 
     def __init__(self, vocab_size=40, max_num_seqs=512, ops=None):
         self.max_num_seqs = max_num_seqs

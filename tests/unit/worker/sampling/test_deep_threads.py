@@ -1,4 +1,4 @@
-"""Threads for work that recurses deeply or never ends."""
+"""Threads for work that recurses deeply or does not terminate."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def threads():
     made.close()
 
 
-def test_it_returns_what_the_work_returns_and_raises_what_it_raises(threads):
+def test_futures_return_results_and_raise_exceptions(threads):
     assert threads.submit(lambda: 7).result(PATIENCE) == 7
     with pytest.raises(KeyError):
         threads.submit(lambda: {2: 3}[1]).result(PATIENCE)
     assert threads.submit(lambda: 8).result(PATIENCE) == 8
 
 
-def test_no_more_threads_than_asked_for_work_at_a_time(threads):
+def test_the_number_of_working_threads_is_limited(threads):
     gate = threading.Event()
     names: list[int] = []
 
@@ -49,12 +49,12 @@ def test_no_more_threads_than_asked_for_work_at_a_time(threads):
     assert len(set(names)) <= 2
 
 
-def test_a_stack_is_deep_and_other_threads_keep_theirs(threads):
+def test_stacks_are_large_only_in_these_threads(threads):
     before = threading.stack_size()
     assert before < STACK_BYTES
 
     def depth() -> int:
-        # A thread's stack is what lies below the address of a local array; asked for by its size alone.
+        # The thread uses the stack below the address of a local array.
         with open("/proc/self/maps") as maps:
             sizes = [line.split()[0].split("-") for line in maps if "rw-p" in line]
         return max(int(end, 16) - int(begin, 16) for begin, end in sizes)
@@ -63,7 +63,7 @@ def test_a_stack_is_deep_and_other_threads_keep_theirs(threads):
     assert threading.stack_size() == before
 
 
-def test_work_that_does_not_begin_can_be_cancelled(threads):
+def test_queued_work_can_be_cancelled(threads):
     gate = threading.Event()
     busy = [threads.submit(lambda: gate.wait(PATIENCE)) for _ in range(2)]
     waiting = threads.submit(lambda: 1)
@@ -73,7 +73,7 @@ def test_work_that_does_not_begin_can_be_cancelled(threads):
     assert threads.submit(lambda: 2).result(PATIENCE) == 2
 
 
-def test_a_thread_that_is_written_off_is_replaced_until_too_many_are_lost(threads):
+def test_abandoned_threads_are_replaced_until_too_many_are_abandoned(threads):
     gates = [threading.Event() for _ in range(3)]
     begun = [threading.Event() for _ in range(3)]
     stuck = []
@@ -87,7 +87,7 @@ def test_a_thread_that_is_written_off_is_replaced_until_too_many_are_lost(thread
     threads.abandon(stuck[1])
     with pytest.raises(UnavailableError):
         threads.submit(lambda: 2)
-    # What comes back after all is no longer counted, and what it found is there.
+    # Abandoned work that ends is no longer counted, and its result is available.
     gates[0].set()
     assert stuck[0].result(PATIENCE)
     wait_until(lambda: threads.num_abandoned == 1)
@@ -96,7 +96,7 @@ def test_a_thread_that_is_written_off_is_replaced_until_too_many_are_lost(thread
     assert stuck[1].result(PATIENCE)
 
 
-def test_work_that_is_over_cannot_be_written_off(threads):
+def test_finished_work_cannot_be_abandoned(threads):
     done = threads.submit(lambda: 1)
     done.result(PATIENCE)
     wait_until(lambda: not threads._running)
@@ -104,7 +104,7 @@ def test_work_that_is_over_cannot_be_written_off(threads):
     assert threads.num_abandoned == 0
 
 
-def test_where_no_thread_can_take_a_lost_ones_place_what_waits_is_refused(monkeypatch):
+def test_queued_work_is_rejected_if_no_thread_can_be_started(monkeypatch):
     threads = DeepThreads("deep", num_threads=1, max_abandoned=4)
     gate, begun = threading.Event(), threading.Event()
 

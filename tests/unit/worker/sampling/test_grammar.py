@@ -1,4 +1,4 @@
-"""Grammars by llguidance: what they allow, what they cost, and what is wrong with some of them."""
+"""Grammars compiled by llguidance: permitted tokens, costs, errors and caching."""
 
 from __future__ import annotations
 
@@ -65,9 +65,6 @@ def schema(number: int) -> str:
     return "start: %json " + json.dumps({"type": "object", "properties": properties, "required": ["age"]})
 
 
-# ---- what is allowed ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [byte_level_json, byte_fallback_json, characters_json])
 def test_a_token_is_allowed_where_its_own_bytes_may_come(source):
     vocabulary = tokenizer(source())
@@ -87,12 +84,12 @@ def test_a_token_is_allowed_where_its_own_bytes_may_come(source):
     }
     assert plain
     assert plain <= set(found)
-    # Bytes as fallback spell letters too.
+    # Byte fallback tokens spell letters too.
     rest = {vocabulary.id_to_token(token_id) for token_id in set(found) - plain}
     assert rest <= {f"<0x{ord(letter):02X}>" for letter in "abcdefghijklmnopqrstuvwxyz"}
 
 
-def test_ids_that_the_tokenizer_lacks_are_never_allowed():
+def test_ids_missing_from_the_tokenizer_are_never_permitted():
     grammars = make(vocab_size=500)
     state = opened(grammars, r"start: /(.|\n)*/")
     found = ids_of(grammars, state, 500)
@@ -100,19 +97,19 @@ def test_ids_that_the_tokenizer_lacks_are_never_allowed():
     assert len(found) > 200
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_cut():
+def test_masks_are_truncated_to_the_models_ids():
     grammars = make(vocab_size=320)
     state = opened(grammars, r"start: /(.|\n)*/")
     found = ids_of(grammars, state, 320)
     assert 2 in found
     assert max(found) < 320
-    # And so are the bits of the last word.
+    # The surplus bits of the last word are cleared too.
     grammars = make(vocab_size=325)
     assert max(ids_of(grammars, opened(grammars, r"start: /(.|\n)*/"), 325)) == 324
 
 
 @pytest.mark.parametrize("eos", [(2,), (0, 2), (2, 900)])
-def test_all_end_ids_are_allowed_where_the_text_may_end(eos):
+def test_all_end_ids_are_permitted_where_the_text_may_end(eos):
     grammars = make(eos_token_ids=eos)
     ends = {token_id for token_id in eos if token_id < 342}
     state = opened(grammars, "start: /a{0,2}/")
@@ -124,7 +121,7 @@ def test_all_end_ids_are_allowed_where_the_text_may_end(eos):
     assert (state.consume(a), state.consume(a), state.is_complete) == (True, True, True)
 
 
-def test_where_nothing_ends_a_text_a_grammar_still_does():
+def test_a_grammar_ends_a_text_without_end_ids():
     grammars = make(eos_token_ids=())
     a = tokenizer(byte_level_json()).token_to_id("a")
     state = opened(grammars, "start: /a{0,2}/")
@@ -135,7 +132,7 @@ def test_where_nothing_ends_a_text_a_grammar_still_does():
     assert state.is_complete
 
 
-def test_masks_of_many_rows_are_those_of_each():
+def test_parallel_masks_equal_single_masks():
     grammars, alone = make(num_threads=4), make()
     rng = random.Random(0)
     sources = [schema(number) for number in range(6)] + ["start: /[a-f]+x/", r"start: /(.|\n)*/"]
@@ -154,8 +151,8 @@ def test_masks_of_many_rows_are_those_of_each():
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_masks_after_drafts_are_those_after_the_tokens(num_threads):
-    """Some states have drafts and some have none, whichever way masks are computed; the states stay where they are."""
+def test_masks_after_drafts_equal_those_after_the_tokens(num_threads):
+    """Some states have drafts and some have none; computing the masks does not change the states."""
     grammars, alone = make(num_threads=num_threads), make()
     rng = random.Random(num_threads)
     sources = [schema(number) for number in range(4)] + ["start: /[a-f]+x/", 'start: "a"']
@@ -189,8 +186,6 @@ def test_special_tokens_are_spelled_by_their_ids():
     assert 1 not in ids_of(grammars, opened(grammars, r"start: /(.|\n)*/"))
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------
-
 BAD = {
     "start: /(unclosed/": "regex",
     "start: /(?=a)b/": "regex",
@@ -206,7 +201,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("source", BAD, ids=range(len(BAD)))
-def test_a_bad_grammar_is_refused_with_a_reason_fit_for_a_client(source):
+def test_an_invalid_grammar_is_rejected_with_a_reason_for_the_client(source):
     with pytest.raises(InvalidRequestError, match="the grammar cannot be used: .*" + BAD[source]) as caught:
         opened(make(), source)
     assert caught.value.code == "invalid_grammar"
@@ -215,7 +210,7 @@ def test_a_bad_grammar_is_refused_with_a_reason_fit_for_a_client(source):
     assert "\n" not in caught.value.message
 
 
-def test_a_tokenizer_without_bytes_is_named():
+def test_a_tokenizer_without_byte_strings_is_rejected():
     words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}, "added_tokens": []}
     grammars = make(json.dumps(words).encode(), vocab_size=2, eos_token_ids=(1,))
     assert not grammars.warm_up()
@@ -233,7 +228,7 @@ def deep(count: int) -> list[str]:
 
 
 def test_chains_of_rules_do_not_overrun_the_stack():
-    """In a process of its own, which that would end."""
+    """Run in a subprocess, because an overflow would end the process."""
     code = (
         "from tests.unit.worker.sampling.test_grammar import *\n"
         "grammars = make()\n"
@@ -292,7 +287,7 @@ def test_what_explodes_is_compiled_or_refused_in_bounded_time_and_others_go_on(n
 
 
 @pytest.mark.parametrize("num_rows", [1, 6])
-def test_a_grammar_whose_masks_grow_dearer_with_the_text_ends_it(num_rows, monkeypatch):
+def test_a_grammar_with_increasingly_slow_masks_ends_the_text(num_rows, monkeypatch):
     monkeypatch.setattr(module, "_SLOW_SECONDS", 0.01)
     grammars = make(num_threads=2)
     ambiguous = opened(grammars, 'start: e\ne: e e | /[a-z]/ | ""')
@@ -313,8 +308,8 @@ def test_a_grammar_whose_masks_grow_dearer_with_the_text_ends_it(num_rows, monke
 
 
 @pytest.mark.parametrize(("seconds_each", "is_too_slow"), [(0.02, False), (0.06, True)])
-def test_masks_of_drafts_are_judged_one_by_one(seconds_each, is_too_slow, monkeypatch):
-    """A text that goes on without drafts goes on with them."""
+def test_the_time_of_draft_masks_is_measured_per_mask(seconds_each, is_too_slow, monkeypatch):
+    """A text that continues without drafts also continues with them."""
     now = 0.0
 
     class Library:
@@ -337,8 +332,8 @@ def test_masks_of_drafts_are_judged_one_by_one(seconds_each, is_too_slow, monkey
     assert matcher.is_too_slow == is_too_slow
 
 
-def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
-    """Some schemas never end. Their threads are lost, so after a few of them new grammars are refused for a while."""
+def test_endless_compilations_time_out_and_others_continue(monkeypatch):
+    """Compilations that do not end lose their threads; after a few of them, new grammars are rejected for some time."""
     release = threading.Event()
     grammars = make(compile_seconds=1.0)
     compile_for_real = LLMatcher
@@ -358,15 +353,12 @@ def test_what_does_not_end_is_given_up_and_others_still_compile(monkeypatch):
                 opened(grammars, f'start: "quick{number}"')
         with pytest.raises(UnavailableError):
             grammars.prepare('start: "another"')
-        opened(grammars, 'start: "quick0"')  # is there already
+        opened(grammars, 'start: "quick0"')  # is in the cache
     finally:
         release.set()
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------
-
-
-def test_a_grammar_seen_before_is_there_at_once_and_its_texts_are_apart():
+def test_cached_grammars_are_ready_and_their_states_independent():
     counters = Counters()
     grammars = make(counters=counters)
     first = opened(grammars, "start: /[ab]{3}/")
@@ -386,7 +378,7 @@ def test_a_grammar_seen_before_is_there_at_once_and_its_texts_are_apart():
     assert 0 < counters.grammar_compile_seconds_total < PATIENCE
 
 
-def test_those_that_want_the_same_wait_for_one_compilation():
+def test_equal_grammars_share_one_compilation():
     counters, told = Counters(), threading.Semaphore(0)
     grammars = make(counters=counters, on_compiled=told.release)
     pending = [grammars.prepare(schema(1)) for _ in range(5)]
@@ -401,7 +393,7 @@ def test_those_that_want_the_same_wait_for_one_compilation():
     assert counters.grammar_compilations_total == 1
 
 
-def test_a_compilation_that_nobody_waits_for_is_dropped_or_kept_for_the_next():
+def test_an_unused_compilation_is_cancelled_or_cached():
     counters = Counters()
     grammars = make(counters=counters)
     for number in range(50):
@@ -414,7 +406,7 @@ def test_a_compilation_that_nobody_waits_for_is_dropped_or_kept_for_the_next():
     assert 1 <= counters.grammar_compilations_total <= 51
 
 
-def test_the_cache_is_bounded_by_bytes_and_forgets_what_was_not_used_longest():
+def test_the_cache_evicts_the_least_recently_used_grammars():
     counters = Counters()
     grammars = make(counters=counters, cache_bytes=5 * 160_000)
     for number in range(8):
@@ -423,7 +415,7 @@ def test_the_cache_is_bounded_by_bytes_and_forgets_what_was_not_used_longest():
     assert counters.grammar_compilations_total == 8
     opened(grammars, schema(1))
     assert counters.grammar_compilations_total == 9
-    # One that is larger than all of it is not kept, and pushes nothing out.
+    # A grammar larger than the cache is not kept and evicts nothing.
     large = "start: " + " | ".join(f'"x{n}"' for n in range(4000))
     opened(grammars, large)
     opened(grammars, large)
@@ -445,13 +437,13 @@ def test_two_thousand_schemas_leave_memory_bounded():
     assert resident_megabytes() - before < 100
 
 
-def test_idle_time_makes_the_tokenizer_once():
+def test_the_tokenizer_is_created_once_in_idle_time():
     grammars = make()
     assert grammars.warm_up()
     assert not grammars.warm_up()
 
 
-def test_errors_that_are_not_the_clients_are_not_shown(monkeypatch):
+def test_internal_errors_are_not_shown_to_clients(monkeypatch):
     def fail(*args, **options):
         raise MemoryError("at 0x7f00")
 

@@ -1,4 +1,4 @@
-"""Reports come from the raw logits and are always finite."""
+"""Log-probabilities are computed from the raw logits and are always finite."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_more_alternatives_than_tokens():
     assert len(entry.top_ids) == 3
 
 
-def test_the_sampler_reports_raw_logits_of_the_rows_that_ask():
+def test_the_sampler_reports_raw_log_probabilities_of_selected_rows():
     small = SmallSampler()
     small.add(0, temperature=0.0)
     small.add(1, temperature=0.3, top_k=1, logit_bias={4: 100.0}, logprobs=2)

@@ -1,4 +1,4 @@
-"""The rarer parameters as requests ask for them: distributions, seeds, neighbours, state that moves on."""
+"""Extended sampling parameters: distributions, seeds, independence of rows, and updated state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.backends.reference import SamplingOps
 from kernels.ops.sampling import inputs
 from tests.unit.worker.sampling.helpers import SmallSampler, compiled_ops
 from worker import plan
+from worker.executor.torch_internals import TorchDispatchMode
 from worker.plan import ScheduledTokens, StepPlan
 
-# The compiler takes 8 s of a processor for these where its cache is empty.
+# Compiling these takes 8 s of processor time if the cache is empty.
 pytestmark = pytest.mark.timeout(300)
 
 KINDS: list[dict[str, Any]] = [
@@ -62,7 +62,7 @@ def fill(small, kinds, first_row=0, text=TEXT):
 
 
 def walk(small, rows, logits, start=8):
-    """Token ids [steps][rows] of several steps, each sampled id written to its row as the runner does it."""
+    """Return token ids [steps][rows]. Each sampled id is written to its row, as the runner does."""
     found = []
     for step, step_logits in enumerate(logits):
         items = [ScheduledTokens(row, start + step - 1, 1, True) for row in rows]
@@ -73,7 +73,7 @@ def walk(small, rows, logits, start=8):
     return found
 
 
-def test_each_row_of_a_mixed_batch_goes_its_own_way(ops):
+def test_rows_of_a_mixed_batch_are_independent(ops):
     steps = [logits_like(step, rows=len(KINDS)) for step in range(12)]
     together = SmallSampler(ops=ops)
     fill(together, KINDS)
@@ -85,8 +85,8 @@ def test_each_row_of_a_mixed_batch_goes_its_own_way(ops):
         assert [ids[0] for ids in own] == [ids[number] for ids in found], kind
 
 
-def test_tables_on_a_device_give_the_same_tokens():
-    """What a GPU's path makes of the same rows: tables and their rows, and the ops that run there."""
+def test_sampling_from_tables_gives_the_same_tokens():
+    """Sample the same rows with tables and row indices, as on a GPU."""
     steps = [logits_like(step, rows=len(KINDS)) for step in range(8)]
     expected, small = [], None
     for host in (True, False):
@@ -99,7 +99,7 @@ def test_tables_on_a_device_give_the_same_tokens():
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what on a GPU would wait for a value of the device."""
+    """Mode that rejects operators that wait for a value of the device on a GPU."""
 
     WAITING = {
         torch.ops.aten._local_scalar_dense.default,
@@ -117,7 +117,7 @@ class NoReads(TorchDispatchMode):
 
 
 def test_nothing_is_read_on_the_host_while_sampling():
-    # Log-probabilities have a kernel of their own there.
+    # Log-probabilities have a separate kernel on a GPU.
     kinds = [{name: value for name, value in kind.items() if name != "logprobs"} for kind in KINDS]
     small = SmallSampler(ops=SamplingOps())
     small.rows.sampling._host_words = None
@@ -176,7 +176,7 @@ def test_only_allowed_ids_and_ends_are_sampled(ops):
     ],
     ids=str,
 )
-def test_masks_that_leave_nothing_are_told_from_bad_logits(clash, ops):
+def test_no_permitted_token_and_unusable_logits_have_different_ids(clash, ops):
     small = SmallSampler(ops=ops)
     small.add(0, eos=[2], **{"temperature": 0.0} | clash)
     small.add(1, temperature=0.0)
@@ -189,7 +189,7 @@ def test_masks_that_leave_nothing_are_told_from_bad_logits(clash, ops):
 
 
 @pytest.mark.parametrize("kind", KINDS[2:8] + KINDS[12:], ids=str)
-def test_a_grammar_holds_beside_everything_else(kind, ops):
+def test_grammars_combine_with_all_other_parameters(kind, ops):
     small = SmallSampler(ops=ops)
     for row in range(3):
         small.add(row, token_ids=TEXT, seed=5, **kind)
@@ -206,7 +206,7 @@ def test_a_grammar_holds_beside_everything_else(kind, ops):
 
 
 def chi_squared(ids, probabilities):
-    """Whether draws are what the probabilities say, at a level of 1e-5 (Wilson and Hilferty 1931)."""
+    """Check that draws match the probabilities at level 1e-5 (Wilson and Hilferty 1931)."""
     counts = np.bincount(ids, minlength=len(probabilities))
     expected = probabilities / probabilities.sum() * len(ids)
     assert counts[expected == 0].sum() == 0
@@ -226,7 +226,7 @@ def draws(ops, row, count=20_000, **sampling):
     return small.ids(row.expand(count, -1).contiguous(), [0] * count, list(range(count)))
 
 
-def test_typical_tokens_are_distributed_as_they_should_be(ops):
+def test_typical_p_has_the_expected_distribution(ops):
     row = logits_like(3, spread=1.5)
     p = torch.softmax(row[0].double() / 0.9, dim=0).numpy()
     surprise = -np.log(p)
@@ -238,7 +238,7 @@ def test_typical_tokens_are_distributed_as_they_should_be(ops):
     chi_squared(draws(ops, row, temperature=0.9, typical_p=0.6), expected)
 
 
-def test_the_likeliest_are_left_out_as_often_as_xtc_says(ops):
+def test_xtc_excludes_tokens_with_its_probability(ops):
     row = logits_like(3, spread=1.5)
     p = torch.softmax(row[0].double(), dim=0).numpy()
     above = [i for i in np.argsort(-p) if p[i] >= 0.04]
@@ -260,7 +260,7 @@ def test_a_dynamic_temperature_depends_on_the_entropy(ops):
         chi_squared(found, expected)
 
 
-def test_within_sigmas_of_the_best(ops):
+def test_top_n_sigma_keeps_tokens_near_the_maximum(ops):
     row = logits_like(3, spread=1.5)
     x = row[0].double().numpy()
     expected = torch.softmax(row[0].double() / 1.3, dim=0).numpy() * (x >= x.max() - 1.2 * x.std())
@@ -268,17 +268,17 @@ def test_within_sigmas_of_the_best(ops):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_brings_the_surprise_to_its_aim(version, ops):
+def test_mirostat_reaches_its_target_surprise(version, ops):
     small = SmallSampler(vocab_size=3000, max_num_seqs=4, ops=ops)
     small.add(0, temperature=1.0, mirostat=version, mirostat_tau=4.0, mirostat_eta=0.5, seed=3)
-    row = -1.1 * torch.arange(1, 3001).float().log().unsqueeze(0)  # Zipf's law, of an entropy of 6.4 bits
+    row = -1.1 * torch.arange(1, 3001).float().log().unsqueeze(0)  # Zipf's law, with an entropy of 6.4 bits
     surprise = -torch.log_softmax(row[0].double(), dim=0) / math.log(2)
     seen = [float(surprise[ids[0]]) for ids in walk(small, [0], [row] * 140, start=3)]
     assert abs(np.mean(seen[40:]) - 4.0) < 0.25
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_goes_on_from_what_was_reported(version, ops):
+def test_mirostat_continues_from_the_reported_state(version, ops):
     kind = {"temperature": 1.0, "mirostat": version, "mirostat_tau": 3.0, "mirostat_eta": 0.4, "seed": 8}
     steps = [logits_like(step) for step in range(10)]
     small = SmallSampler(ops=ops)
@@ -286,7 +286,7 @@ def test_mirostat_goes_on_from_what_was_reported(version, ops):
     whole = [ids[0] for ids in walk(small, [0], steps, start=3)]
     text, mu = [1, 2, 3], None
     for position, logits in enumerate(steps, start=3):
-        # Every token in a new row, as if the request were preempted after each.
+        # Each token uses a new row, as if the request were preempted after it.
         small.add(position, token_ids=text, num_prompt_tokens=3, mu=mu, **kind)
         tokens = small.sample(logits, [position], [position])
         mu = tokens.mu.tolist()[0]
@@ -294,7 +294,7 @@ def test_mirostat_goes_on_from_what_was_reported(version, ops):
     assert text[3:] == whole
 
 
-def test_a_failed_row_keeps_its_aim(ops):
+def test_a_failed_row_keeps_its_mirostat_target(ops):
     small = SmallSampler(ops=ops)
     small.add(0, temperature=1.0, mirostat=2, mirostat_tau=3.0)
     small.add(1, temperature=1.0, typical_p=0.5)
@@ -303,7 +303,7 @@ def test_a_failed_row_keeps_its_aim(ops):
     assert tokens.mu.tolist()[0] == 6.0
 
 
-def test_rows_with_fewer_bad_words_forbid_no_more(ops):
+def test_rows_with_fewer_bad_words_ignore_old_entries(ops):
     small = SmallSampler(ops=ops)
     small.add(0, temperature=0.0, bad_words=((5,),))
     small.add(1, temperature=0.0, bad_words=((6,), (7, 8), (9, 10, 11)))
@@ -315,7 +315,7 @@ def test_rows_with_fewer_bad_words_forbid_no_more(ops):
 
 
 def test_nothing_is_compiled_while_serving():
-    """What numba has compiled ahead fits whatever requests bring."""
+    """The kernels that numba compiled in advance cover all requests."""
     from kernels.ops.logprobs import cpu as logprobs_cpu
     from kernels.ops.sampling import cpu, cpu_borders, extended_cpu, lists_cpu
 
@@ -339,11 +339,11 @@ def test_nothing_is_compiled_while_serving():
     assert [len(function.signatures) for function in compiled] == before
 
 
-def test_scheduler_and_sampler_say_the_same_where_masks_leave_nothing():
+def test_scheduler_and_sampler_use_the_same_id_for_no_permitted_token():
     assert plan.NOTHING_LEFT == inputs.NOTHING_LEFT
 
 
-def test_seeds_and_choices_toss_their_own_coins(ops):
+def test_xtc_coins_depend_on_seed_and_choice(ops):
     small = SmallSampler(ops=ops)
     kind = {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.02}
     for row, (seed, choice) in enumerate([(42, 0), (42, 0), (42, 1), (43, 0)]):
@@ -355,7 +355,7 @@ def test_seeds_and_choices_toss_their_own_coins(ops):
         assert sum(a == b for a, b in zip(streams[0], other)) < 15
 
 
-def test_a_row_forgets_the_lists_of_the_request_before(ops):
+def test_a_new_request_replaces_the_lists_of_its_row(ops):
     small = SmallSampler(ops=ops)
     logits = torch.zeros(1, 40)
     logits[0, 7], logits[0, 9] = 3.0, 2.0

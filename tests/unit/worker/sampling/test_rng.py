@@ -1,4 +1,4 @@
-"""The noise is what docs/randomness.md says."""
+"""Conformance of the noise to docs/randomness.md."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_the_document_has_its_vectors():
     assert len(KNOWN_ANSWERS) == 3
     assert len(VECTORS) == 8
     assert len(COINS) == 5
-    # The published known answer for zeros, so that document and code cannot drift together.
+    # A published known answer, so that document and code cannot both be wrong.
     assert KNOWN_ANSWERS[0][2] == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
 
 

@@ -1,4 +1,4 @@
-"""What a request asks for, row by row."""
+"""Sampling parameters of single rows."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ def logits_like(seed=0, rows=1, vocab=40, spread=2.0):
 
 
 def chi_squared_limit(degrees):
-    """The 1 - 1e-5 quantile (Wilson and Hilferty 1931)."""
+    """Return the 1 - 1e-5 quantile (Wilson and Hilferty 1931)."""
     share = 2 / (9 * degrees)
     return degrees * (1 - share + 4.265 * math.sqrt(share)) ** 3
 
@@ -65,7 +65,7 @@ def test_tokens_are_distributed_as_the_filtered_softmax(sampling, ops):
     assert ((observed - wanted) ** 2 / wanted).sum() < chi_squared_limit(len(wanted) - 1)
 
 
-def test_same_seed_same_tokens_other_choice_or_seed_other_tokens(ops):
+def test_tokens_depend_on_seed_and_choice(ops):
     small = SmallSampler(ops=ops)
     for row, (seed, choice) in enumerate([(42, 0), (42, 0), (42, 1), (43, 0), (-42, 0), (42 + 2**32, 0)]):
         small.add(row, seed=seed, choice=choice)
@@ -96,7 +96,7 @@ def test_a_row_is_independent_of_its_neighbours(ops):
         assert alone.ids(logits[i : i + 1], [7], [6]) == [ids[i]]
 
 
-def test_greedy_takes_the_lowest_of_equal_logits(ops):
+def test_greedy_selects_the_lowest_id_of_equal_logits(ops):
     small = SmallSampler(ops=ops)
     small.add(0, temperature=0.0)
     small.add(1, temperature=1e-6)
@@ -126,7 +126,7 @@ def test_min_tokens_masks_end_and_stop_ids_until_reached(ops):
     assert [small.ids(logits, [0], [position]) for position in (4, 5, 6, 7)] == [[12], [12], [12], [2]]
 
 
-def test_ignore_eos_masks_end_ids_for_ever_but_not_stop_ids(ops):
+def test_ignore_eos_masks_end_ids_but_not_stop_ids(ops):
     small = SmallSampler(ops=ops)
     small.add(0, eos=[2, 3], temperature=0.0, ignore_eos=True, stop_token_ids=(3, 8))
     logits = torch.zeros(1, 40)
@@ -139,7 +139,7 @@ def test_penalties_count_prompt_output_and_what_is_sampled(ops):
     small.add(0, token_ids=[4, 5], num_prompt_tokens=1, temperature=0.0, frequency_penalty=1.0)
     logits = torch.zeros(1, 40)
     logits[0, 5], logits[0, 6], logits[0, 4] = 2.5, 2.0, 1.2
-    # 5 was generated before (2.5 - 1); each token is worth less once it is taken; the 4 of the prompt costs nothing.
+    # 5 was generated before (2.5 - 1); sampled tokens lose value; the 4 of the prompt is not penalized.
     assert [small.ids(logits, [0], [position])[0] for position in range(2, 6)] == [6, 5, 4, 6]
 
 
@@ -151,7 +151,7 @@ def test_repetition_penalty_covers_the_prompt(ops):
     assert small.ids(logits, [0], [1]) == [6]
 
 
-def test_a_row_forgets_the_request_before(ops):
+def test_a_new_request_resets_its_row(ops):
     small = SmallSampler(ops=ops)
     for _ in range(3):
         small.add(0, token_ids=[4], temperature=0.0, frequency_penalty=2.0)
@@ -160,7 +160,7 @@ def test_a_row_forgets_the_request_before(ops):
         assert [small.ids(logits, [0], [position])[0] for position in (1, 2)] == [4, 6]
 
 
-def test_a_failed_row_fails_alone(ops):
+def test_a_failed_row_does_not_affect_others(ops):
     small = SmallSampler(ops=ops)
     small.add(0, temperature=0.0)
     small.add(1, temperature=1.0, frequency_penalty=1.0, logprobs=2)
@@ -180,7 +180,7 @@ def test_a_row_whose_every_token_is_masked_fails(ops):
 
 
 @pytest.mark.parametrize("by_index", [False, True])
-def test_a_grammar_allows_what_its_mask_says(ops, by_index):
+def test_only_tokens_of_the_mask_are_sampled(ops, by_index):
     small = SmallSampler(ops=ops)
     small.add(0, temperature=0.0)
     small.add(1, temperature=1.0, seed=3)
