@@ -74,11 +74,10 @@ from gateway.http.app_keys import (
 )
 from gateway.http.auth import KeyRing, Scope
 from gateway.http.drain import Drain
-from gateway.http.query import BetaQuery
-from gateway.http.route import Route
+from gateway.http.route import BetaQuery, Route
 from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
-from gateway.relay import Relay, relayed, sibling_app
+from gateway.siblings import Relay, relayed, sibling_app
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker

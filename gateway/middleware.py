@@ -15,8 +15,7 @@ from gateway.api.anthropic.errors import asks_anthropic, error_bodies
 from gateway.http.app_keys import DRAIN, GENERATOR, IDENTITY, KEY_RING, METRICS, REQUEST_ID, STARTED, log
 from gateway.http.auth import Scope
 from gateway.http.errors import RATE_LIMIT_HEADERS, error_response, http_exception_response, rate_limit_headers
-from gateway.http.query import query_of
-from gateway.http.route import Handler, Route
+from gateway.http.route import Handler, Route, query_of
 from shared.errors import InternalError, InvalidRequestError, NotFoundError, PeltonError, PermissionDeniedError
 from shared.log import bind_request_id
 

@@ -32,9 +32,8 @@ from gateway.http.app_keys import Limits
 from gateway.http.auth import KeyRing, load_keys
 from gateway.http.drain import Drain
 from gateway.middleware import is_loopback_host
-from gateway.relay import Relay
 from gateway.server import HttpRunner
-from gateway.siblings import Peers
+from gateway.siblings import Peers, Relay
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker

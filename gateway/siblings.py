@@ -1,24 +1,43 @@
 """Communication with the other gateway processes on the same port.
 
-Besides the shared port, every gateway listens on a socket in the runtime directory. Only processes of the same user
-can reach it.
+Besides the shared port, every process listens on a socket in the runtime directory, which only processes of the same
+user can reach. There it answers requests for its metrics and its state, and requests of clients for stored objects,
+which name the process that holds them in their id. The process that accepted the connection has authenticated the
+client and passes the identity in headers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp import web
 
-from shared.errors import ConfigurationError
+from gateway.http.app_keys import DRAIN, IDENTITY, LIMITS, RELAY, RESPONSES, STREAMS
+from gateway.http.auth import Identity, Scope
+from gateway.http.body import check_no_fields
+from gateway.http.errors import error_response, json_response
+from gateway.http.route import Handler
+from gateway.stores.ids import gateway_of, shown_id
+from gateway.stores.responses import find_items
+from shared.errors import ConfigurationError, InvalidRequestError, NotFoundError, PeltonError, UnavailableError
 from shared.log import get_logger
 
 _PATIENCE_SECONDS = 1.0
 _WAITING, _SERVING = b"waiting", b"serving"
+_ANSWER_SECONDS = 5.0
+_SILENT = "The gateway process that holds this object does not answer. Try again later."
+_OWNER = "x-pelton-owner"
+_SCOPE = "x-pelton-scope"
+_PASSED_ON = ("Last-Event-ID",)
+_PASSED_BACK = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "Retry-After", "retry-after-ms")
 
 log = get_logger("gateway.siblings")
 
@@ -127,3 +146,189 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+class Relay:
+    """Client of the sibling gateway processes.
+
+    Args:
+        directory: Runtime directory with the sockets; see peer_socket.
+        index: Index of this process.
+        num_processes: Number of gateway processes.
+        patience: Seconds without data after which a sibling is considered hung; streams may be silent for longer.
+    """
+
+    def __init__(self, directory: Path, index: int, num_processes: int, *, patience: float = _ANSWER_SECONDS) -> None:
+        self._directory = directory
+        self._index = index
+        self._num_processes = num_processes
+        self._patience = patience
+
+    def holder(self, identifier: str) -> int | None:
+        """Return the index of the other process that an id names; None if it names this process or none."""
+        index = gateway_of(identifier)
+        return index if index is not None and index != self._index and index < self._num_processes else None
+
+    async def pass_on(self, request: web.Request, holder: int) -> web.StreamResponse:
+        """Forward a request to a process and its response to the client, as it arrives."""
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        headers[_SCOPE] = request[IDENTITY].scope.value
+        path, owner = request.rel_url.raw_path_qs, request[IDENTITY].key_hash
+        # A stream may be silent for a long time.
+        streams = "stream" in request.query or request.path.startswith("/v1/streams/")
+        async with self._ask(holder, request.method, path, owner, headers, streams=streams) as answer:
+            response = web.StreamResponse(status=answer.status)
+            for name in _PASSED_BACK:
+                if name in answer.headers:
+                    response.headers[name] = answer.headers[name]
+            await response.prepare(request)
+            try:
+                async for data in answer.content.iter_any():
+                    await response.write(data)
+            except aiohttp.ClientError:
+                # A regular end would look like a complete response.
+                raise ConnectionError("the other gateway process closed the connection") from None
+            await response.write_eof()
+            return response
+
+    async def ask_all(self, request: web.Request) -> bool:
+        """Return True if another process finds the object that a request names.
+
+        Raises:
+            UnavailableError: A process that may have it does not answer.
+        """
+        others = [index for index in range(self._num_processes) if index != self._index]
+        answers = await asyncio.gather(*(self._finds(request, index) for index in others))
+        if None in answers and True not in answers:
+            raise UnavailableError("A gateway process that may hold this object does not answer. Try again later.")
+        return True in answers
+
+    async def _finds(self, request: web.Request, index: int) -> bool | None:
+        """Return True if a process finds the object, False if it does not, None if it does not answer."""
+        identity = request[IDENTITY]
+        headers = {_SCOPE: identity.scope.value}
+        try:
+            async with (
+                asyncio.timeout(self._patience),
+                self._ask(index, request.method, request.rel_url.raw_path, identity.key_hash, headers) as answer,
+            ):
+                return answer.status == 200
+        except (TimeoutError, UnavailableError):
+            return None
+
+    async def conversation(self, holder: int, identifier: str, owner: bytes) -> tuple[bytes, ...]:
+        """Return the conversation that a stored response continues; see app_keys.SiblingStores."""
+        async with self._ask(holder, "GET", f"/conversation/{identifier}", owner, {}) as answer:
+            if answer.status == 400:
+                raise InvalidRequestError(
+                    "previous_response_id names a response that has not ended yet; wait for its end.",
+                    param="previous_response_id",
+                )
+            if answer.status != 200:
+                raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
+            return (await _whole(answer),)
+
+    async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
+        """Return the stored items with these ids; see app_keys.SiblingStores."""
+        async with self._ask(holder, "POST", "/items", owner, {}, orjson.dumps(identifiers)) as answer:
+            if answer.status != 200:
+                raise UnavailableError(_SILENT)
+            found: dict[str, dict[str, Any]] = orjson.loads(await _whole(answer))
+            return found
+
+    @asynccontextmanager
+    async def _ask(
+        self,
+        holder: int,
+        method: str,
+        path: str,
+        owner: bytes,
+        headers: dict[str, str],
+        body: bytes | None = None,
+        *,
+        streams: bool = False,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request to a sibling. Raise UnavailableError if it does not answer in time: a process may hang."""
+        connector = aiohttp.UnixConnector(str(peer_socket(self._directory, holder)))
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_PATIENCE_SECONDS, sock_read=None if streams else self._patience
+        )
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            try:
+                answer = await session.request(
+                    method,
+                    f"http://peer{path}",
+                    data=body,
+                    headers={**headers, _OWNER: owner.hex()},
+                    allow_redirects=False,
+                )
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.warning("gateway_does_not_answer", gateway=holder, error=type(error).__name__)
+                raise UnavailableError(_SILENT) from None
+            async with answer:
+                yield answer
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raise UnavailableError if it is cut off because its process died or hangs."""
+    try:
+        return await answer.read()
+    except aiohttp.ClientError:
+        raise UnavailableError(_SILENT) from None
+
+
+def relayed(handler: Handler) -> Handler:
+    """Wrap the handler of a public route whose `id` may name another process.
+
+    Bodies of POST requests are refused, not forwarded.
+    """
+
+    @functools.wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "POST":
+            await check_no_fields(request)
+        relay = request.app[RELAY]
+        holder = None if relay is None else relay.holder(request.match_info["id"])
+        if not isinstance(relay, Relay) or holder is None:
+            return await handler(request)
+        return await relay.pass_on(request, holder)
+
+    return answer
+
+
+def sibling_app(routes: Sequence[tuple[str, str, Handler]], public: web.Application) -> web.Application:
+    """Return the application that answers siblings, over the stores of the public application."""
+    # The sibling has already limited the size of the client's body.
+    app = web.Application(middlewares=[_from_sibling], client_max_size=0)
+    for key in (DRAIN, LIMITS, RESPONSES, STREAMS):
+        typed: web.AppKey[Any] = key
+        app[typed] = public[typed]
+    internal = (("GET", "/conversation/{id}", _answer_conversation), ("POST", "/items", _answer_items))
+    for method, path, handler in (*routes, *internal):
+        for each in ("GET", "HEAD") if method == "GET" else (method,):
+            app.router.add_route(each, path, handler)
+    return app
+
+
+@web.middleware
+async def _from_sibling(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if _OWNER not in request.headers:
+        return await handler(request)
+    scope = Scope(request.headers.get(_SCOPE, Scope.INFERENCE))
+    request[IDENTITY] = Identity("", scope, bytes.fromhex(request.headers[_OWNER]))
+    try:
+        return await handler(request)
+    except PeltonError as error:
+        return error_response(error)
+
+
+async def _answer_conversation(request: web.Request) -> web.StreamResponse:
+    conversation = request.app[RESPONSES].continued(request.match_info["id"], request[IDENTITY].key_hash)
+    # Concatenate the JSON arrays without parsing them: they may be long.
+    items = b",".join(part[1:-1] for part in conversation if part != b"[]")
+    return web.Response(body=b"[%b]" % items, content_type="application/json")
+
+
+async def _answer_items(request: web.Request) -> web.StreamResponse:
+    wanted = orjson.loads(await request.read())
+    return json_response(await find_items(request.app[RESPONSES], wanted, request[IDENTITY].key_hash))

@@ -37,7 +37,7 @@ class MetricsSource(Protocol):
 
 
 class SiblingStores(Protocol):
-    """Stores of the other gateway processes (gateway.relay.Relay)."""
+    """Stores of the other gateway processes (gateway.siblings.Relay)."""
 
     def holder(self, identifier: str) -> int | None:
         """Return the index of the other process that an id names; None if it names this process or none."""
@@ -88,6 +88,6 @@ REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 STARTED = web.RequestKey("STARTED", float)
 IDENTITY = web.RequestKey("IDENTITY", Identity)
 QUERY = web.RequestKey[Any]("QUERY")
-"""Parsed query parameters; see gateway.http.query."""
+"""Parsed query parameters; see gateway.http.route."""
 
 log = get_logger("gateway.http")

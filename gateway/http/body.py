@@ -1,12 +1,16 @@
-"""Strict parsing of request bodies: uncompressed UTF-8 JSON, one object, no repeated key, no extensions of JSON."""
+"""Strict parsing of request bodies, and their conversion to msgspec structs with errors that name the field.
+
+A body is uncompressed UTF-8 JSON: one object without repeated keys and without extensions of JSON.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -33,9 +37,16 @@ LARGE = 65_536
 """Size of a body in bytes above which code that visits all of its values runs in a thread, because it takes
 milliseconds.
 """
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
 _MAX_NAME = 64
 _MAX_PATH = 256
 """Maximum number of characters of keys and paths that errors repeat. For a longer path they name only the key."""
+# The forms of msgspec's messages.
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`")
+_VALUE = re.compile(r"^Invalid (?:enum )?value (?P<value>.*)$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
 _LONE_SURROGATE_HINT = re.compile(rb"\\u[dD][89a-fA-F]")
 _MEDIA_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)", re.IGNORECASE)
 
@@ -191,3 +202,44 @@ class _Keys:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise InvalidRequestError(f"{name} is not a JSON number.", code="invalid_json")
+
+
+def convert(value: object, kind: type[Struct], place: str = "") -> Struct:
+    """Convert a JSON value to a struct without coercion: a bool is not an int, and "2" is not 2.
+
+    Args:
+        value: The parsed JSON value.
+        kind: The struct to convert it to.
+        place: Path of the value in the request body; empty for the body itself.
+
+    Raises:
+        InvalidRequestError: The value does not fit the struct; the error names the first field at fault.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error), place) from None
+
+
+def _invalid_field(text: str, place: str) -> InvalidRequestError:
+    """Translate a message of msgspec about a value at `place`."""
+    at = _PATH.search(text)
+    path = _joined(place, at["path"] if at else "")
+    problem = text[: at.start()] if at else text
+    for pattern, code, words in (
+        (_UNKNOWN, "unknown_parameter", "Unknown parameter"),
+        (_MISSING, "missing_required_parameter", "Missing required parameter"),
+    ):
+        if found := pattern.match(problem):
+            name = _joined(path, found["name"])
+            return InvalidRequestError(f"{words}: {name}.", param=name, code=code)
+    if found := _VALUE.match(problem):
+        message = f"Invalid value for {path}: {found['value'][:_MAX_NAME]}."
+        return InvalidRequestError(message, param=path, code="invalid_value")
+    for old, new in (("`", ""), (" | null", ""), ("NoneType", "null"), ("Expected", "expected")):
+        problem = problem.replace(old, new)
+    return InvalidRequestError(f"Invalid type for {path}: {problem}.", param=path, code="invalid_type")
+
+
+def _joined(place: str, path: str) -> str:
+    return f"{place}.{path}" if place and path and not path.startswith("[") else place + path

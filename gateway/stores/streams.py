@@ -127,8 +127,10 @@ class StreamLog:
         return self.first <= number <= self.last
 
     def drop_oldest(self, number: int) -> int:
-        """Remove the event with this number if it is the oldest, and return the bytes that this frees; for the
-        store.
+        """Remove the event with this number if it is the oldest; for the store.
+
+        Returns:
+            Number of bytes that this frees; 0 if the event is not the oldest.
         """
         if number != self.first or not self._events:
             return 0

@@ -22,8 +22,8 @@ from gateway.http.app_keys import Limits
 from gateway.http.auth import ApiKey, KeyRing, Scope
 from gateway.http.drain import Drain
 from gateway.http.route import Route
-from gateway.relay import Relay
 from gateway.server import HttpRunner
+from gateway.siblings import Relay
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker

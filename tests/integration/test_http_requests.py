@@ -11,8 +11,7 @@ from aiohttp import web
 
 from gateway.app import follow_ups
 from gateway.flow.events import TextDelta
-from gateway.relay import Relay
-from gateway.siblings import peer_socket
+from gateway.siblings import Relay, peer_socket
 from tests.fakes.fake_generator import MODEL, FakeGenerator
 from tests.fakes.gateway_core import until
 from tests.fakes.http_gateway import ADMIN_KEY, OTHER_KEY, USER_KEY, parse_events, run_gateway

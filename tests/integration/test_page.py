@@ -6,10 +6,9 @@ import asyncio
 import json
 
 from gateway.flow.events import TextDelta
-from gateway.text.formats import ModelFormats
+from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
-from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
 from tests.fakes.fake_generator import SUPPORT, FakeEntry, FakeGenerator, FakeModels, spell
 from tests.fakes.gateway_core import until

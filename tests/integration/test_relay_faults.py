@@ -11,8 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.relay import Relay
-from gateway.siblings import peer_socket
+from gateway.siblings import Relay, peer_socket
 from tests.fakes.http_gateway import Gateway, run_gateway
 
 NUMBER = "01" + "0" * 30

@@ -35,7 +35,7 @@ from gateway.api.common.fields import (
 )
 from gateway.api.common.reasoning import SWITCHES
 from gateway.flow.requests import ModelEntryLike
-from gateway.http.convert import convert
+from gateway.http.body import convert
 from shared.errors import InvalidRequestError
 
 MIN_THINKING_TOKENS = 1024

@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.api.anthropic.fields import CacheControl, check_cache_control, unsupported, unsupported_kind
 from gateway.api.common.messages import MAX_NAME
-from gateway.http.convert import convert
+from gateway.http.body import convert
 from shared.errors import InvalidRequestError
 
 SKIPPED = ("redacted_thinking", "fallback")

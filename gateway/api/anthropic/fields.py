@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.api.common.refused import SERVER, TEXT_ONLY
-from gateway.http.convert import convert
+from gateway.http.body import convert
 from shared.errors import InvalidRequestError
 
 _OTHER_THAN_TEXT = ("image", "document", "base64", "url", "file")

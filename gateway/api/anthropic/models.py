@@ -11,7 +11,7 @@ import msgspec
 from gateway.api.anthropic.chat import can_think, knows_effort, switches
 from gateway.api.common.reasoning import marks_are_tokens
 from gateway.flow.requests import ModelEntryLike
-from gateway.http.query import BetaQuery
+from gateway.http.route import BetaQuery
 from shared.errors import InvalidRequestError
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")

@@ -29,7 +29,7 @@ from gateway.api.common.fields import (
     parse_fields,
 )
 from gateway.api.common.tools import check_num_tools
-from gateway.text.grammars.strict_schema import is_strict
+from gateway.text.grammars.json_schema import is_strict
 from shared.errors import InvalidRequestError, PeltonError
 from shared.sampling_params import MAX_LOGPROBS
 

@@ -19,7 +19,7 @@ from gateway.api.responses.fields import InputFields, ResponseFields, chat_field
 from gateway.api.responses.items import REFERENCE, Conversation, input_items
 from gateway.http.app_keys import GATEWAY_INDEX, IDENTITY, RELAY, RESPONSES
 from gateway.stores.ids import shown_id
-from gateway.stores.items import count_stored, find_items, load_items
+from gateway.stores.responses import count_stored, find_items, load_items
 from gateway.text.offload import count_objects, run_in_thread_if_large
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError, PeltonError
 

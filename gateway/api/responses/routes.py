@@ -24,10 +24,9 @@ from gateway.api.responses.shapes import ResponseEvents, response_head, stored_i
 from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, IDENTITY, RESPONSES, STREAMS
 from gateway.http.body import read_json
 from gateway.http.errors import json_response, kept_json
-from gateway.http.query import query_of
+from gateway.http.route import query_of
 from gateway.http.sse import stream_events
-from gateway.stores.items import count_stored, load_items
-from gateway.stores.responses import ResponseStore, StoredResponse
+from gateway.stores.responses import ResponseStore, StoredResponse, count_stored, load_items
 from gateway.text.offload import count_objects, run_in_thread_if_large
 from shared.errors import InvalidRequestError, NotFoundError
 

@@ -1,4 +1,4 @@
-"""The expositions of several gateway processes as one."""
+"""Merging the metrics of several gateway processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def counted(tokens: int) -> bytes:
     return generate_latest(registry)
 
 
-def test_every_sample_says_whose_it_is_and_nothing_else_changes() -> None:
+def test_every_sample_gets_the_gateway_label() -> None:
     texts = {1: counted(5), 0: counted(2)}
     wanted = {}
     for index, text in texts.items():
@@ -41,7 +41,7 @@ def test_every_sample_says_whose_it_is_and_nothing_else_changes() -> None:
 @pytest.mark.parametrize(
     "rubbish", [b"\xff\xfe", b"no such thing {{{\n", b"xxxxxxxxxx", b'# TYPE a counter\na{x="1" 5\n']
 )
-def test_what_cannot_be_read_of_one_does_not_hide_the_others(rubbish: bytes) -> None:
+def test_unreadable_metrics_of_one_process_are_omitted(rubbish: bytes) -> None:
     text = labelled({0: b"# TYPE here gauge\nhere 1.0\n", 1: rubbish})
     assert b'here{gateway="0"} 1.0' in text
     assert b'gateway="1"' not in text

@@ -1,4 +1,4 @@
-"""What the garbage collector looks at, and what malloc keeps."""
+"""Exclusion of long-lived objects from garbage collection, and release of free memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def thawed():
     gc.unfreeze()
 
 
-def seen(one: object) -> bool:
-    return any(found is one for found in gc.get_objects())
+def is_tracked(value: object) -> bool:
+    return any(found is value for found in gc.get_objects())
 
 
-def test_what_is_there_is_not_looked_at_again_and_what_comes_is():
+def test_existing_objects_are_frozen_and_new_ones_are_not():
     before = Cycle()
     freeze_long_lived_objects()
     after = Cycle()
-    assert not seen(before) and seen(after)
+    assert not is_tracked(before) and is_tracked(after)
     gone = weakref.ref(after)
     del after
     gc.collect()
     assert gone() is None
 
 
-def test_what_was_left_meanwhile_goes_with_the_next_time():
+def test_cycles_are_collected_at_the_next_call():
     old = Cycle()
     freeze_long_lived_objects()
     gone = weakref.ref(old)
@@ -48,10 +48,10 @@ def test_what_was_left_meanwhile_goes_with_the_next_time():
     assert gone() is None
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others give it back by themselves")
-def test_what_was_freed_is_given_back():
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim belongs to glibc")
+def test_freed_memory_is_returned():
     texts = [bytes([index % 251]) * 100_000 for index in range(1000)]
-    held = texts[::50]  # what is between them malloc keeps
+    held = texts[::50]  # malloc keeps the memory between them
     del texts
     before = resident_bytes(os.getpid())
     trim_malloc()

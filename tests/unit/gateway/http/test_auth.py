@@ -1,4 +1,4 @@
-"""Keys from flags and files."""
+"""API keys from flags and files, and loopback hosts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_message_does_not_repeat_the_body():
         ('{"a":1,"b":2,"a":3}', "a"),
         ('{"a":{"b":1,"b":2}}', "a.b"),
         ('{"x":[1,[],{"a":[{},{"b":1,"c":2,"c":{"b":1}}]}]}', "x[2].a[1].c"),
-        # What is behind the first value of a repeated key is not there any more.
+        # The last value of a repeated key replaces the others.
         ('{"a":{"b":{"c":1,"c":2},"b":1}}', "a.b"),
         ('{"z":{"y":1,"y":2},"z":3}', "z"),
         ('{"%s":{"b":1,"b":2}}' % ("k" * 100), "k" * 64 + ".b"),

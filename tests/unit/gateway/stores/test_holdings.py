@@ -1,4 +1,4 @@
-"""Who has most of a store."""
+"""Sizes of stored data by owner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.stores.holdings import Holdings
 from tests.fakes.growth import expect_linear
 
 
-def test_the_largest_is_who_has_most_now():
+def test_largest_owner_matches_a_naive_count():
     random.seed(5)
     holdings, amounts = Holdings(), dict.fromkeys((b"%d" % number for number in range(20)), 0)
     for _ in range(5000):
@@ -22,7 +22,7 @@ def test_the_largest_is_who_has_most_now():
     assert len(holdings._heap) < 200
 
 
-def test_it_is_found_as_fast_among_many():
+def test_largest_takes_amortized_logarithmic_time():
     def turns(num_owners: int) -> None:
         holdings = Holdings()
         for number in range(num_owners):

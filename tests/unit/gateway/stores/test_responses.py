@@ -1,4 +1,4 @@
-"""The store of responses: bounds, times, owners."""
+"""Store of responses: limits, expiry, owners, items."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import gc
 import tracemalloc
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from gateway.http.errors import kept_json
-from gateway.stores.responses import ResponseStore, StoredResponse
+from gateway.http.errors import dump_json, kept_json
+from gateway.stores.responses import ResponseStore, StoredResponse, find_items
 from shared.errors import InvalidRequestError, NotFoundError
 
 OWNER = b"owner"
@@ -27,7 +28,7 @@ class Clock:
         return self.now
 
 
-def test_what_continues_a_response_begins_with_its_input_and_output():
+def test_continuation_starts_with_input_and_output():
     store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
     store.put("a", stored())
     assert store.continued("a", OWNER) == (b"[1]", b"[2]")
@@ -36,7 +37,7 @@ def test_what_continues_a_response_begins_with_its_input_and_output():
         store.continued("a", OWNER)
 
 
-def test_another_key_finds_and_deletes_nothing():
+def test_another_key_cannot_find_or_delete():
     store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
     store.put("a", stored())
     for act in (store.get, store.continued, store.delete):
@@ -46,7 +47,7 @@ def test_another_key_finds_and_deletes_nothing():
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_the_least_recently_used_go_first():
+def test_least_recently_used_is_evicted_first():
     store = ResponseStore(max_bytes=4 * stored(1000).size, time_to_live=1.0)
     for name in "abcd":
         store.put(name, stored(1000))
@@ -54,13 +55,13 @@ def test_the_least_recently_used_go_first():
     store.put("e", stored(1000))
     assert "b" not in store and all(name in store for name in "acde")
     store.put("f", stored(100_000))
-    assert "f" not in store and len(store) == 4, "what is larger than all room is not kept, and pushes nothing out"
+    assert "f" not in store and len(store) == 4, "a response larger than the store is not kept and evicts nothing"
     store.put("e", stored(100_000))
-    assert "e" not in store and store.num_bytes == 3 * stored(1000).size, "nor its earlier state"
+    assert "e" not in store and store.num_bytes == 3 * stored(1000).size, "its earlier state is removed, too"
 
 
 def names_of(store: ResponseStore, owner: bytes, names: Iterable[str]) -> list[str]:
-    """Those that the key still has."""
+    """Return the names that the key still has."""
     kept = []
     for name in names:
         with contextlib.suppress(NotFoundError):
@@ -69,23 +70,23 @@ def names_of(store: ResponseStore, owner: bytes, names: Iterable[str]) -> list[s
     return kept
 
 
-def test_a_key_that_stores_much_pushes_out_nothing_of_one_that_stores_little():
+def test_a_key_with_much_data_evicts_nothing_of_a_key_with_little():
     store = ResponseStore(max_bytes=20 * stored(1000).size, time_to_live=1.0)
     few = [f"few {number}" for number in range(5)]
     for name in few:
         store.put(name, stored(1000, owner=b"little"))
     for number in range(1000):
         store.put(f"many {number}", stored(1000, owner=b"much"))
-    assert names_of(store, b"little", few) == few, "though they are the oldest"
+    assert names_of(store, b"little", few) == few, "they are kept although they are the oldest"
     many = [f"many {number}" for number in range(1000)]
-    assert names_of(store, b"much", many) == many[-15:], "the oldest of its own"
+    assert names_of(store, b"much", many) == many[-15:], "the key loses its own oldest responses"
     more = [f"more {number}" for number in range(15)]
     for name in more:
         store.put(name, stored(1000, owner=b"little"))
     assert len(names_of(store, b"little", [*few, *more])) == len(names_of(store, b"much", many)) == 10
 
 
-def test_by_number_too_a_key_gives_way_that_has_more():
+def test_a_key_with_many_responses_loses_its_own():
     store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0, max_responses=10)
     store.put("large", stored(100_000, owner=b"little"))
     for number in range(100):
@@ -93,7 +94,7 @@ def test_by_number_too_a_key_gives_way_that_has_more():
     assert len(store) == 10 and "large" in store and "91" in store and "90" not in store
 
 
-def test_items_give_way_with_their_response():
+def test_items_are_evicted_with_their_response():
     store = ResponseStore(max_bytes=5 * stored(1000, item_ids=("x",)).size, time_to_live=1.0)
     store.put("a", stored(1000, owner=b"little", item_ids=("x",)))
     for number in range(50):
@@ -104,7 +105,7 @@ def test_items_give_way_with_their_response():
         store.with_item("0", b"much")
 
 
-def test_the_garbage_collector_does_not_look_at_what_is_stored():
+def test_garbage_collector_does_not_track_responses():
     store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0)
     for number in range(100):
         store.put(
@@ -115,20 +116,13 @@ def test_the_garbage_collector_does_not_look_at_what_is_stored():
     assert sum(1 for found in gc.get_objects() if type(found) is tuple and found[:1] == (OWNER,)) == 0
 
 
-def test_the_number_is_bounded_too():
-    store = ResponseStore(max_bytes=1 << 30, time_to_live=1.0, max_responses=10)
-    for index in range(100):
-        store.put(str(index), stored())
-    assert len(store) == 10 and "99" in store
-
-
-def test_nothing_is_kept_where_there_is_no_room():
+def test_store_without_capacity_is_empty():
     store = ResponseStore(max_bytes=0, time_to_live=1.0)
     store.put("a", stored())
     assert len(store) == 0
 
 
-def test_time_counts_from_the_last_use():
+def test_expiry_counts_from_the_last_use():
     clock = Clock()
     store = ResponseStore(max_bytes=1 << 20, time_to_live=10.0, clock=clock)
     store.put("a", stored())
@@ -143,7 +137,7 @@ def test_time_counts_from_the_last_use():
         store.get("a", OWNER)
 
 
-def test_a_hundred_thousand_responses_leave_memory_flat():
+def test_memory_stays_flat_over_many_responses():
     store = ResponseStore(max_bytes=1 << 20, time_to_live=1000.0)
 
     def put(first: int, count: int) -> None:
@@ -163,8 +157,8 @@ def test_a_hundred_thousand_responses_leave_memory_flat():
     assert abs(after - before) < 200_000
 
 
-def test_a_long_conversation_takes_the_room_of_its_last_response():
-    """Its parts are shared, and counted once, whichever of those that have them goes first."""
+def test_conversation_counts_as_much_as_its_last_response():
+    """Parts are shared and counted once, whichever response is removed first."""
     store = ResponseStore(max_bytes=1 << 30, time_to_live=1000.0)
     turns = 100
     for turn in range(turns):
@@ -175,14 +169,14 @@ def test_a_long_conversation_takes_the_room_of_its_last_response():
     assert last.size < store.num_bytes < last.size + turns * 2500
     for turn in [*range(0, turns, 2), *range(1, turns - 1, 2)]:
         store.delete(str(turn), OWNER)
-    assert store.num_bytes == last.size, "it has all that the others had"
+    assert store.num_bytes == last.size, "the last response contains the parts of all others"
     store.delete(str(turns - 1), OWNER)
     assert store.num_bytes == 0 and not store._shares
 
 
 @pytest.mark.parametrize("length", [10, 300, 1000, 5000, 20_000])
-def test_what_is_counted_is_what_is_taken(length):
-    """The JSON of responses: its encoder's buffers are larger than what is in them."""
+def test_counted_bytes_cover_allocated_bytes(length):
+    """The buffers of the JSON encoder are larger than their contents and must not be kept."""
     store = ResponseStore(max_bytes=1 << 30, time_to_live=1000.0)
     items = [{"text": "x" * length}]
     tracemalloc.start()
@@ -197,7 +191,7 @@ def test_what_is_counted_is_what_is_taken(length):
     assert taken <= store.num_bytes
 
 
-def test_items_are_found_by_owner_and_go_with_their_response():
+def test_items_are_found_by_owner_and_removed_with_their_response():
     store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
     store.put("a", stored(item_ids=("x", "y")))
     store.put("b", stored(item_ids=("y",)))
@@ -215,7 +209,7 @@ def test_items_are_found_by_owner_and_go_with_their_response():
     assert store.with_item("w", OWNER).owner == OWNER and store.with_item("x", b"other").owner == b"other"
 
 
-def test_the_index_of_items_has_a_bound():
+def test_item_index_is_bounded():
     store = ResponseStore(max_bytes=100_000, time_to_live=1.0)
     for number in range(1000):
         store.put(str(number), stored(item_ids=tuple(f"{number}-{index}" for index in range(10))))
@@ -223,7 +217,7 @@ def test_the_index_of_items_has_a_bound():
         assert len(store._shares[OWNER].items) == 10 * len(store) < 400
 
 
-def test_what_was_deleted_while_it_ran_does_not_come_back():
+def test_response_deleted_while_running_is_not_stored_again():
     store = ResponseStore(max_bytes=1 << 20, time_to_live=1.0)
     for number in range(100):
         identifier = str(number)
@@ -236,3 +230,30 @@ def test_what_was_deleted_while_it_ran_does_not_come_back():
     store.put("a", stored())
     store.delete("a", OWNER)
     assert not store._deleted
+
+
+def with_items(put_in: list[dict[str, Any]], output: list[dict[str, Any]]) -> StoredResponse:
+    items = tuple(item["id"] for item in (*put_in, *output))
+    return StoredResponse(OWNER, b"{}", (dump_json(put_in),), dump_json(output), item_ids=items)
+
+
+async def test_item_has_the_state_of_the_newest_response():
+    """Clients choose the ids of input items, so several responses may contain the same id."""
+    store = ResponseStore(max_bytes=1 << 20, time_to_live=60.0)
+    old = {"id": "a", "version": 1}
+    store.put("first", with_items([old], [{"id": "b"}]))
+    store.put("second", with_items([{"id": "a", "version": 2}], [{"id": "c"}]))
+    for wanted in (("a", "b", "c"), ("b", "a"), ("c", "b", "a", "x")):
+        found = await find_items(store, wanted, OWNER)
+        assert found == {name: {"id": name} | ({"version": 2} if name == "a" else {}) for name in wanted if name != "x"}
+    assert await find_items(store, ("a", "b"), b"other") == {}
+    store.delete("second", OWNER)
+    assert await find_items(store, ("a", "c"), OWNER) == {}, "the older version does not come back"
+
+
+async def test_thousands_of_items_are_found():
+    store = ResponseStore(max_bytes=1 << 24, time_to_live=60.0)
+    for index in range(40):
+        store.put(str(index), with_items([{"id": f"{index}.{number}"} for number in range(100)], []))
+    wanted = [f"{index}.{number}" for number in range(100) for index in range(40)]
+    assert set(await find_items(store, wanted, OWNER)) == set(wanted)

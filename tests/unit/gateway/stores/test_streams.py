@@ -1,4 +1,4 @@
-"""The log of a stream and the store of logs: what is kept, for whom, for how long and in how many bytes."""
+"""Logs of streams and their store: contents, owners, lifetime and size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.growth import expect_linear
 OWNER, OTHER = b"owner", b"other"
 
 
-def test_ids_name_their_gateway_and_differ():
+def test_ids_name_their_gateway_and_are_unique():
     ids = {new_id("chatcmpl-", 63) for _ in range(100)}
     assert len(ids) == 100
     assert {gateway_of(one) for one in ids} == {63}
@@ -35,7 +35,7 @@ async def test_events_are_read_from_any_number():
     assert log.last == 5
 
 
-async def test_a_reader_hears_of_news_and_of_the_end():
+async def test_reader_is_woken_by_events_and_by_the_end():
     log = StreamStore(max_bytes=1 << 20, grace=1.0).open("s", OWNER)
     for act in (lambda: log.append(b"x"), log.end):
         waiting = asyncio.create_task(log.news())
@@ -45,7 +45,7 @@ async def test_a_reader_hears_of_news_and_of_the_end():
     assert log.ended
 
 
-async def test_another_key_finds_nothing():
+async def test_another_key_cannot_find_a_stream():
     store = StreamStore(max_bytes=1 << 20, grace=1.0)
     log = store.open("s", OWNER)
     assert store.find("s", OWNER) is log
@@ -54,7 +54,7 @@ async def test_another_key_finds_nothing():
             store.find(identifier, owner)
 
 
-async def test_one_stream_has_a_bound():
+async def test_one_stream_is_bounded():
     store = StreamStore(max_bytes=16 * 10_000, grace=1.0)
     log = store.open("s", OWNER)
     for _ in range(1000):
@@ -66,19 +66,19 @@ async def test_one_stream_has_a_bound():
     assert len(log.after(1000)) == 1, "the newest event is kept, however large"
 
 
-async def test_all_streams_have_a_bound_and_the_oldest_events_go_first():
+async def test_all_streams_are_bounded_and_lose_the_oldest_events_first():
     store = StreamStore(max_bytes=20_000, grace=1.0)
     logs = [store.open(str(index), OWNER) for index in range(40)]
     for _ in range(3):
         for log in logs:
             log.append(bytes(372))
             assert store.num_bytes <= 20_000
-    assert [len(log.after(2)) for log in logs] == [1] * 40, "who has read so far misses nothing"
+    assert [len(log.after(2)) for log in logs] == [1] * 40, "a reader that is up to date misses nothing"
     with pytest.raises(NotFoundError, match="no longer kept"):
         logs[0].after(0)
 
 
-async def test_a_key_that_streams_much_pushes_out_nothing_of_one_that_streams_little():
+async def test_a_key_with_many_events_evicts_nothing_of_a_key_with_few():
     store = StreamStore(max_bytes=100_000, grace=1.0)
     little = store.open("little", OWNER)
     for number in range(5):
@@ -88,16 +88,16 @@ async def test_a_key_that_streams_much_pushes_out_nothing_of_one_that_streams_li
         for log in much:
             log.append(bytes(372))
             assert store.num_bytes <= 100_000
-    assert len(little.after(0)) == 5, "though its events are the oldest"
+    assert len(little.after(0)) == 5, "they are kept although they are the oldest"
     assert {len(log.after(99)) for log in much} == {1}
     many = [store.open(f"many {number}", OWNER) for number in range(30)]
     for _ in range(100):
         for log in many:
             log.append(bytes(372))
-    assert 45_000 < sum(log.num_bytes for log in much) <= 50_500, "both have half when both want it"
+    assert 45_000 < sum(log.num_bytes for log in much) <= 50_500, "both keys get half if both need it"
 
 
-async def test_what_nobody_reads_is_cancelled_and_forgotten():
+async def test_unclaimed_stream_is_cancelled_and_removed():
     store = StreamStore(max_bytes=1 << 20, grace=0.02)
     log, ended = store.open("s", OWNER), asyncio.Event()
 
@@ -120,7 +120,7 @@ async def test_what_nobody_reads_is_cancelled_and_forgotten():
         store.find("s", OWNER)
 
 
-async def test_a_reader_that_comes_back_in_time_keeps_it():
+async def test_reader_that_returns_in_time_keeps_the_stream():
     store = StreamStore(max_bytes=1 << 20, grace=0.05)
     log = store.open("s", OWNER)
     with store.claim("s", log):
@@ -130,7 +130,7 @@ async def test_a_reader_that_comes_back_in_time_keeps_it():
         assert store.find("s", OWNER) is log
 
 
-async def test_many_abandoned_streams_leave_nothing():
+async def test_abandoned_streams_leave_no_memory():
     store = StreamStore(max_bytes=1 << 20, grace=0.001)
     for index in range(100_000):
         log = store.open(str(index), OWNER)
@@ -141,7 +141,7 @@ async def test_many_abandoned_streams_leave_nothing():
 
 
 class Request:
-    """What a refused request holds on to."""
+    """Object that the traceback of a refused request refers to."""
 
 
 def refused(request: Request) -> RateLimitError:
@@ -151,7 +151,7 @@ def refused(request: Request) -> RateLimitError:
         return error
 
 
-async def test_an_error_holds_on_to_nobody():
+async def test_error_keeps_no_traceback_alive():
     log = StreamStore(max_bytes=1 << 20, grace=1.0).open("s", OWNER)
     gc.disable()
     try:
@@ -159,7 +159,7 @@ async def test_an_error_holds_on_to_nobody():
         gone = weakref.ref(request)
         log.end(refused(request))
         del request
-        assert gone() is None, "not to the request that failed"
+        assert gone() is None, "the error keeps the failed request alive"
         seen = Request()
         gone = weakref.ref(seen)
 
@@ -170,12 +170,12 @@ async def test_an_error_holds_on_to_nobody():
             assert caught.value.message == "Too many beside Request."
 
         read(seen)
-        assert log.error is not None and log.error.__traceback__ is None, "nor to who has read it"
+        assert log.error is not None and log.error.__traceback__ is None, "the error keeps its reader alive"
     finally:
         gc.enable()
 
 
-async def test_what_never_began_is_forgotten_with_its_reader():
+async def test_refused_stream_is_removed_with_its_last_reader():
     store = StreamStore(max_bytes=1 << 20, grace=60.0)
     log = store.open("s", OWNER)
     with store.claim("s", log):
@@ -186,7 +186,7 @@ async def test_what_never_began_is_forgotten_with_its_reader():
     assert len(store) == 0
 
 
-async def test_who_reads_a_deleted_stream_hears_of_it_and_nothing_is_counted_any_more():
+async def test_deleting_a_stream_wakes_readers_and_frees_its_bytes():
     store = StreamStore(max_bytes=1 << 20, grace=1.0)
     log = store.open("s", OWNER)
     with store.claim("s", log):
@@ -202,7 +202,7 @@ async def test_who_reads_a_deleted_stream_hears_of_it_and_nothing_is_counted_any
     assert (store.num_bytes, len(store._shares), len(store)) == (0, 0, 0)
 
 
-async def test_a_stream_whose_work_was_cancelled_before_it_began_has_ended():
+async def test_stream_cancelled_before_its_start_has_ended():
     store = StreamStore(max_bytes=1 << 20, grace=1.0)
     log = store.open("s", OWNER)
     store.run("s", asyncio.sleep(60))
@@ -210,7 +210,7 @@ async def test_a_stream_whose_work_was_cancelled_before_it_began_has_ended():
     assert log.ended
 
 
-async def test_a_reader_takes_a_piece_at_a_time():
+async def test_reader_gets_bounded_pieces():
     store = StreamStore(max_bytes=1 << 30, grace=1.0)
     log = store.open("s", OWNER)
     events = [bytes([index % 251]) * 1000 for index in range(1000)]
@@ -225,7 +225,7 @@ async def test_a_reader_takes_a_piece_at_a_time():
     assert len(log.after(1000)) == 1
 
 
-async def test_keeping_up_takes_as_long_at_the_end_of_a_stream_as_at_its_beginning():
+async def test_reading_the_newest_event_takes_constant_time():
     def stream(count: int) -> None:
         log = StreamStore(max_bytes=1 << 30, grace=1.0).open("s", OWNER)
         for number in range(count):
@@ -235,7 +235,7 @@ async def test_keeping_up_takes_as_long_at_the_end_of_a_stream_as_at_its_beginni
     expect_linear(stream, 2_000, 20_000)
 
 
-async def test_an_ended_stream_without_events_left_is_forgotten():
+async def test_ended_stream_without_events_is_removed():
     store = StreamStore(max_bytes=100_000, grace=60.0)
     for index in range(1000):
         log = store.open(str(index), OWNER)
@@ -255,7 +255,7 @@ async def test_an_ended_stream_without_events_left_is_forgotten():
         assert store.find("running", OWNER) is running and not running.has(1)
 
 
-async def test_what_streams_take_is_what_is_counted():
+async def test_counted_bytes_match_allocated_bytes():
     store = StreamStore(max_bytes=1 << 30, grace=60.0)
     tracemalloc.start()
     for index in range(500):
@@ -271,7 +271,7 @@ async def test_what_streams_take_is_what_is_counted():
     await store.close()
 
 
-async def test_a_retired_stream_is_read_to_its_end_and_then_forgotten():
+async def test_retired_stream_is_read_to_its_end_and_removed():
     store = StreamStore(max_bytes=1 << 20, grace=5.0)
     log = store.open("s", OWNER)
 

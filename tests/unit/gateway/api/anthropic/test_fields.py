@@ -1,4 +1,4 @@
-"""Every field that Anthropic's own package knows has an answer here: it is taken, or refused by its name."""
+"""Every field of Anthropic's package is either accepted or refused by name."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def test_every_field_is_known(theirs, ours):
     if issubclass(ours, ConversationFields):
         known |= set(REFUSED)
     assert set(theirs.__annotations__) <= known
-    # Their annotations are text, so that __required_keys__ is empty.
+    # Their annotations are strings, so __required_keys__ is empty.
     required = {name for name, kind in theirs.__annotations__.items() if "Required[" in str(kind)}
     assert required >= {field.name for field in msgspec.structs.fields(ours) if field.required}
 
 
 def test_pages_of_models():
     known = {field.encode_name for field in msgspec.structs.fields(ModelsQuery)}
-    # A header, and a filter for what is not there.
+    # A header, and a filter that is not supported.
     assert set(types.ModelListParams.__annotations__) - known == {"workspace_id", "lifecycle"}
 
 
-def test_refused_fields_say_why_and_no_effect_is_taken():
+def test_refused_fields_are_named_and_values_without_effect_accepted():
     body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
     assert set(NO_EFFECT) <= set(REFUSED)
     for name in REFUSED:

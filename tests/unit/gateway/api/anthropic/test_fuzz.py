@@ -1,4 +1,4 @@
-"""Conversations of Anthropic's API, drawn whole and with a piece replaced: they become chats or are refused."""
+"""Random conversations of Anthropic's API, valid or with one value replaced: they are converted or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = st.sampled_from(["x", " ", "\ud7ff"])
 
 @st.composite
 def conversations(draw: Any) -> list[dict[str, Any]]:
-    """Rounds of a question, an answer with calls, and their results; some messages are cut in two."""
+    """Draw rounds of a question, an answer with calls, and their results; some messages are split in two."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": draw(TEXT)}]
     for turn in range(draw(st.integers(0, 3))):
         said: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ def conversations(draw: Any) -> list[dict[str, Any]]:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container of a value with each of its keys."""
+    """Return every container in a value with each of its keys."""
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [place for key in keys for place in ((value, key), *places(value[key]))]
 
@@ -83,13 +83,13 @@ def body_of(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None)
 @given(conversations())
-def test_conversations_are_taken(messages):
+def test_valid_conversations_are_accepted(messages):
     check(body_of(messages))
 
 
 @settings(max_examples=300, deadline=None)
 @given(conversations(), st.data())
-def test_no_piece_is_the_servers_fault(messages, data):
+def test_invalid_values_are_refused(messages, data):
     body = body_of(messages)
     container, key = data.draw(st.sampled_from(places(body)))
     if isinstance(container, dict) and data.draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""What /v1/responses answers and streams, against what is declared and against the types of OpenAI's package."""
+"""Answers and events of /v1/responses against their schemas and the types of OpenAI's package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parsed(raw: bytes) -> list[Any]:
     "deltas", [DELTAS, [merged(DELTAS[:4])], CUT, SCORED, []], ids=["each", "merged", "cut", "scored", "nothing"]
 )
 @pytest.mark.parametrize("end", ["end", "cancel", "fail", "limit"])
-def test_events_are_as_declared_and_as_openai_types_them(deltas, end):
+def test_events_match_their_schemas_and_openais_types(deltas, end):
     encoder = encoder_of(logprobs=deltas is SCORED, packs_reasoning=True)
     raw = b"".join(encoder.encode(0, 0, delta) for delta in deltas[:-1] if deltas)
     raw += {
@@ -56,14 +56,14 @@ def test_events_are_as_declared_and_as_openai_types_them(deltas, end):
     theirs.Response.model_validate(answer)
 
 
-def test_a_stream_that_cannot_go_on_says_so_as_declared():
+def test_stream_failure_matches_its_schema():
     (event,) = parsed(stream_failure(WorkerLostError("Gone."), 7))
     assert event["sequence_number"] == 7
     msgspec.convert(event, ResponseEvent, strict=True)
     THEIR_EVENTS[event["type"]].model_validate(event)
 
 
-def test_items_that_were_put_in_are_listed_as_declared():
+def test_listed_input_items_match_their_schema():
     items = input_items(
         [
             {"role": "user", "content": "x"},
@@ -85,7 +85,7 @@ def test_items_that_were_put_in_are_listed_as_declared():
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"status": "gone"}, {"output": [{"type": "x"}]}, {"usage": {}}])
-def test_what_is_not_declared_would_be_seen(change):
+def test_schemas_refuse_undeclared_values(change):
     answer = orjson.loads(orjson.dumps(encoder_of().response))
     msgspec.convert(answer, ResponseAnswer, strict=True)
     with pytest.raises(msgspec.ValidationError):

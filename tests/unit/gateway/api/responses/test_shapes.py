@@ -1,4 +1,4 @@
-"""Events of a generation as a response: whatever way they are merged, it is the same one."""
+"""Conversion of deltas to a response. Merged deltas give the same response."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DELTAS = [
 
 
 def encoder_of(*, may_call: bool = True, logprobs: bool = False, packs_reasoning: bool = False) -> ResponseEvents:
-    """An encoder of a response to one word."""
+    """Return an encoder for a response to one word."""
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     names = TokenNames(lambda token_id: bytes([token_id])) if logprobs else None
     return ResponseEvents(
@@ -47,7 +47,7 @@ def encoder_of(*, may_call: bool = True, logprobs: bool = False, packs_reasoning
 
 
 def run(deltas: list[TextDelta], *, may_call: bool = True, logprobs: bool = False) -> tuple[dict[str, Any], list[Any]]:
-    """The response, and its events."""
+    """Return the response and its events."""
     encoder = encoder_of(may_call=may_call, logprobs=logprobs)
     raw = b"".join([*(encoder.encode(0, 0, delta) for delta in deltas), encoder.end()])
     events = [orjson.loads(event.partition(b"data: ")[2]) for event in raw.split(b"\n\n")[:-1]]
@@ -56,12 +56,12 @@ def run(deltas: list[TextDelta], *, may_call: bool = True, logprobs: bool = Fals
 
 
 def shape(response: dict[str, Any]) -> list[Any]:
-    """The items without their ids."""
+    """Return the items without their ids."""
     return [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
 
 
 def collected(events: list[Any]) -> dict[str, str]:
-    """What a client makes of the deltas, by item."""
+    """Return the text that a client assembles from the deltas of each item."""
     texts: dict[str, str] = {}
     for event in events:
         if event["type"].endswith(".delta"):
@@ -70,7 +70,7 @@ def collected(events: list[Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("size", range(1, len(DELTAS)))
-def test_merged_news_give_the_same_response(size):
+def test_merged_deltas_give_the_same_response(size):
     pieces = [list(DELTAS[start : start + size]) for start in range(0, len(DELTAS), size)]
     response, events = run([merged(piece) for piece in pieces])
     items = shape(response)
@@ -80,7 +80,7 @@ def test_merged_news_give_the_same_response(size):
     assert {item["status"] for item in items} == {"completed"} and response["status"] == "completed"
 
 
-def test_every_item_and_part_that_begins_ends():
+def test_every_started_item_and_part_ends():
     _, events = run(DELTAS)
     kinds = [event["type"] for event in events]
     for name in ("output_item", "content_part"):
@@ -89,7 +89,7 @@ def test_every_item_and_part_that_begins_ends():
     assert max(open_items) == 1 and open_items[-1] == 0
 
 
-def test_what_is_said_after_a_call_is_another_message():
+def test_text_after_a_call_is_another_message():
     call = TextDelta(0, "", [1], tool_calls=[ToolCallDelta(0, "{", "call_1", "f")])
     rest = TextDelta(0, "", [2], tool_calls=[ToolCallDelta(0, "}")])
     said = TextDelta(0, "Done.", [3])
@@ -100,7 +100,7 @@ def test_what_is_said_after_a_call_is_another_message():
         run([call, said, rest])
 
 
-def test_white_space_counts_where_nothing_can_be_called():
+def test_white_space_of_text_is_kept():
     for may_call in (False, True):
         response, _ = run([TextDelta(0, "\n ", [1]), TextDelta(0, "x", [2])], may_call=may_call)
         assert response["output"][0]["content"][0]["text"] == "\n x"
@@ -111,7 +111,7 @@ def test_white_space_counts_where_nothing_can_be_called():
     assert run([])[0]["output"][0]["content"][0]["text"] == ""
 
 
-def test_log_probabilities_are_of_the_message_alone():
+def test_only_messages_have_log_probabilities():
     deltas = [
         TextDelta(0, "", [1], [logprob(65)], reasoning="A", num_reasoning_tokens=1),
         TextDelta(0, "B", [2], [logprob(66)]),
@@ -126,7 +126,7 @@ def test_log_probabilities_are_of_the_message_alone():
     assert told == part["logprobs"]
 
 
-def test_a_failure_keeps_what_there_is():
+def test_failure_keeps_the_output():
     head = response_head(ResponseFields(model="m", input="x"), "resp_1", 0, None)
     states: list[str] = []
     encoder = ResponseEvents(

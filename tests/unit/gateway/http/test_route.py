@@ -1,4 +1,4 @@
-"""Query parameters: their types, and what is refused."""
+"""Query parameters: types and errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import MultiMapping
 from yarl import URL
 
-from gateway.http import query
-from gateway.http.query import NoQuery, parse_query, query_of
+from gateway.http import route
+from gateway.http.route import NoQuery, parse_query, query_of
 from shared.errors import InvalidRequestError
 
 
@@ -64,14 +64,14 @@ def test_values_have_their_types():
         ("stream", "stream", "invalid_type"),
     ],
 )
-def test_what_is_refused_is_named(text, param, code):
+def test_error_names_the_parameter(text, param, code):
     with pytest.raises(InvalidRequestError) as refused:
         parse(text)
     assert (refused.value.param, refused.value.code) == (param, code)
     assert len(refused.value.message) < 200
 
 
-def test_a_struct_without_fields_takes_nothing():
+def test_struct_without_fields_refuses_every_parameter():
     assert parse_query(URL("http://x/?").query, NoQuery) == NoQuery()
     with pytest.raises(InvalidRequestError, match="'a'"):
         parse_query(URL("http://x/?a=1").query, NoQuery)
@@ -84,7 +84,7 @@ def test_a_request_is_parsed_once(monkeypatch):
         parsed.append(kind)
         return parse_query(found, kind)
 
-    monkeypatch.setattr(query, "parse_query", parse)
+    monkeypatch.setattr(route, "parse_query", parse)
     request = make_mocked_request("GET", "/?limit=7")
     first = query_of(request, Every)
     assert first.limit == 7 and query_of(request, Every) is first
