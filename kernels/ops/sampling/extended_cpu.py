@@ -171,11 +171,11 @@ def _distance_bucket(value, mean):  # type: ignore[no-untyped-def]
 
 
 @inner_numpy
-def _count_chunks(row, maxima, mean, lowest, counts, masses):  # type: ignore[no-untyped-def]
+def _count_chunks(row, maxima, mean, counts, masses):  # type: ignore[no-untyped-def]
     weights = np.empty(CHUNK, np.float32)
     buckets = np.empty(CHUNK, np.int32)
     for c in range(len(maxima)):
-        if maxima[c] < lowest:
+        if maxima[c] == _DROPPED:
             continue
         part = row[c * CHUNK : (c + 1) * CHUNK]
         for j in range(CHUNK):
@@ -183,36 +183,18 @@ def _count_chunks(row, maxima, mean, lowest, counts, masses):  # type: ignore[no
         for j in range(CHUNK):
             buckets[j] = _distance_bucket(part[j], mean)
         for j in range(CHUNK):
-            if part[j] >= lowest:
+            if part[j] > _DROPPED:
                 masses[buckets[j]] += np.float64(weights[j])
                 counts[buckets[j]] += 1
 
 
 @inner_numpy
-def _count_distances(row, maxima, mean, lowest, counts, masses):  # type: ignore[no-untyped-def]
-    """Count the tokens at or above `lowest`, and sum their mass, by distance from the mean."""
+def _count_distances(row, maxima, mean, counts, masses):  # type: ignore[no-untyped-def]
+    """Count the tokens left, and sum their mass, by distance from the mean."""
     whole = len(row) // CHUNK
-    _count_chunks(row, maxima[:whole], mean, lowest, counts, masses)
+    _count_chunks(row, maxima[:whole], mean, counts, masses)
     if whole < len(maxima):
-        _count_chunks(last_chunk(row, whole), maxima[whole:], mean, lowest, counts, masses)
-
-
-@inner_numpy
-def _bucket_reached(counts, masses, target, end):  # type: ignore[no-untyped-def]
-    """Return the bucket in which the mass reaches the target, the mass before it, and True.
-
-    If the mass does not reach the target before the bucket `end`, the bucket is the last nonempty one, and the flag is
-    False.
-    """
-    chosen = 0
-    reached, up_to = 0.0, 0.0
-    for bucket in range(end):
-        if counts[bucket] > 0:
-            chosen, reached = bucket, up_to
-            up_to += masses[bucket]
-            if up_to >= target:
-                return chosen, reached, True
-    return chosen, reached, False
+        _count_chunks(last_chunk(row, whole), maxima[whole:], mean, counts, masses)
 
 
 @inner_numpy
@@ -242,16 +224,14 @@ def _typical_border(row, maxima, mean, target):  # type: ignore[no-untyped-def]
     """Return the key, by distance from the mean, of the token with which the mass reaches the target."""
     masses = np.zeros(NUM_BUCKETS, np.float64)
     counts = np.zeros(NUM_BUCKETS, np.int64)
-    # Most tokens are so far below the mean that they do not matter, so the first attempt does not count them.
-    near = max(-mean, np.float32(3.0)) + np.float32(3.0)
-    end = max(min(np.int64(near * BUCKETS_PER_UNIT) - 1, NUM_BUCKETS), 0)
-    _count_distances(row, maxima, mean, mean - near, counts, masses)
-    chosen, reached, found = _bucket_reached(counts, masses, target, end)
-    if not found:
-        masses[:] = 0.0
-        counts[:] = 0
-        _count_distances(row, maxima, mean, _LOWEST, counts, masses)
-        chosen, reached, _ = _bucket_reached(counts, masses, target, NUM_BUCKETS)
+    _count_distances(row, maxima, mean, counts, masses)
+    chosen, reached, up_to = 0, 0.0, 0.0
+    for bucket in range(NUM_BUCKETS):
+        if counts[bucket] > 0:
+            chosen, reached = bucket, up_to
+            up_to += masses[bucket]
+            if up_to >= target:
+                break
     keys = _keys_of_distance(row, maxima, mean, chosen, counts[chosen])
     for i in range(len(keys)):
         reached += np.float64(exp(row[np.int64(keys[i] & _NO_LIMIT)]))

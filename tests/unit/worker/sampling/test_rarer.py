@@ -321,7 +321,7 @@ def test_nothing_is_compiled_while_serving():
 
     ops = compiled_ops()
     for rarer in (ops._logprobs, ops._lists, ops._extended):
-        rarer.get(beside=False)
+        rarer.get(in_background=False)
     compiled = [
         function
         for module in (cpu, cpu_borders, extended_cpu, lists_cpu, logprobs_cpu)
