@@ -14,9 +14,8 @@ import torch
 from kernels.backends.select import sampling_ops
 from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
-from shared.settings import WorkerSettings
 from tests.fakes.processes import alive
-from tests.fakes.tiny_model import write_tiny_model
+from tests.unit.worker.executor.prompts import PROMPTS, prefill_plan, settings_maker
 from worker.executor import build, models, resolve
 from worker.executor.build import build_executor
 from worker.executor.device import CpuDevice
@@ -28,7 +27,6 @@ from worker.parallel import ParallelContext
 from worker.plan import BlockTableUpdate, NewRow, ScheduledTokens, StepPlan
 
 ROOT = Path(__file__).parents[4]
-PROMPTS = ([5, 9, 77, 200, 13], [1, 2, 3], [262, 0, 100, 101, 102, 103, 104])
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=20),
     SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
@@ -36,22 +34,9 @@ SAMPLING = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
-def settings(folder, tmp_path):
-    def make(**values):
-        (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
-        defaults = {"max_num_seqs": 4, "num_kv_pages": 64, "dtype": "float32", "num_threads": 1}
-        places = {"model": str(folder), "runtime_dir": str(tmp_path / "run")}
-        return WorkerSettings(**(defaults | places | values))
-
-    threads = torch.get_num_threads()
-    yield make
-    torch.set_num_threads(threads)
+def settings(tiny_folder, tmp_path, restore_threads):
+    return settings_maker(tiny_folder, tmp_path)
 
 
 def start(settings, depth=None):
@@ -61,23 +46,7 @@ def start(settings, depth=None):
 def generate(executor, num_tokens=12):
     """Return the tokens of three concurrent requests."""
     rows = range(len(PROMPTS))
-    plan = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(i, 0, len(PROMPTS[i]), True) for i in rows],
-        new_rows=[
-            NewRow(
-                row=i,
-                token_ids=PROMPTS[i],
-                num_prompt_tokens=len(PROMPTS[i]),
-                sampling=SAMPLING[i],
-                eos_token_ids=[2],
-                choice=0,
-            )
-            for i in rows
-        ],
-        block_tables=[BlockTableUpdate(i, 0, 0, [40 - 2 * i, 41 - 2 * i]) for i in rows],
-    )
-    handles = [executor.submit(plan)]
+    handles = [executor.submit(prefill_plan(SAMPLING))]
     for step in range(num_tokens - 1):
         items = [ScheduledTokens(i, len(PROMPTS[i]) + step, 1, True) for i in rows]
         handles.append(executor.submit(StepPlan(step=2 + step, scheduled=items)))
@@ -196,10 +165,10 @@ def test_impossible_parallel_sizes_are_rejected_with_the_possible_ones(settings)
             start(settings(tensor_parallel_size=size))
 
 
-def test_pipeline_parallelism_is_rejected(settings, folder):
+def test_pipeline_parallelism_is_rejected(settings, tiny_folder):
     with pytest.raises(ConfigurationError, match="pipeline-parallel-size is 2"):
         start(settings(pipeline_parallel_size=2))
-    check_parallel_size(open_model(str(folder), Path("/nonexistent")).spec, 4, 1)
+    check_parallel_size(open_model(str(tiny_folder), Path("/nonexistent")).spec, 4, 1)
 
 
 def test_a_requested_context_that_does_not_fit_is_rejected_and_a_default_one_lowered(settings):
@@ -261,10 +230,10 @@ def test_deterministic_float32_on_the_cpu_is_rejected(settings):
 
 
 @pytest.mark.parametrize("tokens,seqs", [(64, 4), (16, 16), (500, 2)])
-def test_the_profile_run_uses_the_real_runner(settings, folder, tokens, seqs):
+def test_the_profile_run_uses_the_real_runner(settings, tiny_folder, tokens, seqs):
     config = settings(max_num_batched_tokens=tokens, max_num_seqs=seqs)
     resolve.prepare_process(config)
-    files = open_model(str(folder), Path("/nonexistent"))
+    files = open_model(str(tiny_folder), Path("/nonexistent"))
     ops = sampling_ops(torch.device("cpu"), 1)
     device = CpuDevice(late=True)
     loaded = models.load_models(config, files, None, device, ParallelContext())

@@ -15,6 +15,7 @@ from shared.errors import ConfigurationError
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from tests.fakes.tiny_model import CONFIG, write_tiny_model
+from tests.unit.worker.executor.prompts import PROMPTS, prefill_plan, settings_maker
 from worker.executor import build, models, resolve
 from worker.executor.device import CpuDevice
 from worker.executor.draft_files import open_draft
@@ -22,9 +23,8 @@ from worker.executor.memory import weights_must_fit
 from worker.executor.profile import measure_step
 from worker.model.loading.open_model import open_model
 from worker.parallel import ParallelContext
-from worker.plan import BlockTableUpdate, DraftedRow, NewRow, ScheduledTokens, StepPlan
+from worker.plan import DraftedRow, ScheduledTokens, StepPlan
 
-PROMPTS = ([5, 9, 77, 200, 13], [1, 2, 3], [262, 0, 100, 101, 102, 103, 104])
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=20),
     SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
@@ -33,23 +33,9 @@ SAMPLING = (
 NOWHERE = Path("/nonexistent")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
-def settings(folder, tmp_path):
-    def make(**values):
-        (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
-        defaults = {"max_num_seqs": 4, "num_kv_pages": 64, "dtype": "float32", "num_threads": 1}
-        places = {"model": str(folder), "runtime_dir": str(tmp_path / "run")}
-        drafting = {"speculative_model": str(folder), "speculative_method": "draft_model"}
-        return WorkerSettings(**(defaults | places | drafting | values))
-
-    threads = torch.get_num_threads()
-    yield make
-    torch.set_num_threads(threads)
+def settings(tiny_folder, tmp_path, restore_threads):
+    return settings_maker(tiny_folder, tmp_path, speculative_model=str(tiny_folder), speculative_method="draft_model")
 
 
 def start(settings):
@@ -60,26 +46,10 @@ def start(settings):
 def run(executor, num_drafts=5):
     """Return the tokens of three requests and the drafts after their first tokens."""
     rows = range(len(PROMPTS))
-    first = StepPlan(
-        step=1,
-        scheduled=[ScheduledTokens(row, 0, len(PROMPTS[row]), True) for row in rows],
-        new_rows=[
-            NewRow(
-                row=row,
-                token_ids=PROMPTS[row],
-                num_prompt_tokens=len(PROMPTS[row]),
-                sampling=SAMPLING[row],
-                eos_token_ids=[2],
-                choice=0,
-            )
-            for row in rows
-        ],
-        block_tables=[BlockTableUpdate(row, 0, 0, [40 - 2 * row, 41 - 2 * row]) for row in rows],
-    )
     drafting = StepPlan(
         step=2, scheduled=[], drafting=[DraftedRow(row, 0, len(PROMPTS[row]) + 1, num_drafts) for row in rows]
     )
-    executor.submit(first).result()
+    executor.submit(prefill_plan(SAMPLING)).result()
     drafted = executor.submit(drafting).result()
     assert drafted.step == 2
     said = []
@@ -201,24 +171,7 @@ def test_drafts_change_no_bit_in_deterministic_bfloat16(settings, tmp_path, monk
 
     def enter(first_row):
         """Add all requests and return their first tokens."""
-        return execute(
-            scheduled=[ScheduledTokens(first_row + row, 0, len(PROMPTS[row]), True) for row in rows],
-            new_rows=[
-                NewRow(
-                    row=first_row + row,
-                    token_ids=PROMPTS[row],
-                    num_prompt_tokens=len(PROMPTS[row]),
-                    sampling=sampling[row],
-                    eos_token_ids=[2],
-                    choice=0,
-                )
-                for row in rows
-            ],
-            block_tables=[
-                BlockTableUpdate(first_row + row, 0, 0, [40 - 2 * (first_row + row), 41 - 2 * (first_row + row)])
-                for row in rows
-            ],
-        ).sampled
+        return built.executor.submit(prefill_plan(sampling, first_row)).result().sampled
 
     plain = [[token] for token in enter(0)]
     for step in range(6):

@@ -117,10 +117,10 @@ def test_aborts_with_drafts_in_flight_harm_nobody(seed, name, spec, alone, monke
 
 def draft_always(monkeypatch, server: TinyServer) -> None:
     """Draft and verify as many tokens as possible."""
-    controller = server.scheduler._speculator._controller
-    monkeypatch.setattr(controller, "num_to_draft", lambda *_: MAX_DRAFTS)
-    monkeypatch.setattr(controller, "catch_up_pays", lambda *_: True)
-    monkeypatch.setattr(controller, "choose", lambda proposals, *_: [len(p.token_ids) if p else 0 for p in proposals])
+    policy = server.scheduler._speculator._policy
+    monkeypatch.setattr(policy, "num_to_draft", lambda *_: MAX_DRAFTS)
+    monkeypatch.setattr(policy, "catch_up_pays", lambda *_: True)
+    monkeypatch.setattr(policy, "choose", lambda proposals, *_: [len(p.token_ids) if p else 0 for p in proposals])
 
 
 def texts_of_many_seeds(server: TinyServer, count: int, first_seed: int) -> list[list[int]]:
