@@ -175,6 +175,7 @@ class Service:
         admission = Admission(
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
+            clock=time.monotonic,
         )
         return Generator(
             registry,

@@ -7,7 +7,7 @@ process, and the drain, are in gateway.http.drain.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.errors import RateLimitError
@@ -99,7 +99,15 @@ class Admission:
         waiting_tokens: Their prompt tokens before the first output.
     """
 
-    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int) -> None:
+    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int, clock: Callable[[], float]) -> None:
+        """Create the counts, all zero.
+
+        Args:
+            max_waiting_requests: Sequences that may wait beyond the capacity of the workers.
+            max_waiting_tokens: Limit of the waiting prompt tokens.
+            clock: Monotonic time in seconds.
+        """
+        self._clock = clock
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self.num_requests = 0
@@ -161,7 +169,7 @@ class Admission:
 
     def on_release(self, num_sequences: int) -> None:
         """Return a permit's share and learn how fast requests end; called by Permit."""
-        now = time.monotonic()
+        now = self._clock()
         if self._last_release is not None and self.num_requests > 1:
             gap = (now - self._last_release) / num_sequences
             self._seconds_per_sequence += _WEIGHT_OF_NEWEST * (gap - self._seconds_per_sequence)

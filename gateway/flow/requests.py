@@ -151,9 +151,7 @@ class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
     def pass_to(self, receiver: Receiver) -> None:
-        """Allow deltas that arrive while the iteration waits to go to `receiver` instead, except the ends of
-        choices.
-        """
+        """Pass deltas that arrive while the iteration waits to `receiver`, except the ends of choices."""
         ...
 
     def close(self) -> None:

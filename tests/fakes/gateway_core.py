@@ -58,6 +58,7 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
     admission = Admission(
         max_waiting_requests=options.get("max_waiting_requests", 64),
         max_waiting_tokens=options.get("max_waiting_tokens", 100_000),
+        clock=time.monotonic,
     )
     generator = Generator(
         registry,

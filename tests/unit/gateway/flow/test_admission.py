@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ from gateway.flow.admission import MAX_RETRY_AFTER, MIN_RETRY_AFTER, Admission, 
 from shared.errors import RateLimitError
 
 
-def make(**changes: int) -> Admission:
+def make(clock: Callable[[], float] = time.monotonic, **changes: int) -> Admission:
     limits = {"max_waiting_requests": 2, "max_waiting_tokens": 1000, **changes}
-    return Admission(**limits)
+    return Admission(**limits, clock=clock)
 
 
 def reported(**changes: Any) -> Reported:
@@ -83,10 +85,9 @@ def test_retry_after_follows_the_learned_speed_of_prompts() -> None:
     assert waits == [20.0, 5.0, MAX_RETRY_AFTER, MIN_RETRY_AFTER]
 
 
-def test_retry_after_follows_how_fast_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_follows_how_fast_requests_end() -> None:
     now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    admission = make()
+    admission = make(clock=lambda: now)
     permits = [admit(admission) for _ in range(6)]
     for _ in range(200):
         now += 7.0

@@ -89,7 +89,7 @@ class World:
         pipeline = SimpleNamespace(detokenizer=lambda **options: Detokenizer(table, **options))
         entry: Any = SimpleNamespace(facts=FACTS, pipeline=pipeline, ready_workers=lambda: list(self.links))
         models: Any = SimpleNamespace(model=lambda name: entry, models=lambda: [entry])
-        self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999)
+        self.admission = Admission(max_waiting_requests=9, max_waiting_tokens=9999, clock=time.monotonic)
         self.generator = Generator(
             models,
             self.admission,
