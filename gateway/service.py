@@ -47,7 +47,7 @@ from shared.sockets import runtime_dir
 
 _BACKLOG = 2048
 _LAG_INTERVAL = 1.0
-_GIVE_BACK_INTERVAL = 10.0
+_TRIM_INTERVAL = 10.0
 _STOP_MARGIN = 10.0
 _OWN_DESCRIPTORS = 64
 """File descriptors reserved for workers (three each), the log and the event loop."""
@@ -99,8 +99,8 @@ class Service:
         )
         await runner.setup()
         try:
-            self._watch_for_the_end()
-            await self._while_others_serve()
+            self._watch_for_shutdown()
+            await self._wait_for_worker()
             if not self._stop.is_set():
                 await self._listen(runner)
                 url = _url(runner)
@@ -113,7 +113,7 @@ class Service:
         if self._refusal is not None:
             raise RefusedModelError(f"the model cannot be served: {self._refusal}")
 
-    def _give_up(self, reason: str) -> None:
+    def _refuse_model(self, reason: str) -> None:
         self._refusal = reason
         self._stop.set()
 
@@ -133,7 +133,7 @@ class Service:
             gateway_id=gateway_id,
             threads=threads,
             metrics=self._metrics,
-            on_refused=None if supervisor_pipe.supervisor_fd() is None else self._give_up,
+            on_refused=None if supervisor_pipe.supervisor_fd() is None else self._refuse_model,
             on_loaded=freeze_long_lived_objects,
         )
         peers = self._peers = self._find_peers(directory)
@@ -203,11 +203,11 @@ class Service:
         worker_reports.register(WorkerCollector(registry.snapshots))
         return Exposition(self._counted, worker_reports, peers)
 
-    async def _while_others_serve(self) -> None:
+    async def _wait_for_worker(self) -> None:
         """Wait until this process has a worker, or until no other gateway process accepts connections."""
         if self._peers is None or self._registry is None:
             return
-        while not (self._stop.is_set() or self._registry.ready()[0]) and await self._peers.cover():
+        while not (self._stop.is_set() or self._registry.ready()[0]) and await self._peers.others_accept():
             notify.ready("waiting_for_a_worker")
             await asyncio.sleep(SCAN_INTERVAL)
         self._peers.serve()
@@ -229,7 +229,7 @@ class Service:
                 raise ConfigurationError(f"port {port} on {host} is in use; choose another with --port") from None
             raise ConfigurationError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}") from None
 
-    def _watch_for_the_end(self) -> None:
+    def _watch_for_shutdown(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -256,7 +256,7 @@ class Service:
 
     async def _housekeeping(self, _app: web.Application) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self._measure_lag()), asyncio.create_task(_feed_watchdog())]
-        tasks += [asyncio.create_task(_give_back_memory()), asyncio.create_task(self._grammars.start())]
+        tasks += [asyncio.create_task(_trim_memory()), asyncio.create_task(self._grammars.start())]
         yield
         for task in tasks:
             task.cancel()
@@ -271,9 +271,9 @@ class Service:
             self._metrics.log_lines_dropped.set(self._log_writer.dropped)
 
 
-async def _give_back_memory() -> None:
+async def _trim_memory() -> None:
     while True:
-        await asyncio.sleep(_GIVE_BACK_INTERVAL)
+        await asyncio.sleep(_TRIM_INTERVAL)
         await asyncio.to_thread(trim_malloc)
 
 

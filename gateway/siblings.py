@@ -33,11 +33,11 @@ from shared.log import get_logger
 _PATIENCE_SECONDS = 1.0
 _WAITING, _SERVING = b"waiting", b"serving"
 _ANSWER_SECONDS = 5.0
-_SILENT = "The gateway process that holds this object does not answer. Try again later."
+_NO_ANSWER = "The gateway process that holds this object does not answer. Try again later."
 _OWNER = "x-pelton-owner"
 _SCOPE = "x-pelton-scope"
-_PASSED_ON = ("Last-Event-ID",)
-_PASSED_BACK = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "Retry-After", "retry-after-ms")
+_REQUEST_HEADERS = ("Last-Event-ID",)
+_RESPONSE_HEADERS = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "Retry-After", "retry-after-ms")
 
 log = get_logger("gateway.siblings")
 
@@ -99,7 +99,7 @@ class Peers:
         """Return the metrics of each gateway that answers within a second, including this one, by index."""
         return {self._index: self._counted(), **await self._ask_all("metrics")}
 
-    async def cover(self) -> bool:
+    async def others_accept(self) -> bool:
         """Return True if another process accepts connections or has a lower index and will do so.
 
         A process without a worker must not accept its share of connections while other processes have one.
@@ -111,22 +111,22 @@ class Peers:
         """Record that this process accepts connections."""
         self._state = _SERVING
 
-    async def _ask_all(self, what: str) -> dict[int, bytes]:
+    async def _ask_all(self, path: str) -> dict[int, bytes]:
         others = [index for index in range(self._num_processes) if index != self._index]
-        answers = await asyncio.gather(*(self._ask(index, what) for index in others))
+        answers = await asyncio.gather(*(self._ask(index, path) for index in others))
         return {index: answer for index, answer in zip(others, answers) if answer is not None}
 
-    async def _ask(self, index: int, what: str) -> bytes | None:
+    async def _ask(self, index: int, path: str) -> bytes | None:
         connector = aiohttp.UnixConnector(str(peer_socket(self._directory, index)))
         timeout = aiohttp.ClientTimeout(_PATIENCE_SECONDS)
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as session,
-                session.get(f"http://peer/{what}") as response,
+                session.get(f"http://peer/{path}") as response,
             ):
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if what == "metrics":
+            if path == "metrics":
                 log.warning("gateway_does_not_answer", gateway=index, error=type(error).__name__)
             return None
 
@@ -171,14 +171,14 @@ class Relay:
 
     async def pass_on(self, request: web.Request, holder: int) -> web.StreamResponse:
         """Forward a request to a process and its response to the client, as it arrives."""
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        headers = {name: request.headers[name] for name in _REQUEST_HEADERS if name in request.headers}
         headers[_SCOPE] = request[IDENTITY].scope.value
         path, owner = request.rel_url.raw_path_qs, request[IDENTITY].key_hash
         # A stream may be silent for a long time.
         streams = "stream" in request.query or request.path.startswith("/v1/streams/")
         async with self._ask(holder, request.method, path, owner, headers, streams=streams) as answer:
             response = web.StreamResponse(status=answer.status)
-            for name in _PASSED_BACK:
+            for name in _RESPONSE_HEADERS:
                 if name in answer.headers:
                     response.headers[name] = answer.headers[name]
             await response.prepare(request)
@@ -226,14 +226,14 @@ class Relay:
                 )
             if answer.status != 200:
                 raise NotFoundError(f"There is no response with the id {shown_id(identifier)}.")
-            return (await _whole(answer),)
+            return (await _read_body(answer),)
 
     async def items(self, holder: int, identifiers: Sequence[str], owner: bytes) -> dict[str, dict[str, Any]]:
         """Return the stored items with these ids; see app_keys.SiblingStores."""
         async with self._ask(holder, "POST", "/items", owner, {}, orjson.dumps(identifiers)) as answer:
             if answer.status != 200:
-                raise UnavailableError(_SILENT)
-            found: dict[str, dict[str, Any]] = orjson.loads(await _whole(answer))
+                raise UnavailableError(_NO_ANSWER)
+            found: dict[str, dict[str, Any]] = orjson.loads(await _read_body(answer))
             return found
 
     @asynccontextmanager
@@ -264,17 +264,17 @@ class Relay:
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("gateway_does_not_answer", gateway=holder, error=type(error).__name__)
-                raise UnavailableError(_SILENT) from None
+                raise UnavailableError(_NO_ANSWER) from None
             async with answer:
                 yield answer
 
 
-async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
     """Return the body. Raise UnavailableError if it is cut off because its process died or hangs."""
     try:
         return await answer.read()
     except aiohttp.ClientError:
-        raise UnavailableError(_SILENT) from None
+        raise UnavailableError(_NO_ANSWER) from None
 
 
 def relayed(handler: Handler) -> Handler:

@@ -67,8 +67,8 @@ class SseResponse:
     """
 
     __slots__ = (
-        "_filling",
         "_interval",
+        "_keep_alive_bytes",
         "_keepalive",
         "_last_write",
         "_prepare_lock",
@@ -80,7 +80,7 @@ class SseResponse:
 
     def __init__(self, request: web.Request, keep_alive: Callable[[], bytes] | None = None) -> None:
         self._request = request
-        self._filling = keep_alive
+        self._keep_alive_bytes = keep_alive
         self._protocol = request.protocol
         self._interval = request.app[LIMITS].keepalive_interval
         self._prepare_lock = asyncio.Lock()
@@ -90,7 +90,7 @@ class SseResponse:
         self.response = web.StreamResponse(headers=HEADERS)
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """True if the status line has been sent."""
         return self.response.prepared
 
@@ -149,14 +149,14 @@ class SseResponse:
         self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Few streams are silent for that long. Only those get a task for it."""
+        """Create a task for the keep-alive if the stream is silent; most streams never need one."""
         if time.monotonic() - self._last_write >= self._interval:
             self._keepalive = asyncio.create_task(self._send_keepalive())
         else:
             self._set_timer()
 
     async def _send_keepalive(self) -> None:
-        await self.send(_KEEP_ALIVE if self._filling is None else self._filling())
+        await self.send(_KEEP_ALIVE if self._keep_alive_bytes is None else self._keep_alive_bytes())
         self._set_timer()
 
 
@@ -181,7 +181,7 @@ async def stream_events(
         except ConnectionError:
             raise
         except Exception:
-            if not sse.begun:
+            if not sse.has_started:
                 raise
             log.exception("stream failed")
             await _fail(sse, encoder, unexpected_error())
@@ -190,8 +190,8 @@ async def stream_events(
 
 
 async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> None:
-    """Write the first event, the last ones, and all while the client is behind; _Passed writes the others."""
-    passes = False
+    """Write the first event, the last events, and all events while the client is behind; _Writer writes the others."""
+    has_receiver = False
     async for index, prompt_index, delta in events:
         if is_large(delta):
             data = await asyncio.to_thread(encoder.encode, index, prompt_index, delta)
@@ -199,12 +199,12 @@ async def _send_events(sse: SseResponse, events: Events, encoder: Encoder) -> No
             data = encoder.encode(index, prompt_index, delta)
         if data:
             await sse.send(data)
-            if not passes and sse.has_chunks:
-                passes = True
-                events.pass_to(_Passed(sse, events, encoder))
+            if not has_receiver and sse.has_chunks:
+                has_receiver = True
+                events.pass_to(_Writer(sse, events, encoder))
 
 
-class _Passed:
+class _Writer:
     """Receiver that writes events while the stream's task waits.
 
     Waking the task for each token would cost more than all other work on it. See flow.outbox.Receiver.
@@ -235,7 +235,7 @@ def is_large(delta: TextDelta) -> bool:
 
 
 async def _fail(sse: SseResponse, encoder: Encoder, error: PeltonError) -> None:
-    if not sse.begun:
+    if not sse.has_started:
         raise error
     await sse.send(encoder.failed(error))
 

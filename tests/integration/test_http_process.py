@@ -216,7 +216,7 @@ async def test_the_end_of_the_supervisor_ends_the_gateway(directory):
 REFUSED = [
     ({"bundle": Bundle(bundle_hash="broken", tokenizer_json=b"{}")}, "the tokenizer cannot be parsed"),
     ({"tool_call_parser": "nonsense"}, "--tool-call-parser is 'nonsense'"),
-    ({"model_names": ()}, "its facts make no sense"),
+    ({"model_names": ()}, "its facts are invalid"),
 ]
 
 
@@ -284,8 +284,8 @@ async def test_ready_and_watchdog_notifications(directory, tmp_path):
         (["--no-such-flag"], "no-such-flag"),
         (["--api-key", "with space"], "API key"),
         (["--port", "BUSY"], "is in use"),
-        (["--gateway-processes", "2"], "--port 0 with --gateway-processes"),
-        (["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"], "--gateway-index 2 is not below"),
+        (["--gateway-processes", "2"], "--port 0 cannot be combined with --gateway-processes"),
+        (["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"], "--gateway-index is 2; it must be below"),
     ],
 )
 def test_configuration_that_cannot_be_used(directory, args, words):
@@ -331,4 +331,4 @@ async def test_two_gateways_of_one_index_do_not_share_a_port(directory):
             options = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, "check": False}
             done = await asyncio.to_thread(functools.partial(subprocess.run, command, **options))
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "a gateway of --gateway-index 0 runs already" in done.stderr
+    assert "a gateway with --gateway-index 0 is already running" in done.stderr

@@ -165,7 +165,7 @@ async def test_unknown_routes_and_methods():
                 assert response.status == 405 and response.headers["Allow"] == allowed
                 error = (await response.json())["error"]
                 shown = " and ".join(allowed.split(","))
-                assert error["message"] == f"This route takes {shown}, not {method}."
+                assert error["message"] == f"This route supports {shown}, not {method}."
                 assert error["code"] == "method_not_allowed"
 
 

@@ -74,7 +74,7 @@ async def test_server_makes_protocols_that_know_the_state_of_their_parser() -> N
 
 async def test_continue_is_not_counted_as_a_part_of_the_response() -> None:
     transport = Transport()
-    server = web.Server(lambda _request: None)  # type: ignore[arg-type]
+    server = web.Server(lambda _request: None)  # type: ignore[return-value]
     protocol = server()
     protocol.connection_made(transport)
     writer = StreamWriter(protocol, asyncio.get_running_loop())
@@ -87,7 +87,7 @@ async def test_continue_is_not_counted_as_a_part_of_the_response() -> None:
 
 async def test_chunk_has_the_framing_of_the_stream_writer() -> None:
     ours, theirs = Transport(), Transport()
-    protocol = web.Server(lambda _request: None)()  # type: ignore[arg-type]
+    protocol = web.Server(lambda _request: None)()  # type: ignore[return-value]
     protocol.connection_made(theirs)
     writer = StreamWriter(protocol, asyncio.get_running_loop())
     writer.enable_chunking()
