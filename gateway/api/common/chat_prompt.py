@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fields import ChatFields, TokenizeFields
+from gateway.api.common.fields import ChatFields, TokenizeFields, invalid
 from gateway.api.common.messages import check_template_kwargs, template_messages
 from gateway.api.common.reasoning import effort_variables, ends_inside_reasoning
 from gateway.api.common.tools import tool_request
@@ -17,7 +17,7 @@ from gateway.flow.requests import ModelEntryLike
 from gateway.text.offload import count_objects, run_in_thread_if_large
 from gateway.text.pipeline import text_size
 from gateway.text.tools.format import ToolRequest
-from shared.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
+from shared.errors import ContextLengthError, PayloadTooLargeError
 
 MAX_DOCUMENTS = 1024
 MAX_COUNTED_TOKENS = 131_072
@@ -85,20 +85,21 @@ def _continued_content(last: Mapping[str, Any], fields: ChatFields | TokenizeFie
     """Return the content of the last message, which the model continues."""
     name = "continue_final_message"
     if fields.add_generation_prompt:
-        raise InvalidRequestError(f"{name} cannot be combined with add_generation_prompt.", param=name)
+        raise invalid(name, "cannot be combined with add_generation_prompt.")
     if last["role"] != "assistant" or not last["content"] or last.get("tool_calls"):
-        message = f"{name} requires the last message to be the assistant's, with content and without tool calls."
-        raise InvalidRequestError(message, param=name)
+        raise invalid(name, "requires the last message to be the assistant's, with content and without tool calls.")
     return str(last["content"])
 
 
 def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntryLike) -> None:
     if len(documents) > MAX_DOCUMENTS:
-        message = f"documents has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed."
-        raise InvalidRequestError(message, param="documents")
+        raise invalid("documents", f"has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed.")
     if not entry.pipeline.takes_documents:
-        message = "documents are not supported by this model: its chat template does not read them. Leave them out."
-        raise InvalidRequestError(message, param="documents", code="unsupported_parameter")
+        raise invalid(
+            "documents",
+            "are not supported by this model: its chat template does not read them. Leave them out.",
+            "unsupported_parameter",
+        )
 
 
 def max_counted_tokens(entry: ModelEntryLike) -> int:

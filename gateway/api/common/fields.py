@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.common.refused import NO_EFFECT, UNSUPPORTED, refusal_text
-from gateway.http.convert import Struct, convert
+from gateway.http.body import Struct, convert
 from shared.errors import InvalidRequestError
 
 MAX_INT32 = 2**31 - 1
@@ -27,7 +27,7 @@ class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
 class JsonSchemaField(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`response_format.json_schema`. The schema is enforced with and without `strict`.
 
-    `strict` also checks that the schema follows OpenAI's rules; see gateway.text.grammars.strict_schema.
+    `strict` also checks that the schema follows OpenAI's rules; see gateway.text.grammars.json_schema.
     """
 
     name: str
@@ -310,9 +310,14 @@ def parse_fields(body: dict[str, Any], kind: type[Struct]) -> Struct:
     return convert({name: value for name, value in body.items() if name in known}, kind)
 
 
+def invalid(name: str, problem: str, code: str | None = None) -> InvalidRequestError:
+    """Return the error for the field `name`; its message is the name followed by the problem."""
+    return InvalidRequestError(f"{name} {problem}", param=name, code=code)
+
+
 def check_range(name: str, value: int, low: int, high: int) -> int:
     """Return the value. Raises InvalidRequestError if it is outside [low, high]."""
     if not low <= value <= high:
         shown = str(value) if abs(value) < 2**63 else "a number beyond 64 bits"
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {shown}.", param=name)
+        raise invalid(name, f"must be in [{low}, {high}], got {shown}.")
     return value

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.api.common.fields import SamplingFields
+from gateway.api.common.fields import SamplingFields, invalid
 from gateway.api.common.structured import structured_fragment
 from gateway.flow.requests import ModelEntryLike
 from gateway.text.formats import ModelFormats
@@ -82,8 +82,7 @@ async def request_grammar(
         checker, content, tool_calls, reasoning, Vocabulary(entry.facts.vocab_size, formats.added_ids)
     )
     if source and fields.use_beam_search:
-        message_text = "use_beam_search cannot be combined with structured output or enforced tools."
-        raise InvalidRequestError(message_text, param="use_beam_search")
+        raise invalid("use_beam_search", "cannot be combined with structured output or enforced tools.")
     return source
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.api.common.fields import invalid
 from gateway.text.formats import ModelFormats
 from gateway.text.json_text import MAX_DEPTH, is_too_deep
 from gateway.text.tools.format import ToolRequest
@@ -84,15 +85,14 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if result["role"] != "system" or result["content"]:
             checked.append(result)
     if not checked:
-        message_text = "messages has only empty system messages; at least one message must have content."
-        raise InvalidRequestError(message_text, param="messages")
+        raise invalid("messages", "has only empty system messages; at least one message must have content.")
     return checked
 
 
 def check_count(messages: Sequence[object]) -> None:
     """Raise InvalidRequestError if there are no messages, and ContextLengthError if there are too many."""
     if not messages:
-        raise InvalidRequestError("messages must not be empty.", param="messages")
+        raise invalid("messages", "must not be empty.")
     if len(messages) > MAX_MESSAGES:
         # The same error as for too many tokens: clients and `truncation` react to it by shortening the conversation.
         message = f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed."
@@ -119,7 +119,7 @@ def _check_structure(messages: list[dict[str, Any]]) -> None:
 def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
-        raise InvalidRequestError(f"{place}.role must be one of {', '.join(ROLES)}.", param=f"{place}.role")
+        raise invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}.")
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     for name, value in message.items():
         if name in ("role", "content") or (value is None and name in _FIELDS):
@@ -131,12 +131,12 @@ def _check_message(message: dict[str, Any], place: str) -> dict[str, Any]:
             raise InvalidRequestError(f"Unknown or invalid parameter: {shown}.", param=shown, code="unknown_parameter")
         if name in _EMPTY_ONLY:
             if value != []:
-                raise InvalidRequestError(f"{shown} is not supported.", param=shown, code="unsupported_parameter")
+                raise invalid(shown, "is not supported.", "unsupported_parameter")
         elif name == "tool_calls":
             if calls := _tool_calls(value, shown):
                 result["tool_calls"] = calls
         elif not isinstance(value, str):
-            raise InvalidRequestError(f"{shown} must be a string.", param=shown, code="invalid_type")
+            raise invalid(shown, "must be a string.", "invalid_type")
         else:
             result[name] = value
     refusal = result.pop("refusal", None)
@@ -162,8 +162,7 @@ def _unify_reasoning(message: dict[str, Any], place: str) -> None:
     """
     texts = {message[name] for name in _REASONING if name in message}
     if len(texts) > 1:
-        message_text = f"{place}.reasoning and {place}.reasoning_content are the same field but differ. Send one."
-        raise InvalidRequestError(message_text, param=f"{place}.reasoning")
+        raise invalid(f"{place}.reasoning", f"and {place}.reasoning_content are the same field but differ. Send one.")
     for text in texts:
         message.update(dict.fromkeys(_REASONING, text))
         if not (message["content"] and "tool_calls" in message):
@@ -172,16 +171,16 @@ def _unify_reasoning(message: dict[str, Any], place: str) -> None:
 
 def _tool_calls(value: object, place: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{place} must be a list.", param=place, code="invalid_type")
+        raise invalid(place, "must be a list.", "invalid_type")
     if len(value) > MAX_CALLS:
-        raise InvalidRequestError(f"{place} has {len(value)} entries; at most {MAX_CALLS} are allowed.", param=place)
+        raise invalid(place, f"has {len(value)} entries; at most {MAX_CALLS} are allowed.")
     return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(value)]
 
 
 def _tool_call(call: object, place: str) -> dict[str, Any]:
     call = _object(call, place, ("id", "type", "function", "index"))
     if call.get("type", "function") != "function":
-        raise InvalidRequestError(f'{place}.type must be "function".', param=f"{place}.type")
+        raise invalid(f"{place}.type", 'must be "function".')
     function = _object(call.get("function"), f"{place}.function", ("name", "arguments", _PARSED_ARGUMENTS))
     return {
         "id": _text(call.get("id"), f"{place}.id"),
@@ -199,7 +198,7 @@ def _arguments(value: object, place: str) -> str:
     Clients send back what the model wrote, which may be incomplete or invalid JSON; such text is not changed.
     """
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{place} must be a string of JSON.", param=place, code="invalid_type")
+        raise invalid(place, "must be a string of JSON.", "invalid_type")
     try:
         too_deep = is_too_deep(json.loads(value or "{}"))
     except ValueError:
@@ -207,13 +206,13 @@ def _arguments(value: object, place: str) -> str:
     except RecursionError:
         too_deep = True
     if too_deep:
-        raise InvalidRequestError(f"{place} is nested deeper than {MAX_DEPTH} objects and arrays.", param=place)
+        raise invalid(place, f"is nested deeper than {MAX_DEPTH} objects and arrays.")
     return value or "{}"
 
 
 def _object(value: object, place: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{place} must be an object.", param=place, code="invalid_type")
+        raise invalid(place, "must be an object.", "invalid_type")
     for name in value:
         if name not in known:
             shown = f"{place}.{name[:64]}"
@@ -223,7 +222,7 @@ def _object(value: object, place: str, known: tuple[str, ...]) -> dict[str, Any]
 
 def _text(value: object, place: str) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME:
-        raise InvalidRequestError(f"{place} must be a string of 1 to {MAX_NAME} characters.", param=place)
+        raise invalid(place, f"must be a string of 1 to {MAX_NAME} characters.")
     return value
 
 
@@ -235,30 +234,28 @@ def _check_answers_a_call(message: dict[str, Any], call_ids: set[str], place: st
             f"Missing required parameter: {place}.", param=place, code="missing_required_parameter"
         )
     if call_id not in call_ids:
-        raise InvalidRequestError(
-            f"{place} {call_id[:64]!r} is not the id of a call in an earlier assistant message.", param=place
-        )
+        raise invalid(place, f"{call_id[:64]!r} is not the id of a call in an earlier assistant message.")
 
 
 def _content(content: object, place: str, *, assistant: bool = False) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise InvalidRequestError(f"{place} must be a string or a non-empty list of text parts.", param=place)
+        raise invalid(place, "must be a string or a non-empty list of text parts.")
     return "\n".join(_part_text(part, f"{place}[{index}]", assistant) for index, part in enumerate(content))
 
 
 def _part_text(part: object, place: str, assistant: bool) -> str:
     if not isinstance(part, dict):
-        raise InvalidRequestError(f"{place} must be an object.", param=place)
+        raise invalid(place, "must be an object.")
     kind = part.get("type")
     kinds = ("text", "refusal") if assistant else ("text",)
     if kind not in kinds:
         what = " or ".join(f'"{name}"' for name in kinds)
-        raise InvalidRequestError(f"{place}.type must be {what}; other parts are not supported.", param=f"{place}.type")
+        raise invalid(f"{place}.type", f"must be {what}; other parts are not supported.")
     text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{place}.{kind} must be a string.", param=f"{place}.{kind}")
+        raise invalid(f"{place}.{kind}", "must be a string.")
     _object(part, place, ("type", str(kind), *((BREAKPOINT,) if kind == "text" else ())))
     check_breakpoint(part, place)
     return text
@@ -277,7 +274,7 @@ def check_breakpoint(part: Mapping[str, Any], place: str) -> None:
     for name, known in _BREAKPOINT_VALUES.items():
         if value.get(name) not in known:
             allowed = " or ".join(choice for choice in known if choice)
-            raise InvalidRequestError(f"{place}.{name} must be {allowed}.", param=f"{place}.{name}")
+            raise invalid(f"{place}.{name}", f"must be {allowed}.")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -293,7 +290,6 @@ def check_template_kwargs(kwargs: Mapping[str, Any], known: frozenset[str]) -> N
     for name in kwargs:
         param = f"chat_template_kwargs.{name[:64]}"
         if name in RESERVED_TEMPLATE_VARIABLES or not name.isidentifier() or name.startswith("_"):
-            raise InvalidRequestError(f"{param} cannot be set by a request.", param=param)
+            raise invalid(param, "cannot be set by a request.")
         if name not in known:
-            message = f"{param} is not read by the model's chat template. Leave it out."
-            raise InvalidRequestError(message, param=param, code="unknown_parameter")
+            raise invalid(param, "is not read by the model's chat template. Leave it out.", "unknown_parameter")

@@ -12,6 +12,7 @@ from gateway.api.common.fields import (
     RequestFields,
     SamplingFields,
     check_range,
+    invalid,
 )
 from gateway.api.common.sampling import beam_params, sampling_values
 from gateway.flow.beam_state import BeamParams
@@ -105,12 +106,9 @@ def chat_options(
     if fields.top_logprobs is not None:
         check_range("top_logprobs", fields.top_logprobs, 0, MAX_LOGPROBS)
         if not fields.logprobs:
-            raise InvalidRequestError("top_logprobs requires logprobs to be true.", param="top_logprobs")
+            raise invalid("top_logprobs", "requires logprobs to be true.")
     if fields.add_special_tokens:
-        raise InvalidRequestError(
-            "add_special_tokens must not be true for chat: the chat template adds the special tokens.",
-            param="add_special_tokens",
-        )
+        raise invalid("add_special_tokens", "must not be true for chat: the chat template adds the special tokens.")
     clamps = clamped_max_tokens is not None
     return _options(
         fields,
@@ -146,25 +144,22 @@ def completion_options(
                 ("use_beam_search", bool(fields.use_beam_search)),
             ):
                 if given:
-                    raise InvalidRequestError(f"{name} cannot be combined with max_tokens = 0.", param=name)
+                    raise invalid(name, "cannot be combined with max_tokens = 0.")
     if fields.logprobs is not None:
         check_range("logprobs", fields.logprobs, 0, MAX_LOGPROBS)
     if fields.best_of is not None:
         check_range("best_of", fields.best_of, 1, MAX_CHOICES)
         if fields.best_of < (fields.n or 1):
-            raise InvalidRequestError(
-                f"best_of must be at least n = {fields.n}, got {fields.best_of}.", param="best_of"
-            )
+            raise invalid("best_of", f"must be at least n = {fields.n}, got {fields.best_of}.")
         if fields.best_of > (fields.n or 1) and fields.stream:
-            raise InvalidRequestError(
-                "best_of must equal n if stream is true: the best choices are known only at the end.", param="best_of"
-            )
+            raise invalid("best_of", "must equal n if stream is true: the best choices are known only at the end.")
     if suffix is not None and fields.echo:
-        raise InvalidRequestError("echo cannot be combined with suffix.", param="echo")
+        raise invalid("echo", "cannot be combined with suffix.")
     if suffix is not None and fields.truncate_prompt_tokens is not None:
-        name = "truncate_prompt_tokens"
-        message = f"{name} cannot be combined with suffix: truncation would remove the fill-in-the-middle tokens."
-        raise InvalidRequestError(message, param=name)
+        raise invalid(
+            "truncate_prompt_tokens",
+            "cannot be combined with suffix: truncation would remove the fill-in-the-middle tokens.",
+        )
     echoed = fields.logprobs if fields.echo else None
     return _options(
         fields,
@@ -195,11 +190,13 @@ def _options(
     if fields.prompt_logprobs is not None:
         check_range("prompt_logprobs", fields.prompt_logprobs, 0, MAX_LOGPROBS)
         if fields.stream:
-            raise InvalidRequestError("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "cannot be streamed.")
     if fields.spaces_between_special_tokens is False:
-        name = "spaces_between_special_tokens"
-        message = f"{name} must be true: text is exactly what the tokens decode to."
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        raise invalid(
+            "spaces_between_special_tokens",
+            "must be true: text is exactly what the tokens decode to.",
+            "unsupported_parameter",
+        )
     include_usage, continuous_usage = _usage_options(fields)
     priority, tier = accounting(fields)
     stop = _stop(fields.stop)
@@ -232,16 +229,16 @@ def _options(
 def check_request_fields(fields: RequestFields) -> None:
     """Check the fields on caching and truncation, except for limits that depend on the model."""
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_CACHE_SALT:
-        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
+        raise invalid("cache_salt", f"must have 1 to {MAX_CACHE_SALT} characters.")
     if fields.truncate_prompt_tokens is not None:
         name = "truncate_prompt_tokens"
         check_range(name, fields.truncate_prompt_tokens, -1, MAX_INT32)
         if fields.truncate_prompt_tokens == 0:
-            raise InvalidRequestError(f"{name} must be at least 1, or -1 to keep what fits.", param=name)
+            raise invalid(name, "must be at least 1, or -1 to keep what fits.")
     if fields.truncation_side not in (None, "left", "right"):
-        raise InvalidRequestError('truncation_side must be "left" or "right".', param="truncation_side")
+        raise invalid("truncation_side", 'must be "left" or "right".')
     if fields.truncation_side is not None and fields.truncate_prompt_tokens is None:
-        raise InvalidRequestError("truncation_side requires truncate_prompt_tokens.", param="truncation_side")
+        raise invalid("truncation_side", "requires truncate_prompt_tokens.")
 
 
 def max_text_tokens(fields: RequestFields, facts: WorkerFacts) -> int:
@@ -262,19 +259,17 @@ def accounting(fields: RequestFields) -> tuple[int, str | None]:
         check_range("priority", priority, -(2**31), MAX_INT32)
     if tier is not None:
         if tier not in TIER_PRIORITIES:
-            message = f"service_tier must be one of {', '.join(TIER_PRIORITIES)}."
-            raise InvalidRequestError(message, param="service_tier")
+            raise invalid("service_tier", f"must be one of {', '.join(TIER_PRIORITIES)}.")
         if fields.priority is not None:
-            message = "service_tier cannot be combined with priority: it sets the priority itself. Send one of them."
-            raise InvalidRequestError(message, param="service_tier")
+            raise invalid(
+                "service_tier", "cannot be combined with priority: it sets the priority itself. Send one of them."
+            )
         priority = TIER_PRIORITIES[tier]
         tier = _TIERS_IN_RESPONSES.get(tier, tier)
     if fields.store:
-        message = "store must be false: only /v1/responses stores its results."
-        raise InvalidRequestError(message, param="store", code="unsupported_parameter")
+        raise invalid("store", "must be false: only /v1/responses stores its results.", "unsupported_parameter")
     if len(fields.metadata or ()) > MAX_METADATA_PAIRS:
-        message = f"metadata has {len(fields.metadata or ())} pairs; at most {MAX_METADATA_PAIRS} are allowed."
-        raise InvalidRequestError(message, param="metadata")
+        raise invalid("metadata", f"has {len(fields.metadata or ())} pairs; at most {MAX_METADATA_PAIRS} are allowed.")
     for key, value in (fields.metadata or {}).items():
         if not 1 <= len(key) <= MAX_METADATA_KEY:
             message = f"Each key of metadata must have 1 to {MAX_METADATA_KEY} characters."
@@ -285,11 +280,11 @@ def accounting(fields: RequestFields) -> tuple[int, str | None]:
     for name, longest in MAX_LENGTHS.items():
         text = getattr(fields, name)
         if text is not None and not 1 <= len(text) <= longest:
-            raise InvalidRequestError(f"{name} must have 1 to {longest} characters.", param=name)
+            raise invalid(name, f"must have 1 to {longest} characters.")
     if fields.prompt_cache_retention not in (None, *RETENTIONS):
-        name = "prompt_cache_retention"
-        message = f"{name} must be in_memory: the prefix cache is in memory only."
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        raise invalid(
+            "prompt_cache_retention", "must be in_memory: the prefix cache is in memory only.", "unsupported_parameter"
+        )
     return priority, tier
 
 
@@ -299,11 +294,11 @@ def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:
     if options is None:
         return False, False
     if not fields.stream:
-        raise InvalidRequestError("stream_options requires stream to be true.", param="stream_options")
+        raise invalid("stream_options", "requires stream to be true.")
     if options.include_obfuscation:
-        name = "stream_options.include_obfuscation"
-        message = f"{name} must be false: chunks are not padded."
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        raise invalid(
+            "stream_options.include_obfuscation", "must be false: chunks are not padded.", "unsupported_parameter"
+        )
     continuous = bool(options.continuous_usage_stats)
     return continuous if options.include_usage is None else options.include_usage, continuous
 
@@ -311,8 +306,7 @@ def _usage_options(fields: SamplingFields) -> tuple[bool, bool]:
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > MAX_STOP_STRINGS:
-        message = f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed."
-        raise InvalidRequestError(message, param="stop")
+        raise invalid("stop", f"has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.")
     if not all(1 <= len(string) <= MAX_STOP_LENGTH for string in strings):
         raise InvalidRequestError(f"Each stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
     return strings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from gateway.api.common.chat_prompt import chat_prompt
-from gateway.api.common.fields import ChatFields
+from gateway.api.common.fields import ChatFields, invalid
 from gateway.api.common.grammar import request_grammar
 from gateway.api.common.options import RequestOptions, chat_options, max_text_tokens
 from gateway.api.common.prepared import PreparedRequest, build_request
@@ -22,7 +22,7 @@ from gateway.flow.requests import ModelEntryLike
 from gateway.http.app_keys import GRAMMARS, IDENTITY, MODELS, SALTS
 from gateway.stores.ids import shown_id
 from gateway.text.tools.format import ToolRequest
-from shared.errors import InvalidRequestError, ModelNotFoundError
+from shared.errors import ModelNotFoundError
 from shared.sampling_params import ThinkingBudget
 
 MAX_MODEL_NAME = 256
@@ -110,9 +110,7 @@ async def finish_chat(request: web.Request, fields: ChatFields, chat: RenderedCh
     entry, opened = chat.entry, chat.opened
     grammar = await request_grammar(fields, chat.tools, entry, request.app[GRAMMARS], is_chat=True, opened=opened)
     if grammar and fields.continue_final_message:
-        name = "continue_final_message"
-        message = f"{name} cannot be combined with structured output or enforced tools."
-        raise InvalidRequestError(message, param=name)
+        raise invalid("continue_final_message", "cannot be combined with structured output or enforced tools.")
     thinking: ThinkingBudget | None = None
     if (budget := fields.thinking_token_budget) is not None:
         thinking = await thinking_budget(budget, entry, opened=opened, constrained=bool(grammar))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api.common.fields import invalid
 from gateway.api.common.options import RequestOptions
 from gateway.flow.requests import ModelEntryLike
-from shared.errors import ContextLengthError, InvalidRequestError
+from shared.errors import ContextLengthError
 from shared.messages import WorkerFacts
 
 MAX_PROMPTS = 256
@@ -45,21 +46,19 @@ def split_prompts(prompt: str | list[Any], name: str = "prompt", max_prompts: in
         InvalidRequestError: A prompt is empty, or the list mixes types.
     """
     if not prompt:
-        raise InvalidRequestError(f"{name} must not be empty.", param=name)
+        raise invalid(name, "must not be empty.")
     if isinstance(prompt, str) or _is_token_list(prompt):
         return [prompt]
     if len(prompt) > max_prompts:
-        raise InvalidRequestError(f"{name} has {len(prompt)} entries; at most {max_prompts} are allowed.", param=name)
+        raise invalid(name, f"has {len(prompt)} entries; at most {max_prompts} are allowed.")
     is_text = all(isinstance(entry, str) for entry in prompt)
     if not is_text and not all(isinstance(entry, list) and _is_token_list(entry) for entry in prompt):
-        raise InvalidRequestError(
-            f"{name} must be a string, a list of strings, a list of token ids or a list of such lists.",
-            param=name,
-            code="invalid_type",
+        raise invalid(
+            name, "must be a string, a list of strings, a list of token ids or a list of such lists.", "invalid_type"
         )
     for index, entry in enumerate(prompt):
         if not entry:
-            raise InvalidRequestError(f"{name}[{index}] must not be empty.", param=f"{name}[{index}]")
+            raise invalid(f"{name}[{index}]", "must not be empty.")
     return prompt
 
 
@@ -73,8 +72,7 @@ def check_token_ids(ids: list[int], facts: WorkerFacts, param: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < facts.vocab_size)
         shown = str(wrong) if abs(wrong) < 2**63 else "beyond 64 bits"
-        message = f"{param} has the token id {shown}; the model's vocabulary has {facts.vocab_size} ids, from 0."
-        raise InvalidRequestError(message, param=param)
+        raise invalid(param, f"has the token id {shown}; the model's vocabulary has {facts.vocab_size} ids, from 0.")
 
 
 async def encode_prompt(

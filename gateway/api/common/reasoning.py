@@ -8,9 +8,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.api.common.fields import MAX_INT32, check_range
+from gateway.api.common.fields import MAX_INT32, check_range, invalid
 from gateway.flow.requests import ModelEntryLike
-from shared.errors import InvalidRequestError
 from shared.sampling_params import ThinkingBudget
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -38,21 +37,22 @@ def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntryLik
             turn on or off, or the fields contradict each other.
     """
     if effort not in EFFORTS:
-        raise InvalidRequestError(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
+        raise invalid("reasoning_effort", f"must be one of {', '.join(EFFORTS)}.")
     known = entry.pipeline.template_variables
     values: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in known}
     if "reasoning_effort" in known and (effort != "none" or not values):
         values["reasoning_effort"] = effort
     if not values and not (effort == "none" and entry.formats.reasoning is None):
-        raise InvalidRequestError(
-            "reasoning_effort is not supported by this model: its chat template does not read it. Leave it out.",
-            param="reasoning_effort",
-            code="unsupported_parameter",
+        raise invalid(
+            "reasoning_effort",
+            "is not supported by this model: its chat template does not read it. Leave it out.",
+            "unsupported_parameter",
         )
     for name, value in values.items():
         if name in given and given[name] != value:
-            message = f"reasoning_effort and chat_template_kwargs.{name} contradict each other. Send one of them."
-            raise InvalidRequestError(message, param="reasoning_effort")
+            raise invalid(
+                "reasoning_effort", f"and chat_template_kwargs.{name} contradict each other. Send one of them."
+            )
     return values
 
 
@@ -94,12 +94,16 @@ async def thinking_budget(max_tokens: int, entry: ModelEntryLike, *, opened: boo
     check_range(name, max_tokens, 0, MAX_INT32)
     reasoning = entry.formats.reasoning
     if reasoning is None:
-        message = f"{name} is not supported by this model: it has no reasoning format. Leave it out."
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        raise invalid(
+            name, "is not supported by this model: it has no reasoning format. Leave it out.", "unsupported_parameter"
+        )
     start, end = reasoning.starts[0], reasoning.ends[0] if constrained else reasoning.forced_end
     if not marks_are_tokens((start, end), entry):
-        message = f"{name} is not supported by this model: its reasoning marks are not single tokens. Leave it out."
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        raise invalid(
+            name,
+            "is not supported by this model: its reasoning marks are not single tokens. Leave it out.",
+            "unsupported_parameter",
+        )
     start_ids = await entry.pipeline.encode(start, False, param=name)
     end_ids = await entry.pipeline.encode(end, False, param=name)
     return ThinkingBudget(max_tokens=max_tokens, start_ids=tuple(start_ids), end_ids=tuple(end_ids), open=opened)
@@ -133,10 +137,8 @@ def unpacked_reasoning(value: str, place: str) -> str:
                 return data.decode()
         except (binascii.Error, ValueError):
             pass
-    raise InvalidRequestError(
-        f"{place} is damaged or was not created by this server. Leave the item out.",
-        param=place,
-        code="invalid_encrypted_content",
+    raise invalid(
+        place, "is damaged or was not created by this server. Leave the item out.", "invalid_encrypted_content"
     )
 
 

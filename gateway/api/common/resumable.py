@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 
 from gateway.api.common.fan_in import FanIn
+from gateway.api.common.fields import invalid
 from gateway.http.app_keys import DRAIN, IDENTITY, STREAMS, log
 from gateway.http.drain import Drain
 from gateway.http.sse import HEADERS, Encoder, SseResponse, failure, is_large, stream_events, unexpected_error
 from gateway.stores.ids import shown_id
 from gateway.stores.streams import StreamLog
-from shared.errors import InvalidRequestError, NotFoundError, PeltonError
+from shared.errors import NotFoundError, PeltonError
 
 _FINISH_SECONDS = 1.0
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
@@ -61,7 +62,7 @@ def _last_seen(request: web.Request, record: StreamLog) -> int:
     if not value:
         return 0
     if not _EVENT_ID.fullmatch(value) or int(value) > record.last:
-        raise InvalidRequestError(f"{name} must be the id of an event of this stream, got {value[:32]!r}.", param=name)
+        raise invalid(name, f"must be the id of an event of this stream, got {value[:32]!r}.")
     return int(value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.common.fields import MAX_INT32, SamplingFields, SpeculativeField, TextFormat, check_range
+from gateway.api.common.fields import MAX_INT32, SamplingFields, SpeculativeField, TextFormat, check_range, invalid
 from gateway.flow.beam_state import BeamParams
 from gateway.flow.requests import TextPipelineLike
 from shared.errors import InvalidRequestError
@@ -76,8 +76,7 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     if fields.mirostat in (1, 2):
         for name, neutral in _NEUTRAL.items():
             if getattr(fields, name) not in (None, *neutral):
-                message = f"{name} cannot be combined with mirostat, which replaces it. Send one of them."
-                raise InvalidRequestError(message, param=name)
+                raise invalid(name, "cannot be combined with mirostat, which replaces it. Send one of them.")
     values = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
     if (detection := fields.repetition_detection) is not None:
         given = {name: value for name, value in msgspec.structs.asdict(detection).items() if value is not None}
@@ -85,7 +84,7 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     if fields.top_k is not None:
         values["top_k"] = max(check_range("top_k", fields.top_k, -1, MAX_INT32), 0)
     if fields.top_p is not None and not 0.0 <= fields.top_p <= 1.0:
-        raise InvalidRequestError(f"top_p must be in [0, 1], got {fields.top_p:g}.", param="top_p")
+        raise invalid("top_p", f"must be in [0, 1], got {fields.top_p:g}.")
     if fields.top_p == 0.0:
         # OpenAI allows an empty nucleus; like vLLM, keep the most likely token.
         del values["top_p"]
@@ -93,7 +92,7 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
     if fields.min_tokens is not None:
         check_range("min_tokens", fields.min_tokens, 0, MAX_INT32)
     if fields.typ_p is not None and not 0.0 < fields.typ_p <= 1.0:
-        raise InvalidRequestError(f"typ_p must be in (0, 1], got {fields.typ_p}.", param="typ_p")
+        raise invalid("typ_p", f"must be in (0, 1], got {fields.typ_p}.")
     if None not in (fields.typical_p, fields.typ_p) and fields.typical_p != fields.typ_p:
         raise InvalidRequestError("typical_p and typ_p are the same parameter but differ. Send one.", param="typ_p")
     if (typical_p := fields.typ_p if fields.typical_p is None else fields.typical_p) is not None:
@@ -103,8 +102,7 @@ def sampling_values(fields: SamplingFields) -> dict[str, Any]:
         values["top_n_sigma"] = 0.0 if fields.top_n_sigma == -1.0 else fields.top_n_sigma
     if (allowed := fields.allowed_token_ids) is not None:
         if not 1 <= len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
-            message = f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids."
-            raise InvalidRequestError(message, param="allowed_token_ids")
+            raise invalid("allowed_token_ids", f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids.")
         values["allowed_token_ids"] = tuple(allowed)
     values["logit_bias"] = _logit_bias(fields.logit_bias)
     values["seed"] = random.getrandbits(63) if fields.seed is None else fields.seed
@@ -127,11 +125,10 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
 
 def _check_words(name: str, words: Sequence[str] | None, max_words: int, max_length: int) -> None:
     if words is not None and len(words) > max_words:
-        raise InvalidRequestError(f"{name} has {len(words)} entries; at most {max_words} are allowed.", param=name)
+        raise invalid(name, f"has {len(words)} entries; at most {max_words} are allowed.")
     for index, word in enumerate(words or ()):
         if not 1 <= len(word) <= max_length:
-            place = f"{name}[{index}]"
-            raise InvalidRequestError(f"{place} must have 1 to {max_length} characters.", param=place)
+            raise invalid(f"{name}[{index}]", f"must have 1 to {max_length} characters.")
 
 
 async def word_values(fields: SamplingFields, pipeline: TextPipelineLike) -> dict[str, Any]:
@@ -145,8 +142,9 @@ async def word_values(fields: SamplingFields, pipeline: TextPipelineLike) -> dic
         given = fields.dry_sequence_breakers
         breakers = await pipeline.tokens_containing(DEFAULT_DRY_BREAKERS if given is None else tuple(given))
         if len(breakers) > MAX_DRY_BREAKERS:
-            message = f"dry_sequence_breakers occur in {len(breakers)} tokens; at most {MAX_DRY_BREAKERS} are allowed."
-            raise InvalidRequestError(message, param="dry_sequence_breakers")
+            raise invalid(
+                "dry_sequence_breakers", f"occur in {len(breakers)} tokens; at most {MAX_DRY_BREAKERS} are allowed."
+            )
         values["dry_breakers"] = breakers
     if fields.bad_words:
         spellings: dict[tuple[int, ...], None] = {}
@@ -165,7 +163,7 @@ async def _spellings(word: str, pipeline: TextPipelineLike, place: str) -> list[
     bare = tuple(await pipeline.encode(word.lstrip(), False, param=place))
     spaced = tuple(await pipeline.encode(" " + word.lstrip(), False, param=place))
     if not bare:
-        raise InvalidRequestError(f"{place} has no tokens.", param=place)
+        raise invalid(place, "has no tokens.")
     if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
         return [bare, spaced]
     return [bare]
@@ -183,21 +181,19 @@ def beam_params(fields: SamplingFields, n: int, best_of: int) -> BeamParams | No
             ("early_stopping", fields.early_stopping not in (None, False)),
         ):
             if given:
-                raise InvalidRequestError(f"{name} requires use_beam_search to be true.", param=name)
+                raise invalid(name, "requires use_beam_search to be true.")
         return None
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name, None)
         if value is not None and value not in neutral:
-            raise InvalidRequestError(f"{name} cannot be combined with use_beam_search.", param=name)
+            raise invalid(name, "cannot be combined with use_beam_search.")
     penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
     if not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
-        message = f"length_penalty must be in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], got {penalty}."
-        raise InvalidRequestError(message, param="length_penalty")
+        raise invalid("length_penalty", f"must be in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], got {penalty}.")
     early_stopping = fields.early_stopping or False
     if isinstance(early_stopping, str) and early_stopping != "never":
-        raise InvalidRequestError('early_stopping must be true, false or "never".', param="early_stopping")
+        raise invalid("early_stopping", 'must be true, false or "never".')
     if best_of > MAX_LOGPROBS:
         name = "best_of" if best_of > n else "n"
-        message = f"{name} must be at most {MAX_LOGPROBS} for beam search, got {best_of}."
-        raise InvalidRequestError(message, param=name)
+        raise invalid(name, f"must be at most {MAX_LOGPROBS} for beam search, got {best_of}.")
     return BeamParams(width=best_of, num_returned=n, length_penalty=penalty, early_stopping=early_stopping)

@@ -5,7 +5,7 @@ Neither changes the output or its distribution. A field that would have no effec
 
 from __future__ import annotations
 
-from gateway.api.common.fields import ChatFields, PredictionField, SamplingFields
+from gateway.api.common.fields import ChatFields, PredictionField, SamplingFields, invalid
 from gateway.api.common.messages import BREAKPOINT, check_breakpoint
 from gateway.api.common.prompts import check_token_ids, context_limit
 from gateway.flow.requests import ModelEntryLike
@@ -34,8 +34,7 @@ async def prediction_ids(fields: SamplingFields, entry: ModelEntryLike) -> list[
         return []
     _check_shape(prediction)
     if not may_draft(fields):
-        message = "prediction cannot be combined with speculative.enabled = false. Send one of them."
-        raise InvalidRequestError(message, param="prediction")
+        raise invalid("prediction", "cannot be combined with speculative.enabled = false. Send one of them.")
     _check_effect(fields, entry.facts, "prediction", "cannot be used")
     limit = context_limit(entry.facts)
     content = prediction.content
@@ -57,24 +56,24 @@ async def prediction_ids(fields: SamplingFields, entry: ModelEntryLike) -> list[
 
 def _check_shape(prediction: PredictionField) -> None:
     if prediction.type != "content":
-        raise InvalidRequestError('prediction.type must be "content".', param="prediction.type")
+        raise invalid("prediction.type", 'must be "content".')
     if isinstance(prediction.content, str):
         return
     if not prediction.content:
-        name = "prediction.content"
-        raise InvalidRequestError(f"{name} must be a string or a non-empty list of text parts.", param=name)
+        raise invalid("prediction.content", "must be a string or a non-empty list of text parts.")
     for index, part in enumerate(prediction.content):
         place = f"prediction.content[{index}]"
         if part.type != "text":
-            message = f'{place}.type must be "text"; other parts are not supported.'
-            raise InvalidRequestError(message, param=f"{place}.type")
+            raise invalid(f"{place}.type", 'must be "text"; other parts are not supported.')
         check_breakpoint({BREAKPOINT: part.prompt_cache_breakpoint}, place)
 
 
 def _check_effect(fields: SamplingFields, facts: WorkerFacts, name: str, problem: str) -> None:
     if facts.speculative_method == _OFF:
-        message = f"{name} {problem}: this server does not use speculative decoding (--speculative-method is off)."
-        raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        raise invalid(
+            name,
+            f"{problem}: this server does not use speculative decoding (--speculative-method is off).",
+            "unsupported_parameter",
+        )
     if fields.mirostat in (1, 2):
-        message = f"{name} {problem} with mirostat, which excludes speculative decoding."
-        raise InvalidRequestError(message, param=name)
+        raise invalid(name, f"{problem} with mirostat, which excludes speculative decoding.")

@@ -12,12 +12,12 @@ from gateway.api.common.fields import (
     ResponseFormat,
     StructuralTagFormat,
     StructuredOutputs,
+    invalid,
 )
 from gateway.text.grammars.client import choice_fragment, grammar_fragment, regex_fragment
 from gateway.text.grammars.grammar import Fragment
-from gateway.text.grammars.json_schema import json_expression
+from gateway.text.grammars.json_schema import check_strict, json_expression
 from gateway.text.grammars.regex_size import check_size
-from gateway.text.grammars.strict_schema import check_strict
 from gateway.text.grammars.structural_tags import structural_tag_fragment
 from gateway.text.json_text import parsed_json
 from shared.errors import InvalidRequestError
@@ -72,8 +72,7 @@ def _format_fragment(field: ResponseFormat, special_ids: Mapping[str, int]) -> F
         return None
     place, schema = "response_format.json_schema", field.json_schema
     if not _NAME.fullmatch(schema.name):
-        message = f"{place}.name must have 1 to 64 letters, digits, underscores and dashes."
-        raise InvalidRequestError(message, param=f"{place}.name")
+        raise invalid(f"{place}.name", "must have 1 to 64 letters, digits, underscores and dashes.")
     place = f"{place}.schema"
     if schema.strict:
         check_strict(schema.schema, place)
@@ -83,10 +82,10 @@ def _format_fragment(field: ResponseFormat, special_ids: Mapping[str, int]) -> F
 def _outputs_fragment(outputs: StructuredOutputs, special_ids: Mapping[str, int]) -> Fragment:
     given = [name for name in _KINDS if getattr(outputs, name) not in (None, False)]
     if len(given) != 1:
-        message = (
-            f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has {' and '.join(given) or 'none'}."
+        raise invalid(
+            "structured_outputs",
+            f"must have exactly one of {', '.join(_KINDS)}; it has {' and '.join(given) or 'none'}.",
         )
-        raise InvalidRequestError(message, param="structured_outputs")
     place = f"structured_outputs.{given[0]}"
     whitespace = _whitespace(outputs, given[0])
     if outputs.regex is not None:
@@ -109,34 +108,33 @@ def _whitespace(outputs: StructuredOutputs, kind: str) -> str | None:
     for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
         kinds = ("json", "json_object") if name == "disable_additional_properties" else _JSON_KINDS
         if getattr(outputs, name) not in (None, False) and kind not in kinds:
-            raise InvalidRequestError(f"{place(name)} cannot be combined with {kind}.", param=place(name))
+            raise invalid(place(name), f"cannot be combined with {kind}.")
     pattern, name = outputs.whitespace_pattern, place("whitespace_pattern")
     if pattern is not None and len(pattern) > MAX_WHITESPACE_PATTERN:
-        message = f"{name} has {len(pattern)} characters; at most {MAX_WHITESPACE_PATTERN} are allowed."
-        raise InvalidRequestError(message, param=name)
+        raise invalid(name, f"has {len(pattern)} characters; at most {MAX_WHITESPACE_PATTERN} are allowed.")
     if pattern is not None:
         check_size(pattern, name)
     if not outputs.disable_any_whitespace:
         return pattern
     if pattern:
         name = place("disable_any_whitespace")
-        raise InvalidRequestError(f"{name} cannot be combined with whitespace_pattern.", param=name)
+        raise invalid(name, "cannot be combined with whitespace_pattern.")
     return ""
 
 
 def _object(value: str | dict[str, Any], place: str) -> dict[str, Any]:
     found = parsed_json(value, place) if isinstance(value, str) else value
     if not isinstance(found, dict):
-        raise InvalidRequestError(f"{place} must be an object, or a string with the JSON of one.", param=place)
+        raise invalid(place, "must be an object, or a string with the JSON of one.")
     return found
 
 
 def _check_structural_tag(value: Mapping[str, Any], place: str) -> None:
     for name in value:
         if name not in ("type", "format", "structures", "triggers"):
-            raise InvalidRequestError(f"{place}.{name[:64]} is not supported.", param=f"{place}.{name[:64]}")
+            raise invalid(f"{place}.{name[:64]}", "is not supported.")
     if value.get("type", "structural_tag") != "structural_tag":
-        raise InvalidRequestError(f'{place}.type must be "structural_tag".', param=f"{place}.type")
+        raise invalid(f"{place}.type", 'must be "structural_tag".')
 
 
 def _json(

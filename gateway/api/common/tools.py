@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from gateway.api.common.fields import AllowedTools, PlacedToolField, ToolChoiceField, ToolField
+from gateway.api.common.fields import AllowedTools, PlacedToolField, ToolChoiceField, ToolField, invalid
 from gateway.text.tools.format import Tool, ToolRequest
 from shared.errors import InvalidRequestError
 
@@ -19,7 +19,7 @@ _CHOICES = ("none", "auto", "required")
 def check_num_tools(count: int) -> None:
     """Raise InvalidRequestError if there are too many tools. Call it before any work on each of them."""
     if count > MAX_TOOLS:
-        raise InvalidRequestError(f"tools has {count} entries; at most {MAX_TOOLS} are allowed.", param="tools")
+        raise invalid("tools", f"has {count} entries; at most {MAX_TOOLS} are allowed.")
 
 
 def tool_request(
@@ -34,9 +34,9 @@ def tool_request(
     """
     if not tools:
         if tool_choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tool_choice requires a call, but the request has no tools.", param="tool_choice")
+            raise invalid("tool_choice", "requires a call, but the request has no tools.")
         if parallel_tool_calls is not None:
-            raise InvalidRequestError("parallel_tool_calls requires tools.", param="parallel_tool_calls")
+            raise invalid("parallel_tool_calls", "requires tools.")
         return None
     check_num_tools(len(tools))
     by_name: dict[str, Tool] = {}
@@ -44,8 +44,7 @@ def tool_request(
         place = field.place if isinstance(field, PlacedToolField) else f"tools[{index}]"
         tool = _tool(field, place)
         if tool.name in by_name:
-            param = f"{place}.function.name"
-            raise InvalidRequestError(f"{param} {tool.name!r} is used by two tools; names must differ.", param=param)
+            raise invalid(f"{place}.function.name", f"{tool.name!r} is used by two tools; names must differ.")
         by_name[tool.name] = tool
     choice, callable_tools = _choice(tool_choice, by_name)
     return ToolRequest(
@@ -62,14 +61,12 @@ def _missing(name: str) -> InvalidRequestError:
 
 def _tool(field: ToolField, place: str) -> Tool:
     if field.type != "function" or field.custom is not None:
-        message = f'{place}.type must be "function"; other tools are not supported.'
-        raise InvalidRequestError(message, param=f"{place}.type")
+        raise invalid(f"{place}.type", 'must be "function"; other tools are not supported.')
     function = field.function
     if function is None:
         raise _missing(f"{place}.function")
     if not _NAME.fullmatch(function.name):
-        message = f"{place}.function.name must be 1 to 128 letters, digits, underscores and dashes."
-        raise InvalidRequestError(message, param=f"{place}.function.name")
+        raise invalid(f"{place}.function.name", "must be 1 to 128 letters, digits, underscores and dashes.")
     return Tool(
         name=function.name,
         description=function.description,
@@ -90,16 +87,14 @@ def _choice(
     if field == "required":
         return "required", tuple(by_name.values())
     if isinstance(field, str):
-        message = f"tool_choice must be one of {', '.join(_CHOICES)}, or an object."
-        raise InvalidRequestError(message, param="tool_choice")
+        raise invalid("tool_choice", f"must be one of {', '.join(_CHOICES)}, or an object.")
     if field.type == "function" and field.allowed_tools is None and field.custom is None:
         if field.function is None:
             raise _missing("tool_choice.function")
         return "named", (_known(field.function.name, by_name, "tool_choice.function.name"),)
     if field.type == "allowed_tools" and field.function is None and field.custom is None:
         return _allowed(field.allowed_tools, by_name)
-    message = 'tool_choice.type must be "function" or "allowed_tools", with only the field of the same name.'
-    raise InvalidRequestError(message, param="tool_choice.type")
+    raise invalid("tool_choice.type", 'must be "function" or "allowed_tools", with only the field of the same name.')
 
 
 def _allowed(
@@ -109,14 +104,13 @@ def _allowed(
     if allowed is None:
         raise _missing(place)
     if allowed.mode not in ("auto", "required"):
-        raise InvalidRequestError(f'{place}.mode must be "auto" or "required".', param=f"{place}.mode")
+        raise invalid(f"{place}.mode", 'must be "auto" or "required".')
     if not allowed.tools:
-        raise InvalidRequestError(f"{place}.tools must not be empty.", param=f"{place}.tools")
+        raise invalid(f"{place}.tools", "must not be empty.")
     names = set()
     for index, entry in enumerate(allowed.tools):
         if entry.type != "function":
-            param = f"{place}.tools[{index}].type"
-            raise InvalidRequestError(f'{param} must be "function".', param=param)
+            raise invalid(f"{place}.tools[{index}].type", 'must be "function".')
         names.add(_known(entry.function.name, by_name, f"{place}.tools[{index}].function.name").name)
     tools = tuple(tool for tool in by_name.values() if tool.name in names)
     return ("auto" if allowed.mode == "auto" else "required"), tools
@@ -124,5 +118,5 @@ def _allowed(
 
 def _known(name: str, by_name: dict[str, Tool], place: str) -> Tool:
     if name not in by_name:
-        raise InvalidRequestError(f"{place} {name[:64]!r} is not the name of any of the tools.", param=place)
+        raise invalid(place, f"{name[:64]!r} is not the name of any of the tools.")
     return by_name[name]

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.api.common.fan_in import FanIn, open_events
-from gateway.api.common.fields import CompletionFields, parse_fields
+from gateway.api.common.fields import CompletionFields, invalid, parse_fields
 from gateway.api.common.grammar import request_grammar
 from gateway.api.common.options import RequestOptions, completion_options, max_text_tokens
 from gateway.api.common.prepare import find_model
@@ -87,7 +87,7 @@ async def prepare_completion(request: web.Request, fields: CompletionFields) -> 
             )
             ids, stop_token_ids = filled.token_ids, filled.end_ids
         if not ids:
-            raise InvalidRequestError(f"{param} has no tokens.", param=param)
+            raise invalid(param, "has no tokens.")
         prompts.append(fit_prompt(ids, options, DEFAULT_MAX_TOKENS, entry, param))
     return await build_request(
         request, options, entry, prompts, "cmpl-", grammar=grammar, stop_token_ids=stop_token_ids
@@ -213,10 +213,10 @@ async def fill_in_middle(
     """
     family = _fill_in_marks(pipeline)
     if family is None:
-        raise InvalidRequestError(
-            "suffix is not supported by this model: its vocabulary has no fill-in-the-middle tokens. Leave it out.",
-            param="suffix",
-            code="unsupported_parameter",
+        raise invalid(
+            "suffix",
+            "is not supported by this model: its vocabulary has no fill-in-the-middle tokens. Leave it out.",
+            "unsupported_parameter",
         )
     before = prompt
     if isinstance(before, str):

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from gateway.api.common.fields import RequestFields, check_range, parse_fields
+from gateway.api.common.fields import RequestFields, check_range, invalid, parse_fields
 from gateway.api.common.options import accounting, check_request_fields, max_text_tokens
 from gateway.api.common.prepare import find_model
 from gateway.api.common.prompts import (
@@ -122,10 +122,10 @@ def vector_params(fields: EmbeddingFields, facts: WorkerFacts) -> VectorParams:
     if not facts.hidden_size:
         raise InvalidRequestError("This model does not support embeddings.", param="model")
     if fields.encoding_format not in (None, *ENCODINGS):
-        raise InvalidRequestError(f"encoding_format must be {' or '.join(ENCODINGS)}.", param="encoding_format")
+        raise invalid("encoding_format", f"must be {' or '.join(ENCODINGS)}.")
     pooling = _POOLINGS.get(facts.pooling if fields.pooling is None else fields.pooling)
     if pooling is None:
-        raise InvalidRequestError(f"pooling must be {' or '.join(_POOLINGS)}.", param="pooling")
+        raise invalid("pooling", f"must be {' or '.join(_POOLINGS)}.")
     dimensions = facts.hidden_size
     if fields.dimensions is not None:
         dimensions = check_range("dimensions", fields.dimensions, 1, facts.hidden_size)
@@ -156,7 +156,7 @@ async def embedding_inputs(fields: EmbeddingFields, entry: ModelEntryLike) -> li
         param = f"input[{index}]" if len(inputs) > 1 else "input"
         ids = await _token_ids(value, fields, entry, param, keep)
         if not ids:
-            raise InvalidRequestError(f"{param} has no tokens.", param=param)
+            raise invalid(param, "has no tokens.")
         if len(ids) > limit:
             # LangChain recognizes the error by its first words.
             message = f"The prompt is too long: {param} has {len(ids)} tokens; the model's {name} is {limit} tokens."

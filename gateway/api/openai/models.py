@@ -9,12 +9,12 @@ from aiohttp import web
 from gateway.api.anthropic.errors import asks_anthropic
 from gateway.api.anthropic.fields import VERSION_HEADER, check_versions
 from gateway.api.anthropic.models import ModelsQuery, model_info, model_page
+from gateway.api.common.fields import invalid
 from gateway.api.common.prepare import find_model
 from gateway.flow.requests import ModelEntryLike
 from gateway.http.app_keys import MODELS
 from gateway.http.errors import json_response
-from gateway.http.query import query_of
-from shared.errors import InvalidRequestError
+from gateway.http.route import query_of
 
 _PAGE_PARAMETERS = ("limit", "after_id", "before_id")
 
@@ -27,7 +27,7 @@ async def list_models(request: web.Request) -> web.StreamResponse:
         return json_response(model_page(entries, query_of(request, ModelsQuery)))
     for name in _PAGE_PARAMETERS:
         if name in request.query:
-            raise InvalidRequestError(f"{name} requires the header {VERSION_HEADER}.", param=name)
+            raise invalid(name, f"requires the header {VERSION_HEADER}.")
     return json_response(
         {"object": "list", "data": [_describe(name, entry) for entry in entries for name in entry.names]}
     )

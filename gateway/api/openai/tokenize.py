@@ -10,7 +10,14 @@ import asyncio
 from aiohttp import web
 
 from gateway.api.common.chat_prompt import chat_prompt, check_counted_ids, check_counted_size, max_counted_tokens
-from gateway.api.common.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields, parse_fields
+from gateway.api.common.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    TokenizeFields,
+    invalid,
+    parse_fields,
+)
 from gateway.api.common.logprobs import token_string
 from gateway.api.common.prepare import find_model, prepare_chat
 from gateway.api.common.prepared import PreparedRequest
@@ -55,15 +62,13 @@ async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
             raise InvalidRequestError("prompt and messages cannot be combined. Send one of them.", param="messages")
         for name in _ONLY_WITH_MESSAGES:
             if getattr(fields, name) is not None:
-                raise InvalidRequestError(f"{name} requires messages.", param=name)
+                raise invalid(name, "requires messages.")
         special = fields.add_special_tokens is not False
         return await entry.pipeline.encode(fields.prompt, special, max_tokens=max_counted_tokens(entry))
     if fields.messages is None:
         raise InvalidRequestError("Send prompt or messages.", param="prompt")
     if fields.add_special_tokens:
-        name = "add_special_tokens"
-        message = f"{name} must not be true for messages: the chat template adds the special tokens."
-        raise InvalidRequestError(message, param=name)
+        raise invalid("add_special_tokens", "must not be true for messages: the chat template adds the special tokens.")
     tools = tool_request(fields.tools, None, None)
     return (await chat_prompt(fields, fields.messages, tools, entry, max_counted_tokens(entry))).ids
 
