@@ -1,17 +1,68 @@
-"""Format of a model's messages: how the model marks its reasoning and writes tool calls."""
+"""Formats of a model's messages: how the model marks its reasoning and writes tool calls, and their detection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-from gateway.text.format_names import chosen_format
 from gateway.text.message_parser import MessageFormat, ReasoningSplitter, ToolParser
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
+from gateway.text.tools.deepseek import DeepSeekFormat
 from gateway.text.tools.format import ToolFormat, ToolRequest
-from gateway.text.tools.formats import tool_format
+from gateway.text.tools.gemma import GemmaFormat
+from gateway.text.tools.harmony import HarmonyFormat
+from gateway.text.tools.hermes import HermesFormat, QwenXmlFormat
+from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.plain_json import FALLBACK, LlamaJsonFormat
 from gateway.text.tools.prompting import TemplateSupport, template_support
+from gateway.text.tools.pythonic import PythonicFormat, ToolCodeFormat
+from shared.errors import ConfigurationError
+
+AUTO = "auto"
+NONE = "none"
+
+_Format = TypeVar("_Format")
+
+_FORMATS: tuple[ToolFormat, ...] = (
+    HermesFormat(),
+    LlamaJsonFormat(),
+    MistralFormat(named=False),
+    MistralFormat(named=True),
+    DeepSeekFormat(fenced=True),
+    DeepSeekFormat(fenced=False),
+    PythonicFormat(),
+    ToolCodeFormat(),
+    HarmonyFormat(),
+    QwenXmlFormat(),
+    GemmaFormat("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    GemmaFormat("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    FALLBACK,
+)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
+"""Formats by the names that `--tool-call-parser` takes, besides `auto` and `none`."""
+
+_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>",), "harmony"),
+    (("[TOOL_CALLS]", "[ARGS]"), "mistral_named"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("tool▁calls▁begin", "```json"), "deepseek_v3"),
+    (("tool▁calls▁begin",), "deepseek_v31"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|tool_call>",), "gemma4"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "<arg_key>"), "json"),  # GLM's tags, which are not supported
+    (("<tool_call>",), "hermes"),
+    (("[func_name1(",), "pythonic"),
+    (("[func1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<|start_header_id|>", '"parameters"'), "llama3_json"),
+    (("<|header_start|>", '"parameters"'), "llama3_json"),
+    (("<start_of_turn>",), "gemma"),
+)
+"""Signs in templates. The first entry all of whose signs occur decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +141,7 @@ def model_formats(
 
 def reasoning_format(name: str, template: str, added_ids: Mapping[str, int]) -> ReasoningFormat | None:
     """Return the format that `--reasoning-parser` selects. Raises ConfigurationError for an unknown name."""
-    return chosen_format("--reasoning-parser", name, REASONING_FORMATS, lambda: detect_reasoning(template, added_ids))
+    return _chosen_format("--reasoning-parser", name, REASONING_FORMATS, lambda: detect_reasoning(template, added_ids))
 
 
 def resolve_formats(
@@ -109,3 +160,50 @@ def resolve_formats(
     reasoning = reasoning_format(reasoning_parser, template or "", added_ids)
     tools = tool_format(tool_call_parser, template, added_ids)
     return model_formats(reasoning, tools, added_ids, special_ids, template_support(template, tools))
+
+
+def detect_tool_format(template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
+    """Return the format that a chat template mentions; None if it mentions none that is known.
+
+    Args:
+        template: Source of the chat template.
+        added_ids: Id by text of each added token of the vocabulary.
+    """
+    for sign, name in _SIGNS:
+        if template is not None and all(text in template for text in sign):
+            form = TOOL_FORMATS[name]
+            # Templates of the first kind were shipped with tokenizers that had no token for the second.
+            if name == "mistral_named" and added_ids and "[ARGS]" not in added_ids:
+                return TOOL_FORMATS["mistral"]
+            return form
+    return None
+
+
+def tool_format(name: str, template: str | None, added_ids: Mapping[str, int]) -> ToolFormat | None:
+    """Return the format that `--tool-call-parser` selects: by name, `auto` by the template, or `none`.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
+    return _chosen_format(
+        "--tool-call-parser", name, TOOL_FORMATS, lambda: detect_tool_format(template, added_ids) or FALLBACK
+    )
+
+
+def _chosen_format(
+    flag: str, name: str, formats: Mapping[str, _Format], detect: Callable[[], _Format | None]
+) -> _Format | None:
+    """Return the format that a flag selects; `detect` finds the model's own.
+
+    Raises:
+        ConfigurationError: The flag has an unknown name.
+    """
+    if name == NONE:
+        return None
+    if name == AUTO:
+        return detect()
+    form = formats.get(name.replace("-", "_").lower())
+    if form is None:
+        known = ", ".join((AUTO, NONE, *sorted(formats)))
+        raise ConfigurationError(f"{flag} is {name[:64]!r}; known are {known}")
+    return form

@@ -133,12 +133,12 @@ class TextPipeline:
 
         def work() -> list[int]:
             guard = self._tokenizer.guard
-            said, tag = guard(messages), ""
+            guarded, tag = guard(messages), ""
             if continue_final:
                 tag = f"continue-{secrets.token_hex(16)}"
-                said[-1]["content"] += tag
+                guarded[-1]["content"] += tag
             text = template.render(
-                said, guard(tools), add_generation_prompt, guard(template_kwargs or {}), guard(documents)
+                guarded, guard(tools), add_generation_prompt, guard(template_kwargs or {}), guard(documents)
             )
             if continue_final:
                 text = _cut_at(text, tag)

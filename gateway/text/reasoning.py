@@ -15,7 +15,7 @@ from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ReasoningSplitter
 from gateway.text.tools import harmony
 
-_BEFORE, _INSIDE, _AFTER, _ALOUD = range(4)
+_BEFORE, _INSIDE, _AFTER, _CONTENT = range(4)
 
 ANY_TEXT = r"/(?s:.*)/"
 SOME_SPACE = r"/[ \t\r\n]{0,3}/"
@@ -77,7 +77,7 @@ class MarkSplitter:
     time is linear whatever the text.
     """
 
-    __slots__ = ("_begun", "_end_chars", "_ends", "_held", "_opened", "_space", "_starts", "_state")
+    __slots__ = ("_end_chars", "_ends", "_held", "_opened", "_space", "_started", "_starts", "_state")
 
     def __init__(self, marks: ReasoningFormat, opened: bool) -> None:
         self._starts = marks.starts
@@ -87,7 +87,7 @@ class MarkSplitter:
         self._state = _BEFORE
         self._held = ""
         self._space: list[str] = []
-        self._begun = False
+        self._started = False
 
     @property
     def in_reasoning(self) -> bool:
@@ -97,24 +97,24 @@ class MarkSplitter:
     @property
     def done(self) -> bool:
         """See ReasoningSplitter."""
-        return self._state == _ALOUD
+        return self._state == _CONTENT
 
     def push(self, text: str) -> tuple[str, str]:
         """See ReasoningSplitter."""
-        if self._state == _ALOUD:
+        if self._state == _CONTENT:
             return "", text
         if self._state == _INSIDE and self._is_plain(text):
             return text, ""
-        reasoning = aloud = ""
+        reasoning = content = ""
         if self._state == _BEFORE:
-            text, aloud = self._push_before(text)
+            text, content = self._push_before(text)
         if self._state == _INSIDE and text:
             reasoning, text = self._push_inside(text)
         if self._state == _AFTER:
-            aloud = text.lstrip()
-            if aloud:
-                self._state = _ALOUD
-        return reasoning, aloud
+            content = text.lstrip()
+            if content:
+                self._state = _CONTENT
+        return reasoning, content
 
     def finish(self) -> tuple[str, str]:
         """See ReasoningSplitter."""
@@ -127,7 +127,7 @@ class MarkSplitter:
 
     def _is_plain(self, text: str) -> bool:
         """Return True if a piece of reasoning can be shown unchanged, when nothing was held back before it."""
-        if self._held or self._space or not self._begun or not text or text[-1].isspace():
+        if self._held or self._space or not self._started or not text or text[-1].isspace():
             return False
         return not any(char in text for char in self._end_chars)
 
@@ -152,10 +152,10 @@ class MarkSplitter:
             self._space.clear()
             self._state = _INSIDE
             return text, ""
-        aloud = "".join(self._space) + text
+        content = "".join(self._space) + text
         self._space.clear()
-        self._state = _ALOUD
-        return "", aloud
+        self._state = _CONTENT
+        return "", content
 
     def _push_inside(self, text: str) -> tuple[str, str]:
         """Return the reasoning, and the text after its end."""
@@ -174,15 +174,15 @@ class MarkSplitter:
 
     def _trimmed(self, text: str) -> str:
         """Return the next piece of reasoning without trailing white space, which is held back."""
-        said = text.rstrip()
-        space = text[len(said) :]
-        if said:
-            said = "".join(self._space) + said if self._begun else said.lstrip()
+        trimmed = text.rstrip()
+        space = text[len(trimmed) :]
+        if trimmed:
+            trimmed = "".join(self._space) + trimmed if self._started else trimmed.lstrip()
             self._space.clear()
-            self._begun = True
-        if space and self._begun:
+            self._started = True
+        if space and self._started:
             self._space.append(space)
-        return said
+        return trimmed
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -9,8 +9,10 @@ on the text alone, so the division of the text into tokens does not matter. A ma
 at the beginning of the searched text (visible text after min_tokens), `$` and `\Z` at its end; with `(?m)`, `^` and
 `$` match at lines. A condition on the next character, such as `\b`, is decided when that character has arrived.
 
-No library does this: `re` and `regex` backtrack, and the bindings of RE2 and of Rust's regex search whole texts
-without a state that can be continued.
+Libraries considered: `re` and `regex` backtrack, so `(a+)+$` takes exponential time; the bindings of RE2 and of Rust's
+regex search whole texts and have no state that can be continued; `interegular` and `greenery` build deterministic
+automata, whose size is exponential in expressions such as `(a|b)*a(a|b){20}`. The parser is Python's own, which has no
+public name: only this module uses it, and a test checks the form of its result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 from gateway.text.grammars.regex_size import written_out_refusal
 from shared.errors import InvalidRequestError
 
-# The parser of `re` has no public name and no types. Importing it by name hides it from type checkers.
+# Imported by name, because the parser of `re` has no types. Python 3.11 introduced these names.
 op: Any = import_module("re._constants")
 _parser: Any = import_module("re._parser")
 

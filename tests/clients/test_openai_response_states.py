@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.text.grammars.strict_schema import is_strict
+from gateway.text.grammars.json_schema import is_strict
 from tests.clients.answers import HELLO, KEY
 from tests.clients.test_openai_responses import TOOLS
 from tests.clients.test_openai_tools import PARAMETERS

@@ -1,7 +1,7 @@
-"""Grammars without a library, compiled when a test says so.
+"""Fake grammars without a library, which are compiled when a test decides.
 
-The source `mod 5 for 9`: the n-th token is a multiple of 5 plus n modulo 5, nine of them are a whole text, and from the
-fifth on it may end. `bad` does not compile.
+In the source `mod 5 for 9`, the n-th token is a multiple of 5 plus n modulo 5, nine tokens are a complete text, and the
+text may end from the fifth token on. `bad` does not compile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IDS = range(3, 96)
 
 
 class FakeState:
-    """One text's place in such a grammar."""
+    """State of one text in such a grammar."""
 
     def __init__(self, source: str) -> None:
         _, modulus, _, length = source.split()
@@ -84,11 +84,11 @@ class FakePending:
 class FakeGrammars:
     """
     Args:
-        is_ready: whether a source is compiled when it is asked for the n-th time for one choice.
+        is_ready: Function that tells whether a source is compiled at the n-th query for one choice.
 
     Attributes:
-        num_pending: choices that wait.
-        states: all that were opened.
+        num_pending: Number of choices that wait.
+        states: All states that were opened.
     """
 
     def __init__(self, vocab_size: int, is_ready: Callable[[str, int], bool] = lambda source, num_polls: True) -> None:

@@ -1,4 +1,4 @@
-"""A model in ChatML with Hermes' tool calls and `<think>`, as text: its bundle, and what a worker says to a prompt."""
+"""Fake model with ChatML, Hermes tool calls and `<think>`: its text bundle, and a worker's answers to prompts."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def _tokenizer_json() -> bytes:
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Byte-level, about 350 tokens; the marks are one token each, and like the words not special."""
+    """Return a byte-level tokenizer of about 350 tokens; each mark is one token, which is not special."""
     return Tokenizer.from_str(_tokenizer_json().decode())
 
 
 def hermes_bundle() -> Bundle:
-    """The text bundle of the model."""
+    """Return the text bundle of the model."""
     return make_bundle(_tokenizer_json(), TEMPLATE)
 
 
 def ids_of_bytes(data: bytes) -> list[int]:
-    """A token for each byte, then the end: text cut anywhere, and bytes that are no text."""
+    """Return a token for each byte and the end token; the bytes need not be UTF-8."""
     return [*map(_byte_ids().__getitem__, data), END]
 
 
@@ -80,12 +80,12 @@ def _byte_ids() -> list[int]:
 
 
 def ids_of(text: str) -> list[int]:
-    """What a model samples that says `text` and ends."""
+    """Return the tokens of `text` and the end token."""
     return [*tokenizer().encode(text, add_special_tokens=False).ids, END]
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """A tool call as the model writes it."""
+    """Return a tool call as the model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -93,7 +93,7 @@ _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 def conversation(token_ids: Sequence[int]) -> list[tuple[str, str]]:
-    """(role, content) of each turn that a prompt has; results of tools have the role `tool`."""
+    """Return (role, content) of each message in a prompt; results of tools have the role `tool`."""
     text = tokenizer().decode(list(token_ids), skip_special_tokens=False)
     turns: list[tuple[str, str]] = []
     for role, content in _TURN.findall(text):
@@ -105,7 +105,7 @@ def conversation(token_ids: Sequence[int]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """An answer that ends in an error of the worker, after some text."""
+    """Answer that ends with an error of the worker after some text."""
 
     text: str
     finish: Finish
@@ -116,13 +116,13 @@ Answer = str | Sequence[int] | Callable[[list[str]], str] | Failure
 
 
 class Answers:
-    """What each question is answered with; a plain prompt is its own question. Not prepared: an error that says so."""
+    """Answers by question; a plain prompt is the question itself. An unprepared question is an error."""
 
     def __init__(self, answers: Mapping[str, Answer]) -> None:
         self._answers = answers
 
     def script(self, submit: Submit) -> list[int]:
-        """For FakeWorker."""
+        """Return the script for FakeWorker."""
         answer, results = self._find(submit)
         if callable(answer):
             answer = answer(results)
@@ -131,7 +131,7 @@ class Answers:
         return ids_of(answer) if isinstance(answer, str) else list(answer)
 
     def failure(self, submit: Submit) -> Finish | None:
-        """For FakeWorker."""
+        """Return the script for FakeWorker."""
         answer, _ = self._find(submit)
         return answer.finish if isinstance(answer, Failure) else None
 

@@ -1,4 +1,4 @@
-"""Fifty schemas of many kinds, each with what a model may be asked for."""
+"""Fifty schemas of many kinds, each with a question for a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def closed(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    """An object of these properties, all required where not said otherwise."""
+    """Return the schema of an object with these properties, all required unless given otherwise."""
     return {
         "type": "object",
         "properties": properties,

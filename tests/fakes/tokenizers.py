@@ -1,4 +1,4 @@
-"""Small tokenizers, made on the spot, as text bundles."""
+"""Small generated tokenizers as text bundles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CORPUS = [
 
 @cache
 def byte_level_json() -> bytes:
-    """A byte-level BPE of about 400 tokens; <|endoftext|> is 0, <|im_start|> 1, <|im_end|> 2."""
+    """Return a byte-level BPE of about 400 tokens; <|endoftext|> is 0, <|im_start|> 1, <|im_end|> 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def byte_level_json() -> bytes:
 
 @cache
 def byte_fallback_json() -> bytes:
-    """A BPE with bytes as fallback and U+2581 for spaces, as SentencePiece makes them."""
+    """Return a BPE with byte fallback and U+2581 for spaces, as SentencePiece builds them."""
     vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for char in "\u2581abcdefghijklmnopqrstuvwxyz.,":
@@ -62,7 +62,7 @@ def byte_fallback_json() -> bytes:
 
 @cache
 def characters_json() -> bytes:
-    """One token for each printable character but ` and ~, 96 in all; </s> is 2, the blank 3."""
+    """Return a tokenizer with one token per printable character except ` and ~, 96 in all; </s> is 2, the space 3."""
     vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u0120": 3}
     for code in range(33, 127):
         if chr(code) not in "`~":
@@ -75,7 +75,7 @@ def characters_json() -> bytes:
 
 
 def make_bundle(tokenizer_json: bytes | None = None, chat_template: str | None = CHATML, **changes: Any) -> Bundle:
-    """A bundle around a tokenizer (byte_level_json where none is given)."""
+    """Return a bundle with a tokenizer (byte_level_json by default)."""
     tokenizer_json = byte_level_json() if tokenizer_json is None else tokenizer_json
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     fields: dict[str, Any] = {"special_tokens": names, "add_bos_token": False, **changes}

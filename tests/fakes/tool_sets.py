@@ -1,4 +1,4 @@
-"""Sets of tools as programs send them, each with a question."""
+"""Sets of tools as clients send them, each with a question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACE = {
 
 
 def function(name: str, what: str, properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
-    """A tool whose parameters are these properties, all required where not said otherwise."""
+    """Return a tool with these parameters, all required unless given otherwise."""
     return {
         "type": "function",
         "function": {

@@ -1,4 +1,4 @@
-"""The processes that try grammars live and die with their gateway."""
+"""Grammar processes start and end with their gateway."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.processes import alive
 
 
 def children(pid: int) -> set[int]:
-    """Process ids of those that try grammars for a gateway."""
+    """Return the process ids of a gateway's grammar processes."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
@@ -27,7 +27,7 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_none_outlives_its_gateway(end):
+def test_processes_end_with_their_gateway(end):
     with PreparedServer({"hello": "x"}) as server:
         process = server._process
         assert process is not None
@@ -40,7 +40,7 @@ def test_none_outlives_its_gateway(end):
         wait_until(lambda: not alive(pids), 30, "the processes end")
 
 
-def test_one_that_is_killed_is_replaced():
+def test_killed_processes_are_replaced():
     with PreparedServer({"hello": "x"}) as server:
         process = server._process
         assert process is not None

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.text.tools.formats import TOOL_FORMATS
+from gateway.text.formats import TOOL_FORMATS
+from tests.fakes.chat_gateway import MODEL, ask, both, chat_gateway
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import running_core, until
 from tests.fakes.hermes import END, TEMPLATE, call_text, hermes_bundle, ids_of, tokenizer
 from tests.fakes.http_gateway import parse_events, run_gateway
-from tests.fakes.talking import MODEL, ask, both, talking
 from tests.fakes.tokenizers import make_bundle
 
 THOUGHT = "<think>\nA song? Look.\n</think>\n\n"
@@ -40,7 +40,7 @@ CALL = call_text("get_weather", ARGUMENTS)
 async def test_each_format_of_calls_streamed_and_whole(tmp_path: Path, name: str) -> None:
     """26 to 30, 36."""
     calls = TOOL_FORMATS[name].render_calls([("get_weather", ARGUMENTS)])
-    async with talking(tmp_path, THOUGHT + calls, tool_call_parser=name) as (gateway, _):
+    async with chat_gateway(tmp_path, THOUGHT + calls, tool_call_parser=name) as (gateway, _):
         answer = await both(gateway, tools=TOOLS)
         assert answer["reasoning"] == answer["reasoning_content"] == "A song? Look."
         assert [call["name"] for call in answer["calls"]] == ["get_weather"]
@@ -49,7 +49,7 @@ async def test_each_format_of_calls_streamed_and_whole(tmp_path: Path, name: str
 
 
 async def test_content_and_several_calls_and_choices(tmp_path: Path) -> None:
-    async with talking(tmp_path, f"{THOUGHT}Let me look.\n{CALL}\n{CALL}") as (gateway, _):
+    async with chat_gateway(tmp_path, f"{THOUGHT}Let me look.\n{CALL}\n{CALL}") as (gateway, _):
         answer = await both(gateway, tools=TOOLS, n=3)
         assert answer["content"].strip() == "Let me look." and len(answer["calls"]) == 2
         body = await ask(gateway, tools=TOOLS, n=3)
@@ -60,13 +60,13 @@ async def test_content_and_several_calls_and_choices(tmp_path: Path) -> None:
 
 
 async def test_calls_alone_have_null_for_content(tmp_path: Path) -> None:
-    async with talking(tmp_path, CALL) as (gateway, _):
+    async with chat_gateway(tmp_path, CALL) as (gateway, _):
         message = (await ask(gateway, tools=TOOLS))["choices"][0]["message"]
         assert message["content"] is None and "reasoning" not in message and "reasoning_content" not in message
 
 
 async def test_without_tools_calls_are_content(tmp_path: Path) -> None:
-    async with talking(tmp_path, CALL) as (gateway, worker):
+    async with chat_gateway(tmp_path, CALL) as (gateway, worker):
         none: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
         for fields in none:
             answer = await both(gateway, **fields)
@@ -76,7 +76,7 @@ async def test_without_tools_calls_are_content(tmp_path: Path) -> None:
 
 async def test_a_plain_answer_to_a_request_with_tools(tmp_path: Path) -> None:
     """33."""
-    async with talking(tmp_path, "Just <tool words.") as (gateway, _):
+    async with chat_gateway(tmp_path, "Just <tool words.") as (gateway, _):
         answer = await both(gateway, tools=TOOLS)
         assert (answer["content"], answer["calls"], answer["finish_reason"]) == ("Just <tool words.", [], "stop")
 
@@ -84,7 +84,7 @@ async def test_a_plain_answer_to_a_request_with_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool_choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_a_call_that_is_cut_off(tmp_path: Path, tool_choice: Any) -> None:
     """34: never called complete."""
-    async with talking(tmp_path, CALL) as (gateway, _):
+    async with chat_gateway(tmp_path, CALL) as (gateway, _):
         answer = await both(gateway, tools=TOOLS, tool_choice=tool_choice, max_tokens=40)
         assert answer["finish_reason"] == "length"
         assert answer["calls"][0]["name"] == "get_weather"
@@ -92,7 +92,7 @@ async def test_a_call_that_is_cut_off(tmp_path: Path, tool_choice: Any) -> None:
 
 
 async def test_a_named_function_ends_with_stop(tmp_path: Path) -> None:
-    async with talking(tmp_path, CALL) as (gateway, worker):
+    async with chat_gateway(tmp_path, CALL) as (gateway, worker):
         named = {"type": "function", "function": {"name": "get_weather"}}
         answer = await both(gateway, tools=TOOLS, tool_choice=named)
         assert answer["finish_reason"] == "stop" and len(answer["calls"]) == 1
@@ -104,14 +104,14 @@ async def test_a_named_function_ends_with_stop(tmp_path: Path) -> None:
 
 async def test_stop_strings_are_for_what_is_said_aloud(tmp_path: Path) -> None:
     """11: not for reasoning; what matched is not returned."""
-    async with talking(tmp_path, THOUGHT + "I know a song about it.") as (gateway, _):
+    async with chat_gateway(tmp_path, THOUGHT + "I know a song about it.") as (gateway, _):
         answer = await both(gateway, stop=["song"], tools=TOOLS)
         assert (answer["reasoning"], answer["content"]) == ("A song? Look.", "I know a ")
         assert answer["finish_reason"] == "stop"
 
 
 async def test_reasoning_that_is_cut_off(tmp_path: Path) -> None:
-    async with talking(tmp_path, "<think>\nOn and on and on") as (gateway, _):
+    async with chat_gateway(tmp_path, "<think>\nOn and on and on") as (gateway, _):
         answer = await both(gateway, max_tokens=6)
         assert answer["content"] == "" and "On".startswith(answer["reasoning"][:2]) and answer["reasoning"]
         assert answer["finish_reason"] == "length"
@@ -119,7 +119,7 @@ async def test_reasoning_that_is_cut_off(tmp_path: Path) -> None:
 
 
 async def test_reasoning_can_be_left_out_and_is_counted(tmp_path: Path) -> None:
-    async with talking(tmp_path, THOUGHT + "Yes.") as (gateway, _):
+    async with chat_gateway(tmp_path, THOUGHT + "Yes.") as (gateway, _):
         answer = await both(gateway, include_reasoning=False)
         assert (answer["content"], answer["reasoning"], answer["reasoning_content"]) == ("Yes.", "", "")
         body = await ask(gateway, include_reasoning=False)
@@ -135,7 +135,7 @@ async def test_reasoning_can_be_left_out_and_is_counted(tmp_path: Path) -> None:
 
 async def test_logprobs_of_all_tokens_in_order(tmp_path: Path) -> None:
     text = THOUGHT + "Yes.\n" + CALL
-    async with talking(tmp_path, text) as (gateway, _):
+    async with chat_gateway(tmp_path, text) as (gateway, _):
         body = await ask(gateway, tools=TOOLS, logprobs=True)
         content = body["choices"][0]["logprobs"]["content"]
         assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
@@ -147,7 +147,7 @@ async def test_logprobs_of_all_tokens_in_order(tmp_path: Path) -> None:
 
 async def test_thinking_and_its_budget_reach_the_worker(tmp_path: Path) -> None:
     opening, closing = (tokenizer().token_to_id(mark) for mark in ("<think>", "</think>"))
-    async with talking(tmp_path, "Yes.") as (gateway, worker):
+    async with chat_gateway(tmp_path, "Yes.") as (gateway, worker):
         await ask(gateway, thinking_token_budget=7, reasoning_effort="high")
         thinking = worker.submits()[-1].sampling.thinking
         assert thinking is not None and not thinking.open and thinking.max_tokens == 7
@@ -169,7 +169,7 @@ async def test_a_prompt_that_opens_the_reasoning(tmp_path: Path) -> None:
     template = TEMPLATE.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}")
     assert template != TEMPLATE
     bundle = make_bundle(tokenizer().to_str().encode(), template)
-    async with talking(tmp_path, "Hm.\n</think>\nYes.", bundle=bundle) as (gateway, worker):
+    async with chat_gateway(tmp_path, "Hm.\n</think>\nYes.", bundle=bundle) as (gateway, worker):
         answer = await both(gateway)
         assert (answer["reasoning"], answer["content"]) == ("Hm.", "Yes.")
         await ask(gateway, thinking_token_budget=3)
@@ -189,7 +189,7 @@ async def test_a_prompt_that_opens_the_reasoning(tmp_path: Path) -> None:
 async def test_bad_schemas_of_tools_are_named(tmp_path: Path, schema: dict[str, Any]) -> None:
     """CVE-2025-48944. The next request is served."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    async with talking(tmp_path, "Yes.") as (gateway, worker):
+    async with chat_gateway(tmp_path, "Yes.") as (gateway, worker):
         status, body, _ = await gateway.chat(model=MODEL, tools=tools, tool_choice="required")
         assert status == 400 and body["error"]["param"].startswith("tools"), body
         assert worker.submits() == []
@@ -197,7 +197,7 @@ async def test_bad_schemas_of_tools_are_named(tmp_path: Path, schema: dict[str, 
 
 
 async def test_tool_choice_without_tools(tmp_path: Path) -> None:
-    async with talking(tmp_path, "Yes.") as (gateway, _):
+    async with chat_gateway(tmp_path, "Yes.") as (gateway, _):
         for fields in (
             {"tool_choice": "required"},
             {"tool_choice": "sometimes", "tools": TOOLS},
@@ -215,7 +215,7 @@ async def test_structured_output_after_reasoning(tmp_path: Path) -> None:
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    async with talking(tmp_path, THOUGHT + '{"a": 1}') as (gateway, worker):
+    async with chat_gateway(tmp_path, THOUGHT + '{"a": 1}') as (gateway, worker):
         answer = await both(gateway, response_format=form, tools=TOOLS)
         assert (answer["reasoning"], answer["content"]) == ("A song? Look.", '{"a": 1}')
         grammar = worker.submits()[-1].grammar
@@ -239,7 +239,7 @@ async def test_structured_output_after_reasoning(tmp_path: Path) -> None:
 
 
 async def test_a_prompt_is_counted_as_chat_makes_it(tmp_path: Path) -> None:
-    async with talking(tmp_path, "Yes.") as (gateway, _):
+    async with chat_gateway(tmp_path, "Yes.") as (gateway, _):
         messages = [{"role": "user", "content": "hi"}]
         for fields in ({}, {"tools": TOOLS}, {"reasoning_effort": "none"}):
             status, counted, _ = await gateway.post("/tokenize", {"model": MODEL, "messages": messages, **fields})
@@ -251,7 +251,7 @@ async def test_a_prompt_is_counted_as_chat_makes_it(tmp_path: Path) -> None:
 
 
 async def test_without_a_reasoning_format_all_is_content(tmp_path: Path) -> None:
-    async with talking(tmp_path, THOUGHT + "Yes.", reasoning_parser="none") as (gateway, _):
+    async with chat_gateway(tmp_path, THOUGHT + "Yes.", reasoning_parser="none") as (gateway, _):
         answer = await both(gateway)
         assert (answer["content"], answer["reasoning"]) == (THOUGHT + "Yes.", "")
         assert "reasoning_tokens" not in (await ask(gateway))["usage"]["completion_tokens_details"]
@@ -261,14 +261,14 @@ async def test_without_a_reasoning_format_all_is_content(tmp_path: Path) -> None
 
 
 async def test_a_model_that_is_not_to_call(tmp_path: Path) -> None:
-    async with talking(tmp_path, CALL, tool_call_parser="none") as (gateway, _):
+    async with chat_gateway(tmp_path, CALL, tool_call_parser="none") as (gateway, _):
         status, body, _ = await gateway.chat(model=MODEL, tools=TOOLS)
         assert status == 400 and body["error"]["param"] == "tools"
         assert (await both(gateway, tools=TOOLS, tool_choice="none"))["content"] == CALL
 
 
 async def test_the_last_message_is_continued(tmp_path: Path) -> None:
-    async with talking(tmp_path, " fox.") as (gateway, worker):
+    async with chat_gateway(tmp_path, " fox.") as (gateway, worker):
         messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "The quick "}]
         answer = await both(gateway, messages=messages, continue_final_message=True)
         assert answer["content"] == " fox."
@@ -290,13 +290,13 @@ async def test_the_last_message_is_continued(tmp_path: Path) -> None:
 
 async def test_documents_need_a_template_that_reads_them(tmp_path: Path) -> None:
     documents = [{"title": "a", "text": "b"}]
-    async with talking(tmp_path, "Yes.") as (gateway, _):
+    async with chat_gateway(tmp_path, "Yes.") as (gateway, _):
         status, body, _ = await gateway.chat(model=MODEL, documents=documents)
         assert status == 400 and body["error"]["param"] == "documents"
     template = "{% for one in documents or [] %}[{{ one.title }}: {{ one.text }}]{% endfor %}" + TEMPLATE
     bundle = make_bundle(tokenizer().to_str().encode(), template)
     (tmp_path / "two").mkdir()
-    async with talking(tmp_path / "two", "Yes.", bundle=bundle) as (gateway, worker):
+    async with chat_gateway(tmp_path / "two", "Yes.", bundle=bundle) as (gateway, worker):
         await ask(gateway, documents=documents)
         assert tokenizer().decode(worker.submits()[-1].token_ids).startswith("[a: b]")
         await ask(gateway)
@@ -304,7 +304,7 @@ async def test_documents_need_a_template_that_reads_them(tmp_path: Path) -> None
 
 
 async def test_results_of_calls_go_back(tmp_path: Path) -> None:
-    async with talking(tmp_path, "Done.") as (gateway, worker):
+    async with chat_gateway(tmp_path, "Done.") as (gateway, worker):
         call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}
         messages = [
             {"role": "user", "content": "Weather?"},
@@ -333,7 +333,7 @@ async def test_templates_that_know_null_get_it(tmp_path: Path) -> None:
         bundle = make_bundle(tokenizer().to_str().encode(), source)
         directory = tmp_path / str(number)
         await asyncio.to_thread(directory.mkdir)
-        async with talking(directory, "Yes.", bundle=bundle, tool_call_parser="hermes") as (gateway, worker):
+        async with chat_gateway(directory, "Yes.", bundle=bundle, tool_call_parser="hermes") as (gateway, worker):
             await ask(gateway, messages=messages)
             assert tokenizer().decode(worker.submits()[-1].token_ids) == prompt
 
@@ -413,7 +413,7 @@ async def test_what_a_template_refuses_is_a_clear_400(tmp_path: Path) -> None:
     )
     bundle = make_bundle(tokenizer().to_str().encode(), template)
     user = {"role": "user", "content": "a"}
-    async with talking(tmp_path, "Yes.", bundle=bundle) as (gateway, _):
+    async with chat_gateway(tmp_path, "Yes.", bundle=bundle) as (gateway, _):
         for messages, words in (
             ([user, user], "Conversation roles must alternate"),
             ([{"role": "system", "content": "x"}, user], "System role not supported"),

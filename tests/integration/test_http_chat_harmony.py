@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from shared.messages import Bundle
-from tests.fakes.talking import MODEL, ask, both, talking
+from tests.fakes.chat_gateway import MODEL, ask, both, chat_gateway
 from tests.fakes.tokenizers import byte_level_json, make_bundle
 
 END = 2
@@ -50,7 +50,7 @@ def ids(text: str) -> list[int]:
 
 async def say(directory: Path, text: str, **fields: Any) -> dict[str, Any]:
     await asyncio.to_thread(directory.mkdir)
-    async with talking(directory, lambda _: [*ids(text), END], bundle=bundle()) as (gateway, _):
+    async with chat_gateway(directory, lambda _: [*ids(text), END], bundle=bundle()) as (gateway, _):
         return await both(gateway, **fields)
 
 
@@ -78,7 +78,7 @@ async def test_a_call(tmp_path: Path) -> None:
 async def test_grammars_hold_whole_messages(tmp_path: Path) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "required": ["b"]}}}
     model = LLTokenizer(tokenizer().to_str(), eos_token=END)
-    async with talking(tmp_path, lambda _: [*ids(FINAL + '{"b": 1}'), END], bundle=bundle()) as (gateway, worker):
+    async with chat_gateway(tmp_path, lambda _: [*ids(FINAL + '{"b": 1}'), END], bundle=bundle()) as (gateway, worker):
 
         async def accepted(**fields: Any) -> list[bool]:
             await ask(gateway, **fields)
@@ -99,7 +99,7 @@ async def test_grammars_hold_whole_messages(tmp_path: Path) -> None:
 
 
 async def test_effort_and_budget(tmp_path: Path) -> None:
-    async with talking(tmp_path, lambda _: [*ids(FINAL + "Yes."), END], bundle=bundle()) as (gateway, worker):
+    async with chat_gateway(tmp_path, lambda _: [*ids(FINAL + "Yes."), END], bundle=bundle()) as (gateway, worker):
         await ask(gateway, reasoning_effort="low", thinking_token_budget=9)
         submit = worker.submits()[-1]
         assert tokenizer().decode(submit.token_ids, False).startswith("<|start|>system<|message|>Reasoning: low<|end|>")
@@ -117,7 +117,7 @@ async def test_a_call_in_the_history(tmp_path: Path) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "c", "content": "1"},
     ]
-    async with talking(tmp_path, lambda _: [*ids(FINAL + "Yes."), END], bundle=bundle()) as (gateway, worker):
+    async with chat_gateway(tmp_path, lambda _: [*ids(FINAL + "Yes."), END], bundle=bundle()) as (gateway, worker):
         status, _, _ = await gateway.chat(model=MODEL, messages=messages, tools=TOOLS)
         assert status == 200
         prompt = tokenizer().decode(worker.submits()[-1].token_ids, False)

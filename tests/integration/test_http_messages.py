@@ -13,10 +13,9 @@ import orjson
 import pytest
 
 from gateway.flow.events import TextDelta
-from gateway.text.formats import ModelFormats
+from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
-from gateway.text.tools.formats import TOOL_FORMATS
 from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, Step, facts, spell
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, run_gateway
 

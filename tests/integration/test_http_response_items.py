@@ -10,8 +10,7 @@ import orjson
 import pytest
 
 from gateway.flow.events import TextDelta
-from gateway.text.formats import ModelFormats
-from gateway.text.tools.formats import TOOL_FORMATS
+from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from tests.fakes.fake_generator import MODEL, SUPPORT
 from tests.fakes.http_gateway import OTHER_KEY, USER_KEY, Gateway, run_gateway
 from tests.integration.test_http_responses import ask, create

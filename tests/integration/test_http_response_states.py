@@ -11,9 +11,8 @@ import pytest
 
 from gateway.flow.events import TextDelta
 from gateway.http.app_keys import RESPONSES, STREAMS
-from gateway.text.formats import ModelFormats
+from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
-from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
 from tests.fakes.fake_generator import MODEL, SUPPORT
 from tests.fakes.http_gateway import Gateway, run_gateway

@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from shared.messages import DraftCounts, Submit, WorkerStats
 from shared.metrics import WorkerCollector
+from tests.fakes.chat_gateway import MODEL, ask, chat_gateway
 from tests.fakes.fake_generator import FakeEntry, FakeGenerator, FakeModels, facts, spell
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.gateway_core import running_core, until
 from tests.fakes.hermes import ids_of
 from tests.fakes.http_gateway import Gateway, parse_events, run_gateway
-from tests.fakes.talking import MODEL, ask, talking
 
 TEXT = "The rain in Spain."
 PREDICTION = {"prediction": {"type": "content", "content": "The rain in Rome."}}
@@ -33,7 +33,7 @@ def details(accepted: int, rejected: int) -> dict[str, int]:
 
 
 async def test_accepted_and_rejected_tokens_are_in_the_usage(tmp_path: Path) -> None:
-    async with talking(tmp_path, TEXT, **DRAFTS) as (gateway, _):
+    async with chat_gateway(tmp_path, TEXT, **DRAFTS) as (gateway, _):
         body = await ask(gateway)
         usage = body["usage"]
         assert body["choices"][0]["message"]["content"] == TEXT
@@ -52,7 +52,7 @@ async def test_accepted_and_rejected_tokens_are_in_the_usage(tmp_path: Path) -> 
 
 
 async def test_continuous_usage_has_them_from_the_end_of_the_choice_on(tmp_path: Path) -> None:
-    async with talking(tmp_path, TEXT, **DRAFTS) as (gateway, _):
+    async with chat_gateway(tmp_path, TEXT, **DRAFTS) as (gateway, _):
         body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "stream_options": {"continuous_usage_stats": True}}
         *chunks, done = parse_events(await gateway.stream_raw("/v1/completions", body))
     assert done == "[DONE]"
@@ -62,7 +62,7 @@ async def test_continuous_usage_has_them_from_the_end_of_the_choice_on(tmp_path:
 
 
 async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path) -> None:
-    async with talking(tmp_path, TEXT, **DRAFTS) as (gateway, _):
+    async with chat_gateway(tmp_path, TEXT, **DRAFTS) as (gateway, _):
         # The first step gives "The ra", the second "i", the third "n i". An accepted token behind the stop string is
         # in no completion.
         for stop, counts in (("The", (1, 4)), ("The ", (2, 3)), (" ra", (3, 2)), ("rai", (3, 3)), ("pain", (5, 3))):
@@ -73,14 +73,14 @@ async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path
 
 
 async def test_without_drafts_there_are_none(tmp_path: Path) -> None:
-    async with talking(tmp_path, TEXT, reasoning_parser="none") as (gateway, _):
+    async with chat_gateway(tmp_path, TEXT, reasoning_parser="none") as (gateway, _):
         assert (await ask(gateway))["usage"]["completion_tokens_details"] == details(0, 0)
         assert (await usage_of_stream(gateway))["completion_tokens_details"] == details(0, 0)
 
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_what_the_worker_is_told(tmp_path: Path, streams: bool) -> None:
-    async with talking(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):
+    async with chat_gateway(tmp_path, TEXT, speculative_method="ngram") as (gateway, worker):
 
         async def told(**fields: Any) -> Submit:
             await (usage_of_stream(gateway, **fields) if streams else ask(gateway, **fields))

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from gateway.flow.events import TextDelta
-from gateway.text.formats import ModelFormats
+from gateway.text.formats import TOOL_FORMATS, ModelFormats
 from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
-from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import WorkerLostError
 from shared.messages import DraftCounts
 from tests.fakes.fake_generator import MODEL, SUPPORT, FakeEntry, FakeGenerator, FakeModels, facts, spell

@@ -233,20 +233,20 @@ async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: f
     if source is None or sink is None:
         raise InternalError("The process for grammars has no pipes.")
 
-    async def talk() -> Verdict:
+    async def send_and_receive() -> Verdict:
         sink.write(HEADER.pack(len(body)) + body)
         await sink.drain()
         (size,) = HEADER.unpack(await source.readexactly(HEADER.size))
         return msgspec.msgpack.decode(await source.readexactly(size), type=Verdict)
 
     began, spent = time.monotonic(), _cpu_seconds(process.pid)
-    talking = asyncio.create_task(talk())
+    exchange = asyncio.create_task(send_and_receive())
     wait = timeout
     try:
         while True:
-            done, _ = await asyncio.wait({talking}, timeout=wait)
+            done, _ = await asyncio.wait({exchange}, timeout=wait)
             if done:
-                return talking.result()
+                return exchange.result()
             waited, used = time.monotonic() - began, _cpu_seconds(process.pid) - spent
             if used > timeout / 2:
                 raise TimeoutError
@@ -258,8 +258,8 @@ async def _exchange(process: asyncio.subprocess.Process, body: bytes, timeout: f
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     finally:
-        talking.cancel()
-        await asyncio.gather(talking, return_exceptions=True)
+        exchange.cancel()
+        await asyncio.gather(exchange, return_exceptions=True)
 
 
 def _cpu_seconds(pid: int) -> float:

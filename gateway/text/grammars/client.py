@@ -42,7 +42,7 @@ def regex_fragment(pattern: str, name: str, place: str) -> Fragment:
     if "\n" in pattern and _VERBOSE.search(pattern):
         raise refusal(place, "line breaks are not supported in verbose mode, (?x)")
     check_size(pattern, place)
-    # A model that is told that \d means one of ten digits might otherwise generate one of Unicode's 700 other digits.
+    # A model that expects \d to be one of ten digits might otherwise generate one of Unicode's 700 other digits.
     return Fragment(name, (f"{name}: /{regex_to_lark(pattern, _ASCII_CLASSES) or '(?:)'}/",), param=place)
 
 
@@ -53,8 +53,8 @@ def choice_fragment(choices: Sequence[str], name: str, place: str) -> Fragment:
     if sum(map(len, choices)) > MAX_CHOICE_LENGTH:
         raise refusal(place, f"the choices have more than {MAX_CHOICE_LENGTH} characters together")
     # A terminal, because one choice may be the beginning of another.
-    spelled = " | ".join(literal(choice, {}) for choice in dict.fromkeys(choices))
-    return Fragment(name, (f"{name}: {spelled}",), param=place)
+    alternatives = " | ".join(literal(choice, {}) for choice in dict.fromkeys(choices))
+    return Fragment(name, (f"{name}: {alternatives}",), param=place)
 
 
 def grammar_fragment(grammar: str, name: str, place: str) -> Fragment:

@@ -115,9 +115,9 @@ class _Sets:
         self.first = dict.fromkeys(rules, 0)
         self.nullable = dict.fromkeys(rules, False)
         self.follow = dict.fromkeys(rules, 0)
-        self.converged = self._settle(rules, self._begin) and self._settle(rules, self._end)
+        self.converged = self._iterate(rules, self._begin) and self._iterate(rules, self._end)
 
-    def _settle(self, rules: Mapping[str, Node], update: Callable[[str, Node], None]) -> bool:
+    def _iterate(self, rules: Mapping[str, Node], update: Callable[[str, Node], None]) -> bool:
         for _ in range(MAX_PASSES):
             before = (dict(self.first), dict(self.nullable), dict(self.follow))
             for name, node in rules.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.text.grammars.regex_size import check_size
@@ -67,6 +67,14 @@ _CONSTRAINTS = frozenset(
         *("exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties", "additionalItems"),
     }
 )
+_NOT_STRICT = frozenset(
+    {
+        *("allOf", "oneOf", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "patternProperties"),
+        *("propertyNames", "minProperties", "maxProperties", "unevaluatedProperties", "unevaluatedItems", "contains"),
+        *("minContains", "maxContains", "uniqueItems", "prefixItems", "additionalItems"),
+    }
+)
+"""Keywords outside the subset of JSON Schema that OpenAI supports with `strict`."""
 
 
 def json_expression(
@@ -282,3 +290,72 @@ def _number(node: Mapping[str, Any], *names: str) -> float | None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
     return None
+
+
+def check_strict(schema: Mapping[str, Any], place: str) -> None:
+    """Check that a schema belongs to the subset of JSON Schema that OpenAI supports with `strict`.
+
+    Every object lists all its properties and allows no others (OpenAI's guide "Structured outputs", "Supported
+    schemas").
+
+    Raises:
+        InvalidRequestError: It does not; the error has `place` as its parameter.
+    """
+    root_type = schema.get("type")
+    if "anyOf" in schema or ("$ref" not in schema and root_type != "object"):
+        raise _strict_error(place, "", 'with strict, the schema itself must have type "object" and no anyOf')
+    nodes: list[tuple[Any, str]] = [(schema, "")]
+    num_nodes = 0
+    while nodes:
+        node, path = nodes.pop()
+        num_nodes += 1
+        if num_nodes > MAX_NODES:
+            raise _strict_error(place, "", f"it has more than {MAX_NODES} schemas")
+        if isinstance(node, dict):
+            _check_strict_node(node, place, path)
+            nodes.extend((child, path + step) for child, step in _strict_children(node))
+
+
+def is_strict(schema: object) -> bool:
+    """Return True if OpenAI supports this schema with `strict`."""
+    if not isinstance(schema, dict):
+        return False
+    try:
+        check_strict(schema, "")
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def _check_strict_node(node: Mapping[str, Any], place: str, path: str) -> None:
+    if refused := sorted(_NOT_STRICT.intersection(node)):
+        raise _strict_error(place, path, f"with strict, {refused[0]} is not allowed")
+    kinds = node.get("type")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds) and "properties" not in node:
+        return
+    if node.get("additionalProperties") is not False:
+        raise _strict_error(place, path, "with strict, each object must have additionalProperties: false")
+    properties = node.get("properties", {})
+    required = node.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return
+    listed = {name for name in required if isinstance(name, str)}
+    missing = [name for name in properties if name not in listed]
+    if missing:
+        name = missing[0][:64]
+        raise _strict_error(place, path, f"with strict, required must list every property; {name!r} is missing")
+
+
+def _strict_children(node: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(value := node.get(name), dict):
+            yield from ((child, f".{name}.{key[:64]}") for key, child in value.items())
+    if isinstance(value := node.get("anyOf"), list):
+        yield from ((child, f".anyOf[{index}]") for index, child in enumerate(value))
+    if "items" in node:
+        yield node["items"], ".items"
+
+
+def _strict_error(place: str, path: str, what: str) -> InvalidRequestError:
+    where = f" (at {place}{path})" if path else ""
+    return InvalidRequestError(f"{place} cannot be used: {what}{where}.", param=place, code="invalid_json_schema")

@@ -257,12 +257,12 @@ class _Writer:
 
     def _text_until(self, end: str) -> str:
         """Return an expression for any text up to and including the first occurrence of this one."""
-        spelled = self._literal(end)
+        expression = self._literal(end)
         if any(token in end for token in self._special_ids):
             # Special tokens are not text, so free text need not end before them.
-            return f"{self._text()} {spelled}"
+            return f"{self._text()} {expression}"
         name = self._name("st")
-        self.rules.append(f"{name}[lazy]: {self._text()} {spelled}")
+        self.rules.append(f"{name}[lazy]: {self._text()} {expression}")
         return name
 
     def _literal(self, text: str) -> str:

@@ -9,17 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammars.grammar import Fragment, literal
+from gateway.text.grammars.grammar import literal
 from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import (
-    Arguments,
-    call_rules,
-    enforced_arguments,
-    free_arguments,
-    repeated,
-    triggered,
-)
-from gateway.text.tools.format import CallArguments, Tool, ToolFormat
+from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules, repeated
+from gateway.text.tools.format import CallArguments, Tool
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import MAX_NAME, Steps
 
@@ -27,7 +20,7 @@ CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
 
-class DeepSeekFormat(ToolFormat):
+class DeepSeekFormat(MarkedFormat):
     """Format of DeepSeek. See ToolFormat.
 
     Args:
@@ -39,47 +32,33 @@ class DeepSeekFormat(ToolFormat):
     def __init__(self, *, fenced: bool) -> None:
         self.name = "deepseek_v3" if fenced else "deepseek_v31"
         self._fenced = fenced
+        self._between = "\n" if fenced else ""
+        self._tail = ("\n```" if fenced else "") + CALL_END
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat. The parser reads both forms."""
         return DeepSeekParser(self.new_call_id)
-
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        rules = self._rules(tools, special_ids, enforced_arguments, parallel=parallel)
-        return Fragment(f"{literal(CALLS_BEGIN, special_ids)} t_body", rules)
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        rules = self._rules(tools, special_ids, free_arguments, parallel=parallel)
-        return triggered(CALLS_BEGIN, special_ids, "t_body", rules, parallel=parallel)
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         texts = [self._head(name) + json.dumps(values, ensure_ascii=False) + self._tail for name, values in calls]
         return CALLS_BEGIN + self._between.join(texts) + CALLS_END
 
-    @property
-    def _between(self) -> str:
-        return "\n" if self._fenced else ""
-
     def _head(self, name: str) -> str:
         return CALL_BEGIN + (f"function{SEPARATOR}{name}\n```json\n" if self._fenced else f"{name}{SEPARATOR}")
 
-    @property
-    def _tail(self) -> str:
-        return ("\n```" if self._fenced else "") + CALL_END
-
-    def _rules(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments, *, parallel: bool
-    ) -> tuple[str, ...]:
+    def after_mark(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """See MarkedFormat."""
         tail = literal(self._tail, special_ids)
-        calls = call_rules(
-            tools, lambda tool: f"{literal(self._head(tool.name), special_ids)} {arguments(tool)} {tail}"
-        )
+
+        def call(tool: Tool) -> str:
+            return f"{literal(self._head(tool.name), special_ids)} {call_arguments(tool, free=free)} {tail}"
+
         following = f"{json.dumps(self._between)} t_call" if self._between else "t_call"
         several = repeated("t_call", following, parallel=parallel)
-        return (f"t_body: {several} {literal(CALLS_END, special_ids)}", *calls)
+        return "t_body", (f"t_body: {several} {literal(CALLS_END, special_ids)}", *call_rules(tools, call))
 
 
 class DeepSeekParser(JsonCallParser):

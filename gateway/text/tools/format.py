@@ -101,10 +101,12 @@ class ToolFormat(Protocol):
         ...
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """Return the grammar of any text in which whatever begins like a call is one.
+        """Return the grammar of a message of calls only, whose arguments follow the schemas of their tools.
 
-        Arguments of strict tools follow their schemas; those of others are any JSON object. See call_grammar for the
-        arguments.
+        Args:
+            tools: Tools that may be called.
+            special_ids: Id by text of each special token.
+            parallel: Allow several calls; otherwise exactly one.
         """
         ...
 

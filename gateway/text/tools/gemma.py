@@ -10,17 +10,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammars.grammar import Fragment, literal
+from gateway.text.grammars.grammar import literal
 from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import (
-    Arguments,
-    call_rules,
-    enforced_arguments,
-    free_arguments,
-    repeated,
-    triggered,
-)
-from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
+from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules
+from gateway.text.tools.format import CallArguments, NewId, Tool
 from gateway.text.tools.literals import LiteralReader
 from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Sink, Source, Steps
 
@@ -28,7 +21,7 @@ _CALL = "call:"
 _KEY = re.compile(r"[\w.$-]+")
 
 
-class GemmaFormat(ToolFormat):
+class GemmaFormat(MarkedFormat):
     """Format of FunctionGemma and Gemma 4. See ToolFormat.
 
     Args:
@@ -36,6 +29,8 @@ class GemmaFormat(ToolFormat):
         closing: Mark after a call.
         quote: Mark before and after a text.
     """
+
+    separator = ""
 
     def __init__(self, name: str, opening: str, closing: str, quote: str) -> None:
         self.name = name
@@ -45,25 +40,18 @@ class GemmaFormat(ToolFormat):
         """See ToolFormat."""
         return GemmaParser(self.new_call_id, *self.marks)
 
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        one = f"{literal(self.marks[0], special_ids)} t_body"
-        return Fragment(repeated(one, one, parallel=parallel), self._rules(tools, special_ids, enforced_arguments))
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        rules = self._rules(tools, special_ids, free_arguments)
-        return triggered(self.marks[0], special_ids, "t_body", rules, parallel=parallel)
+    def after_mark(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """See MarkedFormat."""
+        calls = call_rules(tools, lambda tool: f"{json.dumps(_CALL + tool.name)} {call_arguments(tool, free=free)}")
+        return "t_body", (f"t_body: t_call {literal(self.marks[1], special_ids)}", *calls)
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         opening, closing, _ = self.marks
         texts = [f"{_CALL}{name}{json.dumps(values, ensure_ascii=False)}" for name, values in calls]
         return "".join(f"{opening}{text}{closing}" for text in texts)
-
-    def _rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments) -> tuple[str, ...]:
-        calls = call_rules(tools, lambda tool: f"{json.dumps(_CALL + tool.name)} {arguments(tool)}")
-        return (f"t_body: t_call {literal(self.marks[1], special_ids)}", *calls)
 
 
 class GemmaParser(CallParser):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import ANY_TEXT, Arguments, call_rules, enforced_arguments, free_arguments
+from gateway.text.tools.calls_grammar import ANY_TEXT, call_arguments, call_rules
 from gateway.text.tools.format import CallArguments, Tool, ToolFormat
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import Source, Steps, read_on
@@ -45,21 +45,21 @@ class HarmonyFormat(ToolFormat):
 
     def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        return Fragment(_opened("t_call", special_ids), self._rules(tools, special_ids, enforced_arguments))
+        return Fragment(_opened("t_call", special_ids), self._rules(tools, special_ids, free=False))
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
         final = literal(FINAL, special_ids)
         commentary = literal(f"{CHANNEL}commentary{MESSAGE}", special_ids)
-        said = f"{any_of([final, commentary])} T_TEXT {literal(END, special_ids)}"
+        message = f"{any_of([final, commentary])} T_TEXT {literal(END, special_ids)}"
         rules = (
             f"T_TEXT: {ANY_TEXT}",
-            f"t_said: {_opened(said, special_ids)}",
+            f"t_message: {_opened(message, special_ids)}",
             f"t_final: {_opened(f'{final} T_TEXT', special_ids)}",
             f"t_opened: {_opened('t_call', special_ids)}",
         )
-        body = f"t_said* {any_of(['t_final', 't_opened'])}"
-        return Fragment(body, (*rules, *self._rules(tools, special_ids, free_arguments)))
+        body = f"t_message* {any_of(['t_final', 't_opened'])}"
+        return Fragment(body, (*rules, *self._rules(tools, special_ids, free=True)))
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
@@ -67,9 +67,13 @@ class HarmonyFormat(ToolFormat):
         return OPENING.join(texts)
 
     @staticmethod
-    def _rules(tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments) -> tuple[str, ...]:
+    def _rules(tools: Sequence[Tool], special_ids: Mapping[str, int], *, free: bool) -> tuple[str, ...]:
         end = f"({literal(CALL, special_ids)})?"
-        return call_rules(tools, lambda tool: f"{literal(_header(tool.name), special_ids)} {arguments(tool)} {end}")
+
+        def call(tool: Tool) -> str:
+            return f"{literal(_header(tool.name), special_ids)} {call_arguments(tool, free=free)} {end}"
+
+        return call_rules(tools, call)
 
 
 def final_message(content: Fragment, special_ids: Mapping[str, int]) -> Fragment:
@@ -124,7 +128,7 @@ class HarmonySplitter:
     def __init__(self, opened: bool) -> None:
         self._source = Source()
         self._reasoning: list[str] = []
-        self._aloud: list[str] = []
+        self._content: list[str] = []
         self._inside = opened
         self._steps: Steps[None] | None = self._read()
         self._resume()
@@ -151,9 +155,9 @@ class HarmonySplitter:
 
     def _resume(self) -> tuple[str, str]:
         self._steps = read_on(self._steps)
-        found = "".join(self._reasoning), "".join(self._aloud)
+        found = "".join(self._reasoning), "".join(self._content)
         self._reasoning.clear()
-        self._aloud.clear()
+        self._content.clear()
         return found
 
     def _read(self) -> Steps[None]:
@@ -162,7 +166,7 @@ class HarmonySplitter:
         is_call = False
         mark = "" if self._inside else (yield from source.accept_any((OPENING, CHANNEL)))
         while True:
-            sink = self._reasoning.append if self._inside else self._aloud.append
+            sink = self._reasoning.append if self._inside else self._content.append
             if mark in (OPENING, CHANNEL):
                 source.begin_trial(mark)
                 header = yield from source.line_to(MESSAGE, _MAX_HEADER)
@@ -171,7 +175,7 @@ class HarmonySplitter:
                 taken = source.end_trial()
                 self._inside = header is not None and _is_analysis(header)
                 is_call = header is None or _RECIPIENT.search(header) is not None
-                sink = self._reasoning.append if self._inside else self._aloud.append
+                sink = self._reasoning.append if self._inside else self._content.append
                 if is_call:
                     sink(taken)
                 elif parts[self._inside]:
@@ -181,7 +185,7 @@ class HarmonySplitter:
             self._inside = False
             if is_call and mark in ENDS:
                 # Inside a string of the arguments it is text; HarmonyParser distinguishes the cases.
-                self._aloud.append(mark)
+                self._content.append(mark)
             if not mark:
                 return
 

@@ -1,4 +1,17 @@
-"""Tool calls of Hermes, Qwen 2.5 and 3, and many others: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Tool calls between `<tool_call>` and `</tool_call>`: Hermes' JSON, and Qwen3-Coder's tags.
+
+Hermes, Qwen 2.5 and 3 and many others write `{"name": ..., "arguments": {...}}`. Qwen3-Coder and Qwen 3.5 write
+
+        <function=name>
+        <parameter=key>
+        value
+        </parameter>
+        </function>
+
+There, a value is plain text if the function's schema says that it is a string and excludes other types; otherwise it
+is JSON. Enforced calls of these models are written in Hermes' form, because a grammar can enforce any schema in JSON
+but only a few in this form.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +19,56 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammars.grammar import Fragment, literal
+from gateway.text.grammars.grammar import literal
 from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import (
-    Arguments,
-    call_rules,
-    enforced_arguments,
-    free_arguments,
-    object_call,
-    repeated,
-    triggered,
-)
-from gateway.text.tools.format import CallArguments, Tool, ToolFormat
+from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules, object_call
+from gateway.text.tools.format import CallArguments, NewId, Tool
 from gateway.text.tools.json_calls import JsonCallParser
-from gateway.text.tools.reader import Steps, nowhere
+from gateway.text.tools.reader import MAX_NAME, Steps, nowhere
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TOO_MANY = re.compile(r"[\s}]+")
 """White space, and surplus closing braces that models write."""
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+"""Constants in earlier calls as templates write them, and models after them."""
+_TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+"""Names of Python's types in JSON schemas."""
+_Types = frozenset[str]
+_TEXT = frozenset(["string"])
 
 
-class HermesFormat(ToolFormat):
+class HermesFormat(MarkedFormat):
     """Format of Hermes. See ToolFormat."""
 
     name = "hermes"
     marks = (OPEN, CLOSE)
+    separator = "\n"
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat."""
         return HermesParser(self.new_call_id)
 
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        opening = literal(OPEN, special_ids)
-        first = f"{opening} t_body"
-        expression = repeated(first, f'"\\n" {first}', parallel=parallel)
-        return Fragment(expression, self._rules(tools, special_ids, enforced_arguments))
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        rules = self._rules(tools, special_ids, free_arguments)
-        return triggered(OPEN, special_ids, "t_body", rules, parallel=parallel)
+    def after_mark(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """See MarkedFormat."""
+        calls = call_rules(tools, lambda tool: object_call(tool, call_arguments(tool, free=free)))
+        return "t_body", (f't_body: "\\n" t_call "\\n" {literal(CLOSE, special_ids)}', *calls)
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         objects = [json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls]
         return "\n".join(f"{OPEN}\n{text}\n{CLOSE}" for text in objects)
-
-    def _rules(self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments) -> tuple[str, ...]:
-        calls = call_rules(tools, lambda tool: object_call(tool, arguments(tool)))
-        return (f't_body: "\\n" t_call "\\n" {literal(CLOSE, special_ids)}', *calls)
 
 
 class HermesParser(JsonCallParser):
@@ -73,3 +86,160 @@ class HermesParser(JsonCallParser):
             self._reject()
             if self.message.num_calls > before:
                 yield from self.source.accept(CLOSE)
+
+
+class QwenXmlFormat(HermesFormat):
+    """Format of Qwen3-Coder and Qwen 3.5. See ToolFormat."""
+
+    name = "qwen3_coder"
+
+    def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
+        """See ToolFormat. The parser also reads Hermes' form."""
+        return QwenXmlParser(self.new_call_id, tools)
+
+
+class QwenXmlParser(JsonCallParser):
+    """Parser of calls after `<tool_call>`.
+
+    Args:
+        tools: Tools whose schemas tell which values are text. Without a type, a value that is not JSON is text.
+    """
+
+    def __init__(self, new_id: NewId, tools: Sequence[Tool]) -> None:
+        self._types = {tool.name: _types_of(tool) for tool in tools}
+        super().__init__(new_id)
+
+    def _read(self) -> Steps[None]:
+        source = self.source
+        while (yield from source.text_until((OPEN,), self.message.content)):
+            source.begin_trial(OPEN)
+            before = self.message.num_calls
+            yield from source.space()
+            if (yield from source.accept(FUNCTION)):
+                yield from self._read_function()
+            else:
+                yield from self.read_call()
+            yield from source.space()
+            self._reject()
+            if self.message.num_calls > before:
+                yield from source.accept(CLOSE)
+
+    def _read_function(self) -> Steps[None]:
+        """Read a function after its mark."""
+        source, message = self.source, self.message
+        name = ((yield from source.line_to(">", MAX_NAME)) or "").strip()
+        if not name:
+            return
+        source.end_trial()
+        message.begin_call(name)
+        message.arguments("{")
+        separator = ""
+        while True:
+            source.begin_trial()
+            yield from source.space()
+            if (yield from source.accept(FUNCTION_END)):
+                break
+            if not (yield from source.accept(PARAMETER)):
+                return
+            key = yield from source.line_to(">", MAX_NAME)
+            if key is None:
+                return
+            source.end_trial()
+            message.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            if not (yield from self._read_value(self._types.get(name, {}).get(key))):
+                return
+        source.end_trial()
+        message.arguments("}")
+        message.complete_call()
+
+    def _read_value(self, types: _Types | None) -> Steps[bool]:
+        """Read a value and its end, without the line breaks around it."""
+        yield from self.source.accept("\n")
+        value = _Value(self, types)
+        if not (yield from self.source.text_until((PARAMETER_END,), value.add)):
+            value.give_up()
+            return False
+        value.finish()
+        return True
+
+
+class _Value:
+    """Conversion of a value to JSON: of text as it arrives, of other values when they are complete."""
+
+    def __init__(self, parser: QwenXmlParser, types: _Types | None) -> None:
+        self._sink = parser.message.arguments
+        self._types = types
+        self._is_text = types == _TEXT
+        self._line_break = ""
+        self._pieces: list[str] = []
+        if self._is_text:
+            self._sink('"')
+
+    def add(self, text: str) -> None:
+        """Add text to the value."""
+        text = self._line_break + text
+        self._line_break = "\n" if text.endswith("\n") else ""
+        text = text.removesuffix("\n")
+        if self._is_text:
+            self._sink(_escaped(text))
+        else:
+            self._pieces.append(text)
+
+    def finish(self) -> None:
+        """Complete the value."""
+        self._sink('"' if self._is_text else _as_json("".join(self._pieces), self._types))
+
+    def give_up(self) -> None:
+        """Abandon a value that does not end."""
+        self._sink(_escaped(self._line_break) if self._is_text else "".join(self._pieces) + self._line_break)
+
+
+def _escaped(text: str) -> str:
+    return _quoted(text)[1:-1]
+
+
+def _as_json(text: str, types: _Types | None) -> str:
+    """Return a value that may be text or JSON. It is text if the JSON has none of the types and a string does."""
+    stripped = text.strip()
+    stripped = _CONSTANTS.get(stripped, stripped)
+    try:
+        value = json.loads(stripped, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return _quoted(text)
+    if types is not None and "string" in types and types.isdisjoint(_TYPE_NAMES[type(value)]):
+        return _quoted(text)
+    return stripped
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _types_of(tool: Tool) -> dict[str, _Types | None]:
+    """Return the types of each argument."""
+    properties = tool.parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: _types(schema) for name, schema in properties.items()}
+
+
+def _types(schema: object) -> _Types | None:
+    """Return the names of the types that a schema allows by itself; None for any."""
+    if not isinstance(schema, Mapping):
+        return None
+    kinds = schema.get("type")
+    if isinstance(kinds, (str, list)):
+        return frozenset([kinds] if isinstance(kinds, str) else kinds)
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(name for value in values for name in _TYPE_NAMES[type(value)])
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(choices, list):
+        return None
+    found = [_types(choice) for choice in choices]
+    known = [types for types in found if types is not None]
+    return frozenset[str]().union(*known) if len(known) == len(found) else None

@@ -9,25 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammars.grammar import Fragment, literal
+from gateway.text.grammars.grammar import literal
 from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import (
-    Arguments,
-    call_rules,
-    enforced_arguments,
-    free_arguments,
-    object_call,
-    repeated,
-    triggered,
-)
-from gateway.text.tools.format import CallArguments, Tool, ToolFormat, random_id
+from gateway.text.tools.calls_grammar import MarkedFormat, call_arguments, call_rules, object_call, repeated
+from gateway.text.tools.format import CallArguments, Tool, random_id
 from gateway.text.tools.json_calls import JsonCallParser, read_arguments
 from gateway.text.tools.reader import MAX_NAME, NAME, Steps
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MistralFormat(ToolFormat):
+class MistralFormat(MarkedFormat):
     """Format of Mistral. Ids of calls have nine characters, because the templates refuse others. See ToolFormat.
 
     Args:
@@ -39,24 +31,12 @@ class MistralFormat(ToolFormat):
     def __init__(self, *, named: bool) -> None:
         self.name = "mistral_named" if named else "mistral"
         self._named = named
+        self.separator = "" if named else None
+        self.repeats_mark = named
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat. The parser reads both forms."""
         return MistralParser(self.new_call_id)
-
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        mark = literal(CALLS, special_ids)
-        rules = self._rules(tools, special_ids, enforced_arguments, parallel=parallel)
-        if self._named:
-            return Fragment(repeated(f"{mark} t_call", f"{mark} t_call", parallel=parallel), rules)
-        return Fragment(f"{mark} t_list", rules)
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        rules = self._rules(tools, special_ids, free_arguments, parallel=parallel)
-        rest = "t_call" if self._named else "t_list"
-        return triggered(CALLS, special_ids, rest, rules, parallel=parallel and self._named)
 
     def new_call_id(self) -> str:
         """See ToolFormat."""
@@ -69,18 +49,21 @@ class MistralFormat(ToolFormat):
         objects = [{"name": name, "arguments": values} for name, values in calls]
         return CALLS + json.dumps(objects, ensure_ascii=False)
 
-    def _rules(
-        self, tools: Sequence[Tool], special_ids: Mapping[str, int], arguments: Arguments, *, parallel: bool
-    ) -> tuple[str, ...]:
+    def after_mark(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """See MarkedFormat."""
         if self._named:
             # Tokenizer v11 has a token for an id, and its models write one.
             call_id = f" ({literal(CALL_ID, special_ids)} /[a-zA-Z0-9]{{9}}/)?" if CALL_ID in special_ids else ""
-            args = literal(ARGS, special_ids)
-            return call_rules(tools, lambda tool: f"{json.dumps(tool.name)}{call_id} {args} {arguments(tool)}")
-        calls = call_rules(tools, lambda tool: object_call(tool, arguments(tool)))
+            head = f"{call_id} {literal(ARGS, special_ids)}"
+            return "t_call", call_rules(
+                tools, lambda tool: f"{json.dumps(tool.name)}{head} {call_arguments(tool, free=free)}"
+            )
+        calls = call_rules(tools, lambda tool: object_call(tool, call_arguments(tool, free=free)))
         several = repeated("t_call", '", " t_call', parallel=parallel)
         # SentencePiece tokenizers begin a word after a mark: `[TOOL_CALLS] [{`.
-        return (f't_list: " "? "[" {several} "]"', *calls)
+        return "t_list", (f't_list: " "? "[" {several} "]"', *calls)
 
 
 class MistralParser(JsonCallParser):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from gateway.text.grammars.grammar import Fragment, any_of, literal
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.calls_grammar import (
+    call_arguments,
     call_rules,
-    free_arguments,
     json_call,
     object_call,
     repeated,
@@ -50,10 +50,12 @@ class PlainJsonFormat(ToolFormat):
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        rules = call_rules(tools, lambda tool: object_call(tool, free_arguments(tool)))
+        rules = call_rules(tools, lambda tool: object_call(tool, call_arguments(tool, free=True)))
         if not parallel:
             return text_unless(_CALL_BEGINS, Fragment("t_call", rules))
-        firsts = call_rules(tools, lambda tool: object_call(tool, free_arguments(tool), before="["), "t_first")
+        firsts = call_rules(
+            tools, lambda tool: object_call(tool, call_arguments(tool, free=True), before="["), "t_first"
+        )
         several = f'{repeated("t_first", _COMMA, parallel=True)} "]"'
         return text_unless(_CALL_BEGINS, Fragment(any_of(["t_call", several]), (*rules, *firsts)))
 
@@ -83,7 +85,7 @@ class LlamaJsonFormat(ToolFormat):
 
     def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
         """See ToolFormat."""
-        rules = call_rules(tools, lambda tool: object_call(tool, free_arguments(tool), "parameters"))
+        rules = call_rules(tools, lambda tool: object_call(tool, call_arguments(tool, free=True), "parameters"))
         calls = Fragment(f"({repeated('t_call', _SEMICOLON, parallel=parallel)})", rules)
         tagged = f"T_TEXT {literal(PYTHON_TAG, special_ids)} {calls.expression}"
         if PYTHON_TAG not in special_ids:
@@ -145,3 +147,7 @@ class PlainJsonParser(JsonCallParser):
             yield from source.space()
             if (yield from source.peek()) != "{":
                 return
+
+
+FALLBACK = PlainJsonFormat()
+"""Format for models whose template does not mention tools. The prompt tells them what to write; see prompting."""

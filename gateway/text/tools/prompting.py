@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.text.tools.format import CallArguments, ToolFormat, ToolRequest
-from gateway.text.tools.formats import FALLBACK
+from gateway.text.tools.plain_json import FALLBACK
 
 _TOOLS = re.compile(r"\btools\b")
 _CALLS = re.compile(r"\btool_calls\b")
@@ -83,12 +83,12 @@ def conversation(
     """
     form = form or FALLBACK
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
-    said = list(_told(messages, form, support, names))
+    converted = list(_converted(messages, form, support, names))
     if request is None or request.choice == "none":
-        return said, None
+        return converted, None
     if support.tools:
-        return said, [tool.as_json() for tool in request.tools]
-    return _with_instructions(said, instructions(request, form), support), None
+        return converted, [tool.as_json() for tool in request.tools]
+    return _with_instructions(converted, instructions(request, form), support), None
 
 
 def instructions(request: ToolRequest, form: ToolFormat) -> str:
@@ -115,21 +115,21 @@ def instructions(request: ToolRequest, form: ToolFormat) -> str:
 def _with_instructions(messages: list[dict[str, Any]], text: str, support: TemplateSupport) -> list[dict[str, Any]]:
     role = "system" if support.system else "user"
     if messages and messages[0]["role"] == role:
-        first = {**messages[0], "content": _joined(messages[0]["content"], text, role)}
+        first = {**messages[0], "content": _join_instructions(messages[0]["content"], text, role)}
         return [first, *messages[1:]]
     return [{"role": role, "content": text}, *messages]
 
 
-def _joined(content: str, text: str, role: str) -> str:
+def _join_instructions(content: str, text: str, role: str) -> str:
     return f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
 
 
-def _told(
+def _converted(
     messages: Sequence[Mapping[str, Any]], form: ToolFormat, support: TemplateSupport, names: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Return the messages in the form that the template expects."""
     if support.calls:
-        shaped = [_shaped(message, support, names) for message in messages]
+        shaped = [_for_template(message, support, names) for message in messages]
         yield from _one_by_one(shaped) if support.one_call else shaped
         return
     results: list[str] = []
@@ -152,7 +152,7 @@ def _told(
         yield {"role": "user", "content": "\n\n".join(results)}
 
 
-def _shaped(message: Mapping[str, Any], support: TemplateSupport, names: Mapping[str, str]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any], support: TemplateSupport, names: Mapping[str, str]) -> dict[str, Any]:
     shaped = dict(message)
     if message["role"] == "tool":
         identifier = message.get("tool_call_id", "")

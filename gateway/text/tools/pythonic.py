@@ -10,11 +10,17 @@ import keyword
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.text.grammars.grammar import Fragment, literal
+from gateway.text.grammars.grammar import Fragment
 from gateway.text.message_parser import ToolParser
-from gateway.text.tools.calls_grammar import call_rules, repeated, text_unless, triggered
+from gateway.text.tools.calls_grammar import (
+    MarkedFormat,
+    Notation,
+    call_rules,
+    keyword_arguments,
+    repeated,
+    text_unless,
+)
 from gateway.text.tools.format import CallArguments, NewId, Tool, ToolFormat
-from gateway.text.tools.keyword_grammar import Notation, keyword_arguments
 from gateway.text.tools.literals import LiteralReader
 from gateway.text.tools.reader import MAX_NAME, NAME, CallParser, Steps
 
@@ -62,32 +68,26 @@ class PythonicFormat(ToolFormat):
         return f"[{', '.join(render_call(name, values) for name, values in calls)}]"
 
 
-class ToolCodeFormat(ToolFormat):
+class ToolCodeFormat(MarkedFormat):
     """Calls in a code fence, one per line. See ToolFormat."""
 
     name = "gemma"
+    marks = (FENCE,)
 
     def new_parser(self, tools: Sequence[Tool]) -> ToolParser:
         """See ToolFormat."""
         return ToolCodeParser(self.new_call_id, tools)
 
-    def call_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        return Fragment(f"{literal(FENCE, special_ids)} {self._rest(parallel=parallel)}", _rules(tools, free=False))
-
-    def free_grammar(self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool) -> Fragment:
-        """See ToolFormat."""
-        rest = self._rest(parallel=parallel)
-        return triggered(FENCE, special_ids, rest, _rules(tools, free=True), parallel=parallel)
+    def after_mark(
+        self, tools: Sequence[Tool], special_ids: Mapping[str, int], *, parallel: bool, free: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """See MarkedFormat."""
+        several = repeated("t_call", '"\\n" t_call', parallel=parallel)
+        return f'"\\n" {several} "\\n" {json.dumps(FENCE_END)}', _rules(tools, free=free)
 
     def render_calls(self, calls: Sequence[tuple[str, CallArguments]]) -> str:
         """See ToolFormat."""
         return "\n".join([FENCE, *(render_call(name, values) for name, values in calls), FENCE_END])
-
-    @staticmethod
-    def _rest(*, parallel: bool) -> str:
-        several = repeated("t_call", '"\\n" t_call', parallel=parallel)
-        return f'"\\n" {several} "\\n" {json.dumps(FENCE_END)}'
 
 
 class _PythonCallParser(CallParser):

@@ -206,17 +206,17 @@ class Message:
                 self._space = self._space_after
             self._space_after = []
             self._after_call = False
-        said = text.rstrip()
-        if said:
+        trimmed = text.rstrip()
+        if trimmed:
             self._content += self._space
-            self._content.append(said)
+            self._content.append(trimmed)
             self._space = []
             self._has_content = True
-        self._space.append(text[len(said) :])
+        self._space.append(text[len(trimmed) :])
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that have begun."""
+        """Number of calls that have started."""
         return self._num_calls
 
     def begin_call(self, name: str) -> None:

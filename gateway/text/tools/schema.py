@@ -71,7 +71,7 @@ def _problem(node: object) -> str | None:
     kinds = node.get("type", "object")
     for kind in kinds if isinstance(kinds, list) and kinds else [kinds]:
         if not isinstance(kind, str) or kind not in _TYPES:
-            return f"{json.dumps(kind)[:64]} is no type"
+            return f"{json.dumps(kind)[:64]} is not a type; use one of {', '.join(sorted(_TYPES))}"
     for name in _MAPS:
         if not isinstance(node.get(name, {}), dict):
             return f"{name} must be an object"

@@ -17,11 +17,10 @@ from gateway.flow.choice import FormattedChoice, scanners_of
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import merged
 from gateway.text.detokenizer import Detokenizer, build_token_bytes
-from gateway.text.formats import model_formats
+from gateway.text.formats import TOOL_FORMATS, model_formats
 from gateway.text.message_parser import ToolCallDelta
 from gateway.text.reasoning import REASONING_FORMATS
 from gateway.text.tools.format import Tool, ToolRequest
-from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.prompting import TemplateSupport
 from shared.messages import DraftCounts, Finish, FinishReason, Output, TokenLogprobs
 from shared.sampling_params import SamplingParams

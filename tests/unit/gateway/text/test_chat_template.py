@@ -1,4 +1,4 @@
-"""Chat templates: what they need from Jinja, what they may not do, and that nothing they do lasts long."""
+"""Chat templates: supported Jinja features, forbidden operations, and limits of time and size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("source", "text"), CASES)
-def test_what_templates_use_works(source: str, text: str) -> None:
+def test_features_that_templates_use_work(source: str, text: str) -> None:
     assert render(source, thinking=True) == text
 
 
@@ -61,11 +61,11 @@ def test_it_renders_as_transformers_does(source: str) -> None:
     assert render(source, thinking=True) == expected
 
 
-def test_the_date_is_there() -> None:
+def test_strftime_now_gives_the_date() -> None:
     assert re.fullmatch(r"\d{2} \w{3} \d{4}", render("{{ strftime_now('%d %b %Y') }}"))
 
 
-def test_raise_exception_is_the_client_s_400_with_its_words() -> None:
+def test_raise_exception_is_a_400_with_its_message() -> None:
     source = "{% if messages[0].role == messages[1].role %}{{ raise_exception('Roles must alternate!') }}{% endif %}"
     with pytest.raises(InvalidRequestError, match=r"^Roles must alternate!$") as caught:
         render(source, [USER[0], USER[0]])
@@ -87,7 +87,7 @@ def test_raise_exception_is_the_client_s_400_with_its_words() -> None:
         "{{ messages[0].nothing.more }}",
     ],
 )
-def test_what_is_forbidden_or_fails_is_a_400_without_addresses(source: str) -> None:
+def test_forbidden_operations_and_failures_are_400s_without_addresses(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template cannot render") as caught:
         render(source)
     assert not re.search(r"0x[0-9a-f]{6}|Traceback|/work|site-packages", caught.value.message)
@@ -132,14 +132,14 @@ def test_bombs_are_refused(source: str) -> None:
 
 
 def test_a_conversation_may_have_many_messages() -> None:
-    """What was made so far is not counted anew with each of them."""
+    """The text rendered so far is not counted again for each message."""
     turn = "{{ '<|' + m.role + '|>' }}{{ m.content }}{{ eos_token }}\n"
     messages = [{"role": "user", "content": "some words " * 10}] * 4096
     text = render("{% for m in messages %}" + turn + "{% endfor %}", messages)
     assert text == ("<|user|>" + "some words " * 10 + "</s>\n") * 4096
 
 
-def test_a_conversation_may_not_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_conversations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_OUTPUT", 100)
     assert len(render("{% for i in range(100) %}a{% endfor %}")) == 100
     with pytest.raises(InvalidRequestError, match="more than 100 characters"):
@@ -147,7 +147,7 @@ def test_a_conversation_may_not_be_too_long(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 'a", "{% endif %}", "{{ " + "(" * 5000, "{% generation %}"])
-def test_sources_that_are_no_templates_are_refused(source: str) -> None:
+def test_invalid_sources_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         ChatTemplate(source, {})
 
@@ -162,7 +162,7 @@ def test_variables_of_a_client_do_not_replace_the_renderer_s() -> None:
     assert text == "<s>1"
 
 
-def test_variables_are_what_the_template_reads_and_nobody_fills_in():
+def test_variables_are_those_that_only_the_request_can_set():
     source = (
         "{{ bos_token }}{% set a = 1 %}{% for m in messages %}{{ loop.index }}{{ m.role ~ a }}{% endfor %}"
         "{% for i in range(3) %}{% if enable_thinking is defined and enable_thinking %}{{ style | upper }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Incremental decoding against the `tokenizers` library's own, on the tokenizers that Pelton serves."""
+"""Incremental decoding compared with the `tokenizers` library, on the kinds of tokenizers that Pelton serves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_stream_equals_whole_decode_on_the_default_model(ids: list[int], skip: b
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_text_survives_and_no_half_code_point_is_shown(text: str) -> None:
+def test_text_round_trips_and_no_partial_code_point_is_shown(text: str) -> None:
     tokenizer, table = tiny()
     detokenizer = Detokenizer(table, skip_special_tokens=False)
     shown = ""
@@ -73,14 +73,14 @@ def test_text_survives_and_no_half_code_point_is_shown(text: str) -> None:
 @pytest.mark.parametrize(
     "raw", [b"\xe5", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"a\xf0\x9f\x9b", b"\xe5A"]
 )
-def test_bytes_that_are_no_text_become_replacement_characters(raw: bytes) -> None:
+def test_invalid_utf8_becomes_replacement_characters(raw: bytes) -> None:
     _, table = tiny()
     ids = [table.table.index(bytes([byte])) for byte in raw]
     assert streamed(table, ids, skip=True) == raw.decode("utf-8", "replace")
     assert "\ufffd" in streamed(table, ids, skip=True)
 
 
-def test_half_an_emoji_is_held_back() -> None:
+def test_incomplete_code_points_are_held_back() -> None:
     _, table = tiny()
     detokenizer = Detokenizer(table, skip_special_tokens=True)
     pieces = [detokenizer.push(table.table.index(bytes([byte]))) for byte in "🛑!".encode()]
@@ -93,7 +93,7 @@ def test_token_bytes_join_to_the_text_with_byte_fallback() -> None:
     text = "hello 🛑 wörld"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert b"".join(table[token_id] for token_id in ids) == b" " + text.encode()
-    # A whole text loses the space that such a tokenizer put in front; one that continues a prompt keeps it.
+    # A complete text loses the space that such a tokenizer prepends; a text that continues a prompt keeps it.
     assert table.join(ids, True).decode() == text == tokenizer.decode(ids)
     assert streamed(table, ids, skip=True) == " " + text
 
@@ -112,6 +112,6 @@ def test_ids_without_a_token_have_no_text() -> None:
 
 
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece"}, {"type": "Replace", "pattern": {"Regex": "a"}}])
-def test_decoders_that_are_not_known_are_refused(decoder: object) -> None:
+def test_unknown_decoders_are_refused(decoder: object) -> None:
     with pytest.raises(ConfigurationError, match="decoder"):
         build_token_bytes({"decoder": decoder}, {"a": 0})

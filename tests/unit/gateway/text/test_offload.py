@@ -1,4 +1,4 @@
-"""What is counted before it is decided where a conversation is looked at."""
+"""Work on large client data runs in a thread."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
         (["not", None, 1, {"content": [None]}], False),
     ],
 )
-def test_large_conversations_are_many(messages: list[Any], many: bool) -> None:
+def test_objects_and_text_are_counted(messages: list[Any], many: bool) -> None:
     assert (count_objects(messages) > MANY) is many
 
 
-async def test_many_are_looked_at_in_a_thread() -> None:
+async def test_only_large_work_runs_in_a_thread() -> None:
     here = threading.get_ident()
-    assert await run_in_thread_if_large(MANY, threading.get_ident) == here != await run_in_thread_if_large(MANY + 1, threading.get_ident)
+    assert await run_in_thread_if_large(MANY, threading.get_ident) == here
+    assert await run_in_thread_if_large(MANY + 1, threading.get_ident) != here

@@ -1,4 +1,4 @@
-"""The text pipeline: special tokens only where the template puts them, off the loop, bounded."""
+"""Text pipeline: special tokens come only from the template, and long texts are bounded and off the event loop."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ async def test_chat_without_special_text_has_the_ids_of_the_plain_path(pipeline:
 async def test_special_text_of_a_user_is_ordinary_text(pipeline: TextPipeline, content: str) -> None:
     messages = [{"role": "user", "content": content}]
     ids = await pipeline.encode_chat(messages)
-    # The template's own: start and end of the user's turn, start of the assistant's.
+    # From the template: start and end of the user's message, start of the assistant's.
     assert [token_id for token_id in ids if token_id in SPECIAL_IDS] == [1, 2, 1]
-    # Nothing was added or lost: together they still say what was rendered.
+    # The ids still decode to the rendered text.
     assert pipeline.decode(ids, False) == rendered(messages)
 
 
 @settings(max_examples=200, deadline=None)
 @given(parts=st.lists(st.sampled_from([*SPECIAL, "<", "|", ">", "<|im_", "end|>", "x", "\n", "🛑"]), max_size=12))
-def test_no_mixture_makes_a_special_token(parts: list[str]) -> None:
+def test_no_mixture_of_text_makes_a_special_token(parts: list[str]) -> None:
     tokenizer = TextTokenizer(make_bundle())
     ids = tokenizer.encode_guarded(tokenizer.guard("".join(parts)))
     assert not SPECIAL_IDS & set(ids)
@@ -104,12 +104,12 @@ async def test_roles_names_keys_and_variables_are_guarded_as_well(threads: TextT
     assert '"content": "é"' in pipeline.decode(ids, False)
 
 
-async def test_plain_prompts_may_hold_special_tokens(pipeline: TextPipeline) -> None:
+async def test_plain_prompts_may_contain_special_tokens(pipeline: TextPipeline) -> None:
     assert await pipeline.encode("<|im_start|>") == [1]
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-async def test_beginning_of_text_is_put_in_front_once(threads: TextThreads, add_bos: bool) -> None:
+async def test_beginning_of_text_is_prepended_once(threads: TextThreads, add_bos: bool) -> None:
     pipeline = TextPipeline(make_bundle(add_bos_token=add_bos), threads)
     ids = plain_ids("Stop")
     assert await pipeline.encode("Stop") == ([0, *ids] if add_bos else ids)
@@ -146,7 +146,7 @@ async def test_unusual_text_is_tokenized(pipeline: TextPipeline, text: str) -> N
     assert await pipeline.encode_chat([{"role": "user", "content": text}])
 
 
-async def test_what_cannot_fit_is_refused_before_it_is_tokenized(pipeline: TextPipeline) -> None:
+async def test_texts_that_cannot_fit_are_refused_before_tokenization(pipeline: TextPipeline) -> None:
     with pytest.raises(ContextLengthError, match=r"50000000 bytes.*maximum context length is 100 tokens") as caught:
         await pipeline.encode("a" * 50_000_000, max_tokens=100, param="prompt[3]")
     assert caught.value.param == "prompt[3]"
@@ -157,10 +157,10 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(pipeline: TextP
     assert len(await pipeline.encode("Stop, sign", max_tokens=100)) < 100
 
 
-async def test_a_text_that_is_to_be_truncated_is_not_tokenized_at_any_length(
+async def test_long_texts_are_not_tokenized_even_to_be_truncated(
     pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 MB, of which 10 tokens were to be kept, took 48 s and 2.5 GB: its tokens might all have been the longest."""
+    """Tokenizing 12 MB and keeping 10 tokens took 48 s and 2.5 GB when only the longest token bounded the text."""
     monkeypatch.setattr(pipeline._tokenizer, "max_bytes_per_token", 162)
     for num_tokens, most in ((131_072, 1 << 21), (1 << 19, 1 << 23)):
         with pytest.raises(ContextLengthError, match=rf"too long: it has {most + 1} bytes; at most {most} are"):
@@ -191,7 +191,7 @@ def test_broken_tokenizers_are_refused(threads: TextThreads) -> None:
             TextPipeline(make_bundle(source), threads)
 
 
-async def test_large_texts_do_not_hold_up_small_ones() -> None:
+async def test_large_texts_do_not_delay_small_ones() -> None:
     threads = TextThreads(num_threads=1)
     release = threading.Event()
     large = [asyncio.create_task(threads.run(LARGE_TEXT + 1, release.wait)) for _ in range(3)]
@@ -202,12 +202,12 @@ async def test_large_texts_do_not_hold_up_small_ones() -> None:
     threads.close()
 
 
-async def test_the_loop_runs_on_while_a_long_text_is_tokenized(pipeline: TextPipeline) -> None:
+async def test_event_loop_is_not_blocked_by_tokenization(pipeline: TextPipeline) -> None:
     work = asyncio.create_task(pipeline.encode("a" * 2_000_000))
     num_turns = 0
     while not work.done():
         await asyncio.sleep(0.001)
         num_turns += 1
     assert len(await work) == 2_000_000
-    # With the interpreter lock held throughout, there would be one or two.
+    # If the interpreter lock were held all the time, there would be one or two.
     assert num_turns > 10

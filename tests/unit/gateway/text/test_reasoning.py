@@ -1,4 +1,4 @@
-"""Reasoning told from what is said aloud: each format, any cutting, linear time, and the grammar of it."""
+"""Reasoning splitters: each format, any division into pieces, linear time, and grammars."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_format_is_split(name: str) -> None:
         assert split(marks, list(text)) == ("Two and\n\ntwo.", "Four. \n")
         after = text.removeprefix(start)
         assert split(marks, list(after), opened=True) == ("Two and\n\ntwo.", "Four. \n")
-        # Some models repeat the mark that the prompt has.
+        # Some models repeat the mark with which the prompt ends.
         assert split(marks, list(text), opened=True) == ("Two and\n\ntwo.", "Four. \n")
 
 
@@ -67,13 +67,13 @@ def test_each_format_is_split(name: str) -> None:
         ("a", True, ("a", "")),
         (" ", True, ("", "")),
         ("</think>b", True, ("", "b")),
-        # Marks that turn up later are content.
+        # Later marks are content.
         ("<think>a</think>b<think>c</think>", False, ("a", "b<think>c</think>")),
         ("Say <think>x</think>", False, ("", "Say <think>x</think>")),
         ("b</think>c", False, ("", "b</think>c")),
     ],
 )
-def test_what_is_reasoning(text: str, opened: bool, expected: tuple[str, str]) -> None:
+def test_reasoning_is_split_from_content(text: str, opened: bool, expected: tuple[str, str]) -> None:
     for pieces in ([text], list(text), [text[:3], text[3:]]):
         assert split(THINK, pieces, opened) == expected
 
@@ -84,7 +84,7 @@ def test_what_is_reasoning(text: str, opened: bool, expected: tuple[str, str]) -
     cuts=st.sets(st.integers(0, 80)),
     opened=st.booleans(),
 )
-def test_any_cutting_gives_the_same(parts: list[str], cuts: set[int], opened: bool) -> None:
+def test_any_division_gives_the_same(parts: list[str], cuts: set[int], opened: bool) -> None:
     text = "".join(parts)
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
@@ -98,7 +98,7 @@ def test_any_cutting_gives_the_same(parts: list[str], cuts: set[int], opened: bo
     ),
     size=st.integers(1, 9),
 )
-def test_any_cutting_gives_the_same_with_several_marks(parts: list[str], size: int) -> None:
+def test_any_division_gives_the_same_with_several_marks(parts: list[str], size: int) -> None:
     text = "".join(parts)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     assert split(GRANITE, pieces) == split(GRANITE, [text])
@@ -110,7 +110,7 @@ def test_time_is_linear_in_hostile_text(unit: str, marks: ReasoningFormat) -> No
     expect_linear(lambda count: split(marks, [marks.starts[0], *([unit] * count)]), 10_000, 40_000)
 
 
-def test_in_reasoning_tells_what_comes_next() -> None:
+def test_in_reasoning_describes_the_next_text() -> None:
     splitter = THINK.new_splitter(False)
     states, done = [], []
     for piece in ("\n", "<think>", "a", "</thi", "nk>", "\n", "b"):
@@ -123,7 +123,7 @@ def test_in_reasoning_tells_what_comes_next() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_that_opens_the_reasoning_is_seen(name: str) -> None:
+def test_prompts_that_open_the_reasoning_are_detected(name: str) -> None:
     marks = REASONING_FORMATS[name]
     assert all(marks.is_open(f"assistant\n{text}") for text in marks.opens)
     for start, end in pairs(marks):
@@ -175,7 +175,7 @@ def matcher(marks: ReasoningFormat, opened: bool, tokens: bool):
     ("name", "tokens"),
     [(name, tokens) for name in NAMES for tokens in (True, False) if name != "granite" or not tokens],
 )
-def test_the_grammar_holds_what_follows_reasoning(name: str, tokens: bool) -> None:
+def test_the_grammar_constrains_text_after_reasoning(name: str, tokens: bool) -> None:
     marks = REASONING_FORMATS[name]
     start, end = marks.starts[0], marks.ends[0]
     accepts = matcher(marks, opened=False, tokens=tokens)

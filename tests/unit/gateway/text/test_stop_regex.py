@@ -1,4 +1,4 @@
-"""Stop expressions: against Python's own engine, for every cutting of the text, and in linear time."""
+"""Stop expressions: compared with Python's `re`, for any division into pieces, in linear time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.text import stop_regex
 from gateway.text.stop_regex import MAX_STATES, MAX_TRANSITIONS, RegexScanner, StopRegexes, check_stop_regexes
 from shared.errors import InvalidRequestError
 from tests.fakes.growth import expect_linear
@@ -22,9 +23,9 @@ def scan(expressions, pieces, strings=(), *, include=False):
 
 
 def first_match(expressions, text):
-    """By trying every place: the match that ends first, of those the one that starts first."""
+    """Return the match that ends first, and of those the one that starts first, by trying every position."""
     for end in range(1, len(text) + 1):
-        # A look back says where the match ends, so that all of the text is there for what looks around.
+        # The lookbehind fixes the end of the match, so that `\b` and `$` see the whole text.
         compiled = [re.compile(rf"(?:{_plain(one)})(?<=\A[\s\S]{{{end}}})", _flags(one)) for one in expressions]
         for start in range(end):
             if any(one.match(text, start) for one in compiled):
@@ -37,7 +38,7 @@ def _flags(expression):
 
 
 def _plain(expression):
-    """Without flags that stand before it; Python's `$` would match before a last line end too."""
+    """Remove leading flags, and replace `$`, which in Python also matches before a final line break."""
     flags = _flags(expression)
     bare = expression[4:] if flags else expression
     return bare if flags & re.MULTILINE else bare.replace("$", r"\Z")
@@ -58,7 +59,7 @@ TEXT = st.text("abcAB\n1 d", max_size=14)
     st.lists(st.integers(0, 14), max_size=4),
     st.booleans(),
 )
-def test_any_cutting_gives_the_first_match_and_nothing_of_it_is_shown(expressions, text, cuts, include):
+def test_any_division_gives_the_first_match_which_is_not_shown(expressions, text, cuts, include):
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     pieces = [text[start:end] for start, end in itertools.pairwise(places)]
     expected = first_match(expressions, text)
@@ -71,7 +72,7 @@ def test_any_cutting_gives_the_first_match_and_nothing_of_it_is_shown(expression
 
 
 @given(st.sampled_from(EXPRESSIONS), TEXT)
-def test_what_is_shown_is_never_taken_back(expression, text):
+def test_shown_text_is_never_part_of_a_match(expression, text):
     scanner = RegexScanner(StopRegexes([expression]))
     shown = ""
     for char in text:
@@ -94,7 +95,7 @@ def test_the_end_of_the_text():
     assert scan(["^a$"], "a") == ("", "a") and scan(["^a$"], "aa") == ("aa", None)
 
 
-def test_text_that_may_become_a_match_is_held_back_and_then_let_go():
+def test_possible_matches_are_held_back_and_then_released():
     scanner = RegexScanner(StopRegexes([r"<end\d>"]))
     assert [scanner.push(piece) for piece in ("a<", "en", "d", "x<", "b<end")] == ["a", "", "", "<endx", "<b"]
     assert scanner.push("7>c") == "" and scanner.found == "<end7>" and scanner.push("d") == "" == scanner.finish()
@@ -125,7 +126,7 @@ def test_the_time_is_linear(expression):
         ("a*", "empty"), ("$", "empty"), ("^", "empty"), ("a|", "empty"), ("(a?){3}", "empty"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_searched_is_refused_by_name_and_at_once(expression, why):
+def test_unsupported_expressions_are_refused_immediately(expression, why):
     # CVE-2025-48943, CVE-2026-55574, CVE-2026-73556
     start = time.process_time()
     with pytest.raises(InvalidRequestError, match=why) as refused:
@@ -141,3 +142,18 @@ def test_numbers_and_lengths_are_bounded():
     with pytest.raises(InvalidRequestError, match=str(MAX_STATES)):
         check_stop_regexes("a", ["b" * 600])
     assert check_stop_regexes(None, ("x",)) == () and check_stop_regexes("a", ()) == ("a",)
+
+
+def test_the_private_parser_of_re_has_the_known_form():
+    op = stop_regex.op
+    parsed = stop_regex._parser.parse(r"(?i:ab|[b-d\d])+?^x{2,3}$\b[^e].")
+    (repeat, (least, most, inner)), start, (_, bounds), end, boundary, negated, any_char = parsed
+    assert (repeat, least, most) == (op.MIN_REPEAT, 1, op.MAXREPEAT) and parsed.state.flags == re.UNICODE
+    ((group, (_, added, removed, (branch,))),) = inner
+    assert (group, added, removed) == (op.SUBPATTERN, re.IGNORECASE, 0)
+    assert branch[0] is op.BRANCH and list(branch[1][1][0]) == [(op.LITERAL, ord("a")), (op.LITERAL, ord("b"))]
+    assert list(branch[1][1][1]) == [(op.IN, [(op.RANGE, (98, 100)), (op.CATEGORY, op.CATEGORY_DIGIT)])]
+    assert bounds[:2] == (2, 3) and [start, end, boundary] == [
+        (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END), (op.AT, op.AT_BOUNDARY)
+    ]  # fmt: skip
+    assert [negated, any_char] == [(op.NOT_LITERAL, ord("e")), (op.ANY, None)]

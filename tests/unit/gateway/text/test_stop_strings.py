@@ -1,4 +1,4 @@
-"""Stop strings: cut exactly, whatever the split into pieces; nothing lost where they do not match."""
+"""Stop strings: exact cuts for any division into pieces; no text is lost without a match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(pieces: Sequence[str], strings: Sequence[str], *, include: bool = False)
 
 
 def expected(text: str, strings: Sequence[str], *, include: bool) -> tuple[str, str | None]:
-    """The plain definition: the match that ends first, of those the longest."""
+    """Return the match that ends first, and of those the longest, by definition."""
     matches = [(text.find(s) + len(s), -len(s), s) for s in strings if s in text]
     if not matches:
         return text, None
@@ -50,13 +50,13 @@ def test_reported_cases(pieces: list[str], stop: str, text: str) -> None:
     include=st.booleans(),
 )
 @example(["abc"], ["abcd", "bc"], False)
-def test_any_split_gives_the_plain_definition(pieces: list[str], strings: list[str], include: bool) -> None:
+def test_any_division_follows_the_definition(pieces: list[str], strings: list[str], include: bool) -> None:
     shown, found = run(pieces, strings, include=include)
     assert ("".join(shown), found) == expected("".join(pieces), strings, include=include)
 
 
 @given(pieces=st.lists(st.text("ab", max_size=4), max_size=10), stop=st.text("ab", min_size=1, max_size=5))
-def test_no_more_is_held_back_than_may_become_a_match(pieces: list[str], stop: str) -> None:
+def test_only_possible_matches_are_held_back(pieces: list[str], stop: str) -> None:
     scanner = StopScanner(StopStrings([stop]))
     text = shown = ""
     for piece in pieces:
@@ -69,13 +69,13 @@ def test_no_more_is_held_back_than_may_become_a_match(pieces: list[str], stop: s
         assert held == text[len(text) - longest :]
 
 
-def test_nothing_comes_after_a_match() -> None:
+def test_no_text_follows_a_match() -> None:
     scanner = StopScanner(StopStrings(["x"]))
     assert scanner.push("ax") == "a"
     assert scanner.push("more") == scanner.finish() == ""
 
 
-def test_a_long_stop_string_slides_over_a_repetitive_text() -> None:
+def test_long_stop_strings_match_in_repetitive_text() -> None:
     stop = "a" * 5000 + "b"
     scanner = StopScanner(StopStrings([stop]))
     shown = "".join(scanner.push("a") for _ in range(20_000))

@@ -9,8 +9,8 @@ import pytest
 from gateway.api.common.fields import ChatFields, parse_fields
 from gateway.api.common.grammar import check_tools, tool_grammar
 from gateway.api.common.tools import MAX_TOOLS, tool_request
+from gateway.text.formats import TOOL_FORMATS
 from gateway.text.tools.format import ToolRequest
-from gateway.text.tools.formats import TOOL_FORMATS
 from shared.errors import InvalidRequestError
 
 HERMES = TOOL_FORMATS["hermes"]

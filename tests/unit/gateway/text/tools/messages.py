@@ -1,4 +1,4 @@
-"""Reading a text with a format's parser, and whole texts to read."""
+"""Helpers that read a text with a format's parser, and sample messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import pytest
 
+from gateway.text.formats import TOOL_FORMATS
 from gateway.text.message_parser import ToolCallDelta, ToolParser
 from gateway.text.tools.format import Tool, ToolFormat
-from gateway.text.tools.formats import TOOL_FORMATS
 
 NAMES = ("get_weather", "f", "search-web")
 TOOLS = tuple(Tool(name=name) for name in NAMES)
@@ -23,7 +23,7 @@ WHOLE_ANSWERS = {"json", "llama3_json", "pythonic"}
 
 @dataclass
 class Found:
-    """A whole message."""
+    """Complete message: content and calls."""
 
     content: str
     calls: list[tuple[str, str]]
@@ -31,12 +31,12 @@ class Found:
 
     @property
     def values(self) -> list[tuple[str, Any]]:
-        """The calls with their arguments parsed."""
+        """Calls with parsed arguments."""
         return [(name, json.loads(arguments)) for name, arguments in self.calls]
 
 
 def read(parser: ToolParser, pieces: Iterable[str]) -> Found:
-    """Pushes the pieces; checks that the deltas have OpenAI's shape."""
+    """Push the pieces and check that the deltas have OpenAI's shape."""
     content: list[str] = []
     deltas: list[ToolCallDelta] = []
     for piece in pieces:
@@ -50,7 +50,7 @@ def read(parser: ToolParser, pieces: Iterable[str]) -> Found:
 
 
 def calls_of(deltas: Sequence[ToolCallDelta]) -> list[tuple[str, str]]:
-    """Name and arguments of each call."""
+    """Return the name and arguments of each call."""
     calls: list[list[str]] = []
     ids = set()
     for delta in deltas:
@@ -66,7 +66,7 @@ def calls_of(deltas: Sequence[ToolCallDelta]) -> list[tuple[str, str]]:
 
 
 def read_with(form: ToolFormat, *pieces: str) -> Found:
-    """Reads with a new parser."""
+    """Read the pieces with a new parser."""
     return read(form.new_parser(TOOLS), pieces)
 
 
@@ -77,7 +77,7 @@ class _Reader(Protocol):
 
 
 def check_linear(new_reader: Callable[[], _Reader], text: str, what: str) -> None:
-    """The second half of a text takes about the processor time of the first: thrice that where time is quadratic."""
+    """Check that the second half of a text takes about as long as the first; quadratic time would triple it."""
     pieces = [text[start : start + 16] for start in range(0, len(text), 16)]
     middle = len(pieces) // 2
     for _ in range(5):

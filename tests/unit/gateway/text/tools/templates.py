@@ -1,4 +1,4 @@
-"""Templates in the structure of those that models come with: how they show tools, calls and results."""
+"""Chat templates that are structured like those of real models: tools, calls and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of calls, followed by a model that writes by chance: what it writes is read as calls that validate."""
+"""Grammars of tool calls: random texts that they allow parse as calls with valid arguments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from gateway.text.formats import TOOL_FORMATS
 from gateway.text.grammars.grammar import Fragment, any_of, grammar_source
 from gateway.text.grammars.json_schema import json_expression
 from gateway.text.tools.format import Tool
-from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.prompting import TemplateSupport, conversation
 from shared.messages import MAX_GRAMMAR
 from tests.unit.gateway.text.tools.messages import FORMATS, WHOLE_ANSWERS, Found, read
@@ -73,7 +73,7 @@ def check_calls(found: Found, *, but: tuple[str, ...] = ("price",)) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_is_enforced_is_read_and_validates(name: str, strict: bool) -> None:
+def test_enforced_calls_parse_and_validate(name: str, strict: bool) -> None:
     tools = STRICT if strict else TOOLS
     called = set()
     fragment = TOOL_FORMATS[name].call_grammar(tools, special_ids(), parallel=False)
@@ -95,7 +95,7 @@ def test_each_tool_can_be_forced(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parallel_calls_come_one_after_another(name: str) -> None:
+def test_parallel_calls_follow_one_another(name: str) -> None:
     fragment = TOOL_FORMATS[name].call_grammar(TOOLS, special_ids(), parallel=True)
     most = 0
     for seed in range(40):
@@ -105,14 +105,14 @@ def test_parallel_calls_come_one_after_another(name: str) -> None:
         assert found.calls and found.content == ""
         check_calls(found)
         most = max(most, len(found.calls))
-    # A harmony message is one call, and ends the turn.
+    # A harmony message has one call, which ends the turn.
     assert most == 1 if name == "harmony" else most > 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("parallel", [False, True])
-def test_grammars_spell_what_templates_show(name: str, parallel: bool) -> None:
-    """What a format renders of earlier calls is what its grammar makes a model write."""
+def test_grammars_accept_rendered_calls(name: str, parallel: bool) -> None:
+    """A format renders earlier calls as its grammar makes a model write them."""
     form = TOOL_FORMATS[name]
     several: list[tuple[str, dict[str, Any]]] = [("get_weather", {"city": "Oslo", "days": 2}), ("now", {})]
     for tools in (TOOLS, STRICT):
@@ -132,7 +132,7 @@ def rendered(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_as_many_tools_as_there_may_be(name: str) -> None:
+def test_maximum_number_of_tools(name: str) -> None:
     tools = [
         Tool(name=f"f{index}", parameters={"properties": {f"x{index}": {"enum": [index]}}, "required": [f"x{index}"]})
         for index in range(128)
@@ -151,8 +151,8 @@ def test_as_many_tools_as_there_may_be(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tokens", [True, False])
-def test_structured_content_and_calls_are_told_apart(name: str, tokens: bool) -> None:
-    """response_format with tools: the message is the one or the other."""
+def test_structured_content_and_calls_are_distinguished(name: str, tokens: bool) -> None:
+    """With response_format and tools, the message is either content or calls."""
     ids = special_ids() if tokens else {}
     calls = TOOL_FORMATS[name].call_grammar(TOOLS, ids, parallel=True)
     answer = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}
@@ -171,7 +171,7 @@ def test_free_text_is_free_until_a_call_begins(name: str) -> None:
     opening = "<|channel|>final<|message|>" if name == "harmony" else ""
     for text in ("", "Hello.", "It's { [ ``` 1 } ]\n", '{"names": 1}', "[1, 2]", "getting"):
         assert accepts(fragment, opening + text), text
-    # What begins like a call is one, and its arguments are held to the schema where the tool is strict.
+    # Text that begins like a call is one; its arguments follow the schema if the tool is strict.
     good = rendered(name, [("get_weather", {"city": "Oslo"})])
     bad = rendered(name, [("get_weather", {"town": "Oslo"})])
     loose = rendered(name, [("now", {"x": [1, {"y": None}]})]).replace("None", "null")
@@ -198,11 +198,11 @@ def test_without_parallel_calls_the_first_one_ends_the_message(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_begun_in_free_text_is_read_and_validates(name: str) -> None:
+def test_calls_in_free_text_parse_and_validate(name: str) -> None:
     form = TOOL_FORMATS[name]
     fragment = form.free_grammar(STRICT, special_ids(), parallel=False)
     whole = rendered(name, [("get_all", {"inner": {"class": 'x"]})'}, "nothing": None})])
-    # Of Python, a bracket and a name of a tool begin a call.
+    # In Python's form, a bracket and the name of a tool begin a call.
     beginning = whole[: whole.index("get_all")] if name != "pythonic" else "[get_all("
     for seed in range(8):
         found = read_message(name, random_text(fragment, seed, beginning))
@@ -211,7 +211,7 @@ def test_a_call_begun_in_free_text_is_read_and_validates(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_marks_that_are_no_tokens_are_spelled(name: str) -> None:
+def test_marks_without_tokens_are_plain_text(name: str) -> None:
     text = rendered(name, [("get_weather", {"city": "Oslo"})])
     form = TOOL_FORMATS[name]
     for fragment in (form.call_grammar(TOOLS, {}, parallel=True), form.free_grammar(TOOLS, {}, parallel=True)):
@@ -219,7 +219,7 @@ def test_marks_that_are_no_tokens_are_spelled(name: str) -> None:
 
 
 def test_mistral_writes_a_space_or_an_id() -> None:
-    """Of a SentencePiece tokenizer, and of v11's, whose mark of an id is a token."""
+    """Covers SentencePiece tokenizers, and v11's, which has a token for the mark of an id."""
     for name, text in (
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'),
         ("mistral_named", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}"),
@@ -235,8 +235,8 @@ def test_mistral_writes_a_space_or_an_id() -> None:
     assert not accepts(TOOL_FORMATS["mistral_named"].call_grammar(TOOLS, without, parallel=True), text)
 
 
-def test_a_message_of_a_former_turn_is_written_as_the_model_writes() -> None:
-    """For templates that know no calls."""
+def test_earlier_messages_are_rendered_as_the_model_writes() -> None:
+    """Applies to templates that do not support calls."""
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     said, tools = conversation(
         [{"role": "assistant", "content": None, "tool_calls": [call]}], None, TOOL_FORMATS["json"], TemplateSupport()

@@ -1,4 +1,4 @@
-"""gpt-oss's messages, sorted into reasoning, content and calls."""
+"""Harmony messages (gpt-oss): reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.text.formats import TOOL_FORMATS
 from gateway.text.grammars.grammar import Fragment, any_of
 from gateway.text.grammars.json_schema import json_expression
 from gateway.text.reasoning import REASONING_FORMATS, detect_reasoning, reasoning_fragment
 from gateway.text.tools.format import Tool
-from gateway.text.tools.formats import TOOL_FORMATS
 from gateway.text.tools.harmony import ANALYSIS, END, FINAL, MARKS, OPENING, HarmonySplitter, final_message
 from tests.unit.gateway.text.tools import templates
 from tests.unit.gateway.text.tools.messages import Found, calls_of, check_linear
@@ -22,7 +22,7 @@ COMMENTARY = "<|channel|>commentary<|message|>"
 
 
 def split(pieces: list[str], *, opened: bool = False) -> tuple[str, Found]:
-    """Reasoning, and the message that a parser makes of the rest."""
+    """Return the reasoning, and the message that the parser reads from the rest."""
     splitter, parser = HarmonySplitter(opened), HARMONY.new_parser([])
     reasoning, content, deltas = "", "", []
     for piece in [*pieces, None]:
@@ -58,7 +58,7 @@ def split(pieces: list[str], *, opened: bool = False) -> tuple[str, Found]:
         ("", "", Found("", [], 0)),
     ],
 )
-def test_messages_are_sorted(text: str, reasoning: str, expected: Found) -> None:
+def test_messages_are_split(text: str, reasoning: str, expected: Found) -> None:
     assert split([text]) == (reasoning, expected)
     assert split(list(text)) == (reasoning, expected)
 
@@ -79,7 +79,7 @@ def test_a_prompt_may_end_inside_reasoning() -> None:
     st.lists(st.sampled_from([*MARKS, "assistant", "analysis", "final", "to=f", " ", "{}", "x\n"]), max_size=16),
     st.data(),
 )
-def test_any_cutting_gives_the_same(parts: list[str], data: st.DataObject) -> None:
+def test_any_division_gives_the_same(parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     whole = split([text])
     assert split(list(text)) == whole
@@ -94,9 +94,9 @@ def test_time_is_linear(part: str) -> None:
     check_linear(lambda: HarmonySplitter(False), part * (100_000 // len(part)), part)
 
 
-def test_it_is_detected() -> None:
+def test_the_format_is_detected() -> None:
     assert detect_reasoning(templates.GPT_OSS, {}) is REASONING_FORMATS["harmony"]
-    # Phi's templates end messages with the same mark.
+    # Templates of Phi use the same end mark.
     assert detect_reasoning("{{ '<|assistant|>' + message.content + '<|end|>' }}", {"<|end|>": 5}) is None
 
 

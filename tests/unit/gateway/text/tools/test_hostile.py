@@ -1,4 +1,4 @@
-"""Parsers on what a model may write that someone else steers: linear time, no evaluation, nothing lost, no error."""
+"""Parsers on hostile model output: linear time, no evaluation, no lost text, no exception."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import gateway.text.tools
-from gateway.text.tools.formats import TOOL_FORMATS
+from gateway.text.formats import TOOL_FORMATS
 from tests.unit.gateway.text.tools.messages import FORMATS, TOOLS, Found, check_linear, read_with
 
 SIZE = 30_000
@@ -58,7 +58,7 @@ _GENERAL = ("tabs in an argument", "marks", "braces", "beginnings of marks")
 def test_time_is_linear(name: str) -> None:
     """CVE-2025-48887."""
     form = TOOL_FORMATS[name]
-    # What is plain content to a format is so to all: a few of those are enough.
+    # Texts that are plain content take the same path in all formats; a few of them suffice.
     hostile = {
         what: make
         for what, make in _ENDLESS.items()
@@ -69,7 +69,7 @@ def test_time_is_linear(name: str) -> None:
         check_linear(lambda: form.new_parser(TOOLS), make(SIZE), what)
 
 
-def test_a_reader_that_looks_at_all_again_is_found() -> None:
+def test_check_linear_detects_quadratic_time() -> None:
     class Rereading:
         text = ""
 
@@ -85,14 +85,14 @@ def test_a_reader_that_looks_at_all_again_is_found() -> None:
 
 
 def is_read(name: str, text: str) -> bool:
-    """Whether the format's parser sees more in a text than content that it can pass on."""
+    """Return True if the format's parser does not simply pass the text on as content."""
     parser = TOOL_FORMATS[name].new_parser(TOOLS)
     content, calls = parser.push(text)
     return bool(calls) or len(content) < len(text) - 40
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nothing_is_lost(name: str) -> None:
+def test_no_text_is_lost(name: str) -> None:
     for what, make in _ENDLESS.items():
         text = make(600)
         found = read_with(TOOL_FORMATS[name], text)
@@ -103,7 +103,7 @@ def test_nothing_is_lost(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pythonic", "gemma"])
 def test_python_is_not_evaluated(name: str, tmp_path: Path) -> None:
-    """CVE-2025-9141: what is no literal ends the call, and is content."""
+    """CVE-2025-9141: an expression that is not a literal ends the call and is content."""
     file = tmp_path / "x"
     for value in (
         f"__import__('os').system('touch {file}')",
@@ -171,8 +171,8 @@ def test_odd_calls(name: str, text: str, expected: Found) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_half_characters_can_be_sent(name: str) -> None:
-    """A lone surrogate that a model spells by an escape has no UTF-8."""
+def test_lone_surrogates_are_replaced(name: str) -> None:
+    """A lone surrogate, which a model can write as an escape, has no UTF-8 encoding."""
     for text in (
         '<tool_call>{"name": "\\ud800", "arguments": "{\\"a\\": \\"\\udfff\\"}"}</tool_call>',
         '[TOOL_CALLS][{"name": "\\ud800"}]',

@@ -1,4 +1,4 @@
-"""Forms whose values are not JSON: Python's literals, Qwen's tags, Gemma's marks. Any cutting gives the same JSON."""
+"""Values that are not JSON (Python literals, Qwen's tags, Gemma's marks), for any division into pieces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.text.formats import TOOL_FORMATS
 from gateway.text.message_parser import ToolParser
 from gateway.text.tools.format import Tool
-from gateway.text.tools.formats import TOOL_FORMATS
 from tests.unit.gateway.text.tools.messages import Found, read
 
 TOOL = Tool(
@@ -41,7 +41,7 @@ def new_parser(name: str) -> ToolParser:
 
 
 def whole(name: str, text: str) -> Found:
-    """Reads it at once, by characters, and in pieces of three."""
+    """Read the text at once, by characters, and in pieces of three characters."""
     found = read(new_parser(name), [text])
     assert read(new_parser(name), text) == found
     assert read(new_parser(name), [text[start : start + 3] for start in range(0, len(text), 3)]) == found
@@ -104,16 +104,16 @@ def test_literals(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["x", "1.2.3", "e5", "0x10", "--1", "'a' 'b'", "[1 2]", "{1: 2}", "{'a'}", "[1", "f()", "*a"]
 )
-def test_what_is_no_literal_ends_the_call(text: str) -> None:
+def test_values_that_are_not_literals_end_the_call(text: str) -> None:
     found = whole("pythonic", f"[f(y=1, x={text})] so")
     assert found.num_complete == 0 and found.content.endswith("so") and found.calls[0][1].startswith('{"y": 1, "x": ')
 
 
-def test_values_without_names_are_those_of_the_first_properties() -> None:
+def test_positional_arguments_get_the_names_of_the_first_properties() -> None:
     expected = {"text": "Oslo", "color": "red", "number": 5}
     assert only_values("pythonic", "[f('Oslo', \"red\", number=5)]") == expected
     assert only_values("gemma", "```tool_code\nprint(f('Oslo', 'red', number=5))\n```") == expected
-    # Of a function that nobody declared, nobody knows their names.
+    # The names of the parameters of an undeclared function are unknown.
     found = whole("gemma", "```tool_code\ng('Oslo')\n```")
     assert found.num_complete == 0 and found.calls == [("g", "{")] and found.content.startswith("'Oslo')")
 
@@ -123,7 +123,7 @@ def tags(**values: str) -> str:
     return f"<tool_call>\n<function=f>\n{lines}</function>\n</tool_call>"
 
 
-def test_values_between_tags_are_what_the_schema_says() -> None:
+def test_values_between_tags_have_the_types_of_the_schema() -> None:
     text = tags(
         text="5", color="red", number="5", flag="True", maybe="null", list='["a", 1]', other="{x", more='{"a": 1}'
     )
@@ -149,7 +149,7 @@ def test_values_between_tags_are_what_the_schema_says() -> None:
 
 @pytest.mark.parametrize("name", ["maybe", "optional"])
 def test_a_value_that_looks_like_json_is_text_where_only_that_is_allowed(name: str) -> None:
-    """As of Python's `str | None`."""
+    """Python's `str | None` gives such a schema."""
     for text, value in (("5", "5"), ("True", "True"), ("[1]", "[1]"), ("null", None), ("None", None), ("Oslo", "Oslo")):
         assert only_values("qwen3_coder", tags(**{name: text})) == {name: value}
     assert only_values("qwen3_coder", tags(either="5")) == {"either": 5}
@@ -157,7 +157,7 @@ def test_a_value_that_looks_like_json_is_text_where_only_that_is_allowed(name: s
 
 
 @given(text=plain)
-def test_text_between_tags_is_kept_to_the_character(text: str) -> None:
+def test_text_between_tags_is_exact(text: str) -> None:
     assert only_values("qwen3_coder", tags(text=text)) == {"text": text}
     assert only_values("qwen3_coder", tags(text="\n" + text + '\n"<tool_call>')) == {
         "text": "\n" + text + '\n"<tool_call>'
@@ -170,7 +170,7 @@ def test_text_between_tags_is_streamed() -> None:
     assert [parser.push(piece)[1][0].arguments for piece in ("Hel", "lo")] == ["Hel", "lo"]
 
 
-def test_calls_between_tags_that_are_broken() -> None:
+def test_malformed_calls_between_tags() -> None:
     found = whole("qwen3_coder", "Hi <tool_call>\n<function=f>\n<parameter=text>\nOs")
     assert found == Found("Hi", [("f", '{"text": "Os')], 0)
     found = whole("qwen3_coder", "<tool_call>\n<function=f>\nwhat\n</function>\n</tool_call>")
@@ -182,7 +182,7 @@ def test_calls_between_tags_that_are_broken() -> None:
 
 @pytest.mark.parametrize("name", GEMMA)
 @given(text=plain, value=json_values)
-def test_texts_between_marks_are_kept_to_the_character(name: str, text: str, value: Any) -> None:
+def test_texts_between_marks_are_exact(name: str, text: str, value: Any) -> None:
     opening, closing, quote = GEMMA[name]
     call = f"{opening}call:f{{text:{quote}{text}{quote},n:[1,{{k:true}}],v:{json.dumps(value)}}}{closing}"
     assert only_values(name, call) == {"text": text, "n": [1, {"k": True}], "v": value}

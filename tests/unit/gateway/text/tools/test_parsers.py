@@ -1,4 +1,4 @@
-"""Each format's parser: the same message however the text is cut, calls as they were written, nothing lost."""
+"""Parsers of all formats: the same message for any division into pieces, and no lost text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.tools.formats import TOOL_FORMATS
+from gateway.text.formats import TOOL_FORMATS
 from tests.unit.gateway.text.tools.messages import FORMATS, NAMES, TOOLS, WHOLE_ANSWERS, Found, read_with
 
 MARKS = sorted({mark for form in TOOL_FORMATS.values() for mark in form.marks} | {"```", "[", "]", "{", "}", "\\", '"'})
-# Marks inside of strings are text, but for those that the format itself ends strings with.
+# Marks inside strings are text, except those with which the format itself ends strings.
 texts = st.lists(st.sampled_from([*MARKS, "'", "a", "é", "😀", "\n", " ", "\\n", "x: 1", "\x00"]), max_size=5).map(
     "".join
 )
@@ -42,7 +42,7 @@ def written(name: str, called: list[tuple[str, dict[str, Any]]], before: str, af
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
-def test_calls_are_read_as_they_were_written_however_they_are_cut(name: str, data: st.DataObject) -> None:
+def test_calls_parse_for_any_division(name: str, data: st.DataObject) -> None:
     called = data.draw(calls)
     before = "" if name in WHOLE_ANSWERS and called else data.draw(said)
     after = data.draw(st.sampled_from(["", "\n", "\nDone."]))
@@ -68,7 +68,7 @@ def test_marks_without_a_call_between_them_are_content(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
-def test_any_text_gives_the_same_message_however_it_is_cut(name: str, data: st.DataObject) -> None:
+def test_any_text_gives_the_same_message_for_any_division(name: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(
         [
             *TOOL_FORMATS[name].marks,
@@ -95,7 +95,7 @@ def test_any_text_gives_the_same_message_however_it_is_cut(name: str, data: st.D
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_message_truncated_anywhere_is_a_beginning_of_the_whole(name: str) -> None:
+def test_truncated_messages_are_prefixes_of_the_whole(name: str) -> None:
     called = [("get_weather", {"city": 'A "b" {c} [d] é', "days": [1, {"x": None}]}), ("f", {})]
     text = written(name, called, "" if name in WHOLE_ANSWERS else "Let me see.", "")
     whole = read_with(TOOL_FORMATS[name], text)
@@ -121,8 +121,8 @@ def is_beginning(found: Found, whole: Found) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_arguments_come_as_they_are_written(name: str) -> None:
-    """Streams show the name before the arguments, and arguments before they are whole."""
+def test_arguments_are_streamed(name: str) -> None:
+    """The name is streamed before the arguments, and the arguments before they are complete."""
     form = TOOL_FORMATS[name]
     text = form.render_calls([("f", {"city": "x" * 200})])
     parser = form.new_parser(TOOLS)

@@ -1,4 +1,4 @@
-"""Which format a model has by its template, and conversations in the form that each template takes."""
+"""Detection of formats from templates, and conversations in the form that each template expects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.formats import FALLBACK, TOOL_FORMATS, detect_tool_format, tool_format
 from gateway.text.tools.format import Tool, ToolRequest
-from gateway.text.tools.formats import FALLBACK, TOOL_FORMATS, detect, tool_format
 from gateway.text.tools.prompting import TemplateSupport, conversation, instructions, template_support
 from shared.errors import ConfigurationError
 from tests.unit.gateway.text.tools import templates
@@ -65,23 +65,23 @@ def rendered(name: str, messages: list[dict[str, Any]], request: ToolRequest | N
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_formats_are_detected_by_their_templates(name: str) -> None:
-    assert detect(TEMPLATES[name], {}) is TOOL_FORMATS[name]
+    assert detect_tool_format(TEMPLATES[name], {}) is TOOL_FORMATS[name]
     assert tool_format("auto", TEMPLATES[name], {}) is TOOL_FORMATS[name]
     assert tool_format("none", TEMPLATES[name], {}) is None
 
 
 def test_other_templates() -> None:
-    assert detect(templates.CHATML, {"<tool_call>": 5}) is None and detect(None, {}) is None
+    assert detect_tool_format(templates.CHATML, {"<tool_call>": 5}) is None and detect_tool_format(None, {}) is None
     assert tool_format("auto", templates.CHATML, {}) is FALLBACK
     assert tool_format("auto", None, {}) is FALLBACK
-    # Llama 4's first template, another wording of the second one, and one with tags that nothing here reads.
+    # Llama 4's first template, a variant of the second one, and one with unsupported tags.
     llama4 = templates.LLAMA.replace("start_header_id", "header_start").replace("<|python_tag|>", "")
-    assert detect(llama4, {}) is TOOL_FORMATS["llama3_json"]
-    assert detect("{{ tools }} [func1(params_name=params_value)]", {}) is TOOL_FORMATS["pythonic"]
-    assert detect("{{ tools }}<tool_call>f <arg_key>a</arg_key>", {}) is FALLBACK
-    # A template for a newer tokenizer than the model's.
-    assert detect(templates.MINISTRAL, {"[TOOL_CALLS]": 5}) is TOOL_FORMATS["mistral"]
-    assert detect(templates.MINISTRAL, {"[TOOL_CALLS]": 5, "[ARGS]": 6}) is TOOL_FORMATS["mistral_named"]
+    assert detect_tool_format(llama4, {}) is TOOL_FORMATS["llama3_json"]
+    assert detect_tool_format("{{ tools }} [func1(params_name=params_value)]", {}) is TOOL_FORMATS["pythonic"]
+    assert detect_tool_format("{{ tools }}<tool_call>f <arg_key>a</arg_key>", {}) is FALLBACK
+    # The template is for a newer tokenizer than the model's.
+    assert detect_tool_format(templates.MINISTRAL, {"[TOOL_CALLS]": 5}) is TOOL_FORMATS["mistral"]
+    assert detect_tool_format(templates.MINISTRAL, {"[TOOL_CALLS]": 5, "[ARGS]": 6}) is TOOL_FORMATS["mistral_named"]
 
 
 def test_flags() -> None:
@@ -98,7 +98,7 @@ def test_names_are_documented() -> None:
     assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == FORMATS
 
 
-def test_what_templates_do() -> None:
+def test_features_of_templates_are_detected() -> None:
     def support(name: str) -> TemplateSupport:
         return template_support(TEMPLATES[name], TOOL_FORMATS[name])
 
@@ -110,7 +110,7 @@ def test_what_templates_do() -> None:
     assert support("harmony") == TemplateSupport(tools=True, calls=True, one_call=True)
     assert support("pythonic") == TemplateSupport(tools=True)
     assert support("gemma") == TemplateSupport(system=False)
-    # A template that shows tools for a format that nobody knows cannot be trusted with them.
+    # A template that shows tools in an unknown format is not used for tools.
     assert template_support("{{ tools }}{{ tool_calls }}", FALLBACK) == TemplateSupport()
 
 
@@ -122,18 +122,18 @@ def test_a_conversation_with_calls_is_rendered(name: str) -> None:
     order = [text.rindex(part) for part in ("Weather in Oslo", "Sunny.", "Noon.", "Thanks!")]
     if name not in ("hermes", "qwen3_coder"):
         assert order == sorted(order)
-    # Templates show calls as the model is to write them.
+    # Templates render calls as the model should write them.
     assert "\\u" not in text and '"{' not in text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_without_tools_shows_none(name: str) -> None:
+def test_conversations_without_tools_show_none(name: str) -> None:
     for request in (None, wanted("none", callable=())):
         text = rendered(name, HISTORY[-1:], request)
         assert "Thanks!" in text and "get_weather" not in text
 
 
-def test_each_call_has_its_result_behind_it_where_templates_take_one_at_a_time() -> None:
+def test_calls_are_split_for_templates_with_one_call_per_message() -> None:
     text = rendered("llama3_json", HISTORY, wanted())
     places = [
         text.index(part) for part in ('"name": "get_weather", "parameters"', "Sunny.", '"name": "now", "param', "Noon.")
@@ -144,12 +144,12 @@ def test_each_call_has_its_result_behind_it_where_templates_take_one_at_a_time()
     assert [message["role"] for message in said] == ["assistant", "assistant", "tool", "assistant", "tool", "user"]
     assert said[0] == {"role": "assistant", "content": "Let me see."}
     assert [message["tool_calls"][0]["id"] for message in (said[1], said[3])] == ["call_Def456", "call_Abc123"]
-    # Calls whose results are missing are not lost.
+    # Calls without results are kept.
     said, _ = conversation(HISTORY[:3], None, TOOL_FORMATS["llama3_json"], TemplateSupport(calls=True, one_call=True))
     assert [message["role"] for message in said] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_ids_are_made_short_where_templates_want_that() -> None:
+def test_ids_are_shortened_for_templates_that_require_it() -> None:
     said, _ = conversation(HISTORY, None, TOOL_FORMATS["mistral"], TemplateSupport(calls=True, short_ids=True))
     ids = [entry["id"] for entry in said[1]["tool_calls"]]
     assert all(len(entry) == 9 and entry.isalnum() for entry in ids) and len(set(ids)) == 2
@@ -163,7 +163,7 @@ def test_ids_are_made_short_where_templates_want_that() -> None:
     assert kept[0]["tool_calls"][0]["id"] == "abc123XYZ"
 
 
-def test_arguments_are_objects_or_text_as_templates_want_them() -> None:
+def test_arguments_are_objects_or_text_as_templates_expect() -> None:
     for text_arguments, expected in ((True, '{"city": "Oslo"}'), (False, {"city": "Oslo"})):
         support = TemplateSupport(calls=True, text_arguments=text_arguments)
         said, _ = conversation(HISTORY, None, TOOL_FORMATS["hermes"], support)
@@ -174,7 +174,7 @@ def test_arguments_are_objects_or_text_as_templates_want_them() -> None:
     assert said[0]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
-def test_a_template_that_knows_nothing_gets_words() -> None:
+def test_templates_without_tools_get_instructions() -> None:
     said, tools = conversation(HISTORY, wanted(), FALLBACK, TemplateSupport())
     assert tools is None
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
@@ -203,7 +203,7 @@ def test_the_example_in_the_instructions_is_a_call(name: str) -> None:
     assert found.values == [("function_name", {"argument_name": "value"})]
 
 
-def test_instructions_say_what_may_be_called() -> None:
+def test_instructions_list_the_callable_tools() -> None:
     texts = {
         instructions(wanted(), FALLBACK),
         instructions(wanted("required"), FALLBACK),

@@ -1,4 +1,4 @@
-"""A small vocabulary with all marks as special tokens, and random texts that a grammar allows."""
+"""Small vocabulary with all marks as special tokens, and random texts that a grammar allows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.text.detokenizer import build_token_bytes
+from gateway.text.formats import TOOL_FORMATS
 from gateway.text.grammars.grammar import Fragment, grammar_source
-from gateway.text.tools.formats import TOOL_FORMATS
 from tests.fakes.tokenizers import byte_level_json
 
 END = 2
@@ -23,7 +23,7 @@ MAX_TOKENS = 3000
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Byte-level, with a token for each mark."""
+    """Return a byte-level tokenizer with a token for each mark."""
     found = Tokenizer.from_str(byte_level_json().decode())
     found.add_special_tokens([AddedToken(mark, normalized=False, special=True) for mark in MARKS])
     return found
@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def special_ids() -> dict[str, int]:
-    """Text of each mark -> its id."""
+    """Return the id of each mark by its text."""
     return {mark: tokenizer().token_to_id(mark) for mark in MARKS}
 
 
@@ -46,14 +46,14 @@ def _table() -> list[bytes]:
 
 
 def matcher(fragment: Fragment) -> LLMatcher:
-    """A new state of the grammar."""
+    """Return a new matcher of the grammar."""
     found = LLMatcher(_model(), grammar_source(fragment))
     assert not found.is_error(), found.get_error()
     return found
 
 
 def allowed(state: LLMatcher) -> list[int]:
-    """Ids of the tokens that may come next."""
+    """Return the ids of the tokens that may come next."""
     bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
     return [int(token_id) for token_id in np.nonzero(bits)[0]]
 
@@ -65,19 +65,19 @@ def _ids(text: str, tokens: bool) -> list[int]:
 
 
 def accepts(fragment: Fragment, text: str, *, tokens: bool = True) -> bool:
-    """Whether this is a whole text of the grammar, its marks as tokens or spelled."""
+    """Return True if the grammar accepts this text, with its marks as tokens or as plain text."""
     state, ids = matcher(fragment), _ids(text, tokens)
     return bool(state.try_consume_tokens(ids) == len(ids) and state.is_accepting())
 
 
 def holds(fragment: Fragment, text: str) -> bool:
-    """Whether a text of the grammar may begin so."""
+    """Return True if a text of the grammar can begin with this one."""
     ids = _ids(text, True)
     return bool(matcher(fragment).try_consume_tokens(ids) == len(ids))
 
 
 def random_text(fragment: Fragment, seed: int, beginning: str = "") -> str:
-    """What a model might write that chooses tokens by chance, with a liking for what closes strings and brackets."""
+    """Return a random text that the grammar allows; tokens that close strings and brackets are preferred."""
     state, chance = matcher(fragment), random.Random(seed)
     ids = _ids(beginning, True)
     assert state.consume_tokens(ids)

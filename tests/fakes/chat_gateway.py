@@ -1,4 +1,4 @@
-"""Chat over HTTP with a worker that says prepared texts, and what a stream adds up to."""
+"""Chat over HTTP with a worker that sends prepared texts, and assembly of streamed messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MODEL = "talker"
 
 
 @asynccontextmanager
-async def talking(
+async def chat_gateway(
     directory: Path, text: str | Callable[[Submit], list[int]], **options: Any
 ) -> AsyncIterator[tuple[Gateway, FakeWorker]]:
-    """The real gateway, but for its process, over a worker that answers everything with this text."""
+    """Run the real gateway in this process, with a worker that answers every request with this text."""
     script = text if callable(text) else lambda _: ids_of(text)
     fields = {"bundle": hermes_bundle(), "model_names": (MODEL,), "script": script, **options}
     with FakeWorker(directory, **fields) as worker:
@@ -37,7 +37,7 @@ async def ask(gateway: Gateway, **fields: Any) -> dict[str, Any]:
 
 
 async def ask_streamed(gateway: Gateway, **fields: Any) -> list[dict[str, Any]]:
-    """The messages that a stream adds up to, in the shape of a whole response's choices."""
+    """Return the messages of a stream in the shape of the choices of a whole response."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
     events = parse_events(await gateway.stream_raw("/v1/chat/completions", body))
     assert events[-1] == "[DONE]"
@@ -49,7 +49,7 @@ async def ask_streamed(gateway: Gateway, **fields: Any) -> list[dict[str, Any]]:
 
 
 def _add(choices: dict[int, dict[str, Any]], news: dict[str, Any]) -> None:
-    """14, 26, 27: the role once, nothing null, an index on each piece of a call, id and name on its first alone."""
+    """Apply one chunk (reports 14, 26, 27): one role, no null, an index per call delta, id and name once."""
     delta = news["delta"]
     if (choice := choices.get(news["index"])) is None:
         assert delta == {"role": "assistant", "content": ""}
@@ -73,7 +73,7 @@ def _add(choices: dict[int, dict[str, Any]], news: dict[str, Any]) -> None:
 
 
 def comparable(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice without what differs each time: the ids of its calls."""
+    """Return a choice without the ids of its calls, which are random."""
     message = choice["message"]
     calls = [call["function"] for call in message.get("tool_calls", [])]
     assert all(call["id"] and call["type"] == "function" for call in message.get("tool_calls", []))
@@ -87,7 +87,7 @@ def comparable(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 async def both(gateway: Gateway, **fields: Any) -> dict[str, Any]:
-    """What a whole response has, and a stream as well."""
+    """Return the message of a whole response, after checking that a stream gives the same one."""
     whole = [comparable(choice) for choice in (await ask(gateway, **fields))["choices"]]
     assert [comparable(choice) for choice in await ask_streamed(gateway, **fields)] == whole
     assert all(choice == whole[0] for choice in whole)
