@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.formats import FALLBACK, TOOL_FORMATS, detect_tool_format, tool_format
+from gateway.text.formats import TOOL_FORMATS, detect_tool_format, tool_format
 from gateway.text.tools.format import Tool, ToolRequest
+from gateway.text.tools.plain_json import FALLBACK
 from gateway.text.tools.prompting import TemplateSupport, conversation, instructions, template_support
 from shared.errors import ConfigurationError
 from tests.unit.gateway.text.tools import templates
