@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 WEIGHT = 0.25
 """Weight of a new measurement in an exponentially weighted mean."""
@@ -83,3 +87,81 @@ class CostTable:
             else:
                 high = middle - 1
         return low
+
+
+_LEVEL_WEIGHT, _SHAPE_WEIGHT = 0.15, 0.05
+_MAX_ERROR = 0.5
+"""No measurement counts as further off, as a logarithm: durations jump on a busy machine."""
+
+
+def on_grid(num_rows: int) -> bool:
+    """Return True for row counts that are measured separately: all up to 16, then 8 per octave."""
+    return num_rows <= 16 or num_rows % (1 << (num_rows.bit_length() - 4)) == 0
+
+
+def next_count(num_rows: int) -> int:
+    """Return the row count to measure after this one: a quarter more, on the grid."""
+    least = num_rows + max(1, num_rows // 4)
+    width = 1 << max(least.bit_length() - 4, 0) if least > 16 else 1
+    return -(-least // width) * width
+
+
+class StepCosts:
+    """Milliseconds of a step by its number of rows, on a machine whose speed varies.
+
+    The logarithm of a duration is modelled as level + shape(rows). Each measurement moves the level, which follows slow
+    and fast periods and growing contexts, and, with less weight, the shape at its row count. Row counts are therefore
+    comparable although they were measured at different times.
+    """
+
+    def __init__(self) -> None:
+        self._level = 0.0
+        self._shape: dict[int, float] = {}
+        self._samples: dict[int, int] = {}
+        self._counts: list[int] = []
+
+    @property
+    def largest(self) -> int:
+        """Largest measured row count; 0 if there is none."""
+        return self._counts[-1] if self._counts else 0
+
+    def observe(self, num_rows: int, milliseconds: float) -> None:
+        """Add a measurement. Values that are not positive and finite are ignored."""
+        if num_rows <= 0 or not 0.0 < milliseconds < math.inf:
+            return
+        if not on_grid(num_rows):
+            num_rows -= num_rows % (1 << (num_rows.bit_length() - 4))
+        log_ms = math.log(milliseconds)
+        samples = self._samples[num_rows] = self._samples.get(num_rows, 0) + 1
+        if samples == 1:
+            if not self._shape:
+                self._level = log_ms
+            self._shape[num_rows] = log_ms - self._level
+            self._counts = sorted(self._shape)
+            return
+        error = min(max(log_ms - self._level - self._shape[num_rows], -_MAX_ERROR), _MAX_ERROR)
+        # A count with few samples says little about the level. Its first value is more often too high than too low.
+        level_error = _LEVEL_WEIGHT * error * (1.0 if samples > 8 else 0.0)
+        self._level += level_error
+        weight = max(_SHAPE_WEIGHT, 1.0 / samples if error > 0.0 else 2.0 / (samples + 1))
+        self._shape[num_rows] += weight * (error - level_error)
+
+    def known_up_to(self, num_rows: int) -> int:
+        """Return the row count up to which costs are known from num_rows on, without wide gaps; 0 if unknown."""
+        index = bisect_left(self._counts, num_rows)
+        if index == len(self._counts) or self._counts[index] > next_count(num_rows):
+            return self.largest if 0 < self.largest <= num_rows else 0
+        known = self._counts[index]
+        for count in self._counts[index + 1 :]:
+            if count > next_count(known):
+                break
+            known = count
+        return known
+
+    def read(self, first: int, num_more: int) -> npt.NDArray[np.float64]:
+        """Return [num_more + 1] milliseconds for `first` rows and more; proportional above the largest known count."""
+        logs = np.array([self._shape[count] for count in self._counts])
+        costs = np.maximum.accumulate(np.exp(logs + self._level))
+        rows = np.arange(first, first + num_more + 1, dtype=np.float64)
+        result = np.interp(rows, self._counts, costs)
+        return np.where(rows > self.largest, costs[-1] * rows / self.largest, result)

@@ -75,7 +75,7 @@ def _scheduler(built: BuiltExecutor, settings: WorkerSettings) -> Scheduler:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=built.max_model_len,
     )
-    return Scheduler(config, kv, Counters())
+    return Scheduler(config, kv, Counters(), clock=time.time)
 
 
 def _loop(built: BuiltExecutor, scheduler: Scheduler) -> list[dict[str, float]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -112,7 +113,7 @@ class World:
         )
         speculation = SpeculationConfig(look_up=look_up, draft_len=runner.draft_max_len, max_drafts=MAX_DRAFTS)
         assert spec.kv_groups[0].window is None
-        return Scheduler(config, kv, speculation=speculation), runner.execute
+        return Scheduler(config, kv, clock=time.time, speculation=speculation), runner.execute
 
 
 class Engine:

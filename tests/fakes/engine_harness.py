@@ -37,6 +37,7 @@ class Harness:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 32,
         max_model_len: int = 96,
+        target_step_ms: float = 100.0,
         num_pages: int = 32,
         page_size: int = 4,
         num_groups: int = 1,
@@ -57,6 +58,7 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            target_step_ms=target_step_ms,
             eos_token_ids=(EOS_TOKEN_ID,),
         )
         self.scheduler = Scheduler(config, self.kv, clock=clock, constraints=constraints, speculation=speculation)

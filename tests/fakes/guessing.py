@@ -20,7 +20,7 @@ def speculation(draft_len: int = 0, *, rejection: bool = False) -> SpeculationCo
 
 
 class Guesses:
-    """Takes the place of a speculator's sources and of its controller.
+    """Replacement of a speculator's sources and of its policy.
 
     Args:
         skill: share of the guessed tokens that are what the fake model says next, were it not for masks.
@@ -36,11 +36,11 @@ class Guesses:
         self._guess_from = speculator._guess
         speculator._guess = self.guess  # type: ignore[method-assign]
         for pause in speculator._pauses:
-            pause.learn = lambda *_: None  # type: ignore[method-assign]
-        controller = speculator._controller
-        controller.choose = self.choose  # type: ignore[method-assign]
-        controller.num_to_draft = lambda *_: self._rng.randrange(MAX_DRAFTS + 1)  # type: ignore[method-assign]
-        controller.catch_up_pays = lambda *_: self._rng.random() < 0.7  # type: ignore[method-assign]
+            pause.learn = lambda **_: None  # type: ignore[method-assign]
+        policy = speculator._policy
+        policy.choose = self.choose  # type: ignore[method-assign]
+        policy.num_to_draft = lambda *_: self._rng.randrange(MAX_DRAFTS + 1)  # type: ignore[method-assign]
+        policy.catch_up_pays = lambda *_: self._rng.random() < 0.7  # type: ignore[method-assign]
 
     def guess(self, request: Request, limit: int) -> Proposal | None:
         if self._draft_model or self._rng.random() < 0.3:
@@ -50,11 +50,9 @@ class Guesses:
             right = next_token(tokens, request.num_prompt_tokens, request.sampling, request.choice)
             tokens.append(max(right, 0) if self._rng.random() < self._skill else self._rng.randrange(VOCAB_SIZE))
         guessed = tokens[len(request.token_ids) :]
-        return Proposal(guessed, Source.LOOKUP, [0.5] * len(guessed)) if guessed else None
+        return Proposal(guessed, Source.LOOKUP, 0.5) if guessed else None
 
-    def choose(
-        self, proposals: Sequence[Proposal | None], num_rows: int, room: int, credit: Sequence[float] = ()
-    ) -> list[int]:
+    def choose(self, proposals: Sequence[Proposal | None], room: int, credits: Sequence[float | None]) -> list[int]:
         counts: list[int] = []
         for proposal in proposals:
             most = 0 if proposal is None else min(len(proposal.token_ids), room - sum(counts))

@@ -53,11 +53,11 @@ def as_int64_array(values: npt.NDArray[np.int64]) -> array[int]:
 class NgramIndex:
     """Index of a text that grows at its end.
 
-    Appending costs the same whatever the length; proposing compares at most max_candidates places, and none as long
-    as the text goes on as it did at the place found before.
+    Appending costs the same whatever the length; proposing compares at most max_candidates places, and none as long as
+    the text goes on as it did at the place found before.
 
-    On one core of a Xeon with CPython 3.11, in microseconds: a text of 2,000 tokens is indexed in 53, one of 128,000 in
-    3,900; append 0.45; append and propose 2 to 3, at worst some 60. Memory: up to 24 bytes for a token given at the
+    On one core of a Xeon with CPython 3.11, in microseconds: a text of 2,000 tokens is indexed in 53, one of 128,000
+    in 3,900; append 0.45; append and propose 2 to 3, at worst some 60. Memory: up to 24 bytes for a token given at the
     start, some 25 to 150 for one appended, by whether its pair is new.
 
     Args:

@@ -1,4 +1,4 @@
-"""What may come next in a text, and where the guess is from."""
+"""Proposals: tokens that may follow a text, and their source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 
 class Source(enum.IntEnum):
-    """Who proposed; the values are indices of tables."""
+    """Kind of a draft; the values are indices of tables.
+
+    LOOKUP and REPETITION are found by looking up the end of the text in the text; a REPETITION follows a long match.
+    """
 
     PREDICTION = 0
     LOOKUP = 1
-    DRAFT_MODEL = 2
+    REPETITION = 2
+    DRAFT_MODEL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +24,22 @@ class Proposal:
     """Tokens that may follow the last known one of a request.
 
     Attributes:
-        token_ids: at least one.
-        source: where they are from.
-        chances: for each token the estimated chance, 0 to 1, that it is accepted given that those before it were.
+        token_ids: At least one token.
+        source: Kind of the drafts.
+        chance: Estimated chance, 0 to 1, that a token is accepted if those before it are.
     """
 
     token_ids: Sequence[int]
     source: Source
-    chances: Sequence[float]
+    chance: float
 
     @property
     def expected(self) -> float:
-        """How many of the tokens are expected to be accepted."""
-        total, reached = 0.0, 1.0
-        for chance in self.chances:
-            reached *= chance
-            total += reached
-        return total
+        """Expected number of accepted tokens."""
+        return sum(self.chance**place for place in range(1, len(self.token_ids) + 1))
 
     def first(self, count: int) -> Proposal | None:
-        """The first `count` tokens of it; None for none."""
+        """Return the first `count` tokens; None for none."""
         if count >= len(self.token_ids):
             return self
-        return Proposal(self.token_ids[:count], self.source, self.chances[:count]) if count > 0 else None
+        return Proposal(self.token_ids[:count], self.source, self.chance) if count > 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +71,8 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVManager,
         counters: Counters | None = None,
-        clock: Callable[[], float] = time.time,
+        *,
+        clock: Callable[[], float],
         constraints: Constraints | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Scheduler:
         self.budget = StepBudget(target_ms=config.target_step_ms, max_tokens=config.max_num_batched_tokens)
         self._speculator: Speculator | None = None
         if speculation is not None:
-            self._speculator = Speculator(speculation, kv, self.counters, target_ms=config.target_step_ms)
+            self._speculator = Speculator(speculation, kv, self.counters, target_ms=config.target_step_ms, clock=clock)
         self._planner = Planner(
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=config.eos_token_ids,

@@ -132,5 +132,5 @@ async def test_load_counts_prompts_until_their_first_output(directory: Path) -> 
 
 async def test_an_endpoint_that_is_none_is_refused() -> None:
     async with connected("nonsense", []) as link:
-        with pytest.raises(ConfigurationError, match="not usable"):
+        with pytest.raises(ConfigurationError, match="cannot be used"):
             link.start()

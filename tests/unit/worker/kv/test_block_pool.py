@@ -37,7 +37,7 @@ def test_a_page_released_too_often_is_an_error():
     pool = BlockPool(1, lambda page: None)
     (page,) = pool.allocate(1)
     pool.release(page, findable=False)
-    with pytest.raises(ValueError, match="page 0 is released more often"):
+    with pytest.raises(ValueError, match="page 0 was released more often"):
         pool.release(page, findable=False)
 
 

@@ -82,7 +82,7 @@ def test_an_id_that_is_live_is_refused_and_the_first_goes_on():
     harness = Harness()
     submit = make_submit("a", PROMPT, num_choices=2, sampling=FREE_RUN)
     harness.add(submit)
-    with pytest.raises(PeltonError, match="running already"):
+    with pytest.raises(PeltonError, match="is already running"):
         harness.add(make_submit("a", PROMPT, choice=1))
     harness.add(make_submit("a", PROMPT, choice=2, sampling=FREE_RUN))
     harness.drain()

@@ -109,7 +109,7 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
 
     def guess(request, limit):
         done = len(request.token_ids) - len(PROMPT)
-        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, [0.5] * limit)
+        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, 0.5)
 
     # All that the grammar allows, to its end after nine tokens: nothing may be sampled there.
     monkeypatch.setattr(harness.scheduler._speculator, "_guess", guess)
@@ -131,11 +131,11 @@ def test_a_grammar_is_spared_the_masks_of_drafts_that_are_always_wrong(monkeypat
 
     def guess(request, limit):
         done = len(request.token_ids) - len(PROMPT)
-        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, [0.5] * limit)
+        return Proposal([5 + (done + place) % 5 for place in range(limit)], Source.LOOKUP, 0.5)
 
     speculator = harness.scheduler._speculator
     monkeypatch.setattr(speculator, "_guess", guess)
-    monkeypatch.setattr(speculator._controller, "choose", lambda found, *_: [MAX_DRAFTS if one else 0 for one in found])
+    monkeypatch.setattr(speculator._policy, "choose", lambda found, *_: [MAX_DRAFTS if one else 0 for one in found])
     sampling = {"max_tokens": 600, "ignore_eos": True, "seed": 3}
     finish, tokens = finished(harness, grammar="mod 5 for 500", sampling=sampling)
     assert finish.reason is FinishReason.STOP and len(tokens) == 500

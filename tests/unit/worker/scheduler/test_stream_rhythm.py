@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def _read_beside_streams(machine: Machine, depth: int, seed: int) -> tuple[list[
     rng = random.Random(seed)
     kv = KVManager(num_pages=20_000, page_size=16, enable_prefix_caching=False)
     config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
-    scheduler = Scheduler(config, kv)
+    scheduler = Scheduler(config, kv, clock=time.time)
     endless = {"ignore_eos": True, "max_tokens": 8000}
     streams = [f"stream{index}" for index in range(machine.num_streams)]
     for index, name in enumerate(streams):

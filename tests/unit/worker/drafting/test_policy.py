@@ -1,0 +1,342 @@
+"""Draft lengths on simulated machines: never slower than without drafts, and near the best fixed number."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+import pytest
+
+from worker.costs import StepCosts
+from worker.drafting.acceptance import Acceptance, RequestAcceptance
+from worker.drafting.policy import LONGEST_PAUSE, MAX_LAG, DraftPolicy, Pause
+from worker.drafting.proposal import Proposal, Source
+from worker.drafting.speculation import Speculation
+
+MAX_DRAFTS = 7
+
+
+def _between(*points: tuple[int, float]) -> Callable[[int], float]:
+    def cost(rows: int) -> float:
+        index = next((i for i in range(1, len(points)) if points[i][0] >= rows), len(points) - 1)
+        (low, low_ms), (high, high_ms) = points[index - 1], points[index]
+        return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
+
+    return cost
+
+
+cpu = _between((1, 2.3), (4, 2.8), (8, 4.1), (16, 7.25), (32, 14.3), (64, 28.4))
+gpu = _between((1, 8.0), (64, 8.8), (128, 11.0), (256, 18.0))
+
+
+def dearer_by_tiles(rows: int) -> float:
+    return 6.0 + 2.0 * -(-rows // 16)
+
+
+def forbidding(rows: int) -> float:
+    return 2.0 * rows
+
+
+@dataclass
+class Noise:
+    """Of a machine: spread of all times, chance of one twice as long, and whether there are long slow times."""
+
+    sigma: float
+    jumps: float
+    slow_times: bool = False
+
+    def factor(self, rng: random.Random, step: int) -> float:
+        factor = rng.lognormvariate(0.0, self.sigma) * (2.0 if rng.random() < self.jumps else 1.0)
+        return factor * (2.0 if self.slow_times and step // 300 % 3 == 1 else 1.0)
+
+
+quiet = Noise(0.03, 0.0)
+busy = Noise(0.06, 0.05)
+slow_at_times = Noise(0.03, 0.0, slow_times=True)
+
+Acceptances = Callable[[int], float]
+
+
+def _phases(step: int) -> float:
+    """Good, then hopeless, then good again."""
+    return 0.03 if step // 300 % 2 else 0.9
+
+
+def _speeds(
+    cost: Callable[[int], float], num_rows: int, acceptance: Acceptances, noise: Noise, num_steps: int = 1200
+) -> tuple[float, list[float]]:
+    """Tokens per millisecond with the policy, and the computed value for 0, 1, ... MAX_DRAFTS drafts per row."""
+    rng = random.Random(num_rows)
+    policy = DraftPolicy(MAX_DRAFTS)
+    prior = Acceptance()
+    requests = [RequestAcceptance(prior) for _ in range(num_rows)]
+    texts = [Speculation([0], 1, (), look_up=False, acceptance=prior) for _ in range(num_rows)]
+    tokens, time = 0, 0.0
+    fixed_tokens = [0.0] * (MAX_DRAFTS + 1)
+    fixed_time = [0.0] * (MAX_DRAFTS + 1)
+    for step in range(num_steps):
+        chances = [request.chance(Source.LOOKUP) for request in requests]
+        proposals = [Proposal([0] * MAX_DRAFTS, Source.LOOKUP, c) if rng.random() < 0.8 else None for c in chances]
+        counts = policy.choose(proposals, 1000, [text.credit for text in texts])
+        for text, proposal, count in zip(texts, proposals, counts, strict=True):
+            cut = proposal.first(count) if proposal is not None else None
+            text.charge((1.0 + (cut.expected if cut else 0.0)) / policy.slowdown - 1.0)
+        factor = noise.factor(rng, step)
+        rate = acceptance(step)
+        for request, proposal, count in zip(requests, proposals, counts, strict=True):
+            place = 0
+            while proposal is not None and place < MAX_DRAFTS:
+                accepted = rng.random() < rate
+                request.observe(Source.LOOKUP, accepted)
+                if not accepted:
+                    break
+                place += 1
+            tokens += 1 + min(count, place)
+        rows = num_rows + sum(counts)
+        time += cost(rows) * factor
+        policy.observe(rows, cost(rows) * factor)
+        num_proposed = sum(proposal is not None for proposal in proposals)
+        for each in range(MAX_DRAFTS + 1):
+            fixed_tokens[each] += num_rows + num_proposed * sum(accumulate([rate] * each, mul))
+            fixed_time[each] += cost(num_rows + num_proposed * each) * factor
+    return tokens / time, [count / ms for count, ms in zip(fixed_tokens, fixed_time)]
+
+
+@pytest.mark.parametrize("noise", [quiet, busy], ids=["quiet", "busy"])
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("cost", [cpu, gpu, dearer_by_tiles, forbidding], ids=["cpu", "gpu", "tiles", "forbidding"])
+@pytest.mark.parametrize("acceptance", [0.05, 0.6, 0.95, _phases], ids=["0.05", "0.6", "0.95", "phases"])
+def test_it_is_never_slower_than_without_drafts_and_near_the_best_fixed_number(cost, num_rows, acceptance, noise):
+    rate = acceptance if callable(acceptance) else lambda step: acceptance
+    speed, fixed = _speeds(cost, num_rows, rate, noise)
+    assert speed >= 0.98 * fixed[0]
+    assert speed >= 0.8 * max(fixed)  # costs are learned meanwhile
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.95])
+def test_many_rows_on_a_cpu_lose_nothing_to_drafts_that_hardly_pay(acceptance):
+    speed, fixed = _speeds(cpu, 16, lambda step: acceptance, slow_at_times)
+    assert speed >= 0.97 * fixed[0]
+
+
+def _trained(cost: Callable[[int], float], counts: Sequence[int] = range(1, 65)) -> DraftPolicy:
+    policy = DraftPolicy(MAX_DRAFTS)
+    for _ in range(3):
+        for rows in counts:
+            policy.observe(rows, cost(rows))
+    return policy
+
+
+def _proposal(chance: float, count: int = MAX_DRAFTS) -> Proposal:
+    return Proposal([0] * count, Source.LOOKUP, chance)
+
+
+def _choose(policy: DraftPolicy, proposals: Sequence[Proposal | None], room: int = 100, credit: float = 0.0):
+    return policy.choose(proposals, room, [credit] * len(proposals))
+
+
+def test_nothing_is_verified_while_costs_are_unknown_or_without_proposals_or_room():
+    assert _choose(DraftPolicy(MAX_DRAFTS), [_proposal(0.9), None]) == [0, 0]
+    policy = _trained(lambda rows: 5.0)
+    assert _choose(policy, [None, None]) == [0, 0]
+    assert _choose(policy, [_proposal(0.9)], room=0) == [0]
+
+
+def test_the_likeliest_drafts_of_the_batch_are_taken_first():
+    policy = _trained(lambda rows: 5.0)
+    proposals = [_proposal(0.9, 3), None, _proposal(0.5), _proposal(0.95, 1)]
+    # Chances of being reached and accepted: 0.9, 0.81, 0.73; 0.5, 0.25, ...; 0.95.
+    assert _choose(policy, proposals, room=3) == [2, 0, 0, 1]
+    assert _choose(policy, proposals, room=5) == [3, 0, 1, 1]
+    assert _choose(policy, [_proposal(0.99, 12)]) == [MAX_DRAFTS]
+
+
+def test_no_row_is_slowed_down_for_long_by_the_drafts_of_others():
+    """On a machine where each row costs, one predictable text among three that are not."""
+    policy = _trained(cpu)
+    predictable = _proposal(0.95)
+    assert sum(_choose(policy, [predictable])) >= 3
+    assert sum(_choose(policy, [predictable, None, None, None], credit=-MAX_LAG)) == 0
+    assert policy.choose([predictable, None], 100, [0.0, None]) == [0, 0]
+    assert min(_choose(policy, [predictable] * 4)) >= 1
+    assert sum(_choose(_trained(gpu), [predictable, None, None, None])) == 7
+    # A row that is behind does not forbid drafts that cost it nothing, nor its own.
+    assert _choose(_trained(lambda rows: 5.0), [predictable, None], credit=-MAX_LAG)[0] == 7
+    assert sum(_choose(_trained(cpu), [predictable], credit=-MAX_LAG)) >= 3
+
+
+def test_row_counts_that_were_slow_are_seldom_tried_again():
+    rng = random.Random(4)
+    policy = DraftPolicy(MAX_DRAFTS)
+    num_with_drafts = 0
+    for step in range(1500):
+        counts = _choose(policy, [_proposal(0.5, 3)])
+        num_with_drafts += step >= 500 and counts != [0]
+        policy.observe(1 + sum(counts), forbidding(1 + sum(counts)) * rng.lognormvariate(0.0, 0.03))
+    assert 1 <= num_with_drafts <= 25
+
+
+def test_costs_ignore_times_that_are_not_positive_and_finite():
+    costs = StepCosts()
+    for milliseconds in (0.0, -1.0, math.nan, math.inf):
+        costs.observe(2, milliseconds)
+    costs.observe(0, 1.0)
+    assert costs.largest == 0
+    costs.observe(2, 4.0)
+    assert list(costs.read(1, 3)) == pytest.approx([4.0, 4.0, 6.0, 8.0])
+
+
+def test_costs_are_comparable_though_they_were_measured_in_fast_and_slow_periods():
+    rng = random.Random(1)
+    costs = StepCosts()
+    for step in range(2000):
+        rows = 1 + step % 8 if step % 5 == 0 else 4
+        costs.observe(rows, cpu(rows) * (2.0 if step // 300 % 2 else 1.0) * rng.lognormvariate(0.0, 0.03))
+    read = costs.read(1, 7)
+    for rows in (1, 2, 8):
+        assert read[rows - 1] / read[3] == pytest.approx(cpu(rows) / cpu(4), rel=0.15)
+
+
+def test_pauses_double_and_end_with_what_pays_or_with_another_load():
+    pause = Pause(LONGEST_PAUSE)
+    skipped = []
+    for _ in range(6):
+        pause.learn(paid=False)
+        count = 0
+        while pause.holds(8):
+            count += 1
+        skipped.append(count)
+    assert skipped == [0, 2, 4, 8, 16, 16] or skipped == [1, 2, 4, 8, 16, 16]
+    pause.learn(paid=False)
+    assert pause.is_on and pause.holds(8)
+    assert not pause.holds(4) and not pause.is_on
+    pause.learn(paid=True)
+    assert not pause.is_on
+
+
+# The draft model.
+
+
+def _draft_speed(
+    cost: Callable[[int], float], draft_ms: float, num_rows: int, chance: float, num_steps: int = 1500
+) -> tuple[float, int]:
+    """Speedup by a draft model, and the number of its steps in the last third."""
+    rng = random.Random(6)
+    policy = DraftPolicy(MAX_DRAFTS)
+    request = RequestAcceptance(Acceptance())
+    tokens, time, num_late = 0, 0.0, 0
+    for step in range(num_steps):
+        rate = request.chance(Source.DRAFT_MODEL)
+        num_each = policy.num_to_draft(num_rows, num_rows, rate, math.inf)
+        num_wanting = 1 if policy.is_probe else num_rows
+        proposals: list[Proposal | None] = [None] * num_rows
+        if num_each:
+            milliseconds = draft_ms * (num_each + 1) * rng.lognormvariate(0.0, 0.05)
+            policy.observe_drafting(num_wanting, num_each, 0, milliseconds)
+            time += milliseconds
+            num_late += step >= num_steps * 2 // 3
+            proposals[:num_wanting] = [Proposal([0] * num_each, Source.DRAFT_MODEL, rate)] * num_wanting
+        counts = _choose(policy, proposals)
+        rows = num_rows + sum(counts)
+        milliseconds = cost(rows) * rng.lognormvariate(0.0, 0.05)
+        time += milliseconds
+        policy.observe(rows, milliseconds)
+        for count in counts:
+            place = 0
+            while place < num_each:
+                accepted = rng.random() < chance
+                request.observe(Source.DRAFT_MODEL, accepted)
+                if not accepted:
+                    break
+                place += 1
+            tokens += 1 + min(place, count)
+    return tokens / time / (num_rows / cost(num_rows)), num_late
+
+
+@pytest.mark.parametrize(
+    "cost, draft_ms, num_rows, chance, least",
+    [
+        pytest.param(cpu, 0.3, 1, 0.8, 1.3, id="a good draft on a CPU"),
+        pytest.param(gpu, 0.8, 8, 0.8, 1.4, id="a good draft on a GPU"),
+    ],
+)
+def test_a_draft_model_that_pays_is_used(cost, draft_ms, num_rows, chance, least):
+    speed, num_late = _draft_speed(cost, draft_ms, num_rows, chance)
+    assert speed >= least
+    assert num_late > 400
+
+
+@pytest.mark.parametrize(
+    "cost, draft_ms, num_rows, chance",
+    [
+        pytest.param(cpu, 2.0, 1, 0.7, id="too slow"),
+        pytest.param(cpu, 0.4, 1, 0.02, id="always wrong"),
+        pytest.param(cpu, 1.0, 16, 0.8, id="no room for its rows"),
+        pytest.param(gpu, 9.0, 4, 0.5, id="slower than the target"),
+    ],
+)
+def test_a_draft_model_that_does_not_pay_is_seldom_tried(cost, draft_ms, num_rows, chance):
+    speed, num_late = _draft_speed(cost, draft_ms, num_rows, chance)
+    assert speed >= 0.97
+    assert num_late <= 8
+
+
+def _drafting(cost: Callable[[int], float], draft_ms: float) -> DraftPolicy:
+    policy = _trained(cost)
+    for _ in range(5):
+        policy.observe_drafting(4, 3, 0, draft_ms * 4)
+        policy.take_wait(4)
+    return policy
+
+
+def test_nothing_is_drafted_without_wishes_or_costs():
+    assert DraftPolicy(MAX_DRAFTS).num_to_draft(1, 1, 0.9, math.inf) == 0
+    assert _trained(cpu).num_to_draft(0, 1, 0.9, math.inf) == 0
+
+
+def test_a_prompt_is_read_by_the_draft_model_if_the_output_pays_for_it():
+    policy = _trained(cpu)
+    assert policy.catch_up_pays(200, 100)
+    assert not policy.catch_up_pays(100_000, 10**9)
+    for _ in range(5):
+        policy.observe_drafting(1, 3, 0, 1.0)
+        policy.observe_drafting(0, 0, 100, 5.0)
+        policy.num_to_draft(1, 1, 0.9, math.inf)
+    # A token takes 0.05 ms to read, and drafts save about 1 ms per generated token.
+    assert policy.catch_up_pays(1000, 200)
+    assert not policy.catch_up_pays(10_000, 200)
+
+
+def test_rows_that_only_wait_bound_the_draft_model():
+    for draft_ms, credit, is_used in (
+        (0.1, 0.0, True),
+        (0.1, -MAX_LAG, False),
+        (5.0, 0.0, False),
+        (5.0, math.inf, True),
+    ):
+        policy = _drafting(gpu, draft_ms if credit < math.inf else 0.5)
+        policy.num_to_draft(4, 5, 0.8, credit)  # may be a trial, which is not repeated at once
+        assert (policy.num_to_draft(4, 5, 0.8, credit) > 0) == is_used, (draft_ms, credit)
+
+
+def test_reading_is_told_from_proposing_and_kept_within_a_time():
+    policy = _trained(gpu)
+    assert policy.num_to_read(512, 100.0) == 64
+    for _ in range(8):
+        policy.observe_drafting(4, 3, 0, 4.0)
+        policy.observe_drafting(4, 3, 100, 54.0)
+        policy.observe_drafting(0, 0, 100, 50.0)
+    assert policy.num_to_read(512, 100.0) == pytest.approx(200, rel=0.1)
+    assert policy.num_to_read(150, 100.0) == 150
+    assert policy.num_to_read(512, 0.001) == 8
+
+
+def test_a_slow_step_of_the_draft_model_puts_no_row_far_behind():
+    policy = _drafting(gpu, 1.0)
+    policy.observe_drafting(4, 3, 0, 4000.0)
+    assert 0.0 < policy.take_wait(4) <= MAX_LAG
+    assert policy.take_wait(4) == 0.0
