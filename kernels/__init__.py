@@ -1,0 +1,1 @@
+"""Kernels: shared helpers, operations, and backends for CPU and GPU."""

@@ -1,0 +1,1 @@
+"""Quantized types, tolerances, and helpers that operations share."""

@@ -1,4 +1,4 @@
-"""Quantized activations: what a norm or an activation hands to a linear layer that multiplies 8-bit operands."""
+"""Quantized activations, which a norm or an activation passes to a linear layer that multiplies 8-bit operands."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Literal
 import torch
 
 ActivationFormat = Literal["fp8_tensor", "fp8_token", "fp8_block", "int8_token"]
-"""fp8_tensor: e4m3fn, one scale that the checkpoint fixes. fp8_token, int8_token: one scale a row, largest magnitude
-over 448 or 127. fp8_block: one scale for each 128 values of a row."""
+"""fp8_tensor: e4m3fn with one scale that the checkpoint fixes. fp8_token, int8_token: one scale per row, largest
+magnitude over 448 or 127. fp8_block: one scale per 128 values of a row.
+"""
 
 BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationQuantization:
-    """How a linear layer wants its input.
+    """Quantization that a linear layer expects of its input.
 
     Attributes:
-        format: see ActivationFormat.
-        scale: [1, 1] float32 of fp8_tensor; None for the others, which find theirs.
+        format: See ActivationFormat.
+        scale: [1, 1] float32 for fp8_tensor; None for the others, which compute theirs.
     """
 
     format: ActivationFormat
@@ -33,8 +34,8 @@ class QuantizedActivation:
 
     Attributes:
         codes: [T, n] float8_e4m3fn or int8.
-        scales: float32: [T, 1] a row; [T, ceil(n / 128)] a block; [1, 1] a tensor.
-        dtype: of the activations before, and of the linear layer's result.
+        scales: Float32: [T, 1] per row; [T, ceil(n / 128)] per block; [1, 1] per tensor.
+        dtype: Dtype of the activations before, and of the linear layer's result.
     """
 
     codes: torch.Tensor
@@ -43,11 +44,11 @@ class QuantizedActivation:
 
 
 Activations = torch.Tensor | QuantizedActivation
-"""What a linear layer multiplies."""
+"""Input of a linear layer."""
 
 
 def dense(x: Activations) -> torch.Tensor:
-    """The tensor, where nobody asked for codes."""
+    """Return the tensor of activations that were not quantized."""
     if isinstance(x, QuantizedActivation):
-        raise TypeError("quantized activations reached what takes them as they are")
+        raise TypeError("quantized activations reached an operation that expects unquantized ones")
     return x

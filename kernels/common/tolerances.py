@@ -1,4 +1,4 @@
-"""How far a kernel may be from its reference, one table for all tests: (relative, absolute)."""
+"""Largest deviations of kernels from their references, one table for all tests: (relative, absolute)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 
 
 def of_attention(dtype: torch.dtype, kv_format: str) -> tuple[float, float]:
-    """Of attention with queries of `dtype` over cells of a KVFormat: beside float16, weights of quantized values are
-    bfloat16 (kernels/ops/attention/triton_cells.py)."""
+    """Return the tolerance of attention with queries of `dtype` over cells of a KVFormat.
+
+    Beside float16 queries, weights of quantized values are bfloat16 (kernels/ops/attention/triton_cells.py).
+    """
     quantized = kv_format != "dense" and dtype is torch.float16
     return TOLERANCES[torch.bfloat16 if quantized else dtype]

@@ -1,0 +1,1 @@
+"""Operations, one folder each: reference, Triton kernel, CPU kernel, cases and README."""

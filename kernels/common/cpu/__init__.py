@@ -1,1 +1,1 @@
-"""What the CPU kernels share: vector values for numba, and torch's thread pool to run in."""
+"""Helpers of the CPU kernels: vector values for numba, and execution on torch's thread pool."""

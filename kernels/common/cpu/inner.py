@@ -1,4 +1,4 @@
-"""How functions are compiled that only compiled functions call."""
+"""Compilation of functions that only compiled functions call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from numba import njit
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """njit without the entries by which Python and C would call: a tenth of the time to compile. Python must not."""
+    """Compile with njit without entry points for Python and C, which takes a tenth of the time.
+
+    Python must not call the result.
+    """
     return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def inner_numpy(function: Callable[..., Any]) -> Any:
-    """The same, where a division by zero gives what numpy's gives."""
+    """Compile as `inner` does, with numpy's result for division by zero."""
     return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)

@@ -1,9 +1,9 @@
-"""Runs compiled numba functions on torch's own threads.
+"""Execution of compiled numba functions on torch's own threads.
 
-numba's parallel loops have a thread pool of their own; beside torch's, both spin on the same cores and each step pays
-for it. So kernels are compiled as plain C functions and entered through GOMP_parallel of the libgomp that torch has
-loaded (the entry point that compilers use for `#pragma omp parallel`). Work is shared out by an atomic counter, so a
-thread that the system holds up does not hold up its whole share.
+numba's parallel loops have a separate thread pool; beside torch's, both spin on the same cores and every step pays for
+it. Kernels are therefore compiled as plain C functions and entered through GOMP_parallel of the libgomp that torch has
+loaded (the entry point of `#pragma omp parallel`). An atomic counter distributes the work, so that a delayed thread
+does not delay its whole share.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ COUNTERS = NUM_ARGUMENTS  # index of the first
 
 
 def use_huge_pages() -> None:
-    """Has torch ask for huge pages for large tensors: reading all weights then takes about 5 % less time.
+    """Let torch use huge pages for large tensors, which makes reading all weights about 5 % faster.
 
-    Call before the first large allocation: torch looks once.
+    Call it before the first large allocation, because torch checks once.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def use_cache_directory(directory: Path) -> Path:
-    """Keeps compiled kernels below `directory`, one folder for each version of the sources; call before compiling.
+    """Keep compiled kernels below `directory`, in one folder per version of the sources; call it before compiling.
 
-    Where the directory cannot be written to, they are compiled anew each time and kept in a temporary one.
+    If the directory is not writable, kernels are compiled again in each process and kept in a temporary directory.
 
     Returns:
         The folder, the same one in all calls for a directory.
@@ -62,7 +62,7 @@ def _cache_folder(directory: Path) -> Path:
 
 @functools.cache
 def _openmp() -> Any | None:
-    """libgomp as torch loaded it; None where torch has another thread pool."""
+    """Return libgomp as torch loaded it; None if torch has another thread pool."""
     for folder in (Path(torch.__file__).parent / "lib", Path(torch.__file__).parents[1] / "torch.libs"):
         for path in sorted(folder.glob("libgomp*.so*")):
             try:
@@ -76,9 +76,9 @@ def _openmp() -> Any | None:
 
 
 class Kernel:
-    """A compiled function `void f(int64_t *block)` and its argument block.
+    """Compiled function `void f(int64_t *block)` with its argument block.
 
-    Not for several threads of Python at a time: there is one block.
+    Only one thread of Python may use it at a time, because there is one block.
     """
 
     def __init__(self, address: int) -> None:
@@ -91,7 +91,7 @@ class Kernel:
         self._zeros: list[ctypes.c_int64 | int] = [0] * NUM_COUNTERS
 
     def run(self, num_threads: int) -> None:
-        """Runs with what is in the block, on at most `num_threads` threads."""
+        """Run with the contents of the block on at most `num_threads` threads."""
         self.block[COUNTERS:] = self._zeros
         if num_threads > 1 and self._parallel is not None:
             self._parallel(self._address, self._block_address, num_threads, 0)
@@ -101,5 +101,5 @@ class Kernel:
 
 @functools.cache
 def num_threads() -> int:
-    """Threads of torch's pool; read once, at the first use."""
+    """Return the number of threads of torch's pool; read once, at the first use."""
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Rows shared out among Python's threads, for compiled functions that release the GIL."""
+"""Distribution of rows among Python threads, for compiled functions that release the GIL."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 
 Claims = np.ndarray[Any, np.dtype[np.int64]]
-"""[2]: the next row that no thread has begun, and the number of rows; kernels/common/cpu/claims.py takes rows
-from it.
-"""
+"""[2]: next row that has not begun, and number of rows; kernels/common/cpu/claims.py takes rows from it."""
 
 
 class RowThreads:
-    """Threads that start when there are first rows for them.
+    """Threads that start with the first rows for them.
 
     Args:
-        num_threads: with the one that calls.
-        name: of the threads.
+        num_threads: Number of threads, including the caller.
+        name: Name of the threads.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -27,9 +25,9 @@ class RowThreads:
         self._threads = ThreadPoolExecutor(num_threads, name) if num_threads > 1 else None
 
     def run(self, run: Callable[[Claims], None], num_rows: int) -> None:
-        """Calls `run` in each thread with the same claims, and returns when all rows are done.
+        """Call `run` in each thread with the same claims; return when all rows are done.
 
-        Rows cost very different times, and a thread may be late: so each takes one row after the other.
+        The time of rows varies, and a thread may be delayed, so each thread takes one row after the other.
         """
         claims = claims_of(num_rows)
         if self._threads is None or num_rows < 2:
@@ -39,11 +37,11 @@ class RowThreads:
         futures = [self._threads.submit(run, claims) for _ in helpers]
         run(claims)
         for future in futures:
-            # One that has not begun would find nothing left.
+            # A thread that has not begun would find nothing left.
             if not future.cancel():
                 future.result()
 
 
 def claims_of(num_rows: int) -> Claims:
-    """Of rows that nobody has begun."""
+    """Return claims of rows that have not begun."""
     return np.array([0, num_rows], dtype=np.int64)

@@ -1,8 +1,8 @@
 """Vectors of 16 float32 as values in numba code, and memory by address.
 
-numba vectorizes loops as it sees fit; attention needs its accumulators to stay in registers, so the kernels say which
-vectors they mean. LLVM splits a vector where the processor's registers are narrower. Memory holds float32 or, where
-the literal `bf16` is 1, bfloat16: the upper half of a float32.
+numba vectorizes loops at its own discretion. Attention needs its accumulators in registers, so its kernels name their
+vectors. LLVM splits a vector if the processor's registers are narrower. Memory holds float32 or, if the literal `bf16`
+is 1, bfloat16: the upper half of a float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numba.extending import intrinsic, models, register_model
 
 WIDTH = 16
 _PATIENCE = 1000
-"""Pauses, some 10 us, before a waiting thread gives way: longer than threads with a processor each usually wait."""
+"""Pauses, some 10 us in total, before a waiting thread yields: longer than threads with a processor each usually wait.
+"""
 
 F32 = ir.FloatType()
 I16 = ir.IntType(16)
@@ -41,25 +42,25 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def const(value_type: ir.VectorType, value: float | list[int]) -> ir.Constant:
-    """A vector constant with every lane `value`, or with these lanes."""
+    """Return a vector constant with `value` in every lane, or with these lanes."""
     lanes = value if isinstance(value, list) else [value] * value_type.count
     return ir.Constant(value_type, [ir.Constant(value_type.element, lane) for lane in lanes])
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
-    """Address as a pointer."""
+    """Convert an address to a pointer."""
     return builder.inttoptr(address, to.as_pointer())
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, width: int = WIDTH) -> ir.Value:
-    """Every lane the scalar."""
+    """Return a vector with the scalar in every lane."""
     kind = ir.VectorType(scalar.type, width)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), const(ir.VectorType(I32, width), 0))
 
 
 def call(builder: ir.IRBuilder, name: str, kind: ir.Type, *arguments: ir.Value) -> ir.Value:
-    """An LLVM intrinsic whose arguments and result are of one type."""
+    """Call an LLVM intrinsic whose arguments and result have one type."""
     suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(kind, [kind] * len(arguments)), f"llvm.{name}.{suffix}"
@@ -68,12 +69,12 @@ def call(builder: ir.IRBuilder, name: str, kind: ir.Type, *arguments: ir.Value) 
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return call(builder, "fma", a.type, a, b, c)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, bf16: bool, width: int = WIDTH) -> ir.Value:
-    """`width` neighbouring values as float32."""
+    """Load `width` adjacent values as float32."""
     wide = ir.VectorType(F32, width)
     if not bf16:
         return builder.load(pointer(builder, address, wide), align=4)
@@ -83,7 +84,7 @@ def load(builder: ir.IRBuilder, address: ir.Value, bf16: bool, width: int = WIDT
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Asks for the cache line of an address, which need not be mapped."""
+    """Prefetch the cache line of an address, which need not be mapped."""
     anything = ir.PointerType(ir.IntType(8))
     kind = ir.FunctionType(ir.VoidType(), [anything, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -91,7 +92,7 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def to_bf16(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
-    """float32 lanes to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
+    """Convert float32 lanes to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
     integers = ir.VectorType(I32, values.type.count)
     bits = builder.bitcast(values, integers)
     odd = builder.and_(builder.lshr(bits, const(integers, 16)), const(integers, 1))
@@ -102,7 +103,7 @@ def to_bf16(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
 
 
 def store(builder: ir.IRBuilder, address: ir.Value, values: ir.Value, bf16: bool) -> None:
-    """Writes neighbouring values."""
+    """Store adjacent values."""
     if bf16:
         half = to_bf16(builder, values)
         builder.store(half, pointer(builder, address, half.type), align=2)
@@ -111,9 +112,9 @@ def store(builder: ir.IRBuilder, address: ir.Value, values: ir.Value, bf16: bool
 
 
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """exp of each lane, within 2 units in the last place; 0 below -87, its largest value above 88.
+    """Return exp of each lane, within 2 units in the last place; 0 below -87, its largest value above 88.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2 (reduction in two steps after Cody and Waite), Taylor series of degree 7 in r.
+    x = n ln 2 + r with |r| <= ln 2 / 2 (two-step reduction after Cody and Waite), Taylor series of degree 7 in r.
     """
     integers = ir.VectorType(I32, WIDTH)
     tiny = builder.fcmp_ordered("olt", x, const(VEC, -87.0))
@@ -138,21 +139,21 @@ def _emit(result: Any, arguments: tuple[Any, ...], body: Callable[..., Any]) -> 
 
 @intrinsic(prefer_literal=True)
 def vload(typing: Any, address: Any, bf16: Any) -> Any:
-    """16 neighbouring values from an address."""
+    """Load 16 adjacent values from an address."""
     narrow = bool(bf16.literal_value)
     return _emit(vector, (types.int64, bf16), lambda b, a, _: load(b, a, narrow))
 
 
 @intrinsic(prefer_literal=True)
 def vstore(typing: Any, address: Any, values: Any, bf16: Any) -> Any:
-    """Writes 16 neighbouring values."""
+    """Store 16 adjacent values."""
     narrow = bool(bf16.literal_value)
     return _emit(types.void, (types.int64, vector, bf16), lambda b, a, v, _: store(b, a, v, narrow))
 
 
 @intrinsic(prefer_literal=True)
 def vscatter(typing: Any, address: Any, stride: Any, values: Any, bf16: Any) -> Any:
-    """Writes lane i to address + i * stride bytes; stride is a literal."""
+    """Store lane i at address + i * stride bytes; stride is a literal."""
     narrow, step = bool(bf16.literal_value), stride.literal_value
 
     def body(b: Any, a: Any, _stride: Any, v: Any, _bf16: Any) -> None:
@@ -166,55 +167,55 @@ def vscatter(typing: Any, address: Any, stride: Any, values: Any, bf16: Any) -> 
 
 @intrinsic
 def vsplat(typing: Any, scalar: Any) -> Any:
-    """Every lane the scalar."""
+    """Return a vector with the scalar in every lane."""
     return _emit(vector, (types.float32,), splat)
 
 
 @intrinsic
 def vadd(typing: Any, x: Any, y: Any) -> Any:
-    """x + y."""
+    """Return x + y."""
     return _emit(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
 
 
 @intrinsic
 def vsub(typing: Any, x: Any, y: Any) -> Any:
-    """x - y."""
+    """Return x - y."""
     return _emit(vector, (vector, vector), lambda b, x, y: b.fsub(x, y))
 
 
 @intrinsic
 def vmul(typing: Any, x: Any, y: Any) -> Any:
-    """x * y."""
+    """Return x * y."""
     return _emit(vector, (vector, vector), lambda b, x, y: b.fmul(x, y))
 
 
 @intrinsic
 def vdiv(typing: Any, x: Any, y: Any) -> Any:
-    """x / y."""
+    """Return x / y."""
     return _emit(vector, (vector, vector), lambda b, x, y: b.fdiv(x, y))
 
 
 @intrinsic
 def vfma(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z."""
+    """Return x * y + z."""
     return _emit(vector, (vector, vector, vector), fma)
 
 
 @intrinsic
 def vmax(typing: Any, x: Any, y: Any) -> Any:
-    """The larger of each lane; a NaN lane keeps the other's."""
+    """Return the larger value of each lane; a NaN lane keeps the other's value."""
     return _emit(vector, (vector, vector), lambda b, x, y: call(b, "maxnum", VEC, x, y))
 
 
 @intrinsic
 def vexp(typing: Any, x: Any) -> Any:
-    """exp of each lane."""
+    """Return exp of each lane."""
     return _emit(vector, (vector,), exp)
 
 
 @intrinsic
 def vsilu(typing: Any, x: Any) -> Any:
-    """x / (1 + exp(-x)) of each lane. The sum stays finite: exp is at most exp(88)."""
+    """Return x / (1 + exp(-x)) of each lane. The sum stays finite, because exp is at most exp(88)."""
 
     def body(b: Any, v: Any) -> Any:
         return b.fdiv(v, b.fadd(const(VEC, 1.0), exp(b, b.fsub(const(VEC, 0.0), v))))
@@ -224,7 +225,7 @@ def vsilu(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def vkeep(typing: Any, x: Any, count: Any, other: Any) -> Any:
-    """Lanes below `count` as they are, the others `other`."""
+    """Keep lanes below `count` and replace the others by `other`."""
 
     def body(b: Any, v: Any, limit: Any, fill: Any) -> Any:
         index = const(ir.VectorType(I64, WIDTH), list(range(WIDTH)))
@@ -234,7 +235,7 @@ def vkeep(typing: Any, x: Any, count: Any, other: Any) -> Any:
 
 
 def fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """One value of all lanes, combined by halves."""
+    """Combine all lanes to one value, by halves."""
     width = WIDTH
     while width > 1:
         width //= 2
@@ -249,13 +250,13 @@ def fold(builder: Any, values: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 @intrinsic
 def vsum(typing: Any, x: Any) -> Any:
-    """Sum of the lanes, by halves."""
+    """Return the sum of the lanes, by halves."""
     return _emit(types.float32, (vector,), lambda b, v: fold(b, v, b.fadd))
 
 
 @intrinsic
 def vhighest(typing: Any, x: Any) -> Any:
-    """Largest lane."""
+    """Return the largest lane."""
     return _emit(
         types.float32, (vector,), lambda b, v: fold(b, v, lambda x, y: b.select(b.fcmp_ordered("ogt", x, y), x, y))
     )
@@ -263,13 +264,13 @@ def vhighest(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
-    """One float32."""
+    """Load one float32."""
     return _emit(types.float32, (types.int64,), lambda b, a: b.load(pointer(b, a, F32)))
 
 
 @intrinsic
 def store_f32(typing: Any, address: Any, value: Any) -> Any:
-    """Writes one float32."""
+    """Store one float32."""
 
     def body(b: Any, a: Any, v: Any) -> None:
         b.store(v, pointer(b, a, F32))
@@ -279,19 +280,19 @@ def store_f32(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def load_i32(typing: Any, address: Any) -> Any:
-    """One int32, as int64."""
+    """Load one int32 as int64."""
     return _emit(types.int64, (types.int64,), lambda b, a: b.sext(b.load(pointer(b, a, I32)), I64))
 
 
 @intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
-    """One int64."""
+    """Load one int64."""
     return _emit(types.int64, (types.int64,), lambda b, a: b.load(pointer(b, a, I64)))
 
 
 @intrinsic
 def atomic_add(typing: Any, address: Any, value: Any) -> Any:
-    """Adds to an int64 that threads share; returns what it was."""
+    """Add to an int64 that threads share; return its previous value."""
     return _emit(
         types.int64, (types.int64, types.int64), lambda b, a, v: b.atomic_rmw("add", pointer(b, a, I64), v, "seq_cst")
     )
@@ -299,13 +300,13 @@ def atomic_add(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_load(typing: Any, address: Any) -> Any:
-    """An int64 that another thread may be changing."""
+    """Load an int64 that another thread may be changing."""
     return _emit(types.int64, (types.int64,), lambda b, a: b.load_atomic(pointer(b, a, I64), "seq_cst", 8))
 
 
 @intrinsic
 def pause(typing: Any) -> Any:
-    """Tells the processor that this thread waits for another."""
+    """Tell the processor that this thread waits for another."""
 
     def body(b: Any) -> None:
         if b.module.triple.startswith("x86_64"):
@@ -317,7 +318,7 @@ def pause(typing: Any) -> Any:
 
 @intrinsic
 def give_way(typing: Any) -> Any:
-    """Lets another thread have this processor, where one waits for it."""
+    """Yield this processor to a waiting thread."""
 
     def body(b: Any) -> None:
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
@@ -327,10 +328,10 @@ def give_way(typing: Any) -> Any:
 
 @njit
 def wait_for(counter: Any, count: Any) -> None:
-    """Until an int64 that other threads add to has come so far.
+    """Wait until an int64 that other threads increase has reached `counter`.
 
-    The one that is waited for may have no processor: where there are more threads than processors, spinning on would
-    take it from it for milliseconds at each of a step's two hundred meetings.
+    With more threads than processors, the awaited thread may have none. Spinning would keep the processor from it for
+    milliseconds at each of a step's two hundred barriers.
     """
     turns = 0
     while atomic_load(counter) < count:

@@ -1,1 +1,1 @@
-"""What all Triton kernels share: how they are launched, what a compiler is expected to make of them, number formats."""
+"""Helpers of the Triton kernels: launching, expectations of compiled code, number formats."""

@@ -1,8 +1,9 @@
-"""The last part of a kernel whose result a linear layer multiplies: stored as it is, or as codes and scales.
+"""Last part of a kernel whose result a linear layer multiplies.
 
-See kernels/common/quantized.py for the formats. The norm, the activation and kernels/ops/quantize end in the same
-code, so fused
-and separate quantization give the same bits.
+It stores the result unchanged, or as codes and scales.
+
+See kernels/common/quantized.py for the formats. The norm, the activation and kernels/ops/quantize share this code, so
+that fused and separate quantization give the same bits.
 """
 
 from __future__ import annotations
@@ -27,29 +28,35 @@ LARGEST: dict[str, float] = {
     "int8_token": 127.0,
 }
 ROW_FORMATS: tuple[ActivationFormat, ...] = ("fp8_token", "int8_token")
-"""Those whose scale is known only when the whole row is."""
+"""Formats whose scale is known only when the whole row is known."""
 
-# Smaller scales have no reciprocal in float32: all codes are 0 and the row is off by at most 448e-37.
+# Smaller scales have no reciprocal in float32: all codes are 0 and the row is wrong by at most 448e-37.
 _SMALLEST_SCALE = tl.constexpr(1e-37)
 
 
 @triton.jit
 def largest_magnitude(x, AXIS: tl.constexpr):
-    """Of float32, along an axis. NaN counts as larger than all others: by their bits, because a maximum drops it."""
+    """Return the largest float32 magnitude along an axis.
+
+    NaN counts as largest: compared by bits, because a maximum drops it.
+    """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, axis=AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def larger_magnitude(x, y):
-    """The larger of two float32 magnitudes, element by element; NaN counts as larger than all others."""
+    """Return the larger of two float32 magnitudes, element by element; NaN counts as largest."""
     x_bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.maximum(x_bits, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reciprocal(scales):
-    """1 / scale, 0 where there is none. Rounded once, as an operator's quotient on a GPU is not: it decides codes."""
+    """Return 1 / scale, or 0 for scale 0, rounded once.
+
+    The division operator on a GPU is not, and the result determines codes.
+    """
     usable = scales >= _SMALLEST_SCALE
     divisor = tl.where(usable, scales, 1.0)
     return tl.where(usable, tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor), 0.0)
@@ -57,7 +64,10 @@ def reciprocal(scales):
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 already divided by its scale -> codes. What exceeds the largest code saturates; NaN stays in fp8."""
+    """Convert float32, already divided by its scale, to codes.
+
+    Values beyond the largest code saturate; NaN stays NaN in fp8.
+    """
     if FORMAT == "int8_token":
         return encode_int8(tl.minimum(tl.maximum(x, -127.0), 127.0))
     else:
@@ -77,14 +87,19 @@ def store_tile(
     LARGEST_CODE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Stores a tile of one row as FORMAT says.
+    """Store a tile of one row in FORMAT.
 
     Args:
         p_out: [T, WIDTH] of the result's dtype ("dense") or of codes; contiguous.
-        p_scales: float32 [1] to read (fp8_tensor), [T] or [T, ceil(WIDTH / 128)] to write.
-        b_x: [TILE] float32; 0 beyond WIDTH. Of the formats with one scale a row it is the whole row.
+        p_scales: Float32 [1] to read (fp8_tensor), [T] or [T, ceil(WIDTH / 128)] to write.
+        b_x: [TILE] float32; 0 beyond WIDTH. For formats with one scale per row it is the whole row.
         i_row: int64.
-        i_tile: which tile of its row it is.
+        i_tile: Index of the tile in its row.
+        WIDTH: Length of a row.
+        TILE: Length of a tile.
+        FORMAT: Format of the result.
+        LARGEST_CODE: Largest code.
+        NATIVE: The GPU converts e4m3fn itself.
     """
     o_column = i_tile * TILE + tl.arange(0, TILE)
     mask = o_column < WIDTH
@@ -110,13 +125,15 @@ def store_tile(
 
 
 class Outputs(NamedTuple):
-    """What a launch writes, and what of it the caller gets.
+    """Outputs of a launch, and the part that the caller gets.
 
     Attributes:
-        out: [T, n] as the kernel sees it: codes of e4m3fn are uint8 where the kernel makes them by their bits.
-        scales: float32, see `store_tile`; `out` where there are none.
+        out: [T, n] as the kernel sees it: codes of e4m3fn are uint8 if the kernel encodes them by bits.
+        scales: Float32, see `store_tile`; `out` if there are none.
         codes: [T, n] as the linear layer gets it.
-        format, largest, native: the constants FORMAT, LARGEST_CODE and NATIVE.
+        format: Constant FORMAT.
+        largest: Constant LARGEST_CODE.
+        native: Constant NATIVE.
     """
 
     out: torch.Tensor
@@ -127,23 +144,26 @@ class Outputs(NamedTuple):
     native: bool
 
     def result(self, dtype: torch.dtype) -> Activations:
-        """For the linear layer; dtype: of the activations before."""
+        """Return the activations for the linear layer. `dtype` is that of the activations before."""
         return self.codes if self.format == "dense" else QuantizedActivation(self.codes, self.scales, dtype)
 
 
 @functools.cache
 def _encodes_natively(device: torch.device) -> bool:
-    """Triton's interpreter rounds to e4m3fn wrongly (3.9: a carry out of the mantissa is lost)."""
+    """Return True if the device encodes e4m3fn correctly.
+
+    Triton's interpreter (3.9) loses a carry out of the mantissa.
+    """
     return native_fp8(device) and not INTERPRETED
 
 
 def outputs(
     rows: int, width: int, dtype: torch.dtype, device: torch.device, quantization: ActivationQuantization | None
 ) -> Outputs:
-    """Room for [rows, width] activations of `dtype`, quantized or not.
+    """Allocate [rows, width] activations of `dtype`, quantized or not.
 
     Raises:
-        ValueError: where a fixed scale is asked for and not there.
+        ValueError: A fixed scale is required and missing.
     """
     if quantization is None:
         out = torch.empty((rows, width), dtype=dtype, device=device)
@@ -167,7 +187,7 @@ def outputs(
 
 
 def signature_of(format: str, target: Target, dtype: str) -> tuple[str, str, dict[str, Any]]:
-    """Types of p_out and p_scales and the constants of `store_tile`, for `compilations`. dtype: "bf16", ..."""
+    """Return types of p_out and p_scales and the constants of `store_tile`, for `compilations`. dtype: "bf16", ..."""
     native = target in NATIVE_FP8
     if format == "dense":
         return f"*{dtype}", f"*{dtype}", {"FORMAT": format, "LARGEST_CODE": 1.0, "NATIVE": True}

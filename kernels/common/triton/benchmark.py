@@ -1,4 +1,4 @@
-"""What scripts/gpu_check times of each kernel: every cases.py beside a triton.py has `benchmarks(device)`."""
+"""Benchmarks of kernels for scripts/gpu_check: every cases.py beside a triton.py has `benchmarks(device)`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One launch at a shape that matters.
+    """One launch with a relevant shape.
 
     Attributes:
-        name: kernel and shape, for people.
-        runs: the same work on different tensors, taken in turn, so that none is found in the cache.
-        num_bytes: least traffic with the GPU's memory.
-        num_operations: floating-point operations of the matrix products.
-        speed: how many times as fast as bfloat16's these products can be: 2 for fp8 and int8.
+        name: Kernel and shape, for people.
+        runs: The same work on different tensors, used in turn, so that none is in the cache.
+        num_bytes: Minimum traffic with the GPU's memory.
+        num_operations: Floating-point operations of the matrix products.
+        speed: Maximum speed of these products relative to bfloat16: 2 for fp8 and int8.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""What can be compiled of a kernel and what is expected of the result: the input of scripts/kernels_report.
+"""Compilations of a kernel and the expected result: the input of scripts/kernels_report.
 
 Every triton.py has a function `compilations(target) -> list[Compilation]` with each configuration that its table can
-choose on that target; the first one stands for all in the quick run.
+choose on that target. The first one represents all in the quick run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 Target = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 TARGETS: tuple[Target, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
 NATIVE_FP8: tuple[Target, ...] = ("sm_90", "sm_100")
-"""Targets that know e4m3fn; on others kernels read and write its bits."""
+"""Targets with native e4m3fn; on others kernels read and write its bits."""
 
 Product = Literal["bf16", "fp16", "fp8", "int8", "fp32"]
 
@@ -23,18 +23,20 @@ class Compilation:
     """One kernel with one choice of constants.
 
     Attributes:
-        kernel: name of the kernel.
-        configuration: what tells it from its siblings, for people: "bf16 kv=fp8 d=128 g=4".
-        function: the jit function.
-        signature: type of every parameter in order: "*bf16", "*fp8e4nv", "*i32", "i32", "i64", "fp32", or "constexpr".
-        constants: values of the constexpr parameters.
-        num_warps, num_stages: as launched.
-        enable_fp_fusion: as launched; always said, because Triton's default changes between 3.9 and 3.10.
-        product: operand type of its matrix products; None where it has none.
-        rows: rows of the left operand of these products, which decide the instruction.
-        spills_allowed: bytes; 0 on the main bf16, fp16 and fp8 paths.
-        unaligned: pointer parameters that are not known to be divisible by 16.
-        multiples: integer parameters that are divisible by 16 at the shapes that count: strides, as a rule.
+        kernel: Name of the kernel.
+        configuration: Distinction from other compilations, for people: "bf16 kv=fp8 d=128 g=4".
+        function: The jit function.
+        signature: Type of every parameter in order: "*bf16", "*fp8e4nv", "*i32", "i32", "i64", "fp32", or
+            "constexpr".
+        constants: Values of the constexpr parameters.
+        num_warps: As launched.
+        num_stages: As launched.
+        enable_fp_fusion: As launched; always given, because Triton's default changes between 3.9 and 3.10.
+        product: Operand type of its matrix products; None if it has none.
+        rows: Rows of the left operand of these products, which determine the instruction.
+        spills_allowed: Bytes; 0 for the main bf16, fp16 and fp8 configurations.
+        unaligned: Pointer parameters that are not known to be divisible by 16.
+        multiples: Integer parameters that are divisible by 16 in relevant shapes, usually strides.
     """
 
     kernel: str

@@ -1,4 +1,4 @@
-"""Integer weights inside kernels: codes of 4 and 8 bits in the layout of kernels/ops/weight_values/layout.py."""
+"""Integer weights in kernels: codes of 4 and 8 bits in the layout of kernels/ops/weight_values/layout.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS_FP16 = tl.constexpr(
     + [f"{{ .reg .b32 t; shr.b32 t, $1, {s}; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }}" for s in (4, 8, 12)]
 )
 
-# Four bytes become four numbers. bfloat16's mantissa has 7 bits: 128 + the low 7, less 128 or 256 as the highest says.
+# Four bytes become four numbers. bfloat16's mantissa has 7 bits: 128 + the low 7, less 128 or 256 by the highest.
 BYTES_BF16 = tl.constexpr(
     "{ .reg .b32 two, low, high, minus; mov.b32 minus, 0xbf80bf80; "
     + " ".join(
@@ -37,7 +37,7 @@ BYTES_FP16 = tl.constexpr(
 
 @triton.jit
 def decode_integers(words, SLOT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """code - 2 ** (BITS - 1) of a slot as TYPE, exactly.
+    """Decode code - 2 ** (BITS - 1) of a slot to TYPE exactly.
 
     words: int16 that hold a nibble of each of 4 slots, or uint8 of one slot.
     """
@@ -73,7 +73,7 @@ def decode_integers(words, SLOT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.cons
 
 @triton.jit
 def group_of_slot(i_block, SLOT: tl.constexpr, group_blocks, GROUP: tl.constexpr):
-    """The group of a block's slot, int64. GROUP: 32, 64, or 128 where a group has `group_blocks` whole blocks."""
+    """Return the group of a block's slot, int64. GROUP: 32, 64, or 128 if a group has `group_blocks` whole blocks."""
     if GROUP == CODE_BLOCK:
         i_group = i_block // group_blocks
     else:

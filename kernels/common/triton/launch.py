@@ -1,4 +1,4 @@
-"""How Triton kernels are launched, the same on a GPU and in the interpreter (TRITON_INTERPRET=1, set before import)."""
+"""Launching of Triton kernels, the same on a GPU and in the interpreter (TRITON_INTERPRET=1, set before import)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.common.triton.compilations import Target
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in the interpreter, on tensors of the CPU."""
+"""True if kernels run in the interpreter, on CPU tensors."""
 
 TRITON_TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
@@ -24,16 +24,16 @@ TRITON_TYPES: dict[torch.dtype, Any] = {
 }
 
 NAMED_TYPES: dict[str, Any] = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
-"""The float types by their names in signatures of kernels."""
+"""Float types by their names in signatures of kernels."""
 
 ASSUMED_PROCESSORS = 132
-"""Multiprocessors in the interpreter, where there are none to count: those of an H100 or H200."""
+"""Number of multiprocessors assumed in the interpreter: that of an H100 or H200."""
 
 
 def product_type(dtype: torch.dtype) -> Any:
-    """The type in which a kernel multiplies what it loads as `dtype`: the constexpr PRODUCT.
+    """Return the type in which a kernel multiplies operands loaded as `dtype`: the constexpr PRODUCT.
 
-    Triton's interpreter gets bfloat16 products wrong without a word (3.9: off by 1e10), so they are float32 there.
+    Triton's interpreter computes wrong bfloat16 products silently (3.9: wrong by 1e10), so they are float32 there.
     """
     if INTERPRETED and dtype is torch.bfloat16:
         return tl.float32
@@ -42,7 +42,7 @@ def product_type(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU: what the static grids are sized by."""
+    """Return the number of multiprocessors of a GPU, which determines static grids."""
     if device.type != "cuda":
         return ASSUMED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -50,9 +50,11 @@ def num_processors(device: torch.device) -> int:
 
 @functools.cache
 def native_fp8(device: torch.device) -> bool:
-    """Whether the GPU converts e4m3fn itself (compute capability 8.9 and up); elsewhere kernels do it by bits.
+    """Return True if the GPU converts e4m3fn itself (compute capability 8.9 and later).
 
-    So does the interpreter, which rounds wrongly to e4m3fn and reads its NaN as 480 (Triton 3.9).
+    Elsewhere kernels do so by bits.
+
+    The interpreter rounds wrongly to e4m3fn and reads its NaN as 480 (Triton 3.9), so it also uses bits.
     """
     if device.type != "cuda":
         return False
@@ -61,7 +63,10 @@ def native_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def nearest_target(device: torch.device) -> Target:
-    """The target whose tiles a GPU takes: consumer GPUs have no more shared memory than sm_80's tiles need."""
+    """Return the target whose tiles a GPU uses.
+
+    Consumer GPUs have only as much shared memory as the tiles of sm_80 need.
+    """
     if device.type != "cuda":
         return "sm_90"
     if torch.version.hip is not None:
@@ -74,16 +79,16 @@ _INT32 = range(-(1 << 31), 1 << 31)
 
 
 class Variant:
-    """A kernel with its constants, which is launched for less of the host's time than by `kernel[grid](...)`.
+    """A kernel with its constants, launched with less host time than by `kernel[grid](...)`.
 
-    Triton's own way binds, looks at and hashes every parameter with each launch, which takes the host longer than most
-    kernels of a small step take the GPU. Here it is gone once for each kind of arguments that Triton tells apart
-    (types, alignment of pointers, divisibility of integers); the kernel that it found is then launched directly.
-
-    Callers make a variant once for each choice of constants and keep it (functools.cache).
+    Triton's own path binds, inspects and hashes every parameter at each launch, which takes the host longer than most
+    kernels of a small step take the GPU. Here it runs once per combination that Triton distinguishes (types, alignment
+    of pointers, divisibility of integers); then the compiled kernel is launched directly. Callers create a variant
+    once per choice of constants and keep it (functools.cache).
 
     Args:
-        constants: all constexpr parameters, and Triton's options: num_warps, num_stages, enable_fp_fusion.
+        kernel: The jit function.
+        constants: All constexpr parameters, and Triton's options: num_warps, num_stages, enable_fp_fusion.
     """
 
     __slots__ = ("_constants", "_kernel", "_ready")
@@ -94,11 +99,11 @@ class Variant:
         self._ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Launches it.
+        """Launch the kernel.
 
         Args:
-            grid: one to three numbers.
-            args: all other parameters in their order: tensors, integers, floats.
+            grid: One to three numbers.
+            *args: All other parameters in order: tensors, integers, floats.
         """
         if INTERPRETED:
             self._kernel[grid](*args, **self._constants)
@@ -129,5 +134,5 @@ class Variant:
         height = grid[1] if len(grid) > 1 else 1
         depth = grid[2] if len(grid) > 2 else 1
         stream = driver.get_current_stream(device)
-        # Nobody in a worker listens to launches: no hooks, and nothing for them.
+        # No launch hooks: nothing in a worker uses them.
         run(grid[0], height, depth, stream, function, metadata, None, None, None, *values, *rest)

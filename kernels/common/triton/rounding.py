@@ -1,4 +1,4 @@
-"""From float32 to a kernel's result, rounded the same on a GPU and in the interpreter."""
+"""Rounding from float32 to a kernel's result, the same on a GPU and in the interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRUNCATES = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def rounded(x, TYPE: tl.constexpr):
-    """float32 -> TYPE, to nearest, ties to even. The interpreter of Triton 3.9 cuts bfloat16 off: half a unit low."""
+    """Round float32 to TYPE, to nearest, ties to even. The interpreter of Triton 3.9 truncates to bfloat16."""
     if _TRUNCATES and tl.bfloat16 == TYPE:
         bits = x.to(tl.int32, bitcast=True)
         nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Memory for what kernels leave for each other within a step; the steps of one stream may share it."""
+"""Memory that kernels use to pass data within a step; the steps of one stream share it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._words = torch.empty(0, dtype=torch.int32, device=device)
-        self._replaced: list[torch.Tensor] = []  # captured graphs go on using it
+        self._replaced: list[torch.Tensor] = []  # captured graphs continue to use it
 
     def of(self, size: int) -> torch.Tensor:
-        """At least `size` numbers, whatever they are."""
+        """Return at least `size` numbers of undefined value."""
         if self._words.numel() < size:
             self._replaced.append(self._words)
             self._words = torch.empty(size, dtype=torch.int32, device=self._words.device)

@@ -1,4 +1,4 @@
-"""What products of two matrices share: the tile of a program, how operands are loaded, how a result is stored."""
+"""Common parts of matrix products: the tile of a program, loading of operands, storing of the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.common.triton.rounding import rounded
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows, output features and inputs of a tile, and how it is launched."""
+    """Rows, output features and inputs of a tile, and launch parameters."""
 
     m: int
     n: int
@@ -23,10 +23,10 @@ class Tile:
 
 @triton.jit
 def tile_of_program(i_program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile on a one-dimensional grid.
+    """Return row and column of a tile on a one-dimensional grid.
 
-    Neighbouring programs take GROUP row tiles of one column tile, then those of the next: what runs at the same time
-    shares few enough rows and columns to find them in the second-level cache.
+    Adjacent programs take GROUP row tiles of one column tile, then those of the next, so that concurrent programs
+    share rows and columns in the second-level cache.
     """
     per_group = GROUP * num_column_tiles
     first = i_program // per_group * GROUP
@@ -37,9 +37,9 @@ def tile_of_program(i_program, num_row_tiles, num_column_tiles, GROUP: tl.conste
 
 @triton.jit
 def load_operands(p_x_tile, p_weight_tile, row, column, o_input, in_features, EVEN_K: tl.constexpr):
-    """A step's [M, K] of x and [K, N] of the weight; zeros outside of both.
+    """Load a step's [M, K] of x and [K, N] of the weight; zeros outside.
 
-    o_input: [K] the inputs that the step takes; looked at only where some may be beyond in_features (not EVEN_K).
+    o_input: [K] inputs of the step, used only if some may be beyond in_features (not EVEN_K).
     """
     if EVEN_K:
         b_x = tl.load(p_x_tile, mask=row[:, None], other=0.0)
@@ -53,6 +53,6 @@ def load_operands(p_x_tile, p_weight_tile, row, column, o_input, in_features, EV
 
 @triton.jit
 def store_result(p_out, b_out, o_row, o_feature, out_features, row, column):
-    """[M, N] float32 to the rows o_row of out [.., out_features], rounded to its dtype."""
+    """Store [M, N] float32 to the rows o_row of out [.., out_features], rounded to its dtype."""
     p_tile = p_out + o_row[:, None].to(tl.int64) * out_features + o_feature[None, :]
     tl.store(p_tile, rounded(b_out, p_out.dtype.element_ty), mask=row[:, None] & column[None, :])

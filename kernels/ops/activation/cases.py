@@ -1,4 +1,4 @@
-"""Shapes of the gated activation for its test and its benchmark."""
+"""Shapes of the gated activation for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU_SHAPES = [(0, 64), (1, 1), (3, 127), (2, 2500)]
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama-3.1-8B: 14336 outputs a row; alone and for FP8 linear layers."""
+    """Return benchmarks with the shape of Llama-3.1-8B: 14336 outputs per row; alone and for FP8 linear layers."""
     from kernels.ops.activation.triton import activation_and_mul
 
     found = []

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up on the CPU, blocks of a row shared out over threads."""
+"""SiLU(gate) * up on the CPU; threads share blocks of a row."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kernels.common.cpu.inner import inner
 from kernels.common.cpu.pool import Kernel, num_threads
 from kernels.common.cpu.simd import WIDTH, atomic_add, vload, vmul, vsilu, vstore
 
-# Below this many outputs one thread is done before another has woken up.
+# Below this many outputs one thread finishes before another has woken up.
 _MIN_PARALLEL = 16384
 
 
 def supported(width: int, dtype: torch.dtype, activation: str) -> bool:
-    """Whether the kernel covers rows of `width` outputs."""
+    """Return True if the kernel supports rows of `width` outputs."""
     return activation == "silu" and width % WIDTH == 0 and dtype in (torch.float32, torch.bfloat16)
 
 
 @inner
 def gate_row(source: Any, out: Any, width: Any, bf16: Any) -> None:
-    """One row; bf16 is a literal."""
+    """Compute one row; bf16 is a literal."""
     literally(bf16)
     element = 2 if bf16 else 4
     for i in range(0, width, 16):
@@ -32,7 +32,7 @@ def gate_row(source: Any, out: Any, width: Any, bf16: Any) -> None:
 
 
 def compile_silu_and_mul(width: int, bf16: int) -> Any:
-    """A kernel for rows of 2 * width inputs; bf16: 1 for bfloat16, 0 for float32."""
+    """Compile a kernel for rows of 2 * width inputs; bf16: 1 for bfloat16, 0 for float32."""
     element = 2 if bf16 else 4
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
@@ -48,7 +48,7 @@ def compile_silu_and_mul(width: int, bf16: int) -> Any:
 
 
 class SiluAndMul:
-    """The op for one row width and dtype."""
+    """The operation for one row width and dtype."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._function = compile_silu_and_mul(width, int(dtype is torch.bfloat16))
@@ -57,7 +57,7 @@ class SiluAndMul:
         self._dtype = dtype
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * width] contiguous -> [T, width]."""
+        """Compute [T, 2 * width] contiguous -> [T, width]."""
         rows = gate_up.shape[0]
         out = torch.empty((rows, self._width), dtype=self._dtype)
         block = self._kernel.block

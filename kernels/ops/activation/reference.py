@@ -1,4 +1,4 @@
-"""The gated activation of a feed-forward block, in plain torch."""
+"""Gated activation of a feed-forward block in plain torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 def activation_and_mul(
     gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
 ) -> Activations:
-    """[T, 2 * n] (gate, then up) -> [T, n] = activation(gate) * up (Shazeer 2020), arithmetic in float32.
+    """Compute [T, 2 * n] (gate, then up) -> [T, n] = activation(gate) * up (Shazeer 2020), in float32.
 
-    quantization: how the linear layer behind it wants the result, if not as it is.
+    quantization: Quantization that the next linear layer expects, or None.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     match activation:

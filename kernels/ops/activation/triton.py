@@ -1,7 +1,7 @@
-"""The gated activation of a feed-forward block with quantization behind it.
+"""Gated activation of a feed-forward block followed by quantization.
 
-A program takes a tile of a row; where the scale belongs to a whole row, it takes the row: at once as far as registers
-reach, else tile by tile in two passes, of which the second finds its input in the cache.
+A program takes a tile of a row. If the scale belongs to a whole row, it takes the row: at once as far as registers
+allow, else tile by tile in two passes, the second of which finds its input in the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 
 @functools.cache
 def tile(width: int, format: str, num_lanes: int = 32) -> tuple[int, int]:
-    """(TILE, num_warps) for rows of `width` outputs."""
+    """Return (TILE, num_warps) for rows of `width` outputs."""
     if format in ROW_FORMATS:
         padded = min(max(triton.next_power_of_2(width), 128), 16384)
         threads = min(max(padded // 16, 64), 1024)
@@ -49,7 +49,7 @@ def tile(width: int, format: str, num_lanes: int = 32) -> tuple[int, int]:
 
 @triton.jit
 def gated(p_gate_up, i_row, o_column, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
-    """activation(gate) * up, rounded to the input's dtype, as float32; 0 beyond WIDTH."""
+    """Compute activation(gate) * up, rounded to the input's dtype, as float32; 0 beyond WIDTH."""
     mask = o_column < WIDTH
     p_gate = p_gate_up + i_row * (2 * WIDTH) + o_column
     b_gate = tl.load(p_gate, mask=mask, other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def gated(p_gate_up, i_row, o_column, WIDTH: tl.constexpr, ACTIVATION: tl.conste
     elif ACTIVATION == "gelu":
         b_gate = 0.5 * b_gate * (1.0 + tl.erf(b_gate * _SQRT_HALF))
     else:
-        # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 y)): no tanh of the vendor's, no cancellation.
+        # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 y)): no vendor tanh, no cancellation.
         b_double = _GELU_SCALE * (b_gate + _GELU_CUBIC * b_gate * b_gate * b_gate)
         b_gate = b_gate / (1.0 + tl.exp(tl.minimum(-b_double, _MAX_EXPONENT)))
     return rounded(b_gate * b_up, p_gate_up.dtype.element_ty).to(tl.float32)
@@ -77,7 +77,7 @@ def activation_and_mul_kernel(
     LARGEST_CODE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """See kernels/ops/activation/reference.py. Grid: (rows, tiles of a row)."""
+    """Compute a tile; see kernels/ops/activation/reference.py. Grid: (rows, tiles of a row)."""
     i_row = tl.program_id(0).to(tl.int64)
     i_tile = tl.program_id(1)
     b_x = gated(p_gate_up, i_row, i_tile * TILE + tl.arange(0, TILE), WIDTH, ACTIVATION)
@@ -96,7 +96,7 @@ def wide_row_kernel(
     LARGEST_CODE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One scale a row, for rows wider than a tile. Grid: (rows,)."""
+    """Compute one scale per row for rows wider than a tile. Grid: (rows,)."""
     i_row = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, TILE)
     b_largest = tl.zeros([TILE], dtype=tl.float32)
@@ -115,14 +115,14 @@ def wide_row_kernel(
 def activation_and_mul(
     gate_up: torch.Tensor, activation: Activation, quantization: ActivationQuantization | None = None
 ) -> Activations:
-    """See the reference; gate_up is contiguous.
+    """Compute the operation of the reference; gate_up is contiguous.
 
     Raises:
-        ValueError: for rows of an odd number of values or with gaps between them.
+        ValueError: Rows have an odd number of values or gaps between them.
     """
     rows, inputs = gate_up.shape
     if inputs % 2 or not gate_up.is_contiguous():
-        raise ValueError(f"the gated activation takes contiguous rows of gate and up, not {inputs} values")
+        raise ValueError(f"the gated activation needs contiguous rows of gate and up, not {inputs} values")
     width = inputs // 2
     outs = outputs(rows, width, gate_up.dtype, gate_up.device, quantization)
     if rows:
@@ -156,7 +156,7 @@ _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Each format and activation at 14336, wide rows, and narrow ones."""
+    """Return each format and activation at 14336, wide rows, and narrow ones."""
     found = [_compilation(target, dtype, 14336, "silu", format) for dtype in ("bf16", "fp16") for format in _FORMATS]
     found += [_compilation(target, "bf16", 14336, kind, format) for kind in _ACTIVATIONS[1:] for format in _FORMATS]
     found += [_compilation(target, "bf16", 28672, "silu", format) for format in ROW_FORMATS]

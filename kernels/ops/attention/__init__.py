@@ -1,1 +1,1 @@
-
+"""Inputs, references and shared device code of attention over paged keys and values."""

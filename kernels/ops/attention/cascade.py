@@ -1,4 +1,4 @@
-"""Which requests share a prefix, found on the host, and the work list of the pass over it."""
+"""Requests that share a prefix, found on the host, and the work list of the pass over the prefix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from kernels.ops.attention_work.inputs import SPLIT, split_size
 
 MIN_REQUESTS = 4
-"""Fewer requests than this read a prefix as fast each for itself: it stays in the second-level cache."""
+"""Fewer requests read a prefix as fast individually, because it stays in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Requests whose first `num_keys` keys lie in the same pages.
+    """Requests whose first `num_keys` keys are in the same pages.
 
     Attributes:
-        requests: indices into the block table, ascending.
-        num_keys: a multiple of the page size.
+        requests: Indices into the block table, ascending.
+        num_keys: A multiple of the page size.
     """
 
     requests: tuple[int, ...]
@@ -29,19 +29,19 @@ class SharedPrefix:
 
     @property
     def num_saved_keys(self) -> int:
-        """Keys that are read once instead of once a request."""
+        """Number of keys that are read once instead of once per request."""
         return (len(self.requests) - 1) * self.num_keys
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeWork:
-    """Work of the pass over shared prefixes; its counts are on the host, which found them.
+    """Work of the pass over shared prefixes; its counts are on the host, which computed them.
 
     Attributes:
         members: [M, 2] int32, request and query token (of that request) of each group, one group after the other.
         items: [N, 4] int32: first member, members (at most a tile's), first key, index of the partial result.
         ends: [N] int32, end of each item's keys.
-        shared_lens: [R] int32, what build_work takes: keys that are computed for each request; 0: none.
+        shared_lens: [R] int32, argument of build_work: keys that are computed for each request; 0 for none.
     """
 
     members: torch.Tensor
@@ -58,19 +58,25 @@ def shared_prefixes(
     min_requests: int = MIN_REQUESTS,
     min_keys: int = 2 * SPLIT,
 ) -> list[SharedPrefix]:
-    """Groups of at least `min_requests` requests with the same first pages, `min_keys` keys or more.
+    """Return groups of at least `min_requests` requests with the same first pages and `min_keys` keys or more.
 
-    Sorted by their pages, neighbours share most. Of the ways to part them where they share least, that is taken which
-    saves reading most pages.
+    Sorted by their pages, adjacent requests share most. Among the ways to separate them where they share least, the
+    one that saves most page reads is chosen.
 
     Args:
         block_tables: [R, pages] of integers.
-        num_full_pages: [R], pages of each request that are full and before its first query token; 0: leave it alone.
+        num_full_pages: [R], pages of each request that are full and before its first query token; 0 to exclude it.
+        page_size: Tokens per page.
+        min_requests: Smallest size of a group.
+        min_keys: Smallest length of a prefix.
 
-    Raises ValueError for a prefix too short to be merged (see AttentionWork) or shapes that differ.
+    Raises:
+        ValueError: A prefix is too short to be merged (see AttentionWork), or shapes differ.
     """
     if min_keys < SPLIT or min_requests < 2:
-        raise ValueError(f"a shared prefix has at least {SPLIT} keys and two requests, not {min_keys}, {min_requests}")
+        raise ValueError(
+            f"a shared prefix needs at least {SPLIT} keys and two requests, not {min_keys}, {min_requests}"
+        )
     if block_tables.ndim != 2 or num_full_pages.shape != block_tables.shape[:1]:
         raise ValueError(f"{num_full_pages.shape} page counts do not fit block tables of {block_tables.shape}")
     min_pages = -(-min_keys // page_size)
@@ -94,10 +100,10 @@ def shared_prefixes(
 
 
 def _best_groups(common: np.ndarray, start: int, end: int, min_requests: int) -> list[tuple[list[int], int]]:
-    """Groups among start .. end - 1 and their pages; common[i]: pages that i and i + 1 share.
+    """Return groups among start .. end - 1 and their pages; common[i] is the number of pages that i and i + 1 share.
 
-    Either all are one group, or they part where they share least, and those that no part has a group for are one.
-    Shares that differ by less than a fifth part together, so that there are few depths of parting.
+    Either all form one group, or they are separated where they share least, and requests without a group in a part
+    form one. Shares that differ by less than a fifth are separated together, so that there are few levels.
     """
     if end - start < min_requests:
         return []
@@ -118,19 +124,23 @@ def _best_groups(common: np.ndarray, start: int, end: int, min_requests: int) ->
 
 
 def _saved(groups: list[tuple[list[int], int]]) -> int:
-    """Reads of pages that groups save."""
+    """Return the number of page reads that groups save."""
     return sum((len(members) - 1) * pages for members, pages in groups)
 
 
 def cascade_work(
     groups: Sequence[SharedPrefix], num_queries: Sequence[int], members_per_tile: int, device: torch.device
 ) -> CascadeWork:
-    """The work list of groups that share no request.
+    """Return the work list of groups that share no request.
 
-    num_queries: [R] query tokens of each request; those of a group's must decode (see AttentionWork).
-    members_per_tile: as the launcher says of the geometry.
+    Args:
+        groups: The groups.
+        num_queries: [R] query tokens of each request; members of a group must decode (see AttentionWork).
+        members_per_tile: Number given by the launcher for the geometry.
+        device: Device of the tensors.
 
-    Raises ValueError where a request is in two groups.
+    Raises:
+        ValueError: A request is in two groups.
     """
     members: list[tuple[int, int]] = []
     items: list[tuple[int, int, int, int]] = []

@@ -1,4 +1,4 @@
-"""Shapes of paged attention for its test and its benchmark."""
+"""Shapes of paged attention for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Case:
     sinks: bool = False
 
     def geometry(self) -> AttentionGeometry:
-        """The constants of the op."""
+        """Return the constants of the operation."""
         return AttentionGeometry(
             self.num_heads,
             self.num_kv_heads,
@@ -45,7 +45,7 @@ class Case:
         )
 
     def layer(self) -> LayerConstants:
-        """Random norms and sinks, where the case has them."""
+        """Return random norms and sinks if the case has them."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         norms = [torch.rand(self.head_dim, generator=generator) + 0.5 for _ in range(2)] if self.qk_norm else [None] * 2
         sinks = torch.randn(self.num_heads, generator=generator) * 2 if self.sinks else None
@@ -65,7 +65,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs of a case; keys and values are poisoned wherever no token of a request was written."""
+    """Inputs of a case; keys and values are poisoned where no token of a request was written."""
 
     qkv: torch.Tensor
     keys: torch.Tensor
@@ -73,14 +73,16 @@ class Tensors:
     inputs: AttentionInputs
 
     def pages(self) -> KVPages:
-        """Both as the op takes them."""
+        """Return both as the operation takes them."""
         return KVPages(self.keys, self.values)
 
 
 def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, *, paired: bool | None = None) -> Tensors:
-    """Random tensors; keys are stored [page, kv_head, head_dim, slot], or both in pairs, as the CPU's storage does.
+    """Return random tensors.
 
-    paired: None: as this processor's are.
+    Keys are stored [page, kv_head, head_dim, slot], or both in pairs, as the CPU's storage does.
+
+    paired: None for the layout of this processor.
     """
     generator = torch.Generator().manual_seed(case.seed)
     size = case.page_size
@@ -131,7 +133,7 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, *, paire
 
 @dataclass(frozen=True)
 class Step:
-    """A case on a device, as the op takes it."""
+    """A case on a device, as the operation takes it."""
 
     qkv: torch.Tensor
     pages: KVPages
@@ -140,16 +142,16 @@ class Step:
     layer: LayerConstants
 
     def copy_of_pages(self) -> KVPages:
-        """Pages for the reference, which writes too."""
+        """Return pages for the reference, which writes too."""
         pages = self.pages
         copies = [None if t is None else t.clone() for t in (pages.key_scales, pages.value_scales)]
         return KVPages(pages.keys.clone(), pages.values.clone(), copies[0], copies[1], pages.format)
 
 
 def make_step(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> Step:
-    """The tensors of `make_tensors` with keys and values in a GPU's layout, contiguous, and in any format.
+    """Return the tensors of `make_tensors` with keys and values in a GPU's layout, contiguous, in any format.
 
-    Cells that no token was written to are NaN, of quantized ones the scale.
+    Cells without a token are NaN; for quantized cells, their scale is.
     """
     tensors = make_tensors(case, dtype, dtype, paired=False)
     keys, values = tensors.keys.contiguous(), tensors.values

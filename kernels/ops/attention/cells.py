@@ -1,6 +1,6 @@
 """Attention over pages of single cells, float32 or bfloat16, in float32 arithmetic.
 
-All from num_heads on are literals; addresses are int64.
+All arguments from num_heads on are literals; addresses are int64.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attend_to_cells(
     stride: Any,
     page_bytes: Any,
 ) -> None:
-    """One tile: `count` tokens from `start` on of the request whose block table is `pages`, with KV head h."""
+    """Compute one tile: `count` tokens from `start` on of the request with block table `pages`, for KV head h."""
     literally(num_kv_heads)
     literally(num_heads)
     literally(dim)

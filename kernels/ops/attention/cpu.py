@@ -1,9 +1,9 @@
 """Rotary embedding, KV write and paged grouped-query attention on the CPU, in one parallel region.
 
-First every token's keys and values are rotated and written, blocks of tokens shared out over the threads. When all are
-written, tiles of (up to 16 tokens of a request, KV head) are. A tile goes through its context in blocks of keys with
-the running maximum and sum of an online softmax (Milakov and Gimelshein 2018), so its scores stay in the cache.
-A row's arithmetic depends on its own position only, not on the tile or the batch that it is computed in.
+First the keys and values of every token are rotated and written; threads share blocks of tokens. After that they share
+tiles of up to 16 tokens of a request and one KV head. A tile processes its context in blocks of keys with the running
+maximum and sum of an online softmax (Milakov and Gimelshein 2018), so its scores stay in the cache. The arithmetic of
+a row depends only on its own position, not on its tile or batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_WINDOW = 2**31 - 1
 
 
 def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether the kernel covers these shapes."""
+    """Return True if the kernel supports these shapes."""
     return (
         geometry.head_dim % WIDTH == 0
         and geometry.rotary_dim % (2 * WIDTH) == 0
@@ -49,7 +49,7 @@ def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.d
 
 
 def scratch_size(geometry: AttentionGeometry) -> int:
-    """float32 values of scratch memory that one thread needs, whichever way its pages are stored."""
+    """Return the float32 values of scratch memory that one thread needs, for either storage of pages."""
     rows = tile_rows(geometry.num_heads // geometry.num_kv_heads)
     stride = -(-key_block(geometry.page_size) // WIDTH) * WIDTH
     cells = rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
@@ -59,9 +59,10 @@ def scratch_size(geometry: AttentionGeometry) -> int:
 
 
 def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: int) -> tuple[int, int, int, int]:
-    """What `attend` is told of pages of single cells, and takes no notice of where they are in pairs.
+    """Return the arguments of `attend` about pages of single cells, which are ignored for pages in pairs.
 
-    Queries taken together, float32 values between rows of scores, bytes of a head's page, bytes between dimensions.
+    They are queries taken together, float32 values between rows of scores, bytes of a head's page, bytes between
+    dimensions.
     """
     stride = -(-key_block(page) // WIDTH) * WIDTH
     slot_bytes = page * (2 if kv_bf16 else 4)
@@ -69,7 +70,7 @@ def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: 
 
 
 def _make_attend(paired: bool) -> Any:
-    """`attend` for pages stored in pairs or as single cells; what it does not use is not compiled."""
+    """Return `attend` for pages stored in pairs or as single cells; the other variant is not compiled."""
 
     @inner
     def attend(
@@ -91,10 +92,10 @@ def _make_attend(paired: bool) -> Any:
         page_bytes: Any,
         slot_bytes: Any,
     ) -> None:
-        """One thread's part of the op. From num_heads on all are literals.
+        """Compute one thread's part of the operation. All arguments from num_heads on are literals.
 
-        block[4:15] says what is the same for all layers of a step. counters: five int64 of zeros, of which the last
-        counts the tiles that are done, once for each KV head. The last four: see `cell_sizes`.
+        block[4:15] contains what is the same for all layers of a step. counters: five int64 of zeros; the last one
+        counts finished tiles, once per KV head. The last four arguments: see `cell_sizes`.
         """
         literally(num_kv_heads)
         literally(num_heads)
@@ -111,7 +112,7 @@ def _make_attend(paired: bool) -> Any:
         kv_element = 2 if kv_bf16 else 4
         width = (num_heads + 2 * num_kv_heads) * dim
         scale, window, softcap = load_f32(block[14]), load_i32(tiles), load_f32(tiles + 4)
-        # Neighbouring slots lie in one cache line, over which threads should not fight.
+        # Adjacent slots share a cache line, which threads should not contend for.
         share = 32 if num_tokens >= 128 else 8
 
         while True:
@@ -164,7 +165,7 @@ def _make_attend(paired: bool) -> Any:
     return attend
 
 
-# Literals that choose between them would have both compiled, so kernels choose by a constant of their own.
+# A literal that selects between them would compile both, so kernels select by a constant of their own.
 attend_pairs = _make_attend(True)
 attend_cells = _make_attend(False)
 
@@ -172,7 +173,7 @@ attend_cells = _make_attend(False)
 def compile_attention(
     num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, page: int, bf16: int, kv_bf16: int, paired: int
 ) -> Any:
-    """The kernel for one geometry; the closure holds integers only, so that numba finds it in its cache again."""
+    """Compile the kernel for one geometry. The closure contains only integers, so that numba finds it in its cache."""
     few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
@@ -193,14 +194,14 @@ def compile_attention(
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """The inputs of a step with its tiles, see `make_tiles`."""
+    """Inputs of a step with its tiles; see `make_tiles`."""
 
     inputs: AttentionInputs
     geometry: AttentionGeometry
     tiles: np.ndarray[Any, np.dtype[np.int32]]
 
     def tell(self, block: Any) -> None:
-        """Writes to an argument block what `attend` reads of the step: block[4:12]."""
+        """Write the part of an argument block that `attend` reads about the step: block[4:12]."""
         inputs, geometry = self.inputs, self.geometry
         self.tiles[0, 0] = _NO_WINDOW if geometry.window is None else geometry.window
         self.tiles[0, 1:2].view(np.float32)[0] = geometry.softcap or 0.0
@@ -215,11 +216,11 @@ class PreparedAttention:
 
 
 def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Cuts each request's tokens into tiles of at most TILE_TOKENS.
+    """Divide each request's tokens into tiles of at most TILE_TOKENS.
 
     Returns:
-        [1 + num_tiles, 3] int32: request, first token, tokens; longest work first. The first row is left for the
-        geometry's window and soft cap.
+        [1 + num_tiles, 3] int32: request, first token, tokens; longest work first. The first row is reserved for
+            the geometry's window and soft cap.
     """
     bounds = inputs.cu_seqlens_q.numpy()
     lengths = inputs.seq_lens.numpy()
@@ -236,10 +237,13 @@ def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class PagedAttention:
-    """The op for one geometry and pair of dtypes.
+    """The operation for one geometry and pair of dtypes.
 
     Args:
-        paired: how its pages are stored; None: as this processor's are.
+        geometry: Shapes and constants.
+        dtype: Dtype of queries.
+        kv_dtype: Dtype of cells.
+        paired: Storage of its pages; None for that of this processor.
     """
 
     def __init__(
@@ -272,7 +276,7 @@ class PagedAttention:
     def __call__(
         self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: PreparedAttention
     ) -> torch.Tensor:
-        """See the reference; keys and values as the CPU stores them (kernels/ops/attention/kv_pages.py)."""
+        """Compute the reference; keys and values as the CPU stores them (kernels/ops/attention/kv_pages.py)."""
         block = self._kernel.block
         if prepared is not self._prepared:
             prepared.tell(block)

@@ -1,4 +1,4 @@
-"""What every attention layer of a KV group reads besides queries, keys and values."""
+"""Inputs of every attention layer of a KV group besides queries, keys and values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ class AttentionGeometry:
     """Shapes and constants that do not change while a model is loaded; heads are those of this rank.
 
     Attributes:
-        rotary_dim: leading dimensions of a head that rotate, pairs (i, i + rotary_dim / 2).
-        scale: factor of the scores.
-        softcap: scores become softcap * tanh(score / softcap); None: no cap.
-        window: a query sees the last `window` positions including its own; None: all.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        head_dim: Values per head.
+        rotary_dim: Leading dimensions of a head that rotate, in pairs (i, i + rotary_dim / 2).
+        page_size: Tokens per page.
+        scale: Factor of the scores.
+        softcap: Scores become softcap * tanh(score / softcap); None for no cap.
+        window: A query sees the last `window` positions including its own; None for all.
     """
 
     num_heads: int
@@ -38,11 +42,13 @@ class AttentionInputs:
         positions: [T] int32.
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32, context including this step's tokens.
-        slot_mapping: [T] int64, page * page_size + slot; -1: the token is not written.
+        slot_mapping: [T] int64, page * page_size + slot; -1 for tokens that are not written.
         block_table: [R, max_pages] int32.
         rope_table: [max_positions, rotary_dim] float32: cosines, then sines, of each position.
-        cascade: prefixes that decoding requests share, which a GPU may attend to once for all of them; None: none are
-            known. The result is the same but for rounding, so deterministic mode takes no notice of it.
+        max_seqlen_q: Largest number of tokens of a request.
+        max_seqlen_k: Largest context.
+        cascade: Prefixes that decoding requests share, which a GPU may attend to once for all of them; None if
+            none are known. The result is the same except for rounding, so deterministic mode ignores it.
     """
 
     positions: torch.Tensor
@@ -58,13 +64,13 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerConstants:
-    """What one layer adds to the geometry that it shares with the others of its KV group.
+    """Constants of one layer beyond the geometry of its KV group.
 
     Attributes:
-        q_norm, k_norm: [head_dim] float32 weights of the RMS norm of each query and key head before it is rotated;
-            both or none.
-        norm_eps: of that norm.
-        sinks: [num_heads] float32: a score without a value that each head adds to its softmax; None: none.
+        q_norm: [head_dim] float32 weights of the RMS norm of each query head before rotation; None without k_norm.
+        k_norm: The same for key heads.
+        norm_eps: Epsilon of that norm.
+        sinks: [num_heads] float32: a score without a value that each head adds to its softmax; None for none.
     """
 
     q_norm: torch.Tensor | None = None

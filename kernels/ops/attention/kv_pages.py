@@ -1,4 +1,4 @@
-"""One layer's pages of the KV cache and the formats of their cells."""
+"""Pages of the KV cache of one layer, and the formats of their cells."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ LARGEST: dict[KVFormat, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 class KVPages:
     """Keys and values of one layer.
 
-    A cell is one token's key or value of one head. Quantized cells have one scale each: value = code * scale.
-    int4 holds two codes in a byte, each plus 8: dimension d in the low half and d + head_dim / 2 in the high half of
-    byte d, so that a kernel works on the two halves of a head without shuffling.
+    A cell is one token's key or value of one head. Quantized cells have one scale each: value = code * scale. int4
+    holds two codes in a byte, each plus 8: dimension d in the low half and d + head_dim / 2 in the high half of byte
+    d, so that a kernel processes the two halves of a head without shuffling.
 
-    The CPU may store dense bfloat16 cells in pairs (see `stored_in_pairs`): two neighbouring dimensions of a key, or
-    the same dimension of two neighbouring slots' values, lie side by side, as its instruction takes them.
+    The CPU may store dense bfloat16 cells in pairs (see `stored_in_pairs`): two adjacent dimensions of a key, or the
+    same dimension of two adjacent slots' values, are adjacent in memory, as its instruction takes them.
 
     Attributes:
-        keys, values: [pages, num_kv_heads, page_size, head_dim], any strides: of the model's dtype or float32 (dense),
-            float8_e4m3fn, int8, or uint8 with head_dim / 2 (int4). In pairs, contiguous: keys [pages, num_kv_heads,
-            head_dim / 2, page_size, 2], values [pages, num_kv_heads, page_size / 2, head_dim, 2].
-        key_scales, value_scales: [pages, num_kv_heads, page_size] float32; None for dense.
-        format: how cells are stored.
+        keys: [pages, num_kv_heads, page_size, head_dim], any strides: of the model's dtype or float32 (dense),
+            float8_e4m3fn, int8, or uint8 with head_dim / 2 (int4). In pairs, contiguous: [pages, num_kv_heads,
+            head_dim / 2, page_size, 2].
+        values: Likewise; in pairs [pages, num_kv_heads, page_size / 2, head_dim, 2].
+        key_scales: [pages, num_kv_heads, page_size] float32; None for dense.
+        value_scales: Likewise.
+        format: Format of the cells.
     """
 
     keys: torch.Tensor
@@ -40,46 +42,49 @@ class KVPages:
 
     @property
     def paired(self) -> bool:
-        """Whether cells are stored in pairs."""
+        """True if cells are stored in pairs."""
         return self.keys.dim() == 5
 
 
 def stored_in_pairs(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """Whether dense cells on this processor are stored in pairs: wherever it has the instruction and sizes are even."""
+    """Return True if this processor stores dense cells in pairs: it has the instruction, and sizes are even."""
     if dtype is not torch.bfloat16 or head_dim % 2 or page_size % 2:
         return False
-    from kernels.common.cpu.bf16 import supported  # brings numba along, which only the CPU's kernels need
+    from kernels.common.cpu.bf16 import supported  # imports numba, which only the CPU's kernels need
 
     return supported()
 
 
 def key_cells(pairs: torch.Tensor) -> torch.Tensor:
-    """Keys in pairs [..., head_dim / 2, page_size, 2] as cells [..., page_size, head_dim], copied."""
+    """Convert keys in pairs [..., head_dim / 2, page_size, 2] to cells [..., page_size, head_dim], copied."""
     return pairs.transpose(-2, -3).flatten(-2)
 
 
 def value_cells(pairs: torch.Tensor) -> torch.Tensor:
-    """Values in pairs [..., page_size / 2, head_dim, 2] as cells [..., page_size, head_dim], copied."""
+    """Convert values in pairs [..., page_size / 2, head_dim, 2] to cells [..., page_size, head_dim], copied."""
     return pairs.transpose(-1, -2).flatten(-3, -2)
 
 
 def pair_keys(cells: torch.Tensor) -> torch.Tensor:
-    """The inverse of `key_cells`, contiguous."""
+    """Invert `key_cells`; the result is contiguous."""
     pairs: torch.Tensor = cells.unflatten(-1, (-1, 2))
     return pairs.transpose(-2, -3).contiguous()
 
 
 def pair_values(cells: torch.Tensor) -> torch.Tensor:
-    """The inverse of `value_cells`, contiguous."""
+    """Invert `value_cells`; the result is contiguous."""
     pairs: torch.Tensor = cells.unflatten(-2, (-1, 2))
     return pairs.transpose(-1, -2).contiguous()
 
 
 def quantize_cells(cells: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., head_dim] floats -> codes as KVPages stores them and [...] float32 scales. A cell of zeros has scale 0."""
+    """Quantize [..., head_dim] floats to codes as KVPages stores them and [...] float32 scales.
+
+    A cell of zeros has scale 0.
+    """
     wide = cells.float()
     largest = wide.abs().amax(dim=-1)
-    # By a tensor: torch divides by a number on a GPU as a product with its reciprocal, which is rounded once more.
+    # Divide by a tensor: on a GPU torch divides by a number as a product with its reciprocal, which rounds once more.
     scales = largest / torch.full_like(largest, LARGEST[kv_format])
     scaled = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     if kv_format == "fp8":
@@ -92,7 +97,7 @@ def quantize_cells(cells: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tens
 
 
 def dequantize_cells(codes: torch.Tensor, scales: torch.Tensor, kv_format: KVFormat) -> torch.Tensor:
-    """The float32 values of codes and scales that `quantize_cells` gave."""
+    """Return the float32 values of codes and scales from `quantize_cells`."""
     if kv_format == "int4":
         codes = torch.cat((codes & 15, codes >> 4), dim=-1).to(torch.float32) - 8
     return codes.float() * scales.unsqueeze(-1)

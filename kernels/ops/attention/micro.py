@@ -1,6 +1,6 @@
-"""The two inner products of attention over one page, with their accumulators in registers.
+"""The two inner products of attention over one page, with accumulators in registers.
 
-Written as LLVM IR: numba has no way to say that a block of accumulators is not memory.
+They are LLVM IR, because numba cannot express that a block of accumulators is not memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kernels.common.cpu.simd import vector as vector_type
 
 
 def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
-    """Stack slots that LLVM turns into registers."""
+    """Return stack slots that LLVM turns into registers."""
     return [cgutils.alloca_once(builder, kind) for _ in range(count)]
 
 
 def slot_width(page_size: int) -> int:
-    """Slots of a page that are scored side by side."""
+    """Return the number of slots of a page that are scored together."""
     return WIDTH if page_size % WIDTH == 0 else 8
 
 
 @intrinsic
 def vdrop(typing: Any, x: Any, count: Any, other: Any) -> Any:
-    """Lanes below `count` become `other`, the others stay."""
+    """Replace lanes below `count` by `other`; the others stay."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         lanes, limit, fill = values
@@ -52,11 +52,11 @@ def score_page(
     next_keys: Any,
     next_values: Any,
 ) -> Any:
-    """scores[r, s] = sum over d of query[r, d] * keys[d, s] for `rows` queries and the `page` slots of a page.
+    """Compute scores[r, s] = sum over d of query[r, d] * keys[d, s] for `rows` queries and the `page` slots of a page.
 
     Literals: rows, dim, page, bf16 (of the keys), stride (values between rows of scores). query: [rows, dim] float32;
-    keys: [dim, page]; scores: float32. Even and odd d are summed apart, which hides the latency of few rows. Where the
-    literal `fetch` is 1, the pages next_keys and next_values are fetched into the cache meanwhile: the processor's own
+    keys: [dim, page]; scores: float32. Even and odd d are summed separately, which hides the latency of few rows. If
+    the literal `fetch` is 1, the pages next_keys and next_values are prefetched, because the processor's own
     prefetching does not follow a block table.
     """
     num_rows, head_dim, slots = rows.literal_value, dim.literal_value, page.literal_value
@@ -101,10 +101,10 @@ def score_page(
 def add_page(
     typing: Any, rows: Any, dim: Any, block: Any, bf16: Any, weights: Any, stride: Any, page: Any, out: Any, count: Any
 ) -> Any:
-    """out[r, d] += sum over s < count of weights[r, s] * values[s, d] for `rows` queries.
+    """Compute out[r, d] += sum over s < count of weights[r, s] * values[s, d] for `rows` queries.
 
-    Literals: rows, dim, block (vectors of d at a time), bf16 (of the values), stride (values between rows of
-    weights). page: address of the values [slots, dim]; out: [rows, dim] float32.
+    Literals: rows, dim, block (vectors of d at a time), bf16 (of the values), stride (values between rows of weights).
+    page: address of the values [slots, dim]; out: [rows, dim] float32.
     """
     num_rows, head_dim, per_block = rows.literal_value, dim.literal_value, block.literal_value
     narrow, step = bool(bf16.literal_value), stride.literal_value

@@ -1,8 +1,7 @@
-"""The two inner products of attention over a block of keys stored in pairs, with their accumulators in registers.
+"""The two inner products of attention over a block of keys stored in pairs, with accumulators in registers.
 
-Written as LLVM IR around the instruction of kernels/common/cpu/bf16.py. A sum goes through its pairs in order, one
-after the
-other, in every function here and for every number of rows: what one row gets does not depend on those beside it.
+They are LLVM IR around the instruction of kernels/common/cpu/bf16.py. A sum goes through its pairs in order, in every
+function here and for every number of rows, so the result of a row does not depend on others.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from kernels.common.cpu.simd import vector as vector_type
 from kernels.ops.attention.rows import KEY_BLOCK, ROWS, key_block
 
 MOST_FEW = 8
-"""Queries a KV head up to which those of one token are taken together instead."""
+"""Maximum number of queries of a KV head up to which those of one token are taken together."""
 _REGISTERS = 24
 INTS = ir.VectorType(I32, WIDTH)
-"""A vector's lanes as integers."""
+"""Lanes of a vector as integers."""
 
 
 def line_keys(page_size: int) -> int:
-    """Scores that a row of a block has room for: those of its keys, rounded up."""
+    """Return the number of scores that a row of a block has room for: its keys, rounded up."""
     return (key_block(page_size) + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
 
 
@@ -35,7 +34,7 @@ register_jitable(line_keys)
 
 
 def _splat_pair(builder: Any, address: Any) -> Any:
-    """The pair at an address in every lane."""
+    """Return the pair at an address in every lane."""
     return builder.bitcast(splat(builder, builder.load(pointer(builder, address, I32), align=4)), bf16.PAIRS)
 
 
@@ -49,7 +48,7 @@ def _clamp(builder: Any, value: Any, low: Any, high: Any) -> Any:
 
 
 class Shape:
-    """What the literals of an op say."""
+    """Literals of an operation."""
 
     def __init__(self, few: Any, num_heads: Any, num_kv_heads: Any, dim: Any, page: Any) -> None:
         group = num_heads.literal_value // num_kv_heads.literal_value
@@ -61,19 +60,22 @@ class Shape:
         self.row_bytes = 4 * line_keys(self.page)
 
     def page_at(self, builder: Any, base: Any, pages: Any, index: Any) -> Any:
-        """Where the cells of the block's page `index` are."""
+        """Return the address of the cells of the block's page `index`."""
         number = builder.load(pointer(builder, builder.add(pages, builder.mul(index, I64(4))), I32), align=4)
         return builder.add(base, builder.mul(builder.sext(number, I64), I64(self.step)))
 
     def slot_at(self, builder: Any, base: Any, pages: Any, slot: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Where the page of the block's slot is, of pages within bounds, and which of its slots it is."""
+        """Return the address of the page of the block's slot, for pages within bounds, and the slot's index in it."""
         index = builder.udiv(slot, I64(self.page))
         within = builder.sub(slot, builder.mul(index, I64(self.page)))
         return self.page_at(builder, base, pages, _clamp(builder, index, *bounds)), within
 
 
 def _score_columns(rows: int) -> int:
-    """Vectors of keys that are scored side by side: a power of two, enough to hide the instruction's latency."""
+    """Return the number of key vectors that are scored together.
+
+    A power of two, enough to hide the instruction's latency.
+    """
     return next(columns for columns in (8, 4, 2) if rows * columns <= _REGISTERS and (columns < 8 or rows < 3))
 
 
@@ -117,7 +119,7 @@ def _score_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
 
 
 def _key_vector(builder: Any, places: list[Any], offset: Any) -> Any:
-    """One pair of dimensions of 16 slots, which lie in one piece or in two."""
+    """Load one pair of dimensions of 16 slots, which are in one piece or in two."""
     if len(places) == 1:
         return _load_pairs(builder, builder.add(places[0], offset))
     half = ir.VectorType(I32, WIDTH // 2)
@@ -169,7 +171,8 @@ def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
                 weight = builder.add(weights, builder.mul(builder.add(passed, loop.index), I64(4)))
                 add(builder.add(base, builder.mul(loop.index, I64(4 * shape.dim))), weight, lambda line: line)
         with builder.if_then(odd):
-            # The slot beside the last key holds anything, NaN too, which a weight of zero would not hide.
+            # The slot after the last key contains undefined values, possibly NaN, which a weight of zero would not
+            # hide.
             base = shape.page_at(builder, values, pages, last)
             base = builder.add(base, builder.mul(within, I64(4 * shape.dim)))
             add(base, builder.add(weights, builder.mul(pairs, I64(4))), lambda line: _lower(builder, line))
@@ -178,7 +181,7 @@ def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
 
 
 def _lower(builder: Any, line: Any) -> Any:
-    """Pairs with the second of each zero."""
+    """Return pairs with the second element of each set to zero."""
     bits = builder.and_(builder.bitcast(line, INTS), const(INTS, 0xFFFF))
     return builder.bitcast(bits, bf16.PAIRS)
 
@@ -191,10 +194,15 @@ def function(
     body: Callable[[Any, Shape, list[Any]], Any],
     result: Any = None,
 ) -> Any:
-    """A function of the module with `count` int64 arguments, made once for all places that call it.
+    """Return a function of the module with `count` int64 arguments, created once for all callers.
 
     Args:
-        body: writes it; returns what it gives, of the type `result`, if that is not None.
+        module: LLVM module.
+        name: Name of the function.
+        shape: Literals of the operation.
+        count: Number of arguments.
+        body: Function that writes the body and returns its result, of the type `result` if that is not None.
+        result: Type of the result.
     """
     kind = ir.FunctionType(ir.VoidType() if result is None else result, [I64] * count)
     found = cgutils.get_or_insert_function(module, kind, f"{name}_{shape.rows}_{int(shape.few)}")
@@ -229,13 +237,14 @@ def score_pairs(
     final: Any,
     values: Any,
 ) -> Any:
-    """scores[r, k] = sum over d of query[r, d] * key[k, d] for the keys first <= k < end of a block, and some beside.
+    """Compute scores[r, k] = sum over d of query[r, d] * key[k, d] for the keys first <= k < end of a block, and some
+    beside.
 
-    Literals: few (1: the queries of a KV head, 0: ROWS queries), num_heads, num_kv_heads, dim, page. query: [rows, dim]
-    bfloat16. keys: address of the head's keys in page 0, [dim / 2, slot, 2]. pages: of the block's entry in the block
-    table; keys of pages outside low..last get scores of keys within. scores: [rows, line_keys(page)] float32.
-    Where `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after them, up to page
-    `final`, are fetched into the cache meanwhile: the processor's own prefetching does not follow a block table.
+    Literals: few (1: the queries of a KV head, 0: ROWS queries), num_heads, num_kv_heads, dim, page. query: [rows,
+    dim] bfloat16. keys: address of the head's keys in page 0, [dim / 2, slot, 2]. pages: address of the block's entry
+    in the block table; keys of pages outside low..last get scores of keys within. scores: [rows, line_keys(page)]
+    float32. If `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after them, up to page
+    `final`, are prefetched, because the processor's own prefetching does not follow a block table.
     """
     shape = Shape(few, num_heads, num_kv_heads, dim, page)
 
@@ -261,10 +270,10 @@ def add_pairs(
     low: Any,
     num_keys: Any,
 ) -> Any:
-    """out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], from the block's page `low` on.
+    """Compute out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], from the block's page `low` on.
 
-    Literals and pages: see `score_pairs`. weights: bfloat16, rows as far apart as those of scores. values: address of
-    the head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
+    Literals and pages: see `score_pairs`. weights: bfloat16, with the row stride of scores. values: address of the
+    head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
     """
     shape = Shape(few, num_heads, num_kv_heads, dim, page)
 
@@ -277,7 +286,7 @@ def add_pairs(
 
 @intrinsic(prefer_literal=True)
 def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
-    """Rounds 16 dimensions of a key and writes them to its slot in a page of the literal size."""
+    """Round 16 dimensions of a key and store them in its slot of a page of the literal size."""
     stride = 4 * page.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -293,7 +302,7 @@ def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
 
 @intrinsic
 def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
-    """Writes 16 dimensions of a value as the first or the second of their pairs; leaves the others alone."""
+    """Store 16 dimensions of a value as the first or the second elements of their pairs; the others are unchanged."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, lanes, parity = arguments
@@ -304,7 +313,7 @@ def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
         chosen = builder.icmp_unsigned("==", parities, splat(builder, builder.trunc(parity, I16), 2 * WIDTH))
         anything = ir.PointerType(ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [shorts, anything, I32, chosen.type])
-        # One instruction with a mask: another thread may be writing the other half.
+        # One masked instruction, because another thread may be writing the other half.
         write = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v32i16.p0")
         builder.call(write, [both, builder.inttoptr(target, anything), I32(2), chosen])
         return context.get_dummy_value()
@@ -314,7 +323,7 @@ def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
 
 @intrinsic
 def store_rounded(typing: Any, address: Any, values: Any) -> Any:
-    """Writes 16 neighbouring values as bfloat16."""
+    """Store 16 adjacent values as bfloat16."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, lanes = arguments

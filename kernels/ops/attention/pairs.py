@@ -1,8 +1,8 @@
-"""Attention over bfloat16 pages that are stored in pairs (kernels/ops/attention/kv_pages.py), by AVX512-BF16.
+"""Attention over bfloat16 pages that are stored in pairs (kernels/ops/attention/kv_pages.py), with AVX512-BF16.
 
-Queries are rounded to bfloat16 when they are rotated and scaled, softmax weights when they meet values; every sum is
-float32. Scores are in units of log 2, so that weights are powers of two. Sizes, numbers of heads
-and bf16 are literals; addresses are int64.
+Queries are rounded to bfloat16 after rotation and scaling, softmax weights before they multiply values; every sum is
+float32. Scores are in units of log 2, so that weights are powers of two. Sizes, numbers of heads and bf16 are
+literals; addresses are int64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kernels.ops.attention.weights import highest_score, rows_above, vexp2, weig
 
 @inner
 def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, page: Any, bf16: Any) -> None:
-    """Rotates a key by the table's `row` and writes it to the slot at `target`."""
+    """Rotate a key by the table's `row` and write it to the slot at `target`."""
     literally(dim)
     literally(rotary_dim)
     literally(page)
@@ -57,7 +57,7 @@ def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: A
 
 @inner
 def write_paired_value(source: Any, target: Any, slot: Any, dim: Any, bf16: Any) -> None:
-    """Writes a value to its slot of the page at `target`."""
+    """Write a value to its slot of the page at `target`."""
     literally(dim)
     literally(bf16)
     element = 2 if bf16 else 4
@@ -67,7 +67,7 @@ def write_paired_value(source: Any, target: Any, slot: Any, dim: Any, bf16: Any)
 
 @inner
 def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
-    """Rotates a query, times `scale`, into bfloat16 scratch memory."""
+    """Rotate a query, multiplied by `scale`, into bfloat16 scratch memory."""
     literally(dim)
     literally(rotary_dim)
     literally(bf16)
@@ -83,7 +83,7 @@ def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary
 
 @inner
 def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
-    """Scores x become limit * tanh(x ln 2 / 2), which is limit * (1 - 2 / (2^x + 1))."""
+    """Apply the soft cap: scores x become limit * tanh(x ln 2 / 2), which is limit * (1 - 2 / (2^x + 1))."""
     one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
     for i in range(first, end, 16):
         x = vdiv(two, vadd(vexp2(vload(line + i * 4, 0)), one))
@@ -92,10 +92,10 @@ def _cap(line: Any, first: Any, end: Any, limit: Any) -> None:
 
 @inner
 def _raise_shift(line: Any, first: Any, end: Any, shift: Any, total: Any, sums: Any, dim: Any) -> None:
-    """The shift of a row becomes its highest score so far; what was summed before is scaled down."""
+    """Raise the shift of a row to its highest score so far and scale down the previous sums."""
     literally(dim)
     highest = highest_score(line, first, end)
-    # The shift of a row that has seen nothing is so low that the difference may not be finite.
+    # The shift of a row without keys so far is so low that the difference may not be finite.
     decay = vexp2(vsplat(max(load_f32(shift) - highest, types.float32(-200.0))))
     store_f32(shift, highest)
     vstore(total, vmul(vload(total, 0), decay), 0)
@@ -126,7 +126,7 @@ def attend_to_pairs(
     page: Any,
     bf16: Any,
 ) -> None:
-    """One tile: `count` tokens from `start` on of the request whose block table is `pages`, with KV head h."""
+    """Compute one tile: `count` tokens from `start` on of the request with block table `pages`, for KV head h."""
     literally(num_kv_heads)
     literally(num_heads)
     literally(dim)
@@ -171,7 +171,7 @@ def attend_to_pairs(
         final = (context - 1 - begin) // page
         for r in range(0, rows, at_once):
             until = min(r + at_once, rows)
-            # Keys of the block up to which its first row sees, which sees least, and its last.
+            # Keys of the block that its first row, which sees least, can see, and those that its last row can see.
             least = load_i32(positions + (start + r // group) * 4) + 1 - begin
             most = load_i32(positions + (start + (until - 1) // group) * 4) + 1 - begin
             num_keys = min(block_keys, most)

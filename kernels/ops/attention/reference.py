@@ -1,4 +1,4 @@
-"""Rotary embedding, KV write and paged grouped-query attention in plain torch, arithmetic in float32 or float64."""
+"""Rotary embedding, KV write and paged grouped-query attention in plain torch, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages, dequantize_cells, key_cells, quantize_cells, value_cells
 
-# Queries of one request that are scored at a time: bounds the score matrix of a long chunk.
+# Number of queries of one request that are scored at a time, which bounds the score matrix of a long chunk.
 _QUERY_BLOCK = 512
 
 
 def rotate(heads: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tensor) -> torch.Tensor:
-    """Rotates the first rotary_dim values of [T, heads, head_dim] (Su et al. 2021) in pairs (i, i + rotary_dim / 2)."""
+    """Rotate the first rotary_dim values of [T, heads, head_dim] (Su et al. 2021) in pairs (i, i + rotary_dim / 2)."""
     rows = rope_table[positions.long()].to(heads.dtype).unsqueeze(1)
     cos, sin = rows.chunk(2, dim=-1)
     rotary_dim = rows.shape[-1]
@@ -22,7 +22,7 @@ def rotate(heads: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tenso
 
 
 def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of each head of [T, heads, head_dim], in the dtype of `heads`."""
+    """Apply an RMS norm to each head of [T, heads, head_dim], in the dtype of `heads`."""
     scale = torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + eps)
     return heads * scale * weight.to(heads.dtype)
 
@@ -35,15 +35,19 @@ def paged_attention(
     layer: LayerConstants,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Writes the step's keys and values to their pages and attends causally to each request's pages.
+    """Write the step's keys and values to their pages and attend causally to each request's pages.
 
     Args:
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], neither normed nor rotated.
-        pages: updated in place; quantized cells are attended to as they are read back. A token of slot -1 is not
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], neither normalized nor rotated.
+        pages: Updated in place; quantized cells are attended to as they are read back. A token of slot -1 is not
             written.
+        inputs: Inputs of the step.
+        geometry: Shapes and constants.
+        layer: Constants of the layer.
+        compute_dtype: Dtype of the arithmetic.
 
     Returns:
-        [T, num_heads * head_dim] of qkv's dtype. Rows of requests with seq_len 0 hold anything.
+        [T, num_heads * head_dim] of qkv's dtype. Rows of requests with seq_len 0 are undefined.
     """
     query = rotate_and_write(qkv, pages, inputs, geometry, layer, compute_dtype)
     return attend(query, pages, inputs, geometry, layer).to(qkv.dtype)
@@ -52,7 +56,10 @@ def paged_attention(
 def attend(
     query: torch.Tensor, pages: KVPages, inputs: AttentionInputs, geometry: AttentionGeometry, layer: LayerConstants
 ) -> torch.Tensor:
-    """The second half of `paged_attention`: query is [T, num_heads, head_dim], rotated; arithmetic is in its dtype."""
+    """Compute the second half of `paged_attention`: query is [T, num_heads, head_dim], rotated.
+
+    Arithmetic is in its dtype.
+    """
     num_tokens = query.shape[0]
     if inputs.max_seqlen_q == 1 and num_tokens == inputs.seq_lens.shape[0]:
         visible = inputs.seq_lens.unsqueeze(1)
@@ -80,7 +87,10 @@ def rotate_and_write(
     layer: LayerConstants,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The first half of `paged_attention`: returns the queries, normed and rotated: [T, num_heads, head_dim]."""
+    """Compute the first half of `paged_attention`.
+
+    Return the queries, normalized and rotated: [T, num_heads, head_dim].
+    """
     sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
     heads = qkv.to(compute_dtype).view(qkv.shape[0], -1, geometry.head_dim)
     query, key, value = heads.split(sizes, dim=1)
@@ -111,7 +121,7 @@ def _write(
     cells: torch.Tensor,
     pages: KVPages,
 ) -> None:
-    """Cells of tokens [T, num_kv_heads, head_dim] to their places."""
+    """Write cells of tokens [T, num_kv_heads, head_dim] to their places."""
     if scales is None:
         memory[page, :, slot] = cells.to(memory.dtype)
         return
@@ -123,7 +133,7 @@ def _write(
 
 
 def _gather(pages: KVPages, block_table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of block tables [R, P], both [R, num_kv_heads, 1, P * page_size, head_dim]."""
+    """Return keys and values of block tables [R, P], both [R, num_kv_heads, 1, P * page_size, head_dim]."""
     index = block_table.long()
     found = []
     for memory, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
@@ -146,7 +156,9 @@ def _attend(
     geometry: AttentionGeometry,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[R, num_heads, Q, D] queries that see their first `visible` [R, Q] positions -> [R, num_heads, Q, D]."""
+    """Attend with [R, num_heads, Q, D] queries that see their first `visible` [R, Q] positions -> [R, num_heads, Q,
+    D].
+    """
     num_requests, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = geometry.num_kv_heads
     key, value = _gather(pages, block_table, query.dtype)
@@ -164,7 +176,7 @@ def _attend(
         column = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]]
-    # Pages past a request's own may hold anything, NaN too, which a weight of zero would not hide.
+    # Pages past a request's own are undefined, possibly NaN, which a weight of zero would not hide.
     seen = (index < visible.amax(dim=1, keepdim=True))[:, None, None, :, None]
     out = weights @ value.masked_fill(~seen, 0.0)
     return out.view(num_requests, num_heads, num_queries, head_dim)

@@ -1,4 +1,4 @@
-"""What attention does with one row: rotate a key or query, and turn scores into softmax weights.
+"""Operations of attention on one row: rotation of a key or query, and conversion of scores to softmax weights.
 
 dim, rotary_dim, slot_bytes, bf16 and kv_bf16 are literals; addresses are int64.
 """
@@ -35,18 +35,18 @@ TILE_TOKENS = 16
 ROWS = 6
 """Queries whose products are accumulated in registers together."""
 KEY_BLOCK = 128
-"""Keys that a tile scores at a time, where pages are no larger."""
+"""Keys that a tile scores at a time, unless pages are larger."""
 HIDDEN = -3.0e38
-"""The score of a key that a row does not see, and what a row's scores are relative to while it has seen none."""
+"""Score of a key that a row does not see, and reference of a row's scores while it has seen none."""
 
 
 def key_block(page_size: int) -> int:
-    """Keys that a tile scores at a time: whole pages."""
+    """Return the number of keys that a tile scores at a time: whole pages."""
     return page_size * max(1, KEY_BLOCK // page_size)
 
 
 def tile_rows(group: int) -> int:
-    """Rows of memory for the queries of a tile, `group` a token: whole blocks of ROWS."""
+    """Return the rows of memory for the queries of a tile, `group` per token: whole blocks of ROWS."""
     return (TILE_TOKENS * group + ROWS - 1) // ROWS * ROWS
 
 
@@ -56,7 +56,9 @@ for _size in (key_block, tile_rows):
 
 @inner
 def rotated(source: Any, row: Any, i: Any, half: Any, bf16: Any) -> Any:
-    """Dimensions from i and from half + i on, 16 of each, of a head at `source`, rotated by the table's `row`."""
+    """Return dimensions from i and from half + i on, 16 of each, of a head at `source`, rotated by the table's
+    `row`.
+    """
     literally(bf16)
     element = 2 if bf16 else 4
     x, y = vload(source + i * element, bf16), vload(source + (half + i) * element, bf16)
@@ -68,7 +70,7 @@ def rotated(source: Any, row: Any, i: Any, half: Any, bf16: Any) -> Any:
 def write_key(
     source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
 ) -> None:
-    """Rotates a key by the table's `row` and writes it to its slot, whose dimensions lie slot_bytes apart."""
+    """Rotate a key by the table's `row` and write it to its slot, whose dimensions are slot_bytes apart."""
     literally(dim)
     literally(rotary_dim)
     literally(slot_bytes)
@@ -86,7 +88,7 @@ def write_key(
 
 @inner
 def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
-    """Rotates a query, times the scale of the scores, into float32 scratch memory."""
+    """Rotate a query, multiplied by the scale of the scores, into float32 scratch memory."""
     literally(dim)
     literally(rotary_dim)
     literally(bf16)
@@ -102,7 +104,7 @@ def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_
 
 @inner
 def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, totals: Any, dim: Any) -> None:
-    """Starts the sums of a tile; rows that only fill up a block of products get queries of zero."""
+    """Initialize the sums of a tile; rows that only fill a block of products get queries of zero."""
     literally(dim)
     for r in range(padded):
         for i in range(0, dim, 16):
@@ -115,7 +117,7 @@ def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, tota
 
 @inner
 def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
-    """Scores x become limit * tanh(x / 2), which is limit * (1 - 2 / (exp(x) + 1))."""
+    """Apply the soft cap: scores x become limit * tanh(x / 2), which is limit * (1 - 2 / (exp(x) + 1))."""
     one, two = vsplat(types.float32(1.0)), vsplat(types.float32(2.0))
     for i in range(first, end, 16):
         x = vdiv(two, vadd(vexp(vload(line + i * 4, 0)), one))
@@ -124,9 +126,9 @@ def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
 
 @inner
 def hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
-    """Of the scores first <= k < end of a row all but low <= k < seen, and the rest of the last 16.
+    """Hide the scores first <= k < end of a row outside low <= k < seen, and the rest of the last 16.
 
-    first is a multiple of 16; seen is not above end.
+    first is a multiple of 16; seen is at most end.
     """
     hidden = types.float32(HIDDEN)
     for i in range(first, min(low, end), 16):
@@ -139,9 +141,9 @@ def hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
 def weigh(
     line: Any, low: Any, seen: Any, first: Any, num_keys: Any, highest: Any, total: Any, sums: Any, dim: Any
 ) -> None:
-    """Scores first <= k < num_keys become exp(score - highest so far), 0 but for low <= k < seen.
+    """Convert scores first <= k < num_keys to exp(score - highest so far), 0 outside low <= k < seen.
 
-    first is a multiple of 16. Updates the highest score and the sum of weights, and scales down what was summed before.
+    first is a multiple of 16. Updates the highest score and the sum of weights, and scales down the previous sums.
     """
     literally(dim)
     hide(line, low, seen, first, num_keys)
@@ -151,7 +153,7 @@ def weigh(
     before = load_f32(highest)
     now = max(before, vhighest(top))
     store_f32(highest, now)
-    # Where nothing was seen yet, hidden keys are still far below.
+    # Before the first visible key, hidden keys are still far below.
     shift = vsplat(max(now, types.float32(-1.0e38)))
     added = vsplat(types.float32(0.0))
     for i in range(first, num_keys, 16):

@@ -1,4 +1,4 @@
-"""Pages of the KV cache as kernels take them: pointers, and strides and sizes as constants."""
+"""Pages of the KV cache as kernels take them: pointers, with strides and sizes as constants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRODUCTS: dict[torch.dtype, Product] = {torch.float32: "fp32", torch.float16: "f
 
 
 def cell_pointer(target: Target, dense: str, kv_format: KVFormat) -> str:
-    """Type of the pointers to cells of a compilation for `target`; `dense`: that of dense cells."""
+    """Return the type of pointers to cells for a compilation; `dense` is that of dense cells."""
     if kv_format == "fp8" and target not in NATIVE_FP8:
         return POINTERS[torch.uint8]
     return POINTERS[_CELL_TYPES[kv_format]] if kv_format in _CELL_TYPES else dense
@@ -39,7 +39,7 @@ def cell_pointer(target: Target, dense: str, kv_format: KVFormat) -> str:
 def compiled_cells(
     target: Target, dtype: torch.dtype, kv_format: KVFormat, geometry: AttentionGeometry
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of the pointers to queries and cells, and the constants, of a compilation for `target`."""
+    """Return types of the pointers to queries and cells, and the constants, for a compilation."""
     cell_type = _CELL_TYPES.get(kv_format, dtype)
     stored = cell_pointer(target, POINTERS[dtype], kv_format)
     cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
@@ -61,23 +61,25 @@ def compiled_cells(
 
 
 def cells_of(memory: torch.Tensor, kv_format: KVFormat, native: bool) -> torch.Tensor:
-    """Keys or values as kernels read and write them: the bits of e4m3fn where the GPU does not know it."""
+    """Return keys or values as kernels access them: the bits of e4m3fn if the GPU does not support it."""
     return memory.view(torch.uint8) if kv_format == "fp8" and not native else memory
 
 
 def weight_type(product: Any, kv_format: KVFormat) -> Any:
-    """In which weights, times the scales of quantized values, are multiplied by values: the constexpr WEIGHT.
+    """Return the type in which weights, multiplied by scales of quantized values, multiply values.
 
-    `product` is that of queries and keys. A weight times a scale may be too small for float16.
+    The constexpr WEIGHT.
+
+    `product` is that of queries and keys. A weight multiplied by a scale may be too small for float16.
     """
     return product_type(torch.bfloat16) if kv_format != "dense" and product is tl.float16 else product
 
 
 def scale_strides(pages: KVPages) -> tuple[int, ...]:
-    """Of page, head and slot; the scales of keys and values have the same.
+    """Return strides of page, head and slot; the scales of keys and values have the same.
 
     Raises:
-        ValueError: where they have not.
+        ValueError: They differ.
     """
     if pages.key_scales is None or pages.value_scales is None:
         return 0, 0, 0
@@ -87,7 +89,7 @@ def scale_strides(pages: KVPages) -> tuple[int, ...]:
 
 
 class CellStrides(NamedTuple):
-    """Of page, head, slot (and dimension), in elements."""
+    """Strides of page, head, slot (and dimension), in elements."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
@@ -95,7 +97,7 @@ class CellStrides(NamedTuple):
 
 
 def cell_constants(geometry: AttentionGeometry, kv_format: KVFormat, strides: CellStrides) -> dict[str, int | str]:
-    """Strides and sizes of cells: constants, so that loads of whole vectors are known to be aligned."""
+    """Return strides and sizes of cells as constants, so that vector loads are known to be aligned."""
     names = [f"{kind}_{part}" for kind in "KV" for part in ("PAGE", "HEAD", "SLOT", "DIM")]
     cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
     width = max(16, int(triton.next_power_of_2(cell)))
@@ -112,7 +114,7 @@ def cell_constants(geometry: AttentionGeometry, kv_format: KVFormat, strides: Ce
 
 
 def cell_pointers(pages: KVPages, native: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and scales as kernels take them."""
+    """Return keys, values and scales as kernels take them."""
     keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
     key_scales = keys if pages.key_scales is None else pages.key_scales
     value_scales = values if pages.value_scales is None else pages.value_scales

@@ -1,9 +1,8 @@
 """Softmax weights of the rows of a block of scores, as powers of two, with sums and shifts in registers.
 
-A row's weight of a score s is 2^(s - shift). The shift need not be the highest score: it is raised only where a score
-is SLACK above it, which after a row's first block is rare, so that the processor need not wait for a maximum before it
-begins with the powers. Weights are at most 2^SLACK, which costs no precision. What a row gets does not depend on
-those beside it.
+A row's weight of a score s is 2^(s - shift). The shift need not be the highest score. It is raised only if a score is
+SLACK above it, which is rare after a row's first block, so that the processor need not wait for a maximum before it
+computes powers. Weights are at most 2^SLACK, which costs no precision. The result of a row does not depend on others.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from kernels.ops.attention.micro_pairs import INTS, Shape, function
 from kernels.ops.attention.rows import HIDDEN
 
 SLACK = 8.0
-"""How far scores may be above the shift."""
-# 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, fitted for the least largest relative error: 3e-6, and 1e-4 for weights,
-# which are rounded to bfloat16, by up to 2e-3.
+"""Maximum excess of scores above the shift."""
+# 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, with minimal relative error: 3e-6, and 1e-4 for weights, which are
+# rounded to bfloat16, by up to 2e-3.
 _POWER = (0.69312418, 0.24024099, 0.055906426, 0.009582853)
 _ROUGH_POWER = (0.69328297, 0.24221113, 0.05500874)
 
 
 def _higher(builder: Any, x: Any, y: Any) -> Any:
-    """The larger of each lane; y where either is NaN."""
+    """Return the larger of each lane; y if either is NaN."""
     return builder.select(builder.fcmp_ordered("ogt", x, y), x, y)
 
 
 def _exp2(builder: Any, x: Any, power: tuple[float, ...]) -> Any:
-    """2^x of each lane."""
+    """Return 2^x of each lane."""
     whole = call(builder, "nearbyint", VEC, x)
     rest = builder.fsub(x, whole)
     series = const(VEC, power[-1])
@@ -47,12 +46,12 @@ def _exp2(builder: Any, x: Any, power: tuple[float, ...]) -> Any:
 
 @intrinsic
 def vexp2(typing: Any, x: Any) -> Any:
-    """2^x of each finite lane within a 2^-17th; infinity from 128 on."""
+    """Return 2^x of each finite lane within a 2^-17th; infinity from 128 on."""
     return vector_type(vector_type), lambda _c, builder, _s, values: _exp2(builder, values[0], _POWER)
 
 
 def _pair_of_lines(builder: Any, shape: Shape, address: Any, row: int) -> list[Any]:
-    """32 scores of a row of the block."""
+    """Load 32 scores of a row of the block."""
     offsets = (row * shape.row_bytes + half * 4 * WIDTH for half in range(2))
     return [load(builder, builder.add(address, I64(offset)), False) for offset in offsets]
 
@@ -87,7 +86,7 @@ def _weigh_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     shift_by = []
     for row, slot in enumerate(sums):
         builder.store(load(builder, places[row], False), slot)
-        # Where a row has seen nothing yet, hidden keys are still far below.
+        # Before the first visible key, hidden keys are still far below.
         shift = _higher(builder, _shift_of(builder, shifts, row), ir.Constant(F32, HIDDEN / 3))
         shift_by.append(splat(builder, shift))
     ones = builder.bitcast(const(INTS, 0x3F803F80), bf16.PAIRS)
@@ -118,7 +117,8 @@ def rows_above(
     end: Any,
     shifts: Any,
 ) -> Any:
-    """An int64 whose bit r says whether a score first <= k < end of row r is more than SLACK above the row's shift.
+    """Return an int64 whose bit r tells whether a score first <= k < end of row r is more than SLACK above the row's
+    shift.
 
     Literals and lines: see `score_pairs`. first and end are multiples of 32. shifts: [rows] float32.
     """
@@ -144,10 +144,10 @@ def weigh_rows(
     shifts: Any,
     totals: Any,
 ) -> Any:
-    """The scores first <= k < end of each row become weights 2^(score - shift), rounded to bfloat16.
+    """Convert the scores first <= k < end of each row to weights 2^(score - shift), rounded to bfloat16.
 
-    Literals and lines: see `score_pairs`. first and end are multiples of 32. Weights take the place of scores, so that
-    of key k lies at line + 2 k. totals: [rows, 16] float32, to which the weights as rounded are added.
+    Literals and lines: see `score_pairs`. first and end are multiples of 32. Weights replace scores, so that the
+    weight of key k is at line + 2 k. totals: [rows, 16] float32, to which the rounded weights are added.
     """
     shape = Shape(few, num_heads, num_kv_heads, dim, page)
 
@@ -160,7 +160,7 @@ def weigh_rows(
 
 @intrinsic
 def highest_score(typing: Any, line: Any, first: Any, end: Any) -> Any:
-    """The highest of the scores first <= k < end of a line; first and end are multiples of 16."""
+    """Return the highest of the scores first <= k < end of a line; first and end are multiples of 16."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line_at, low, high = arguments

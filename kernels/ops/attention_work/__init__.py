@@ -1,0 +1,1 @@
+"""Division of a step's attention into work items of about equal cost."""

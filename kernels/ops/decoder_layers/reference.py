@@ -14,7 +14,7 @@ from kernels.ops.linear_panels.reference import linear as multiply_panels
 
 
 def multiply(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """x @ weight.T + bias."""
+    """X @ weight.T + bias."""
     return multiply_panels(x, linear.weight, linear.bias)
 
 

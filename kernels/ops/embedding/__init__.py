@@ -1,0 +1,1 @@
+"""Lookup of token embeddings, also in quantized tables."""

@@ -1,0 +1,1 @@
+"""Activations times unquantized weights."""

@@ -1,0 +1,1 @@
+"""FP8 activations times FP8 weights."""

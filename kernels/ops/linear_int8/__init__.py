@@ -1,0 +1,1 @@
+"""INT8 activations times INT8 weights."""

@@ -1,0 +1,1 @@
+"""CPU matrix products over weights that are packed into panels."""

@@ -279,7 +279,7 @@ def split_blocks(num_blocks: int, column_tiles: int, wanted: int) -> int:
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, fixed: bool = False) -> torch.Tensor:
-    """x @ weight.T + bias, accumulated in float32.
+    """X @ weight.T + bias, accumulated in float32.
 
     Args:
         x: [T, in] bfloat16 or float16, rows apart by any stride.

@@ -1,1 +1,1 @@
-
+"""RMS normalization, alone or with the residual sum and quantization of its result."""

@@ -16,7 +16,7 @@ def add_rms_norm(
     dtype: torch.dtype,
     quantization: ActivationQuantization | None = None,
 ) -> Activations:
-    """residual += delta (in place), then residual / sqrt(mean(residual^2) + eps) * weight (Zhang and Sennrich 2019).
+    """Residual += delta (in place), then residual / sqrt(mean(residual^2) + eps) * weight (Zhang and Sennrich 2019).
 
     Args:
         delta: [T, hidden] output of the last block, any float dtype; None: nothing to add.

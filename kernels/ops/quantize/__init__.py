@@ -1,0 +1,1 @@
+"""Quantization of activations to INT8 or FP8 with one scale per row."""

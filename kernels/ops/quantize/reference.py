@@ -30,7 +30,7 @@ def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> Quantized
 
 
 def _quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """x / divisor, rounded once: by a number, torch on a GPU multiplies with the reciprocal, itself rounded."""
+    """X / divisor, rounded once: by a number, torch on a GPU multiplies with the reciprocal, itself rounded."""
     return x / torch.full_like(x, divisor)
 
 

@@ -30,7 +30,7 @@ def partner_of(o_dim, ROTARY: tl.constexpr):
 
 @triton.jit
 def rotated(x, partner, p_row, o_dim, ROTARY: tl.constexpr):
-    """x * cos -+ partner * sin: the sine's sign is minus in the first half of the rotary dimensions."""
+    """X * cos -+ partner * sin: the sine's sign is minus in the first half of the rotary dimensions."""
     rotates = o_dim < ROTARY
     o_angle = o_dim % (ROTARY // 2)
     cos = tl.load(p_row + o_angle, mask=rotates, other=1.0)

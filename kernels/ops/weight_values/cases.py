@@ -40,7 +40,7 @@ CASES = [
 
 
 def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, PackedWeight, torch.Tensor | None]:
-    """x [rows, in], a weight of random codes, and the bias."""
+    """X [rows, in], a weight of random codes, and the bias."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def uniform(*shape: int) -> torch.Tensor:
