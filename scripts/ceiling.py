@@ -1,9 +1,9 @@
-"""The linear layers of a model alone, by the best kernel for each number of rows: the ceiling of its speed.
+"""Ceiling of a model's speed: its linear layers alone, with the fastest kernel for each number of rows.
 
-It uses none of Pelton's own code, so that a slow choice there cannot lower the ceiling. Candidates are torch's bf16
-product, oneDNN's with weights packed once, and the weight-only int8 and int4 products (which keep activations in
-bf16). The layers and the head have each the kernel that is fastest for them; no head is int4, as no file's head is
-coarser than 8 bits. Projections that read the same input are one matrix. Prints a table and, as the last line, JSON.
+It uses none of Pelton's code, so that a slow choice there cannot lower the ceiling. Candidates are torch's bf16
+product, oneDNN's product with prepacked weights, and the weight-only int8 and int4 products, which keep activations in
+bf16. Layers and head use the fastest kernel each; the head is not int4, because no model file stores it with less than
+8 bits. Projections of the same input are one matrix. Prints a table and, as the last line, JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ Product = Callable[[Tensor], object]
 
 @dataclass(frozen=True)
 class LinearShapes:
-    """Sizes of a Llama-like decoder; the defaults are those of SmolLM2-135M."""
+    """Sizes of a Llama-like decoder, by default those of SmolLM2-135M."""
 
     num_layers: int = 30
     hidden_size: int = 576
@@ -36,7 +36,7 @@ class LinearShapes:
     vocab_size: int = 49152
 
     def layer(self) -> list[tuple[int, int]]:
-        """(out, in) of a layer's matrices: query-key-value, output, gate-up, down."""
+        """Return (out, in) of the matrices of a layer: query-key-value, output, gate-up, down."""
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             (query + 2 * key_value, self.hidden_size),
@@ -46,12 +46,12 @@ class LinearShapes:
         ]
 
     def head(self) -> tuple[int, int]:
-        """(out, in) of the product with the vocabulary."""
+        """Return (out, in) of the head."""
         return (self.vocab_size, self.hidden_size)
 
 
 def _plain(weight: Tensor, rows: int) -> Product:
-    copy = weight.clone()  # each layer's own, or all would be read from the cache
+    copy = weight.clone()  # a copy per layer, otherwise all layers would read the same memory from the cache
     return lambda x: torch.nn.functional.linear(x, copy)
 
 
@@ -76,12 +76,13 @@ def _int4(weight: Tensor, rows: int) -> Product:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to multiply.
+    """Implementation of the matrix product.
 
     Attributes:
-        prepare: from a matrix and the number of rows to a product, packed where that is the kernel's way.
-        max_rows: beyond these it is far behind everywhere and only costs time to measure.
-        multiplies_head: whether a head can be stored so.
+        name: Name in the table.
+        prepare: Function from a matrix and the number of rows to a product; it packs the matrix if necessary.
+        max_rows: Rows above which the kernel is far slower than others and is not measured.
+        multiplies_head: True if the head may be stored in this format.
     """
 
     name: str
@@ -99,7 +100,7 @@ KERNELS = (
 
 
 class Matrices:
-    """A model's matrices, one layer's for all: kernels make copies, so only those of one kernel take memory."""
+    """Matrices of a model; one layer is stored, and each kernel makes its own copies for all layers."""
 
     def __init__(self, shapes: LinearShapes) -> None:
         self.shapes = shapes
@@ -107,7 +108,7 @@ class Matrices:
         self._head = torch.randn(shapes.head(), dtype=torch.bfloat16) * 0.02
 
     def layers(self, kernel: Kernel, rows: int) -> Callable[[], object]:
-        """A pass over all layers. Raises what torch raises where the processor lacks the kernel."""
+        """Return a pass over all layers. Raises an error of torch if the processor does not support the kernel."""
         products = [(kernel.prepare(m, rows), m.shape[1]) for _ in range(self.shapes.num_layers) for m in self._layer]
         inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for _, width in products}
 
@@ -118,14 +119,14 @@ class Matrices:
         return run
 
     def head(self, kernel: Kernel, rows: int) -> Callable[[], object]:
-        """The product with the vocabulary."""
+        """Return the product with the head."""
         product, x = kernel.prepare(self._head, rows), torch.randn(rows, self._head.shape[1], dtype=torch.bfloat16)
         return lambda: product(x)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one kernel's fastest pass at a number of rows; infinite where it is not for that."""
+    """Seconds of the fastest pass of a kernel; infinite if it was not measured."""
 
     kernel: Kernel
     layers: float
@@ -134,11 +135,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Layers and head, each by the best kernel: seconds of the fastest pass.
-
-    Attributes:
-        rows, head_rows: of the layers, of the head.
-    """
+    """Seconds of the fastest pass over `rows` rows of the layers and `head_rows` rows of the head."""
 
     rows: int
     head_rows: int
@@ -149,16 +146,16 @@ class Ceiling:
 
     @property
     def seconds(self) -> float:
-        """Of a pass over all matrices."""
+        """Seconds of a pass over all matrices."""
         return self.layers_seconds + self.head_seconds
 
     def lowered(self, layers_seconds: float, head_seconds: float) -> Ceiling:
-        """With what was measured again, where that was faster: other programs can only make a ceiling too low."""
+        """Return the ceiling with a new measurement where it is faster; other programs can only slow a pass down."""
         layers, head = min(self.layers_seconds, layers_seconds), min(self.head_seconds, head_seconds)
         return replace(self, layers_seconds=layers, head_seconds=head)
 
     def entry(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return {
             "kernel": self.kernel.name,
             "head_kernel": self.head_kernel.name,
@@ -171,15 +168,15 @@ class Ceiling:
 
 @torch.inference_mode()
 def time_kernels(matrices: Matrices, rows: int, head_rows: int, seconds: float) -> list[Timing]:
-    """Each kernel that is for these rows and that this processor has, one after the other.
+    """Time each kernel that is suitable for the rows and supported by the processor.
 
     Args:
-        seconds: spent on the layers by each, and a quarter of that on the head; at least three passes.
+        matrices: Matrices of the model.
+        rows: Rows of the layers.
+        head_rows: Rows of the head.
+        seconds: Time per kernel for the layers, and a quarter of it for the head; at least three passes.
     """
-    return list(_time_kernels(matrices, rows, head_rows, seconds))
-
-
-def _time_kernels(matrices: Matrices, rows: int, head_rows: int, seconds: float) -> Iterator[Timing]:
+    timings = []
     for kernel in KERNELS:
         layers = head = float("inf")
         try:
@@ -188,19 +185,20 @@ def _time_kernels(matrices: Matrices, rows: int, head_rows: int, seconds: float)
             if kernel.multiplies_head and head_rows <= kernel.max_rows:
                 head = fastest_seconds(matrices.head(kernel, head_rows), seconds / 4)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
-            print(f"{kernel.name}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
-        yield Timing(kernel, layers, head)
+            print(f"{kernel.name}: skipped: {str(error).splitlines()[0]}", file=sys.stderr)
+        timings.append(Timing(kernel, layers, head))
+    return timings
 
 
 def best(timings: Sequence[Timing], rows: int, head_rows: int) -> Ceiling:
-    """The fastest for the layers and for the head."""
+    """Return the fastest kernel for the layers and for the head."""
     layers = min(timings, key=lambda timing: timing.layers)
     head = min(timings, key=lambda timing: timing.head)
     return Ceiling(rows, head_rows, layers.kernel, head.kernel, layers.layers, head.head)
 
 
 def fastest_seconds(run: Callable[[], object], seconds: float, passes: int = 3) -> float:
-    """Time of the fastest of at least so many passes, after one that does not count."""
+    """Return the time of the fastest of at least `passes` passes, after a warm-up pass."""
     run()
     found, end = float("inf"), time.perf_counter() + seconds
     while passes > 0 or time.perf_counter() < end:
@@ -212,10 +210,10 @@ def fastest_seconds(run: Callable[[], object], seconds: float, passes: int = 3) 
 
 
 def main() -> None:
-    """Measures the default model's shapes."""
+    """Measure the shapes of the default model."""
     parser = Parser(prog="ceiling", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 128, 512])
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time per figure")
     options = parser.parse_args()
     matrices = Matrices(LinearShapes())
     found = {rows: time_kernels(matrices, rows, rows, options.seconds) for rows in options.rows}

@@ -1,11 +1,11 @@
-"""The engine without HTTP, each figure beside its goal. Ratios are to ceilings measured in the same run.
+"""Speed of the engine without HTTP, each figure beside its goal. Ratios are to ceilings measured in the same run.
 
-- decode, prefill: steps as shares of the ceiling, the model's linear layers alone by the best kernel for the rows.
-- sampling: what parameters of all kinds, and grammars, add to a step.
-- host: what a step costs beside model and sampler, at several numbers of requests.
-- prefix: what the prefix cache costs where it finds nothing and saves where it finds most.
-- speculation: what drafts save where the output repeats the input, and cost where it does not.
-- memory: whether a worker grows over --requests requests; not among the default parts.
+- decode, prefill: steps as shares of the ceiling, the model's linear layers alone with the fastest kernel.
+- sampling: time that sampling parameters and grammars add to a step.
+- host: time of a step outside the model and the sampler, for several numbers of requests.
+- prefix: cost of the prefix cache without hits, and its gain with many hits.
+- speculation: gain of drafts where the output repeats the input, and their cost where it does not.
+- memory: growth of a worker over --requests requests; not a default part.
 
 Prints tables and, as the last line, the same figures as JSON.
 """
@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ import torch
 
 from kernels.backends.select import sampling_ops
 from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
-from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps, sampling
+from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps
 from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor
 from scripts.ceiling import LinearShapes, Matrices
 from shared import log
@@ -47,22 +45,8 @@ EMPTY_LOAD = engine_prefix.Load(concurrency=16, num_requests=16, prompt=128, out
 SHARED_LOAD = engine_prefix.Load(concurrency=16, num_requests=32, prompt=512, output=64)
 
 
-def alternating_ms(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Median time of each call. They take turns, so that what else the machine does falls on all alike."""
-    times: list[list[float]] = [[] for _ in runs]
-    for run in runs:
-        run()
-    end = time.perf_counter() + seconds
-    while len(times[0]) < 3 or time.perf_counter() < end:
-        for run, taken in zip(runs, times):
-            start = time.perf_counter()
-            run()
-            taken.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(taken) for taken in times]
-
-
 def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> ForwardBatch:
-    """Each request computes its last `tokens` of `context`, and wants the last one's logits."""
+    """Return a batch in which each request computes the last `tokens` of its `context`, with logits for the last."""
     pages = -(-context // PAGE_SIZE)
     table = torch.randperm(num_requests * pages).view(num_requests, pages)
     positions = torch.arange(context - tokens, context).repeat(num_requests)
@@ -81,11 +65,11 @@ def make_step(num_requests: int, tokens: int, context: int, vocab_size: int) -> 
 
 
 class Bench:
-    """A loaded model and the parts that are measured on it.
+    """Loaded model and the parts that are measured on it.
 
     Args:
-        options: of `parser`.
-        files: opened; their weights are read and closed.
+        options: Options of `parser`.
+        files: Opened model files; the weights are read and closed.
     """
 
     def __init__(self, options: argparse.Namespace, files: ModelFiles) -> None:
@@ -94,12 +78,7 @@ class Bench:
         spec = files.spec
         dtype, kv_dtype = getattr(torch, options.dtype), getattr(torch, options.kv_cache_dtype)
         self._decoder = Decoder(
-            spec,
-            files.weights,
-            dtype=dtype,
-            device="cpu",
-            max_num_tokens=4096,
-            max_model_len=spec.max_position,
+            spec, files.weights, dtype=dtype, device="cpu", max_num_tokens=4096, max_model_len=spec.max_position
         )
         self._kv = KVStorage(spec, self._num_pages(), PAGE_SIZE, kv_dtype, "cpu")
         self._decoder.fuse_layers(self._kv)
@@ -108,16 +87,16 @@ class Bench:
         self._shapes = LinearShapes(**sizes)
 
     def _num_pages(self) -> int:
-        """For the largest part. Pages that nobody uses take no memory."""
+        """Return the number of pages of the largest part. Unused pages take no memory."""
         options = self._options
         contexts = [(1, tokens) for tokens in options.prefill]
-        contexts += [(rows, options.context) for rows in [*options.rows, sampling.NUM_REQUESTS]]
+        contexts += [(rows, options.context) for rows in [*options.rows, engine_steps.NUM_REQUESTS]]
         contexts += [(count, engine_host.longest(options.host_steps)) for count in options.host_counts]
         contexts += [(load.concurrency + 2, load.prompt + load.output) for load in (EMPTY_LOAD, SHARED_LOAD)]
         return int(max(rows * -(-context // PAGE_SIZE) for rows, context in contexts))
 
     def steps(self, kinds: Sequence[str]) -> list[dict[str, Any]]:
-        """Decode steps, prefill, or both."""
+        """Measure decode steps, prefill, or both."""
         options, matrices = self._options, Matrices(self._shapes)
         cases = [("decode", rows, 1, options.context) for rows in options.rows]
         cases += [("prefill", 1, tokens, tokens) for tokens in options.prefill]
@@ -136,16 +115,18 @@ class Bench:
         return figures
 
     def sampling(self) -> list[dict[str, object]]:
-        """What requests that want all kinds of things, and a grammar's masks, add to a decode step."""
+        """Measure the time that sampling parameters and grammar masks add to a decode step."""
         decoder, kv, context = self._decoder, self._kv, self._options.context
-        step = make_step(sampling.NUM_REQUESTS, 1, context, decoder.spec.vocab_size)
+        step = make_step(engine_steps.NUM_REQUESTS, 1, context, decoder.spec.vocab_size)
         logits = decoder.forward(step, kv).float()
-        runs = sampling.sampling_runs(logits, context, torch.get_num_threads())
-        step_ms, *taken = alternating_ms([partial(decoder.forward, step, kv), *runs.values()], self._options.seconds)
-        return sampling.report(step_ms, dict(zip(runs, taken)))
+        runs = engine_steps.sampling_runs(logits, context, torch.get_num_threads())
+        step_ms, *taken = engine_steps.alternating_ms(
+            [partial(decoder.forward, step, kv), *runs.values()], self._options.seconds
+        )
+        return engine_steps.sampling_report(step_ms, dict(zip(runs, taken)))
 
     def host(self) -> list[dict[str, Any]]:
-        """What a step costs beside model and sampler."""
+        """Measure the time of a step outside the model and the sampler."""
         options, vocab_size = self._options, self._decoder.spec.vocab_size
         settings = self._settings(max(options.host_counts))
         ops = self._sampling_ops()
@@ -164,7 +145,7 @@ class Bench:
         return entries
 
     def prefix(self) -> dict[str, Any]:
-        """What the prefix cache costs and saves."""
+        """Measure the cost and the gain of the prefix cache."""
         spec, clock = self._decoder.spec, OpClock()
         settings = self._settings(SHARED_LOAD.concurrency)
         built = timed_executor(settings, spec, self._decoder, self._kv, self._sampling_ops(), clock)
@@ -173,7 +154,7 @@ class Bench:
             changed = dataclasses.replace(settings, enable_prefix_caching=caching)
             return engine_loop(changed, self._files, dataclasses.replace(built, num_pages=num_pages))
 
-        few = min(settings.num_kv_pages, engine_prefix.pages_of(EMPTY_LOAD, PAGE_SIZE))
+        few = min(settings.num_kv_pages, EMPTY_LOAD.num_pages(PAGE_SIZE))
         costs = engine_prefix.cost(
             partial(open_loop, few), clock, EMPTY_LOAD, spec.vocab_size, self._options.prefix_rounds
         )
@@ -182,7 +163,7 @@ class Bench:
         return {"cost": costs, "gain": gains}
 
     def speculation(self) -> list[dict[str, Any]]:
-        """What drafts save and cost."""
+        """Measure the gain and the cost of drafts."""
         options = self._options
         settings = self._settings(engine_speculation.CONCURRENCY)
         length = settings.max_model_len or 0
@@ -217,36 +198,38 @@ class Bench:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of scripts/bench_engine."""
+    """Return the option parser of scripts/bench_engine."""
     p = Parser(prog="scripts/bench_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="", help="path of the model; empty: the default model")
+    p.add_argument("--model", default="", help="path of the model; empty for the default model")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part in _LOADED])
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     p.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], default="bfloat16")
     p.add_argument("--context", type=int, default=190, help="context length of the decode steps")
     p.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8, 16, 32])
     p.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048])
-    p.add_argument("--seconds", type=float, default=2.0, help="time for each line")
-    p.add_argument("--host-counts", type=int, nargs="+", default=[16, 32, 64, 128], help="requests of the part host")
-    p.add_argument("--host-steps", type=int, default=24, help="steps that are timed at each")
-    p.add_argument("--prefix-rounds", type=int, default=4, help="loads with the cache, and as many without")
+    p.add_argument("--seconds", type=float, default=2.0, help="time per line")
+    p.add_argument(
+        "--host-counts", type=int, nargs="+", default=[16, 32, 64, 128], help="numbers of requests of part host"
+    )
+    p.add_argument("--host-steps", type=int, default=24, help="timed steps for each number of requests")
+    p.add_argument("--prefix-rounds", type=int, default=4, help="number of loads with and without the cache")
     p.add_argument("--speculation-loads", nargs="+", choices=engine_speculation.LOADS, default=engine_speculation.LOADS)
-    p.add_argument("--speculation-rounds", type=int, default=5, help="of each load, after two that do not count")
-    p.add_argument("--draft", default="", help="draft model of the part speculation; empty: look-ups alone")
-    p.add_argument("--requests", type=int, default=20_000, help="of the part memory")
+    p.add_argument("--speculation-rounds", type=int, default=5, help="rounds of each load, after two warm-up rounds")
+    p.add_argument("--draft", default="", help="draft model of part speculation; empty for n-gram lookup only")
+    p.add_argument("--requests", type=int, default=20_000, help="number of requests of part memory")
     p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
     return p
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the selected parts."""
     options = parser().parse_args()
     log.configure("warning", "console", process="bench")
     use_huge_pages()
     use_cache_directory(options.cache_dir)
     figures: dict[str, Any] = {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
     if "memory" in options.parts:
-        # Before a model is loaded, beside which a worker's growth would be small.
+        # Before a model is loaded, because growth would be small compared to its memory.
         settings = engine_memory.tiny_settings(str(options.cache_dir))
         figures["memory"] = engine_memory.measure(settings, options.requests)
         print("\n".join(engine_memory.table(figures["memory"])), flush=True)

@@ -1,8 +1,8 @@
-"""Part of bench_engine: what a decode step costs beside the model and the sampler.
+"""Part of bench_engine: host time of a decode step, outside the model and the sampler.
 
-That is everything from the socket to the socket: messages, plan, staging, results, messages. It is measured beside the
-model, whose time is taken out, and beside one that computes nothing: the difference is what caches that the model has
-filled, and threads that it has woken, cost the host.
+The host time covers everything from socket to socket: messages, plan, staging, results, messages. It is measured with
+the real model, whose time is subtracted, and with a model that computes nothing. The difference between the two is the
+cost of caches that the model has filled and of threads that it has woken.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from random import Random
 from typing import Any
 
 from scripts._bench.engine_loop import Loop, LoopError, OpClock
-from scripts._bench.goals import Goal, slope
+from scripts._bench.measurements import Goal, slope
 from shared.sampling_params import SamplingParams
 
 BASE_COUNT = 16
-BASE_GOAL = Goal(0.8, least=False, form=".1f", unit=" ms")
-FURTHER_GOAL = Goal(10, least=False, form=".0f", unit=" us")
+BASE_GOAL = Goal(0.8, is_minimum=False, form=".1f", unit=" ms")
+FURTHER_GOAL = Goal(10, is_minimum=False, form=".0f", unit=" us")
 _PROMPT = 16
 _WARM_UP_STEPS = 4
 _HEAD_START = 48
+"""Upper bound of the tokens that the first request generates before the last one starts."""
 
 
 def step_ms(loop: Loop, clock: OpClock, count: int, num_steps: int, vocab_size: int) -> float:
-    """The median host time of a step in which `count` requests decode."""
+    """Return the median host time of a step in which `count` requests decode."""
     generator = Random(count)
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_tokens(num_steps))
+    max_tokens = num_steps + _WARM_UP_STEPS + _HEAD_START
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     requests = []
     for number in range(count):
-        # Of different lengths, so that they do not all need their next page in the same step.
+        # The lengths differ, so that not all requests need their next page in the same step.
         length = _PROMPT + number % 16
         requests.append(loop.submit([generator.randrange(vocab_size) for _ in range(length)], sampling))
     wait_for(loop, count)
     times: list[float] = []
     while len(times) < _WARM_UP_STEPS + num_steps:
         if loop.num_queued < count:
-            raise LoopError("a request ended before its time")
+            raise LoopError("a request ended too early")
         decodes = loop.engine.scheduler.num_waiting_tokens() == 0
         clock.seconds = 0.0
         begin = time.perf_counter()
@@ -54,27 +56,22 @@ def step_ms(loop: Loop, clock: OpClock, count: int, num_steps: int, vocab_size: 
     return statistics.median(times[_WARM_UP_STEPS:]) * 1e3
 
 
-def _tokens(num_steps: int) -> int:
-    """What a request may generate: with what the first have when the last begin."""
-    return num_steps + _WARM_UP_STEPS + _HEAD_START
-
-
 def longest(num_steps: int) -> int:
-    """Tokens that the longest request comes to."""
-    return _PROMPT + 16 + _tokens(num_steps)
+    """Return the maximum number of tokens of a request, prompt included."""
+    return _PROMPT + 16 + num_steps + _WARM_UP_STEPS + _HEAD_START
 
 
 def wait_for(loop: Loop, count: int, seconds: float = 10.0) -> None:
-    """Until the engine has that many choices. Raises LoopError where it refuses some."""
+    """Step until the engine has `count` choices. Raises LoopError if it rejects some."""
     deadline = time.monotonic() + seconds
     while loop.num_queued < count:
         loop.step()
         if time.monotonic() > deadline:
-            raise LoopError(f"{loop.num_queued} of {count} requests came through")
+            raise LoopError(f"the engine accepted {loop.num_queued} of {count} requests")
 
 
 def figures(times: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
-    """For JSON; times: name of the model -> number of requests -> milliseconds."""
+    """Return the figures for JSON from milliseconds by name of the model and number of requests."""
     entries = []
     for name, by_count in times.items():
         further_us = slope(list(by_count), list(by_count.values())) * 1e3
@@ -86,13 +83,13 @@ def figures(times: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
 
 
 def table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     counts = list(entries[0]["ms"])
-    lines = [f"{'host, ms a step of':28}" + "".join(f"{count:>7}" for count in counts) + "  us per further request"]
+    lines = [f"{'host, ms per step, requests:':28}" + "".join(f"{count:>7}" for count in counts) + "  us per request"]
     for entry in entries:
         cells = "".join(f"{value:7.2f}" for value in entry["ms"].values())
         further = entry["us_per_further_request"]
-        lines.append(f"beside {entry['beside']:21}{cells}  {further:.1f} ({FURTHER_GOAL.verdict(further)})")
+        lines.append(f"with {entry['beside']:23}{cells}  {further:.1f} ({FURTHER_GOAL.verdict(further)})")
         if BASE_COUNT in entry["ms"]:
             lines.append(f"{'':10}at {BASE_COUNT}: {BASE_GOAL.verdict(entry['ms'][BASE_COUNT])}")
     return lines

@@ -1,4 +1,4 @@
-"""The worker's own engine in this process, with a client on its socket: what several parts of bench_engine drive."""
+"""Engine of a worker in this process with a client on its socket, driven by several parts of bench_engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,10 +16,11 @@ import torch
 import zmq
 
 from kernels.backends.reference import SamplingOps
-from shared import sockets, wire
+from shared import sockets
 from shared.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    FinishReason,
     GatewayMessage,
     Hello,
     Output,
@@ -27,6 +29,8 @@ from shared.messages import (
     Submit,
     Welcome,
     WorkerMessage,
+    decode_worker_message,
+    encode_message,
 )
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
@@ -34,10 +38,11 @@ from worker.__main__ import build_engine
 from worker.engine import Engine
 from worker.executor.build import BuiltExecutor, make_rows
 from worker.executor.device import CpuDevice
-from worker.executor.executor import LocalExecutor
+from worker.executor.executor import LocalExecutor, StepHandle
 from worker.executor.model_runner import Model, ModelRunner, PageStorage
 from worker.model.forward_batch import ForwardBatch
 from worker.model.loading.model_files import ModelFiles
+from worker.plan import StepPlan
 from worker.sampling.sampled_rows import SampledRows
 from worker.sampling.sampler import SampledTokens, Sampler
 from worker.stats import Counters
@@ -46,21 +51,21 @@ from worker.transport import Transport
 _T = TypeVar("_T")
 _PING_SECONDS = 1.0
 _ARRIVAL_MS = 10_000
-"""By then a message has come through the socket, on however busy a machine."""
+"""Time limit for a message that was sent, even on a busy machine."""
 
 
 class LoopError(RuntimeError):
-    """The engine did not do what it was asked for; figures would mislead."""
+    """Unexpected behavior of the engine that would make the figures misleading."""
 
 
 class OpClock:
-    """Seconds that the model and the sampler took, since someone last set them to nothing."""
+    """Stopwatch of the model and the sampler; `seconds` is reset by its readers."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
-        """Calls it on the clock."""
+        """Call a function and add its time."""
         begin = time.perf_counter()
         try:
             return call(*args)
@@ -69,48 +74,48 @@ class OpClock:
 
 
 class TimedModel:
-    """A model on the clock."""
+    """Model whose time is added to a clock."""
 
     def __init__(self, model: Model, clock: OpClock) -> None:
         self._model = model
         self._clock = clock
 
     def hidden_states(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """As the model's."""
+        """Return the hidden states of the model."""
         return self._clock.timed(self._model.hidden_states, batch, kv)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's."""
+        """Return the logits of the model."""
         return self._clock.timed(self._model.logits, hidden)
 
 
 class TimedSampler(Sampler):
-    """The sampler on the clock."""
+    """Sampler whose time is added to a clock."""
 
     clock: OpClock
 
     def sample(self, logits: torch.Tensor, sampled: SampledRows) -> SampledTokens:
-        """As the sampler's."""
+        """Sample tokens."""
         return self.clock.timed(super().sample, logits, sampled)
 
 
 class FreeModel:
-    """Computes nothing: every token is as likely as any other."""
+    """Model that computes nothing and gives all tokens the same probability; also its own empty KV cache."""
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
         self._hidden = torch.zeros(max_num_seqs, 1)
         self._logits = torch.zeros(max_num_seqs, vocab_size)
 
     def hidden_states(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """[S, 1] zeros."""
+        """Return zeros of shape [S, 1]."""
         return self._hidden[: len(batch.logits_indices)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, vocab] zeros, the same memory for all steps: the sampler may write to them."""
+        """Return zeros of shape [S, vocab], in the same memory for all steps, which the sampler may overwrite."""
         return self._logits[: len(hidden)]
 
     def copy_pages(self, copies: Any) -> None:
-        """It is its own KV cache, which holds nothing."""
+        """Do nothing."""
 
 
 class _Sized(Protocol):
@@ -123,42 +128,50 @@ class _Sized(Protocol):
 def timed_executor(
     settings: WorkerSettings, spec: _Sized, model: Model, kv: PageStorage, ops: SamplingOps, clock: OpClock
 ) -> BuiltExecutor:
-    """A worker's executor on the CPU around a model that is there already.
+    """Build a worker's executor on the CPU around a loaded model, timed by a clock.
 
-    Args:
-        settings: with max_model_len and num_kv_pages, which `kv` has.
+    The settings must have the max_model_len and num_kv_pages of `kv`.
     """
     device = CpuDevice()
     rows = make_rows(settings, settings.max_model_len, len(spec.kv_groups), spec.vocab_size, device)
     sampler = TimedSampler(rows.sampling, ops)
     sampler.clock = clock
     runner = ModelRunner(TimedModel(model, clock), kv, rows, sampler, device)
+    return local_executor(settings, runner.launch, len(spec.kv_groups))
+
+
+def local_executor(
+    settings: WorkerSettings, launch: Callable[[StepPlan], StepHandle], num_kv_groups: int, draft_max_len: int = 0
+) -> BuiltExecutor:
+    """Return an executor on the CPU that launches steps in this process."""
+    assert settings.max_model_len is not None
     return BuiltExecutor(
-        executor=LocalExecutor(runner.launch),
+        executor=LocalExecutor(launch),
         num_pages=settings.num_kv_pages,
         page_size=settings.block_size,
         max_model_len=settings.max_model_len,
-        num_kv_groups=len(spec.kv_groups),
+        num_kv_groups=num_kv_groups,
         device="cpu",
         dtype="",
         check=lambda: None,
         use_idle_time=lambda: False,
+        draft_max_len=draft_max_len,
     )
 
 
 class CountingTransport(Transport):
-    """Counts what it sends, so that a client in the same thread knows what is still on its way."""
+    """Transport that counts sent messages, so that a client in the same thread knows how many are in transit."""
 
     num_sent = 0
 
     def send(self, identity: bytes, message: WorkerMessage) -> None:
-        """As the transport's."""
+        """Send a message."""
         super().send(identity, message)
         self.num_sent += 1
 
 
 class Loop:
-    """An engine whose steps the caller makes, and the one gateway that is connected to it."""
+    """Engine that the caller steps, and the only gateway connected to it."""
 
     def __init__(self, engine: Engine, transport: CountingTransport, socket: zmq.Socket[bytes], model: str) -> None:
         self.engine = engine
@@ -172,11 +185,11 @@ class Loop:
 
     @property
     def num_queued(self) -> int:
-        """Choices that wait or run."""
+        """Number of waiting and running choices."""
         return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
 
     def connect(self) -> None:
-        """Says hello. Raises LoopError where nobody answers."""
+        """Send a Hello. Raises LoopError if the engine does not answer."""
         self.send(Hello(version=PROTOCOL_VERSION, gateway_id="bench"))
         self._next_ping = time.monotonic() + _PING_SECONDS
         for _ in range(10):
@@ -188,17 +201,17 @@ class Loop:
         raise LoopError("the engine did not answer")
 
     def warm_up(self) -> None:
-        """Has the grammars' vocabulary made, which an idle engine makes some seconds after its start."""
+        """Build the vocabulary of grammars, which an idle engine otherwise builds some seconds after its start."""
         self.submit([1], SamplingParams(max_tokens=1), grammar="start: /./")
         while not any(output.finish for output in self.receive()):
             self.step()
 
     def send(self, message: GatewayMessage) -> None:
-        """Queues a message for the engine."""
-        self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        """Queue a message for the engine."""
+        self._socket.send(encode_message(message), zmq.NOBLOCK)
 
     def submit(self, token_ids: Sequence[int], sampling: SamplingParams, **more: Any) -> str:
-        """Sends a request; returns its id."""
+        """Send a request and return its id."""
         self._num_submitted += 1
         name = f"r{self._num_submitted}"
         count = len(token_ids)
@@ -210,11 +223,11 @@ class Loop:
         return name
 
     def cancel(self, request_id: str) -> None:
-        """As a gateway whose client has gone."""
+        """Cancel a request."""
         self.send(Cancel(request_id))
 
     def step(self) -> None:
-        """One pass of the loop, and what keeps the gateway's lease."""
+        """Run one iteration of the engine and renew the lease of the gateway."""
         now = time.monotonic()
         if now >= self._next_ping:
             self.send(Ping(nonce=0))
@@ -222,10 +235,10 @@ class Loop:
         self.engine.step()
 
     def receive(self) -> list[Output]:
-        """What has arrived from the engine, and from one that has nothing left to compute all that it has sent.
+        """Return the outputs that have arrived; if the engine has become idle, wait for all that it has sent.
 
-        That one would sleep a whole second in its next step for messages that are sent only when the last output is
-        here. Raises LoopError where one gets lost.
+        An idle engine would sleep for a second in its next step, waiting for messages that the caller sends only after
+        the last output. Raises LoopError if a message is lost.
         """
         outputs: list[Output] = []
         while self._num_received < self._transport.num_sent:
@@ -241,12 +254,12 @@ class Loop:
 
     def _read(self) -> WorkerMessage:
         self._num_received += 1
-        return wire.decode_worker_message(self._socket.recv())
+        return decode_worker_message(self._socket.recv())
 
 
 @contextmanager
 def engine_loop(settings: WorkerSettings, files: ModelFiles, built: BuiltExecutor) -> Iterator[Loop]:
-    """An engine as a worker builds it, connected to. The executor stays open."""
+    """Connect to an engine built the way a worker builds it. The executor is not closed at the end."""
     epoch, counters = secrets.token_hex(4), Counters()
     with ExitStack() as ending:
         directory = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp")))
@@ -266,3 +279,57 @@ def engine_loop(settings: WorkerSettings, files: ModelFiles, built: BuiltExecuto
         gc.freeze()  # as a worker does
         ending.callback(gc.unfreeze)
         yield loop
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Result of running a set of requests.
+
+    Attributes:
+        seconds: Time of the engine's steps, prompts included.
+        host_seconds: The part of it outside the model and the sampler; equal to `seconds` without a clock.
+        texts: Output tokens of each request, in order of submission.
+    """
+
+    seconds: float
+    host_seconds: float
+    texts: list[list[int]]
+
+
+def run_requests(
+    loop: Loop,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    concurrency: int,
+    *,
+    clock: OpClock | None = None,
+    predictions: Sequence[Sequence[int]] = (),
+) -> Run:
+    """Run requests in a closed loop: a new request is submitted when another one ends.
+
+    Raises:
+        LoopError: A request failed.
+    """
+    clock = clock or OpClock()
+    outputs: dict[str, list[int]] = {}
+    num_running = 0
+    seconds = host = 0.0
+    while len(outputs) < len(prompts) or num_running:
+        while num_running < concurrency and len(outputs) < len(prompts):
+            number = len(outputs)
+            more = {"prediction": list(predictions[number])} if predictions else {}
+            outputs[loop.submit(prompts[number], sampling[number], **more)] = []
+            num_running += 1
+        # Only the engine's steps are timed; the client runs in the same thread.
+        clock.seconds = 0.0
+        begin = time.perf_counter()
+        loop.step()
+        taken = time.perf_counter() - begin
+        seconds, host = seconds + taken, host + taken - clock.seconds
+        for output in loop.receive():
+            outputs[output.request_id] += output.token_ids
+            if output.finish is not None:
+                num_running -= 1
+                if output.finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                    raise LoopError(f"a request ended with {output.finish.reason}: {output.finish.message}")
+    return Run(seconds, host, list(outputs.values()))

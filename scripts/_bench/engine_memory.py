@@ -1,8 +1,8 @@
-"""Part of bench_engine: whether the memory of a worker grows with the requests that it has served.
+"""Part of bench_engine: growth of a worker's memory with the number of requests.
 
-Short requests of all kinds (sampling parameters, choices, log-probabilities, grammars old and new, deadlines,
-priorities, cancellations) go through the engine's loop and its socket, before a tiny random model. Everything that is
-kept within bounds is full after a warm-up; what grows from then on grows for ever.
+Short requests of all kinds (sampling parameters, choices, log-probabilities, known and new grammars, deadlines,
+priorities, cancellations) pass through the engine and its socket with a tiny random model. All bounded caches are full
+after a warm-up, so that growth after it is a leak.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kernels.backends.select import sampling_ops
 from scripts._bench.engine_loop import Loop, LoopError, engine_loop
-from scripts._bench.goals import Goal, slope
+from scripts._bench.engine_steps import EVERY_KIND, PLAIN
 from scripts._bench.gpu_check_model import RandomWeights
-from scripts._bench.process_memory import resident_bytes
-from scripts._bench.sampling import EVERY_KIND, PLAIN
+from scripts._bench.measurements import Goal, resident_bytes, slope
 from shared.messages import Bundle, Finish, FinishReason
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
@@ -30,8 +29,8 @@ from worker.executor.build import build_executor
 from worker.model.loading.model_files import ModelFiles
 from worker.model.spec import DecoderSpec, RopeSpec
 
-GOAL = Goal(20, least=False, form=".0f", unit=" KB per 1,000 requests")
-"""2 MB over 100,000 requests: what counts as flat."""
+GOAL = Goal(20, is_minimum=False, form=".0f", unit=" KB per 1,000 requests")
+"""Equal to 2 MB over 100,000 requests."""
 WARM_UP_SHARE = 0.5
 _EOS = 2
 _NUM_SAMPLES = 20
@@ -56,13 +55,9 @@ SPEC = DecoderSpec(
 
 
 def measure(settings: WorkerSettings, num_requests: int) -> dict[str, Any]:
-    """Serves so many requests. Raises LoopError where one does not end exactly once, or with a fault.
-
-    Args:
-        settings: of the engine, as `tiny_settings`.
-    """
+    """Serve `num_requests` requests. Raises LoopError if one fails or does not end exactly once."""
     built = build_executor(settings, tiny_files())
-    # All of it, or what is compiled when it is first needed would come in the middle.
+    # Compile everything now, otherwise kernels compiled on first use would count as growth.
     sampling_ops(torch.device("cpu"), settings.num_threads).compile()
     try:
         with engine_loop(settings, tiny_files(), built) as loop:
@@ -93,7 +88,7 @@ def measure(settings: WorkerSettings, num_requests: int) -> dict[str, Any]:
 
 
 def growth(samples: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """What (requests, bytes) say after the warm-up: megabytes at its end and at the end of all, and the slope."""
+    """Return the megabytes after the warm-up and at the end, and the slope between, from (requests, bytes)."""
     begin = round(len(samples) * WARM_UP_SHARE)
     later = samples[begin:]
     per_request = slope([float(count) for count, _ in later], [float(size) for _, size in later])
@@ -105,7 +100,7 @@ def growth(samples: Sequence[tuple[int, int]]) -> dict[str, float]:
 
 
 def table(figures: Mapping[str, Any]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     slope_kb = figures["kb_per_1000_requests"]
     ends = ", ".join(f"{count} {reason}" for reason, count in figures["ends"].items())
     rss = f"RSS {figures['warm_mb']:.1f} MB warm, {figures['end_mb']:.1f} at the end, {slope_kb:+.1f} KB per 1,000"
@@ -118,7 +113,7 @@ def table(figures: Mapping[str, Any]) -> list[str]:
 
 
 def tiny_settings(cache_dir: str) -> WorkerSettings:
-    """Few rows and few pages, so that there are queues, preemptions and evictions. One thread: the model is tiny."""
+    """Return settings with few rows and pages, so that there are queues, preemptions and evictions."""
     return WorkerSettings(
         device="cpu",
         num_threads=1,
@@ -131,7 +126,7 @@ def tiny_settings(cache_dir: str) -> WorkerSettings:
 
 
 def tiny_files() -> ModelFiles:
-    """A random model whose tokens are single bytes."""
+    """Return the files of a random model whose tokens are single bytes."""
     return ModelFiles(
         spec=SPEC,
         weights=RandomWeights(SPEC),
@@ -153,11 +148,11 @@ def _byte_tokenizer() -> bytes:
     return tokenizer.to_str().encode()
 
 
-def wishes(vocab_size: int) -> list[dict[str, Any]]:
-    """Sampling parameters of all kinds, for a small vocabulary and short texts."""
+def sampling_kinds(vocab_size: int) -> list[dict[str, Any]]:
+    """Return sampling parameters of all kinds, for a small vocabulary and short texts."""
     found: list[dict[str, Any]] = [dict(PLAIN), {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2}]
-    for wish in EVERY_KIND:
-        fitted = dict(wish)
+    for kind in EVERY_KIND:
+        fitted = dict(kind)
         if "min_tokens" in fitted:
             fitted["min_tokens"] = 1
         if "allowed_token_ids" in fitted:
@@ -167,27 +162,27 @@ def wishes(vocab_size: int) -> list[dict[str, Any]]:
 
 
 class _Traffic:
-    """A closed loop of random requests."""
+    """Closed loop of random requests."""
 
     def __init__(self, loop: Loop, generator: Random) -> None:
         self.num_ended = 0
         self.ends: Counter[str] = Counter()
         self._loop = loop
         self._generator = generator
-        self._wishes = wishes(SPEC.vocab_size)
+        self._kinds = sampling_kinds(SPEC.vocab_size)
         self._prefix = [generator.randrange(3, 256) for _ in range(32)]
         self._open: dict[str, set[int]] = {}
         self._num_sent = 0
 
     def run_until(self, num_ended: int) -> None:
-        """Serves until so many requests have ended in all."""
+        """Serve until `num_ended` requests have ended in total."""
         while self.num_ended < num_ended:
             while len(self._open) < _IN_FLIGHT:
                 self._submit()
             self._step()
 
     def drain(self) -> None:
-        """Lets the rest end, without new ones."""
+        """Serve the remaining requests without submitting new ones."""
         while self._open:
             self._step()
         gc.collect()
@@ -216,17 +211,17 @@ class _Traffic:
         draw = self._generator
         prompt = self._prefix[: draw.choice((0, 0, 16, 32))]
         prompt = prompt + [draw.randrange(3, 256) for _ in range(draw.randrange(1, 24))]
-        wish = dict(draw.choice(self._wishes))
+        fields = dict(draw.choice(self._kinds))
         more: dict[str, Any] = {"num_choices": draw.choice((1, 1, 1, 3)), "priority": draw.randrange(3)}
         if draw.random() < 0.1:
             more["deadline"] = time.time() + draw.random() * 0.05
-        # With a grammar only what leaves it tokens to choose from.
-        if draw.random() < 0.2 and not {"bad_words", "allowed_token_ids", "min_tokens"} & set(wish):
-            # One in four is new, and so goes through the compiler and pushes another out of the cache.
+        # These parameters could forbid all tokens that a grammar allows.
+        if draw.random() < 0.2 and not {"bad_words", "allowed_token_ids", "min_tokens"} & set(fields):
+            # One in four is new, is compiled, and evicts another one from the cache.
             new = f"start: /{self._num_sent}[a-z]*/"
             more["grammar"] = new if draw.random() < 0.25 else draw.choice(_GRAMMARS)
-        wish["seed"] = draw.randrange(1 << 30)
-        sampling = SamplingParams(max_tokens=draw.randrange(1, _MAX_TOKENS), **wish)
+        fields["seed"] = draw.randrange(1 << 30)
+        sampling = SamplingParams(max_tokens=draw.randrange(1, _MAX_TOKENS), **fields)
         request_id = self._loop.submit(prompt, sampling, **more)
         self._open[request_id] = set(range(more["num_choices"]))
         self._num_sent += 1

@@ -1,15 +1,14 @@
-"""Part of bench_engine: what drafts save where the output repeats the input, and cost where it does not.
+"""Part of bench_engine: gain of speculation where the output repeats the input, and its cost where it does not.
 
-Each load runs on an engine that drafts nothing and on those that draft, in turns, so that what else the machine does
-falls on all alike. The engines share one model and live through all loads: what they learn of costs and acceptance in
-one is there in the next, as in a server.
+Each load runs on an engine without drafts and on engines with drafts in turns, so that other load of the machine
+affects all of them. The engines share one model and run all loads, so that costs and acceptance rates learned in one
+load are used in the next, as in a server.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,17 +16,15 @@ from typing import Any, Literal
 
 from gateway.text.tokenizer import TextTokenizer
 from kernels.backends.reference import SamplingOps
-from scripts._bench.engine_loop import Loop, LoopError, engine_loop
-from scripts._bench.goals import Goal
-from scripts._distill.prompt_texts import HELD_OUT
-from scripts._distill.prompts import tokenize
-from shared.messages import Bundle, FinishReason
+from scripts._bench.engine_loop import Loop, engine_loop, local_executor, run_requests
+from scripts._bench.measurements import Goal
+from scripts._distill.prompts import HELD_OUT, tokenize
+from shared.messages import Bundle
 from shared.sampling_params import SamplingParams
 from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor, make_runner
 from worker.executor.device import CpuDevice
 from worker.executor.draft_files import open_draft
-from worker.executor.executor import LocalExecutor
 from worker.executor.memory import KVPlan
 from worker.executor.models import Models, load_decoder
 from worker.executor.resolve import cache_directory
@@ -42,7 +39,7 @@ OFF = "off"
 CONCURRENCY = 16
 OUTPUT = 128
 WARM_UPS = 2
-"""Rounds before those that count: costs and acceptance are learned while serving."""
+"""Rounds that are not counted: the engine learns costs and acceptance rates while serving."""
 
 CODE = """def rectangle_area(width, height):
     return width * height
@@ -72,10 +69,10 @@ REPEATING = (
     f"Change the name `box_volume` to `volume_of_box` in this code and write it again.\n\n```python\n{CODE}```",
     f"Copy this text:\n\n{PARAGRAPH}",
 )
-"""What is to be written is in the prompt: code as it is, code with another name, and a paragraph."""
+"""Prompts that contain the output: code, code with another name, and a paragraph."""
 
 PREDICTIONS = (f"```python\n{CODE}```", f"```python\n{CODE}```".replace("box_volume", "volume_of_box"), PARAGRAPH)
-"""What a client would expect of them."""
+"""Predicted outputs that a client would send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,14 @@ class Load:
     """Prompts of one kind.
 
     Attributes:
-        name: for the command line.
-        title: for people.
-        predictions: one for each prompt, or none.
-        together: all requests run at a time, not one after the other. They end together too, so that no difference in
-            a text's length leaves one engine with fewer requests in its steps.
+        name: Name on the command line.
+        title: Name in the table.
+        prompts: Token ids.
+        goal: Goal of the ratio to the speed without drafts.
+        temperature: Sampling temperature.
+        predictions: Predicted output of each prompt, or empty.
+        together: True to run all requests at the same time and to the same length, so that all steps have the same
+            number of requests; False to run them one after the other.
     """
 
     name: str
@@ -103,28 +103,30 @@ Method = Literal["off", "ngram", "draft_model", "auto"]
 LOADS = ("repeat", "predict", "chat", "chat16", "sampled16")
 
 
-def make_loads(bundle: Bundle, most: int) -> list[Load]:
-    """The loads that goals are for; prompts have at most so many tokens."""
-    repeating, chat = tokenize(REPEATING, bundle, most), tokenize(HELD_OUT[:CONCURRENCY], bundle, most)
+def make_loads(bundle: Bundle, max_prompt: int) -> list[Load]:
+    """Return the loads; longer prompts are cut to `max_prompt` tokens."""
+    repeating, chat = tokenize(REPEATING, bundle, max_prompt), tokenize(HELD_OUT[:CONCURRENCY], bundle, max_prompt)
     tokenizer = TextTokenizer(bundle)
     predictions = [tokenizer.encode(text, add_special_tokens=False) for text in PREDICTIONS]
     return [
         Load("repeat", "1 request, output repeats input", repeating, REPEATS_GOAL),
-        Load("predict", "the same, output is predicted", repeating, REPEATS_GOAL, predictions=predictions),
+        Load("predict", "same prompts, with predictions", repeating, REPEATS_GOAL, predictions=predictions),
         Load("chat", "1 request, chat", chat[:3], ORDINARY_GOAL),
         Load("chat16", f"{CONCURRENCY} requests, chat", chat, ORDINARY_GOAL, together=True),
-        Load("sampled16", f"{CONCURRENCY} requests, chat, at 0.7", chat, ORDINARY_GOAL, temperature=0.7, together=True),
+        Load(
+            "sampled16", f"{CONCURRENCY} requests, chat, temp. 0.7", chat, ORDINARY_GOAL, temperature=0.7, together=True
+        ),
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What one load took on one engine.
+class LoadRun:
+    """Result of one load on one engine.
 
     Attributes:
-        seconds: from submission to the end, prompts included.
-        texts: outputs, one for each prompt.
-        counts: by how much the engine's counters grew; accepted_per_position is of all its life.
+        seconds: Time of the engine's steps, prompts included.
+        texts: Output tokens of each prompt.
+        counts: Increase of the engine's counters.
     """
 
     seconds: float
@@ -137,52 +139,32 @@ class Run:
         return sum(len(text) for text in self.texts) / self.seconds
 
 
-def run_load(loop: Loop, load: Load) -> Run:
-    """Raises LoopError where a request fails."""
+def run_load(loop: Loop, load: Load) -> LoadRun:
+    """Run a load. Raises LoopError if a request fails."""
     before = loop.counters.as_dict()
-    seconds = 0.0
-    texts: list[list[int]] = []
-    everyone = list(range(len(load.prompts)))
-    for batch in [everyone] if load.together else [[number] for number in everyone]:
-        taken, outputs = _run_batch(loop, load, batch)
-        seconds += taken
-        texts += outputs
+    min_tokens = OUTPUT if load.together else 0
+    sampling = [
+        SamplingParams(temperature=load.temperature, seed=number, max_tokens=OUTPUT, min_tokens=min_tokens)
+        for number in range(len(load.prompts))
+    ]
+    concurrency = len(load.prompts) if load.together else 1
+    run = run_requests(loop, load.prompts, sampling, concurrency, predictions=load.predictions)
     after = loop.counters.as_dict()
-    return Run(seconds, texts, {name: after[name] - before[name] for name in after})
-
-
-def _run_batch(loop: Loop, load: Load, batch: Sequence[int]) -> tuple[float, list[list[int]]]:
-    outputs: dict[str, list[int]] = {}
-    for number in batch:
-        fewest = OUTPUT if load.together else 0
-        sampling = SamplingParams(temperature=load.temperature, seed=number, max_tokens=OUTPUT, min_tokens=fewest)
-        prediction = list(load.predictions[number]) if load.predictions else []
-        outputs[loop.submit(load.prompts[number], sampling, prediction=prediction)] = []
-    num_left = len(batch)
-    # What clients do, here in the same thread, is not the engine's time.
-    seconds = 0.0
-    while num_left:
-        begin = time.perf_counter()
-        loop.step()
-        seconds += time.perf_counter() - begin
-        for output in loop.receive():
-            outputs[output.request_id] += output.token_ids
-            if output.finish is not None:
-                num_left -= 1
-                if output.finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-                    raise LoopError(f"a request ended with {output.finish.reason}: {output.finish.message}")
-    return seconds, list(outputs.values())
+    return LoadRun(run.seconds, run.texts, {name: after[name] - before[name] for name in after})
 
 
 @contextmanager
 def open_loops(
     settings: WorkerSettings, files: ModelFiles, decoder: Decoder, ops: SamplingOps, draft: str
 ) -> Iterator[dict[str, Loop]]:
-    """An engine for each way to draft, all on one model: off, look-ups, and where there is a draft model both.
+    """Open an engine per speculative method on one model: off, n-gram lookup and, given a draft model, it and both.
 
     Args:
-        settings: with max_model_len and num_kv_pages; whether prompts are found in a cache is not what is measured.
-        draft: path of the draft model; empty: none.
+        settings: Settings with max_model_len and num_kv_pages; the prefix cache is disabled.
+        files: Files of the target model.
+        decoder: Target model.
+        ops: Sampling kernels.
+        draft: Path of the draft model; empty for none.
     """
     methods: dict[str, Method] = {OFF: "off", "look-up": "ngram"}
     if draft:
@@ -208,28 +190,17 @@ def _executor(settings: WorkerSettings, files: ModelFiles, models: Models, ops: 
     assert settings.max_model_len is not None
     plan = KVPlan(settings.num_kv_pages, settings.max_model_len)
     runner = make_runner(settings, models, plan, ops, CpuDevice())
-    return BuiltExecutor(
-        executor=LocalExecutor(runner.launch),
-        num_pages=plan.num_pages,
-        page_size=settings.block_size,
-        max_model_len=plan.max_model_len,
-        num_kv_groups=len(files.spec.kv_groups),
-        device="cpu",
-        dtype="",
-        check=lambda: None,
-        use_idle_time=lambda: False,
-        draft_max_len=runner.draft_max_len,
-    )
+    return local_executor(settings, runner.launch, len(files.spec.kv_groups), runner.draft_max_len)
 
 
 def measure(loops: Mapping[str, Loop], loads: Sequence[Load], rounds: int) -> list[dict[str, Any]]:
-    """For JSON, and printed as they come: each load on each engine that drafts, beside the one that does not."""
+    """Run each load on all engines, print a line per engine with drafts, and return the figures for JSON."""
     print("\n" + HEADER)
     entries = []
     for load in loads:
-        runs: dict[str, list[Run]] = {name: [] for name in loops}
+        runs: dict[str, list[LoadRun]] = {name: [] for name in loops}
         for number in range(WARM_UPS + rounds):
-            # The other way round every second time: who comes first may be slower.
+            # Reverse the order every second round, because the first engine may be slower.
             for name in list(loops)[:: -1 if number % 2 else 1]:
                 run = run_load(loops[name], load)
                 if number >= WARM_UPS:
@@ -239,12 +210,12 @@ def measure(loops: Mapping[str, Loop], loads: Sequence[Load], rounds: int) -> li
             print(line(entries[-1], load.goal), flush=True)
     for name in list(loops)[1:]:
         counters = loops[name].counters
-        print(f"accepted by position, {name}: {by_position(counters)}")
+        print(f"acceptance by position, {name}: {by_position(counters)}")
     return entries
 
 
-def figures(load: Load, name: str, runs: Sequence[Run], off: Sequence[Run]) -> dict[str, Any]:
-    """Of the runs on one engine, and those on the engine that drafts nothing just before or after them."""
+def figures(load: Load, name: str, runs: Sequence[LoadRun], off: Sequence[LoadRun]) -> dict[str, Any]:
+    """Return the figures of an engine, given its runs and the runs without drafts next to them."""
     ratio = statistics.median(run.speed / other.speed for run, other in zip(runs, off))
 
     def total(counter: str) -> float:
@@ -271,7 +242,7 @@ HEADER = f"{'speculation':34}{'':12}{'tok/s':>7}{'off':>7}{'ratio':>8}{'tok/step
 
 
 def line(entry: Mapping[str, Any], goal: Goal) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     accepted = "-" if entry["acceptance"] is None else f"{entry['acceptance']:.0%}"
     return (
         f"{entry['title']:34}{entry['method']:12}{entry['tokens_per_second']:7.0f}{entry['tokens_per_second_off']:7.0f}"
@@ -281,6 +252,6 @@ def line(entry: Mapping[str, Any], goal: Goal) -> str:
 
 
 def by_position(counters: Counters) -> str:
-    """Accepted tokens by their place, as shares of all verifications."""
+    """Return the acceptance rate of each draft position, as shares of all verifications."""
     verified = counters.spec_decode_num_drafts_total
     return " ".join(f"{count / verified:.2f}" for count in counters.accepted_per_position) or "-"

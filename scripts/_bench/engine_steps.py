@@ -1,39 +1,49 @@
-"""Part of bench_engine: decode steps and prefill as shares of the ceiling of scripts/ceiling.py.
+"""Parts of bench_engine: single steps of the model. Decode and prefill beside their ceiling, and sampling parameters.
 
-A line's ceiling is measured around it: first each kernel for a moment, then the best of them in turns with the engine,
-so that what else the machine does falls on both alike. Of the ceiling the fastest pass counts, of the engine the median
-step; its fastest step is told too.
+The ceiling (scripts/ceiling.py) of a line is measured around it: first every kernel for a moment, then the fastest one
+in turns with the engine, so that other load of the machine affects both. The ceiling is the fastest pass. The engine's
+figure is its median step; the fastest step is also reported.
+
+The cost of sampling is measured for 16 requests with different parameters and for requests with grammars, beside plain
+requests and as a share of a decode step.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from scripts._bench.goals import Goal
+from kernels.backends.cpu_sampling import CpuSamplingOps
+from scripts._bench.measurements import Goal
 from scripts.ceiling import Ceiling, Matrices, best, fastest_seconds, time_kernels
+from shared.sampling_params import SamplingParams
+from worker.executor.device import CpuDevice
+from worker.executor.request_rows import RequestRows
+from worker.plan import NewRow, ScheduledTokens, StepPlan
+from worker.sampling.sampler import Sampler
 
 _TURNS = 4
 _CHUNK_ROWS = 512
-"""Rows at which the ceiling of longer prompts is measured: none of the kernels gains by more."""
+"""Rows at which the ceiling of longer prompts is measured; no kernel is faster with more."""
 DECODE_GOALS = {1: Goal(0.8), 4: Goal(0.7), 8: Goal(0.7), 16: Goal(0.7)}
 PREFILL_GOALS = {128: Goal(0.8), 512: Goal(0.8), 2048: Goal(0.7)}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number of rows.
+    """Measurement of one kind of step.
 
     Attributes:
-        kind: decode or prefill.
-        tokens: that a step computes; context: tokens of each request with them.
-        ceiling: of as many rows, or of _CHUNK_ROWS where there are more.
-        times: seconds of the engine's steps.
+        kind: "decode" or "prefill".
+        tokens: Tokens computed in a step.
+        context: Tokens of each request, including the computed ones.
+        ceiling: Ceiling of as many rows, at most _CHUNK_ROWS.
+        times: Seconds of the engine's steps.
     """
 
     kind: str
@@ -44,16 +54,16 @@ class Line:
 
     @property
     def ceiling_seconds(self) -> float:
-        """What the products of one step take at best."""
+        """Minimum time of the matrix products of a step."""
         return self.ceiling.layers_seconds * self.tokens / self.ceiling.rows + self.ceiling.head_seconds
 
     @property
     def goal(self) -> Goal | None:
-        """Of the median's share."""
+        """Goal of the median step's share of the ceiling."""
         return (DECODE_GOALS if self.kind == "decode" else PREFILL_GOALS).get(self.tokens)
 
     def figures(self) -> dict[str, Any]:
-        """For JSON: milliseconds, and shares of the ceiling."""
+        """Return milliseconds and shares of the ceiling, for JSON."""
         median, fastest = statistics.median(self.times), min(self.times)
         share = self.ceiling_seconds / median
         figures = {
@@ -83,11 +93,16 @@ def measure(
     head_rows: int,
     seconds: float,
 ) -> Line:
-    """One line.
+    """Measure one kind of step.
 
     Args:
-        step: the engine's, of so many tokens, `head_rows` of which want logits.
-        seconds: of the engine's steps, and about as much for the ceiling.
+        matrices: Matrices of the model's shapes.
+        kind: "decode" or "prefill".
+        step: Function that runs a step.
+        tokens: Tokens of the step.
+        context: Tokens of each request.
+        head_rows: Number of tokens whose logits the step computes.
+        seconds: Time for the engine's steps; the ceiling takes about the same.
     """
     rows = min(tokens, _CHUNK_ROWS)
     ceiling = best(time_kernels(matrices, rows, head_rows, seconds / 8), rows, head_rows)
@@ -102,7 +117,7 @@ def measure(
 
 
 def step_seconds(step: Callable[[], object], seconds: float) -> list[float]:
-    """Of each step, one at least, for so long."""
+    """Run steps for a time, at least one, and return the seconds of each."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
@@ -112,6 +127,20 @@ def step_seconds(step: Callable[[], object], seconds: float) -> list[float]:
     return times
 
 
+def alternating_ms(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Return the median time of each call; the calls run in turns, so that other load affects all of them."""
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 3 or time.perf_counter() < end:
+        for run, taken in zip(runs, times):
+            start = time.perf_counter()
+            run()
+            taken.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(taken) for taken in times]
+
+
 HEADER = (
     f"{'':8} {'tokens':>6} {'context':>7} {'step ms':>8} {'fastest':>8} {'ceiling':>8} {'share':>6} {'fastest':>7} "
     f"{'tok/s':>7}  goal"
@@ -119,7 +148,7 @@ HEADER = (
 
 
 def text(line: Line) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     figures = line.figures()
     goal = line.goal.verdict(figures["share"]) if line.goal is not None else "-"
     return (
@@ -127,3 +156,89 @@ def text(line: Line) -> str:
         f"{figures['ceiling_ms']:8.2f} {figures['share']:6.1%} {figures['fastest_share']:7.1%} "
         f"{figures['tokens_per_second']:7.0f}  {goal}"
     )
+
+
+NUM_REQUESTS = 16
+PLAIN: dict[str, Any] = {"temperature": 0.8}
+EVERY_KIND: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+    {"temperature": 1.0, "min_p": 0.05, "logprobs": 5},
+    {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2},
+    {"temperature": 0.8, "logit_bias": {100 + i: -5.0 for i in range(200)}, "min_tokens": 400},
+    {"temperature": 1.0, "typical_p": 0.9},
+    {"temperature": 1.2, "top_n_sigma": 1.0},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1, "min_p": 0.02},
+    {"temperature": 0.8, "dynatemp_range": 0.4},
+    {"temperature": 1.0, "mirostat": 1},
+    {"temperature": 1.0, "mirostat": 2},
+    {"temperature": 0.8, "dry_multiplier": 0.8, "dry_breakers": (198, 199)},
+    {"temperature": 0.0, "dry_multiplier": 0.8},
+    {"temperature": 0.8, "bad_words": tuple((i, i + 1, i + 2) for i in range(100, 300))},
+    {"temperature": 0.8, "allowed_token_ids": tuple(range(50, 5000))},
+    {"temperature": 1.1, "typical_p": 0.95, "top_n_sigma": 2.0, "xtc_probability": 0.5, "dry_multiplier": 0.8},
+)
+
+
+class SampledBatch:
+    """Batch of 16 requests with repetitive texts, sampled from given logits."""
+
+    def __init__(
+        self, kinds: Sequence[dict[str, Any]], logits: torch.Tensor, context: int, ops: CpuSamplingOps
+    ) -> None:
+        vocab = logits.shape[1]
+        self._rows = RequestRows(
+            max_num_seqs=NUM_REQUESTS,
+            max_num_tokens=NUM_REQUESTS,
+            max_model_len=2 * context,
+            page_size=16,
+            num_groups=1,
+            vocab_size=vocab,
+            device=CpuDevice(),
+        )
+        self._sampler = Sampler(self._rows.sampling, ops)
+        self._logits = logits
+        text = [(7 * i) % 60 + 20 for i in range(context)]
+        new = [
+            NewRow(
+                row=row,
+                token_ids=text,
+                num_prompt_tokens=context // 2,
+                sampling=SamplingParams(seed=row, max_tokens=context, **kinds[row % len(kinds)]),
+                eos_token_ids=[2],
+                choice=0,
+            )
+            for row in range(NUM_REQUESTS)
+        ]
+        self._rows.stage(StepPlan(step=0, scheduled=[], new_rows=new))
+        scheduled = [ScheduledTokens(row, context - 1, 1, True) for row in range(NUM_REQUESTS)]
+        self._plan = StepPlan(step=1, scheduled=scheduled)
+
+    def run(self, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Stage and sample one step; mask: [16, ceil(vocab / 32)] int32."""
+        sampled = self._rows.stage(self._plan).sampled
+        if mask is not None:
+            sampled = replace(sampled, mask=mask)
+        return self._sampler.sample(self._logits.clone(), sampled).token_ids
+
+
+def sampling_runs(logits: torch.Tensor, context: int, num_threads: int) -> dict[str, Callable[[], object]]:
+    """Return the functions to time by name; logits: [16, vocab] float32."""
+    ops = CpuSamplingOps(num_threads)
+    ops.compile()
+    plain, mixed = (SampledBatch(kinds, logits, context, ops) for kinds in ((PLAIN,), EVERY_KIND))
+    few = torch.zeros((NUM_REQUESTS, -(-logits.shape[1] // 32)), dtype=torch.int32)
+    few[:, 3] = 0b101100  # three tokens
+    return {"plain": plain.run, "every kind": mixed.run, "grammar, few bits": lambda: plain.run(few)}
+
+
+def sampling_report(step_ms: float, times: dict[str, float]) -> list[dict[str, object]]:
+    """Print the table and return its lines for JSON."""
+    print(f"\n{'sampling of 16 requests':24} {'ms':>7} {'added, share of a step':>27}")
+    whole = step_ms + times["plain"]
+    results: list[dict[str, object]] = []
+    for name, taken in times.items():
+        share = (taken - times["plain"]) / whole
+        print(f"{name:24} {taken:7.2f} {share:27.1%}")
+        results.append({"kind": name, "ms": taken, "share_of_step": share})
+    return results

@@ -1,8 +1,8 @@
-"""What a gateway process costs: CPU per streamed token beside a bare aiohttp server's, time to the first token that it
-adds, memory per idle stream and how it answers meanwhile.
+"""Cost of a gateway process, measured with a worker that has no model.
 
-The worker has no model, so that nothing but the gateway is measured. Prints a table and, as the last line, the same
-figures as JSON.
+The figures are CPU time per streamed token beside that of a bare aiohttp server, the time that the gateway adds to the
+first token, the memory of an idle stream, and the response time while many streams are idle. Prints a table and, as the
+last line, the same figures as JSON.
 """
 
 from __future__ import annotations
@@ -12,45 +12,37 @@ import json
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from operator import truediv
-from pathlib import Path
 
-from scripts._bench.gateway_client import post
-from scripts._bench.gateway_growth import Growth, measure_growth
-from scripts._bench.gateway_processes import (
-    HERE,
-    BenchError,
-    answer_ms,
-    cpu_seconds,
-    gateways,
-    running,
-    until_ready,
-)
-from scripts._bench.gateway_stores import Kept, measure_stores
-from scripts._bench.process_memory import resident_bytes
+from scripts._bench.gateway_memory import Growth, measure_growth, measure_stores
+from scripts._bench.gateway_processes import TEXT, BenchError, bare_server, cpu_seconds, gateways, post, response_ms
+from scripts._bench.measurements import resident_bytes
 from scripts.loadtest.report import table
-from scripts.loadtest.server_process import free_port
 from shared.arguments import Parser
 
-_TEXT = "the quick brown fox jumps over the lazy dog "
-_SETTLE_SECONDS = 1.0
+_WARM_UP_SECONDS = 1.0
 _ROUNDS = 3
 
 
 @dataclass
 class Figures:
-    """Microseconds of CPU per token, milliseconds, kilobytes.
+    """Figures in microseconds of CPU, milliseconds and kilobytes.
 
     Attributes:
-        cpu_ratio: of a token to a bare write.
-        two_processes_ratio: of a token with two gateway processes to one with one.
-        two_bare_ratio: the same of bare servers, each with half of the streams: what it costs by itself that two
-            processes wake where one did.
+        cpu_us_per_token: CPU time of the gateway per token.
+        bare_us_per_write: CPU time of a bare server per event.
+        cpu_ratio: Cost of a token divided by that of a bare write.
+        two_processes_ratio: Cost of a token with two gateway processes divided by the cost with one.
+        two_bare_ratio: The same for bare servers with half of the streams each: the cost of waking two processes.
+        ttft_ms_p50: Time to the first token.
+        idle_kilobytes: Memory of an idle stream.
+        idle_streams: Number of idle streams.
+        ready_ms_worst: Slowest response of /ready while the streams are idle.
+        metrics_ms_worst: Slowest response of /metrics while the streams are idle.
     """
 
     cpu_us_per_token: dict[str, float] = field(default_factory=dict)
@@ -65,25 +57,25 @@ class Figures:
     metrics_ms_worst: float = 0.0
 
 
-class Streams(asyncio.Protocol):
-    """One connection that counts events and throws them away."""
+class StreamClient(asyncio.Protocol):
+    """Connection that counts the events of one stream and discards them."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
-        self._transport: asyncio.BaseTransport | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self.num_events = 0
         self.num_bytes = 0
         self.refusal = b""
         self.first_event: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the request."""
+        """Send the request."""
+        assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        if isinstance(transport, asyncio.WriteTransport):
-            transport.write(self._request)
+        transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Counts."""
+        """Count events and bytes."""
         if not self.num_bytes and not data.startswith(b"HTTP/1.1 200"):
             self.refusal = data
         self.num_events += data.count(b"data: ")
@@ -92,85 +84,71 @@ class Streams(asyncio.Protocol):
             self.first_event.set_result(time.perf_counter())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits for an event shall not wait on."""
+        """Fail a pending wait for the first event."""
         if not self.first_event.done():
             self.first_event.set_exception(BenchError(f"a stream ended without an event: {self.refusal!r}"))
 
     def close(self) -> None:
-        """Leaves."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
 
 def streamed(max_tokens: int) -> bytes:
-    """A streamed completion."""
-    return post("/v1/completions", model="fake", prompt=_TEXT, max_tokens=max_tokens, stream=True)
+    """Return the bytes of a streamed completion request."""
+    return post("/v1/completions", model="fake", prompt=TEXT, max_tokens=max_tokens, stream=True)
 
 
-async def connect(port: int, request: bytes) -> Streams:
-    """Opens a connection and sends the request."""
-    _, protocol = await asyncio.get_running_loop().create_connection(lambda: Streams(request), "127.0.0.1", port)
-    return protocol
-
-
-async def open_streams(port: int, count: int, request: bytes) -> list[Streams]:
-    """Some at a time, so that no queue of connections overflows."""
-    streams: list[Streams] = []
+async def open_streams(port: int, count: int, request: bytes) -> list[StreamClient]:
+    """Open connections and send the request on each, 100 at a time so that the listen queue does not overflow."""
+    loop = asyncio.get_running_loop()
+    streams: list[StreamClient] = []
     while len(streams) < count:
-        group = min(100, count - len(streams))
-        streams += await asyncio.gather(*(connect(port, request) for _ in range(group)))
+        size = min(100, count - len(streams))
+        opened = await asyncio.gather(
+            *(loop.create_connection(lambda: StreamClient(request), "127.0.0.1", port) for _ in range(size))
+        )
+        streams += [stream for _, stream in opened]
     return streams
 
 
-async def cpu_per_event(pids: Sequence[int], streams: list[Streams], seconds: float) -> tuple[float, float]:
-    """Microseconds of CPU of the processes per event over some seconds of streaming, and bytes per event."""
+async def cpu_per_event(pids: Sequence[int], streams: list[StreamClient], seconds: float) -> tuple[float, float]:
+    """Return the CPU microseconds of the processes per event and the bytes per event; close the streams."""
     await asyncio.gather(*(stream.first_event for stream in streams))
-    await asyncio.sleep(_SETTLE_SECONDS)
+    await asyncio.sleep(_WARM_UP_SECONDS)
     begin = sum(cpu_seconds(pid) for pid in pids)
     events, size = sum(one.num_events for one in streams), sum(one.num_bytes for one in streams)
     await asyncio.sleep(seconds)
     used = sum(cpu_seconds(pid) for pid in pids) - begin
     events = sum(one.num_events for one in streams) - events
     size = sum(one.num_bytes for one in streams) - size
+    for stream in streams:
+        stream.close()
     if events == 0:
-        raise BenchError("no event came while the streams were measured")
+        raise BenchError("no event arrived while the streams were measured")
     return used / events * 1e6, size / events
 
 
 async def stream_cost(count: int, tick: float, num_processes: int, seconds: float) -> tuple[float, float]:
-    """Microseconds of CPU per token of `count` streams, and the bytes of an event."""
-    with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as directory:
-        port = free_port()
-        with gateways(Path(directory), port, num_processes, tick) as pids:
-            await until_ready(port)
-            await asyncio.sleep(_SETTLE_SECONDS)
-            streams = await open_streams(port, count, streamed(20_000))
-            cost = await cpu_per_event(pids, streams, seconds)
-            for stream in streams:
-                stream.close()
-    return cost
+    """Return the CPU microseconds of gateways per token of `count` streams, and the bytes of an event."""
+    async with gateways(num_processes, tick) as (port, pids):
+        await asyncio.sleep(_WARM_UP_SECONDS)
+        return await cpu_per_event(pids, await open_streams(port, count, streamed(20_000)), seconds)
 
 
 async def bare_cost(count: int, tick: float, size: float, num_servers: int, seconds: float) -> float:
-    """The same load on so many bare servers, shared out evenly: microseconds of CPU per event."""
+    """Return the CPU microseconds per event of bare servers that share the same load evenly."""
     with ExitStack() as stack:
-        servers = [
-            stack.enter_context(running(str(HERE / "bare_server.py"), str(round(size)), str(tick)))
-            for _ in range(num_servers)
-        ]
-        streams: list[Streams] = []
-        for server in servers:
-            if server.stdout is None:
-                raise BenchError("the bare server has no output")
-            streams += await open_streams(int(server.stdout.readline()), count // num_servers, streamed(1))
-        cost, _ = await cpu_per_event([server.pid for server in servers], streams, seconds)
-        for stream in streams:
-            stream.close()
+        servers = [stack.enter_context(bare_server(round(size), tick)) for _ in range(num_servers)]
+        streams: list[StreamClient] = []
+        for _, port in servers:
+            streams += await open_streams(port, count // num_servers, streamed(1))
+        cost, _ = await cpu_per_event([pid for pid, _ in servers], streams, seconds)
     return cost
 
 
 async def measure_streams(figures: Figures, count: int, tick: float, seconds: float) -> None:
-    """One and two processes and bare servers in turns: what else the machine does meets all of them alike."""
+    """Measure one and two processes and bare servers in turns, so that other load affects all of them."""
     ones, bares, twos, two_bares = [], [], [], []
     seconds /= _ROUNDS
     for _ in range(_ROUNDS):
@@ -190,43 +168,37 @@ async def measure_streams(figures: Figures, count: int, tick: float, seconds: fl
 
 
 async def measure_first_token(figures: Figures, count: int) -> None:
-    """A worker that answers at once: what is left is the gateway, the client and three hops."""
-    with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as directory:
-        port = free_port()
-        with gateways(Path(directory), port, 1, 0.0):
-            await until_ready(port)
-            times = []
-            for _ in range(count):
-                begin = time.perf_counter()
-                stream = await connect(port, streamed(1))
-                times.append((await stream.first_event - begin) * 1e3)
-                stream.close()
+    """Measure the time to the first token with a worker that responds at once."""
+    async with gateways(1, 0.0) as (port, _):
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            (stream,) = await open_streams(port, 1, streamed(1))
+            times.append((await stream.first_event - begin) * 1e3)
+            stream.close()
     figures.ttft_ms_p50 = statistics.median(times[count // 10 :])
 
 
 async def measure_idle(figures: Figures, count: int) -> None:
-    """Streams that have had one token and wait; memory of each, and how the gateway answers meanwhile."""
-    with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as directory:
-        port = free_port()
-        # A tick so long that no second token comes while they are measured.
-        with gateways(Path(directory), port, 1, 120.0) as (pid,):
-            await until_ready(port)
-            warm = await open_streams(port, 50, streamed(1000))
-            await asyncio.sleep(2 * _SETTLE_SECONDS)
-            before = resident_bytes(pid)
-            streams = await open_streams(port, count, streamed(1000))
-            await asyncio.sleep(2 * _SETTLE_SECONDS)
-            figures.idle_kilobytes = (resident_bytes(pid) - before) / count / 1000
-            figures.idle_streams = count
-            figures.ready_ms_worst = max([await answer_ms(port, "/ready") for _ in range(20)])
-            figures.metrics_ms_worst = max([await answer_ms(port, "/metrics") for _ in range(20)])
-            for stream in (*warm, *streams):
-                stream.first_event.cancel()
-                stream.close()
+    """Measure memory and response times with streams that have received one token and wait for the next."""
+    # The tick is longer than the measurement, so that no second token arrives.
+    async with gateways(1, 120.0) as (port, (pid,)):
+        warm = await open_streams(port, 50, streamed(1000))
+        await asyncio.sleep(2 * _WARM_UP_SECONDS)
+        before = resident_bytes(pid)
+        streams = await open_streams(port, count, streamed(1000))
+        await asyncio.sleep(2 * _WARM_UP_SECONDS)
+        figures.idle_kilobytes = (resident_bytes(pid) - before) / count / 1000
+        figures.idle_streams = count
+        figures.ready_ms_worst = max([await response_ms(port, "/ready") for _ in range(20)])
+        figures.metrics_ms_worst = max([await response_ms(port, "/metrics") for _ in range(20)])
+        for stream in (*warm, *streams):
+            stream.first_event.cancel()
+            stream.close()
 
 
 async def measure(seconds: float, idle: int) -> Figures:
-    """All of it."""
+    """Measure all figures."""
     figures = Figures()
     for count, tick in ((64, 0.02), (512, 0.1)):
         await measure_streams(figures, count, tick, seconds)
@@ -236,7 +208,7 @@ async def measure(seconds: float, idle: int) -> Figures:
 
 
 def report(figures: Figures) -> str:
-    """For people."""
+    """Return the table."""
     ratios = figures.cpu_ratio
     rows = [[name, f"{cost:.1f}", f"{ratios[name]:.2f}x"] for name, cost in figures.cpu_us_per_token.items()]
     rows += [[f"bare aiohttp, {name}", f"{cost:.1f}", "1x"] for name, cost in figures.bare_us_per_write.items()]
@@ -244,43 +216,45 @@ def report(figures: Figures) -> str:
         f"{ratio:.2f}x with {name} (bare servers {figures.two_bare_ratio[name]:.2f}x)"
         for name, ratio in figures.two_processes_ratio.items()
     ]
-    two = f"a token with two processes, of one with one: {', '.join(both)}"
+    two = f"CPU per token, two processes / one: {', '.join(both)}"
     first = f"first token through the gateway: {figures.ttft_ms_p50:.2f} ms (p50)"
     idle = f"{figures.idle_streams} idle streams: {figures.idle_kilobytes:.1f} KB each"
-    answers = f"/ready within {figures.ready_ms_worst:.0f} ms, /metrics within {figures.metrics_ms_worst:.0f} ms"
-    header = ["CPU per token", "us", "of a bare write"]
-    return f"{table(rows, header)}\n{two}\n{first}\n{idle}; meanwhile {answers}"
+    times = f"/ready within {figures.ready_ms_worst:.0f} ms, /metrics within {figures.metrics_ms_worst:.0f} ms"
+    return f"{table(rows, ['CPU per token', 'us', 'bare write'])}\n{two}\n{first}\n{idle}; meanwhile {times}"
 
 
 def main() -> int:
-    """The command."""
+    """Run scripts/bench_gateway."""
     parser = Parser(prog="scripts/bench_gateway", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of streaming for each figure (default 8)")
-    parser.add_argument("--idle", type=int, default=5000, help="idle streams (default 5000)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="streaming time per figure (default 8)")
+    parser.add_argument("--idle", type=int, default=5000, help="number of idle streams (default 5000)")
     parser.add_argument(
-        "--requests", type=int, default=0, help="instead: memory of the process over so many requests of all kinds"
+        "--requests", type=int, default=0, help="measure only the memory over this many requests of all kinds"
     )
     parser.add_argument(
-        "--stored", type=int, default=0, help="instead: over so many stored responses, then abandoned resumable streams"
+        "--stored",
+        type=int,
+        default=0,
+        help="measure only the memory over this many stored responses and abandoned resumable streams",
     )
-    parser.add_argument("--default-bounds", action="store_true", help="of --stored: no small ones, and long responses")
+    parser.add_argument(
+        "--default-bounds", action="store_true", help="with --stored: default store sizes and longer responses"
+    )
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        figures: Figures | Growth | Kept
+        figures: Figures | Growth
         if arguments.stored:
             figures = asyncio.run(measure_stores(arguments.stored, default_bounds=arguments.default_bounds))
-            print(figures.report())
         elif arguments.requests:
             figures = asyncio.run(measure_growth(arguments.requests))
-            print(figures.report())
         else:
             figures = asyncio.run(measure(arguments.seconds, arguments.idle))
-            print(report(figures))
     except BenchError as error:
         print(f"bench_gateway: {error}", file=sys.stderr)
         return 1
+    print(report(figures) if isinstance(figures, Figures) else figures.report())
     print(json.dumps(asdict(figures)))
     return 0
 

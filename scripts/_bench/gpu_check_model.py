@@ -1,4 +1,4 @@
-"""Models with random weights for gpu_check: nothing is downloaded, and the sizes are real."""
+"""Models of realistic sizes with random weights, so that gpu_check downloads nothing."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ LLAMA_8B = DecoderSpec(
     vocab_size=128256,
     max_position=131072,
     norm_eps=1e-5,
-    rope=RopeSpec(
-        theta=500000.0,
-        rotary_dim=128,
-        kind="llama3",
-        factor=8.0,
-        original_max_position=8192,
-    ),
+    rope=RopeSpec(theta=500000.0, rotary_dim=128, kind="llama3", factor=8.0, original_max_position=8192),
     eos_token_ids=(128001,),
 )
 
@@ -59,13 +53,15 @@ _INT4_GROUP = 128
 
 
 class RandomWeights(WeightSource):
-    """Weights of a spec, of the size 1 / sqrt(inputs); the same for a seed on every machine.
+    """Random weights with standard deviation 1 / sqrt(inputs), reproducible for a seed.
 
-    Large tensors repeat a pattern of a million values: making eight billion takes minutes, and no kernel's time
-    depends on them.
+    Large tensors repeat a pattern of a million values, because generating eight billion takes minutes and no kernel's
+    time depends on them.
 
     Args:
-        kind: format of the layers' matrices; embedding and head are bfloat16.
+        spec: Model whose weights are generated.
+        kind: Format of the matrices of the layers; embedding and head are bfloat16.
+        seed: Seed of the generator.
     """
 
     def __init__(self, spec: DecoderSpec, kind: WeightKind = "bf16", seed: int = 0) -> None:
@@ -75,15 +71,15 @@ class RandomWeights(WeightSource):
         self._seed = seed
 
     def names(self) -> Iterable[str]:
-        """All of the spec's."""
+        """Return the names of all tensors."""
         return self._shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As the spec implies."""
+        """Return the shape of a tensor."""
         return self._shapes[name]
 
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
-        """The tensor, or a slice of it."""
+        """Return a tensor, or a slice of it."""
         weight = slice_rows(self._whole(name), rows)
         return weight if cols is None else slice_columns(weight, cols)
 
@@ -105,18 +101,18 @@ class RandomWeights(WeightSource):
         return RawWeight("u4", shape, _repeated(codes, shape), extra)
 
     def close(self) -> None:
-        """There are no files."""
+        """Do nothing; there are no files."""
 
 
 def _repeated(pattern: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The pattern's length has no factor of two, so that rows differ."""
+    """Repeat a pattern, whose length is odd so that rows differ."""
     num_values = shape[0] * shape[1]
     whole = pattern.view(torch.uint8) if pattern.dtype is torch.float8_e4m3fn else pattern
     return whole.repeat(-(-num_values // len(pattern)))[:num_values].view(shape).view(pattern.dtype)
 
 
 def shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of each tensor, for a spec without biases and QK norm."""
+    """Return the shape of each tensor by canonical name, for a spec without biases and QK norm."""
     hidden, width, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     found: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
@@ -136,8 +132,10 @@ def shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     return found | {"norm.weight": (hidden,), "head.weight": (spec.vocab_size, hidden)}
 
 
-def start(spec: DecoderSpec, settings: WorkerSettings, kind: WeightKind = "bf16", seed: int = 0) -> BuiltExecutor:
-    """An executor around a random model, built as a worker builds it."""
+def random_executor(
+    spec: DecoderSpec, settings: WorkerSettings, kind: WeightKind = "bf16", seed: int = 0
+) -> BuiltExecutor:
+    """Build an executor for a random model the way a worker does."""
     files = ModelFiles(
         spec=spec,
         weights=RandomWeights(spec, kind, seed),
@@ -152,11 +150,11 @@ def start(spec: DecoderSpec, settings: WorkerSettings, kind: WeightKind = "bf16"
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Least traffic and operations of one step of a model on one GPU.
+    """Minimum memory traffic and operations of one step of a model.
 
     Attributes:
-        num_bytes: weights once, and keys and values that are read.
-        num_operations: of all matrix products.
+        num_bytes: Bytes of all weights and of the keys and values that are read.
+        num_operations: Operations of all matrix products.
     """
 
     num_bytes: float
@@ -174,13 +172,13 @@ def step_cost(
     kind: WeightKind = "bf16",
     kv_bytes: float = 2.0,
 ) -> StepCost:
-    """Of `new_tokens` tokens for each request after `context` tokens; the last one's logits are wanted."""
+    """Return the cost of computing `new_tokens` per request after `context` tokens, with logits for the last one."""
     layers = _layer_values(spec) * spec.num_layers
     head = spec.vocab_size * spec.hidden_size
     tokens = num_requests * new_tokens
     seen = num_requests * (context + new_tokens)
     kv = seen * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * kv_bytes
-    # Each new token sees the context and, on average, half of the new ones.
+    # Each new token attends to the context and, on average, to half of the new tokens.
     pairs = tokens * (context + (new_tokens + 1) / 2)
     attention = 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
     return StepCost(
@@ -190,12 +188,12 @@ def step_cost(
 
 
 def fitted(spec: DecoderSpec, num_bytes: int, kind: WeightKind) -> DecoderSpec:
-    """The spec with as many of its layers as half of the memory holds; the rest is for the KV cache."""
+    """Return the spec with as many layers as fit in half of the memory; the rest is for the KV cache."""
     room = num_bytes / 2 - 4 * spec.vocab_size * spec.hidden_size
     count = max(1, min(spec.num_layers, int(room / (_layer_values(spec) * _WEIGHT_BYTES[kind]))))
     return spec if count == spec.num_layers else replace(spec, num_layers=count, kv_groups=())
 
 
 def _layer_values(spec: DecoderSpec) -> int:
-    """Of the matrices of one layer."""
+    """Return the number of values in the matrices of one layer."""
     return sum(shape[0] * shape[-1] for name, shape in shapes(spec).items() if "layers.0." in name and len(shape) > 1)

@@ -1,4 +1,7 @@
-"""Part of gpu_check: a plugin of pytest that writes each result down at once, so that a run cut short still tells."""
+"""Plugin of pytest for gpu_check that writes each result at once, so that an interrupted run keeps its results.
+
+It is a module of its own because gpu_check also runs where pytest is not installed.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 import pytest
 
 REPORTS = "GPU_CHECK_REPORTS"
-"""The environment's name for the file."""
+"""Environment variable with the path of the file."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of pytest-xdist report to the process that started them, which writes."""
+    """Register the writer in the main process; workers of pytest-xdist report to it."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Writer(os.environ[REPORTS]))
 
@@ -50,7 +53,7 @@ class _Writer:
 
 
 def _message(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """The line that says what went wrong."""
+    """Return the line of a failure report that states the error."""
     if not report.failed:
         return ""
     lines = [line.removeprefix("E ").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]

@@ -1,4 +1,4 @@
-"""Part of gpu_check: the kernels' own tests on the GPU, and which kernels may be trusted after them."""
+"""Part of gpu_check: the kernel tests on the GPU, and the kernels that can be trusted after them."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from scripts._bench.gpu_check_child import ROOT, Child
 
 TESTS = ROOT / "tests" / "kernels"
 _ALL = (str(TESTS), "--all")
-"""Also those that are slow in the interpreter."""
-_NOT_HERE = ("test_kernels_report.py",)
-"""What compiles for other GPUs and runs on none."""
+"""Includes the tests that are slow in the interpreter."""
+_IGNORED = ("test_kernels_report.py",)
+"""Compiles for other GPUs and needs none."""
 _TEST_SECONDS = 120
-_MOST_WORKERS = 12
-# Defined in pyproject.toml for a machine with all of pytest's plugins, and strict: a warning that only a GPU's torch
-# gives would fail its test.
+_MAX_WORKERS = 12
+# pyproject.toml assumes all plugins of pytest and makes warnings errors; a GPU build of torch may give other warnings.
 _PYTEST = ("-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-rfE", "--tb=short")
 
 
 def run(seconds: float, log: Path, stopped: threading.Event, arguments: Sequence[str] = _ALL) -> dict[str, Any]:
-    """Runs tests/kernels and returns the counts of each file, with the names of the tests that failed.
+    """Run tests/kernels and return the counts of each file, with the names of the failed tests.
 
     Args:
-        seconds: after which the run is ended; `error` then says so, beside what it had found.
-        log: takes what pytest prints, and a file beside it the results.
-        stopped: ends the run, as the end of the time does.
-        arguments: of pytest, besides those that make it write results down.
+        seconds: Time limit; when it is exceeded, the result has an `error` beside the counts so far.
+        log: File for the output of pytest; the results are written to a .jsonl file beside it.
+        stopped: Event that ends the run.
+        arguments: Tests and further arguments of pytest.
     """
     reports = log.with_suffix(".jsonl")
     reports.write_text("")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Each worker compiles and the GPU computes: threads of torch would only be in the way.
+    # Workers compile and the GPU computes, so threads of torch are not needed.
     environment |= {"GPU_CHECK_REPORTS": str(reports), "OMP_NUM_THREADS": "2"}
-    found = Child("tests", _command(arguments), log, stopped, environment).rows(seconds)
-    # 0 and 1: all have run, and some may have failed. Those are in the counts.
-    error = next((row["error"] for row in found if "error" in row), None)
+    rows = Child("tests", _command(arguments), log, stopped, environment).rows(seconds)
+    error = next((row["error"] for row in rows if "error" in row), None)
     files = counts(reports.read_text("utf-8").splitlines())
     result: dict[str, Any] = {"files": files}
+    # An exit status of 1 without unfinished tests only means that tests failed.
     if not files or (error and any(file["unfinished"] for file in files.values())):
         result["error"] = error
     return result
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    def there(module: str) -> bool:
-        return importlib.util.find_spec(module) is not None
-
-    # stdout is for rows: pytest's output goes with the errors.
+    # stdout is reserved for rows, so the output of pytest goes to stderr.
     start = "import os, sys, pytest; os.dup2(2, 1); sys.exit(pytest.main(sys.argv[1:]))"
     command = [sys.executable, "-c", start, *_PYTEST, "-p", "scripts._bench.gpu_check_plugin"]
-    command += ["--continue-on-collection-errors", *(f"--ignore={TESTS / name}" for name in _NOT_HERE)]
-    if there("pytest_timeout"):
+    command += ["--continue-on-collection-errors", *(f"--ignore={TESTS / name}" for name in _IGNORED)]
+    if importlib.util.find_spec("pytest_timeout"):
         command.append(f"--timeout={_TEST_SECONDS}")
-    if there("xdist"):
-        # Compiling takes longer than running; the compiler uses one core each.
-        command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist=worksteal"]
+    if importlib.util.find_spec("xdist"):
+        # Compiling takes longer than running, and the compiler uses one core.
+        command += ["-n", str(min(_MAX_WORKERS, os.cpu_count() or 1)), "--dist=worksteal"]
     return [*command, *arguments]
 
 
 def counts(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of the plugin's lines: test file -> passed, skipped, failed, unfinished, and which failed with what message."""
+    """Count the results that the plugin wrote.
+
+    Returns:
+        Test file -> number of tests passed, skipped, failed and unfinished, and the failures with their messages.
+    """
     files: dict[str, dict[str, Any]] = {}
-    waiting: set[str] = set()
+    pending: set[str] = set()
 
     def file_of(test: str) -> dict[str, Any]:
         empty = {"passed": 0, "skipped": 0, "failed": 0, "unfinished": 0, "imported": True, "failures": []}
@@ -76,17 +76,16 @@ def counts(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     for line in map(json.loads, lines):
         if "collected" in line:
-            waiting.update(line["collected"])
+            pending.update(line["collected"])
             continue
-        waiting.discard(line["id"])
+        pending.discard(line["id"])
         found = file_of(line["id"])
         found[line["outcome"]] += 1
         if line["outcome"] == "failed":
             name = line["id"].partition("::")[2]
             found["imported"] &= bool(name)
-            name = name or "cannot be imported"
-            found["failures"].append(f"{name}: {line['message']}")
-    for test in waiting:
+            found["failures"].append(f"{name or 'cannot be imported'}: {line['message']}")
+    for test in pending:
         file_of(test)["unfinished"] += 1
     return files
 
@@ -94,7 +93,7 @@ def counts(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
 def verdicts(
     kernels: Sequence[str], files: Mapping[str, Mapping[str, Any]], tests: Path = TESTS
 ) -> dict[str, bool | None]:
-    """Kernel folder -> whether tests that use it have run and none of them failed; None where some have not run."""
+    """Return for each kernel folder True if tests that use it ran and none failed, None if some did not run."""
     sources = {path.stem: path.read_text("utf-8") for path in tests.glob("test_*.py")}
     found: dict[str, bool | None] = {}
     for kernel in kernels:

@@ -1,7 +1,7 @@
-"""How many of a draft's tokens a target would accept, on texts that the target wrote itself.
+"""Acceptance of a draft's tokens by the target, on texts that the target generated.
 
-Exact, without the target: a draft is accepted only where it is the token of the text, and so a draft is only ever
-asked to continue the text. At a temperature both sample with the same noise, as in serving.
+The figures are exact without running the target: a draft token is accepted only if it equals the token of the text, so
+the draft always continues the text. Sampled texts use the same noise for both models, as in serving.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import msgspec
 from scripts._distill.loaded_model import Draw, LoadedModel, Text
 
 LONGEST = 7
-"""Drafts at a time for which acceptance by position is reported."""
+"""Draft length for which the acceptance by position is reported."""
 NUM_DRAFTS = (1, 2, 3, 5, LONGEST)
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all texts together.
+    """Acceptance over all texts.
 
     Attributes:
-        num_tokens: that were compared.
-        match: share of them that the draft would have chosen, too.
-        by_position: of LONGEST drafts at a time, the share of rounds in which the first, the second, ... is accepted.
-        per_round: number of drafts at a time -> mean tokens that come of a pass of the target: those accepted, and one.
+        num_tokens: Number of compared tokens.
+        match: Share of tokens that the draft chooses too.
+        by_position: Acceptance rate of the first, second, ... of LONGEST draft tokens.
+        per_round: Draft length -> mean number of tokens per pass of the target: accepted draft tokens plus one.
     """
 
     num_tokens: int
@@ -34,7 +34,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rounds(matches: Sequence[bool], num_drafts: int) -> list[int]:
-    """How many drafts are accepted in each round of a text, one after the other. Those beyond its end do not count."""
+    """Return the number of accepted draft tokens in each round of a text, up to the end of the text."""
     accepted, start = [], 0
     while start < len(matches):
         part = list(matches[start : start + num_drafts])
@@ -44,7 +44,7 @@ def rounds(matches: Sequence[bool], num_drafts: int) -> list[int]:
 
 
 def summary(matches: Sequence[Sequence[bool]]) -> Acceptance:
-    """Of the texts' matches, position by position."""
+    """Compute the acceptance from the matches at each position of the texts."""
     num_tokens = sum(map(len, matches))
     longest = [count for text in matches for count in rounds(text, LONGEST)]
     per_round = {k: num_tokens / max(1, sum(len(rounds(text, k)) for text in matches)) for k in NUM_DRAFTS}
@@ -57,20 +57,20 @@ def summary(matches: Sequence[Sequence[bool]]) -> Acceptance:
 
 
 def measure(draft: LoadedModel, texts: Sequence[Text], draws: Sequence[Draw]) -> Acceptance:
-    """Of a draft, on texts that were drawn so. It has room for one text at least."""
+    """Measure a draft on texts that were sampled with the given draws."""
     matches = []
     for text, draw in zip(texts, draws):
         chosen: list[int] = []
         for positions, logits in draft.predictions(text):
             chosen += draft.choose(logits, [draw] * len(positions), positions).tolist()
         written = text.token_ids[text.num_prompt :].tolist()
-        matches.append([mine == theirs for mine, theirs in zip(chosen, written)])
+        matches.append([draft_token == token for draft_token, token in zip(chosen, written)])
     return summary(matches)
 
 
 def table(found: dict[str, Acceptance]) -> list[str]:
-    """Lines for people; keys say which draft and which temperature."""
-    head = f"{'':28}{'match':>7}  " + "".join(f"{f'k={k}':>6}" for k in NUM_DRAFTS) + "  accepted by position"
+    """Return the lines of the table; the keys name draft and temperature."""
+    head = f"{'':28}{'match':>7}  " + "".join(f"{f'k={k}':>6}" for k in NUM_DRAFTS) + "  acceptance by position"
     lines = [head]
     for name, one in found.items():
         cells = "".join(f"{value:6.2f}" for value in one.per_round.values())

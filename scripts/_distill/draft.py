@@ -1,9 +1,9 @@
-"""The draft in torch, for training: a few layers of the target between the target's embedding and head.
+"""Draft model in torch for training: a few layers of the target between the target's embedding and head.
 
-The same arithmetic as worker/model/decoder.py, on whole texts and without a cache. Weights are in the layout of the
-target's file, so that they can be written as they are. One matrix is added: what layers in the middle of the target
-say is not yet said as its head wants it, but much of it is a linear map away (Belrose et al. 2023, "tuned lens"). The
-map is learned between the last norm and the head, and becomes part of the head when the draft is written.
+It computes the same as worker/model/decoder.py, but on whole texts and without a cache. Weights have the layout of the
+target's file, so that they can be written unchanged. One matrix is added between the last norm and the head: hidden
+states of middle layers differ from those that the head expects mostly by a linear map (Belrose et al. 2023, "tuned
+lens"). The map is trained, and multiplied into the head when the draft is written.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from worker.model.rope import rope_table
 from worker.model.spec import DecoderSpec
 
 PROJECTION = "projection"
-"""Name of the map from the last norm to the target's head."""
+"""Name of the linear map between the last norm and the head."""
 _VOCABULARY = ("embed.weight", "head.weight")
-"""These are not trained: they are most of a small model, and few texts touch all of their rows."""
+"""Not trained, because they are most of a small model and few texts use all of their rows."""
 
 
 def draft_spec(target: DecoderSpec, layers: Sequence[int]) -> DecoderSpec:
-    """The draft of these layers of the target.
+    """Return the spec of a draft with these layers of the target.
 
     Raises:
-        ConfigurationError: the target has not these layers, or has what the draft's training does not know.
+        ConfigurationError: The target does not have these layers, or has a feature that training does not support.
     """
     if not layers or not all(0 <= layer < target.num_layers for layer in layers):
-        raise ConfigurationError(f"the target has layers 0 to {target.num_layers - 1}; the draft cannot have {layers}")
+        raise ConfigurationError(f"--chosen-layers {layers}: the target has layers 0 to {target.num_layers - 1}")
     if len(target.kv_groups) > 1:
-        raise ConfigurationError("the target has layers with and without a window, which a draft cannot have yet")
+        raise ConfigurationError("the target has layers with and without a window, which is not supported")
     if target.attention_softcap is not None or target.logits_softcap is not None or target.embedding_scale is not None:
-        raise ConfigurationError("the target has soft caps or a scaled embedding, which a draft cannot have yet")
-    # A draft without the target's window is as good: what it proposes is verified, and training texts are shorter.
+        raise ConfigurationError("the target has soft caps or a scaled embedding, which is not supported")
+    # The target's sliding window is omitted: drafts are verified, and training texts are shorter than it.
     group = KVGroupSpec(layers=tuple(range(len(layers))))
     return dataclasses.replace(target, num_layers=len(layers), kv_groups=(group,))
 
 
 def target_name(name: str, layers: Sequence[int]) -> str:
-    """The target's name for a tensor of the draft."""
+    """Return the name of a tensor of the draft in the target."""
     parts = name.split(".")
     if parts[0] == "layers":
         parts[1] = str(layers[int(parts[1])])
@@ -53,16 +53,22 @@ def target_name(name: str, layers: Sequence[int]) -> str:
 
 
 class Draft:
-    """A Llama-like decoder.
+    """Llama-like decoder, initialized from layers of the target.
+
+    Args:
+        spec: Spec of the draft.
+        weights: Weights of the target.
+        layers: Layers of the target.
+        dtype: Type of the matrix products; sums and norms are float32.
 
     Attributes:
-        spec: of the draft.
-        trained: name -> float32 weight that learns: canonical ones, and PROJECTION, [hidden, hidden].
-        embedding, head: [vocab, hidden], the target's.
+        spec: Spec of the draft.
+        trained: Name -> trained float32 weight, including PROJECTION, [hidden, hidden].
+        embedding: [vocab, hidden], the target's embedding.
+        head: [vocab, hidden], the target's head.
     """
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, layers: Sequence[int], dtype: torch.dtype) -> None:
-        """Reads the layers of the target. dtype: of the products in training; sums and norms are float32."""
 
         def read(name: str) -> torch.Tensor:
             return weights.get(target_name(name, layers)).dequantize(torch.float32)
@@ -79,18 +85,18 @@ class Draft:
 
     @property
     def written_spec(self) -> DecoderSpec:
-        """Of `written`: the head is no longer the embedding."""
+        """Spec of the weights of `written`, whose head is not the embedding."""
         return dataclasses.replace(self.spec, tie_word_embeddings=False)
 
     @torch.no_grad()
     def written(self) -> dict[str, torch.Tensor]:
-        """Canonical name -> float32 weight of all that a decoder needs but the embedding, which is the target's."""
+        """Return the float32 weights of a decoder by canonical name, without the embedding."""
         weights = {name: weight.detach() for name, weight in self.trained.items() if name != PROJECTION}
         weights["head.weight"] = self.head.float() @ self.trained[PROJECTION]
         return weights
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[B, L] ids of texts from their beginning -> [B, L, hidden], as the target's head takes it."""
+        """Compute the input of the target's head, [B, L, hidden], from token ids, [B, L]."""
         cosines, sines = rope_table(self.spec.rope, token_ids.shape[1]).chunk(2, dim=-1)
         x = F.embedding(token_ids, self.embedding)
         for i in range(self.spec.num_layers):
@@ -99,7 +105,7 @@ class Draft:
         return F.linear(self._norm("norm", x).to(self._dtype), self.trained[PROJECTION].to(self._dtype))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden] -> [n, vocab] float32, or [n, len(rows)] of some tokens."""
+        """Compute float32 logits from [n, hidden]: [n, vocab], or [n, len(rows)] for some tokens."""
         head = self.head if rows is None else self.head[rows]
         return F.linear(hidden.to(self._dtype), head).float()
 
@@ -120,15 +126,15 @@ class Draft:
         return self._linear(f"{prefix}.o", out.transpose(1, 2).flatten(2)).float()
 
     def _rotate(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        """Rotary position embedding of [B, heads, L, head_dim]; dimensions beyond rotary_dim stay."""
+        """Apply rotary position embedding to [B, heads, L, head_dim]; dimensions from rotary_dim on are unchanged."""
         rotary, rest = x[..., : self.spec.rope.rotary_dim], x[..., self.spec.rope.rotary_dim :]
         if self.spec.rope.interleaved:
             a, b = rotary[..., 0::2], rotary[..., 1::2]
-            turned = torch.stack((a * cosines - b * sines, b * cosines + a * sines), dim=-1).flatten(-2)
+            rotated = torch.stack((a * cosines - b * sines, b * cosines + a * sines), dim=-1).flatten(-2)
         else:
             a, b = rotary.chunk(2, dim=-1)
-            turned = torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1)
-        return torch.cat((turned, rest), dim=-1)
+            rotated = torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1)
+        return torch.cat((rotated, rest), dim=-1)
 
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         prefix = f"layers.{layer}"

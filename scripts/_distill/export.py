@@ -1,4 +1,4 @@
-"""Writes a draft as a model that a worker loads: in the form of the target, a GGUF file or a folder."""
+"""Export of a draft as a model file that a worker loads, in the format of the target: GGUF file or folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts._distill.draft import target_name
-from scripts._distill.files import replaced
+from scripts._distill.texts import replaced
 from worker.model.families import gguf_names, hf_names, required_shapes
 from worker.model.loading.weights import WeightSource
 from worker.model.spec import DecoderSpec
@@ -31,7 +31,7 @@ TRAINED_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Of trained matrices in a GGUF file."""
+    """Formats of trained matrices in a GGUF file."""
 
     layers: WeightFormat
     head: WeightFormat
@@ -51,14 +51,16 @@ def write_draft(
     weights: WeightSource,
     formats: Formats,
 ) -> Path:
-    """Writes the draft into the folder `out`; returns what a worker is to load.
+    """Write the draft and return the path that a worker loads.
 
     Args:
-        target: its file, or its folder.
-        layers: of the target, which the draft has.
-        trained: canonical name -> float32 weight. All others are the target's own, in a GGUF file as they are.
-        weights: the target's, open.
-        formats: of trained matrices in a GGUF file. In a folder all are bfloat16.
+        out: Folder of the draft.
+        target: File or folder of the target.
+        spec: Spec of the draft.
+        layers: Layers of the target that the draft has.
+        trained: Canonical name -> trained float32 weight. All other weights are copied from the target.
+        weights: Open weights of the target.
+        formats: Formats of trained matrices in a GGUF file. In a folder all weights are bfloat16.
     """
     out.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".gguf":
@@ -78,27 +80,27 @@ def _write_gguf(
     trained: Mapping[str, torch.Tensor],
     formats: Formats,
 ) -> None:
-    """The target's file with fewer layers: its metadata, and its tensors where none was trained."""
+    """Write the target's file with fewer layers: its metadata, and its tensors unless they were trained."""
     reader = gguf.GGUFReader(target)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
-    left_out = {"general.architecture", f"{architecture}.block_count", f"{architecture}.attention.sliding_window"}
+    excluded = {"general.architecture", f"{architecture}.block_count", f"{architecture}.attention.sliding_window"}
     for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in left_out:
+        if not name.startswith("GGUF.") and name not in excluded:
             item = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=item)
     writer.add_block_count(len(layers))
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    theirs, ours = gguf_names(max(layers) + 1), gguf_names(len(layers))
+    target_names, draft_names = gguf_names(max(layers) + 1), gguf_names(len(layers))
     for name in required_shapes(spec):
         if name not in trained:
-            tensor = stored[theirs[target_name(name, layers)]]
-            writer.add_tensor(ours[name], tensor.data, raw_dtype=tensor.tensor_type)
+            tensor = stored[target_names[target_name(name, layers)]]
+            writer.add_tensor(draft_names[name], tensor.data, raw_dtype=tensor.tensor_type)
             continue
         values = trained[name].numpy()
-        matrices = TRAINED_FORMATS[formats.head if name == "head.weight" else formats.layers]
-        kind = matrices if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(ours[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
+        matrix_format = TRAINED_FORMATS[formats.head if name == "head.weight" else formats.layers]
+        kind = matrix_format if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(draft_names[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
     if "rope_freqs.weight" in stored:
         writer.add_tensor("rope_freqs.weight", np.array(stored["rope_freqs.weight"].data))
     writer.write_header_to_file()
@@ -115,7 +117,7 @@ def _write_folder(
     trained: Mapping[str, torch.Tensor],
     weights: WeightSource,
 ) -> None:
-    """The target's folder with fewer layers, all weights in bfloat16."""
+    """Write the target's folder with fewer layers and all weights in bfloat16."""
     names = hf_names(len(layers))
     tensors = {}
     for name in required_shapes(spec):
@@ -132,7 +134,7 @@ def _write_folder(
         "tie_word_embeddings": spec.tie_word_embeddings,
         "torch_dtype": "bfloat16",
     }
-    # A list of ends that stands elsewhere in the target's folder comes with its files.
+    # Files with end-of-text tokens outside of config.json are copied too.
     for pattern in _TEXT_FILES:
         for source in target.glob(pattern):
             shutil.copyfile(source, out / source.name)

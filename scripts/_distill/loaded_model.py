@@ -1,4 +1,4 @@
-"""A model and its KV cache without a worker: writes many texts at once, and says what it expects along given ones."""
+"""Model with a KV cache but without a worker: generates many texts at once and scores given ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from worker.model.loading.model_files import ModelFiles
 
 _PAGE_SIZE = 16
 _HEAD_ROWS = 256
-"""Logits of so many tokens at a time."""
+"""Tokens whose logits are computed together."""
 _STEP_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How tokens of a text are chosen: the likeliest at temperature 0, else by the noise of `seed`."""
+    """Sampling of a text: greedy at temperature 0, otherwise with the noise of `seed`."""
 
     temperature: float
     seed: int
@@ -33,10 +33,12 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and what a model wrote after it.
+    """Prompt and output of a model.
 
     Attributes:
-        top_ids: [outputs, K] int32, the likeliest tokens at each position of the output, the likeliest first.
+        token_ids: [tokens] int32, prompt and output.
+        num_prompt: Number of prompt tokens.
+        top_ids: [outputs, K] int32, the most likely tokens at each position of the output, in descending order.
         top_logprobs: [outputs, K] float16, their log-probabilities at temperature 1.
     """
 
@@ -47,16 +49,18 @@ class Text:
 
     @property
     def num_outputs(self) -> int:
-        """Tokens after the prompt."""
+        """Number of output tokens."""
         return len(self.token_ids) - self.num_prompt
 
 
 class LoadedModel:
-    """A decoder on the CPU with pages for `num_texts` texts of `max_length` tokens each.
+    """Decoder on the CPU with pages for a number of texts.
 
     Args:
-        files: opened; the weights are read and closed.
-        dtype: None: what a worker would take on this processor.
+        files: Opened model files; the weights are read and closed.
+        num_texts: Maximum number of texts at the same time.
+        max_length: Maximum number of tokens of a text.
+        dtype: Type of the weights; None for the type that a worker would use on this processor.
     """
 
     def __init__(self, files: ModelFiles, *, num_texts: int, max_length: int, dtype: torch.dtype | None = None) -> None:
@@ -78,7 +82,7 @@ class LoadedModel:
     def generate(
         self, prompts: Sequence[Sequence[int]], draws: Sequence[Draw], *, max_tokens: int, num_top: int
     ) -> list[Text]:
-        """Continues each prompt to an end-of-text token, which the text holds, or for max_tokens tokens."""
+        """Continue each prompt until and including an end-of-text token, or for max_tokens tokens."""
         texts = [list(prompt) for prompt in prompts]
         tops: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in texts]
         running = list(range(len(texts)))
@@ -108,10 +112,10 @@ class LoadedModel:
         ]
 
     def predictions(self, text: Text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What the model says at each position of the text's output, some at a time.
+        """Predict the tokens of a text's output, in chunks.
 
         Yields:
-            [n] int64 positions, and [n, vocab] float32 logits of the tokens that stand there.
+            [n] int64 positions, and [n, vocab] float32 logits of the tokens at these positions.
         """
         ids = text.token_ids.tolist()
         first = text.num_prompt - 1
@@ -121,7 +125,7 @@ class LoadedModel:
             yield torch.arange(start, start + len(part)) + text.num_prompt, self._decoder.logits(part)
 
     def choose(self, logits: torch.Tensor, draws: Sequence[Draw], positions: torch.Tensor) -> torch.Tensor:
-        """[n] int64 tokens for these positions, as the sampler of a worker chooses them."""
+        """Sample [n] int64 tokens for these positions like the sampler of a worker."""
         temperature = torch.tensor([draw.temperature for draw in draws])
         seeds = torch.tensor([draw.seed for draw in draws])
         zeros = torch.zeros(len(draws), dtype=torch.int64)
@@ -141,9 +145,10 @@ class LoadedModel:
     def _hidden(
         self, chosen: Sequence[int], texts: Sequence[Sequence[int]], start: int, wanted: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Computes the tokens of some texts from `start` on (below 0: from the end).
+        """Compute the tokens of texts from `start` on, which may be negative to count from the end.
 
-        wanted: of which of the tokens [n, hidden] is returned; None: of the last one of each text.
+        Returns:
+            [n, hidden] of the tokens in `wanted`; if it is None, of the last token of each text.
         """
         lengths = [len(texts[i]) for i in chosen]
         starts = [start % length for length in lengths]

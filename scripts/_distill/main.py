@@ -1,13 +1,13 @@
-"""Makes a draft model for speculative decoding out of a target: a few of its layers, trained on its own texts.
+"""Distillation of a draft model for speculative decoding: some layers of the target, trained on the target's texts.
 
-The draft has some layers of the target, its embedding and its head. The target writes texts, greedy ones and ones
-that are sampled, and the draft's layers learn to give the distributions that the target had while it wrote. The
-embedding stays the target's, the head too but for a linear map that is learned in front of it. What comes out is a
-model in the target's form (a GGUF file, or a folder with safetensors), for --speculative-model.
+The draft has some layers of the target, its embedding and its head. The target generates greedy and sampled texts, and
+the layers of the draft are trained to reproduce the target's distributions. The embedding is not trained; a linear map
+in front of the head is. The result is a model in the target's format (a GGUF file, or a folder with safetensors) for
+--speculative-model.
 
-Texts and checkpoints are kept in the folder `work` beside it: a run that was stopped goes on where it was, to the
-same result. Before and after, it is measured on prompts that it did not learn from how many of its tokens the target
-accepts, greedy and at a temperature of 0.7 with shared noise.
+Texts and checkpoints are stored in the folder `work` beside it, so that an interrupted run resumes with the same
+result. Before and after training, the acceptance of the draft's tokens is measured on held-out prompts, greedy and at a
+temperature of 0.7 with shared noise.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tqdm import tqdm
 from scripts._distill import acceptance
 from scripts._distill.draft import Draft, draft_spec
 from scripts._distill.export import TRAINED_FORMATS, Formats, write_draft
-from scripts._distill.files import replaced
 from scripts._distill.loaded_model import LoadedModel, Text
 from scripts._distill.prompts import own_prompts, read_prompts, tokenize
 from scripts._distill.texts import (
-    JUDGED,
+    EVALUATED,
     TEXTS_AT_ONCE,
     Order,
     Recipe,
     digest,
-    judged_orders,
+    evaluation_orders,
     make_texts,
     orders,
+    replaced,
 )
 from scripts._distill.training import Schedule, Training
 from shared import log
@@ -52,20 +52,18 @@ from worker.model.loading.open_model import default_model_path, open_model
 
 
 class Distillation:
-    """One run.
-
-    Args:
-        options: of `parser`.
-    """
+    """One run, with the options of `parser`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._out = Path(options.out)
         self._target = Path(options.model).expanduser() if options.model else default_model_path()
         if self._target.is_dir() and not (self._target / "config.json").exists():
-            raise ConfigurationError(f"{self._target.name} holds no config.json: name the .gguf file itself")
+            raise ConfigurationError(
+                f"--model: {self._target.name} has no config.json; for GGUF give the path of the file"
+            )
         if not self._target.exists():
-            raise ConfigurationError(f"there is no model file or folder {self._target}")
+            raise ConfigurationError(f"--model: there is no file or folder {self._target}")
         files = self._open()
         self._layers = list(range(options.layers)) if options.chosen_layers is None else options.chosen_layers
         self._spec = draft_spec(files.spec, self._layers)
@@ -78,27 +76,31 @@ class Distillation:
             seed=options.seed,
         )
         if options.prompts is None:
-            learned, judged = own_prompts(options.seed)
+            training, evaluation = own_prompts(options.seed)
         else:
-            learned, judged = read_prompts(options.prompts, options.seed)
+            training, evaluation = read_prompts(options.prompts, options.seed)
         bundle = files.bundle
-        self._learned = orders(tokenize(learned, bundle, options.max_prompt), self._recipe)
-        self._judged = judged_orders(tokenize(judged, bundle, options.max_prompt), self._recipe)
+        self._training_orders = orders(tokenize(training, bundle, options.max_prompt), self._recipe)
+        self._evaluation_orders = evaluation_orders(tokenize(evaluation, bundle, options.max_prompt), self._recipe)
         self._model_hash = files.model_hash
         self._loaded: LoadedModel | None = None
         files.weights.close()
 
     def run(self) -> dict[str, Any]:
-        """The whole of it; returns the figures."""
+        """Run the distillation and return the figures."""
         options = self._options
         path = self._write(None if options.steps == 0 else self._work / "untrained", None)
         figures: dict[str, Any] = {"layers": self._layers, "steps": options.steps}
-        judged = {} if options.no_measure else {t: self._texts(o, "judging") for t, o in self._judged.items()}
-        found = self._measure("first layers", path, judged)
+        evaluated = (
+            {}
+            if options.no_measure
+            else {t: self._texts(o, "evaluation texts") for t, o in self._evaluation_orders.items()}
+        )
+        found = self._measure("first layers", path, evaluated)
         if options.steps:
-            draft = self._train(self._texts(self._learned, "texts"), figures)
+            draft = self._train(self._texts(self._training_orders, "training texts"), figures)
             path = self._write(None, draft)
-            found |= self._measure("trained", path, judged)
+            found |= self._measure("trained", path, evaluated)
         if found:
             print("\n".join(acceptance.table(found)), flush=True)
         figures["cpu_seconds"] = round(time.process_time())
@@ -115,7 +117,7 @@ class Distillation:
         return open_model(str(self._target), self._options.cache_dir)
 
     def _write(self, folder: Path | None, draft: Draft | None) -> Path:
-        """Writes a draft, the target's own layers where it is None; returns what is to be loaded."""
+        """Write a draft, or the target's layers if it is None, and return the path to load."""
         files, options = self._open(), self._options
         spec, trained = (self._spec, {}) if draft is None else (draft.written_spec, draft.written())
         formats = Formats(options.layer_format, options.head_format)
@@ -125,7 +127,7 @@ class Distillation:
             files.weights.close()
 
     def _texts(self, wanted: Sequence[Order], name: str) -> list[Text]:
-        """Makes texts, or reads those that were made."""
+        """Generate texts, or read those that were generated before."""
         found: list[Text] = []
         with tqdm(total=len(wanted), desc=name, unit="text", disable=None, file=sys.stderr) as bar:
             for texts in make_texts(wanted, self._work, self._recipe, self._model_hash, self._model):
@@ -135,27 +137,27 @@ class Distillation:
         return found
 
     def _model(self) -> LoadedModel:
-        """The target, loaded when it is first needed."""
+        """Return the target, loaded on first use."""
         if self._loaded is None:
             length = self._recipe.max_prompt + self._recipe.max_tokens
             self._loaded = LoadedModel(self._open(), num_texts=TEXTS_AT_ONCE, max_length=length)
         return self._loaded
 
-    def _measure(self, name: str, path: Path, judged: dict[float, list[Text]]) -> dict[str, acceptance.Acceptance]:
-        """Of what was written, loaded as a worker loads it."""
-        if not judged:
+    def _measure(self, name: str, path: Path, evaluated: dict[float, list[Text]]) -> dict[str, acceptance.Acceptance]:
+        """Measure the acceptance of a written draft, loaded the way a worker loads it."""
+        if not evaluated:
             return {}
         length = self._recipe.max_prompt + self._recipe.max_tokens
         draft = LoadedModel(open_model(str(path), self._options.cache_dir), num_texts=1, max_length=length)
         found = {}
-        for temperature in JUDGED:
+        for temperature in EVALUATED:
             label = f"{name}, " + ("greedy" if temperature == 0 else f"temperature {temperature}")
-            draws = [order.draw for order in self._judged[temperature]]
-            found[label] = acceptance.measure(draft, judged[temperature], draws)
+            draws = [order.draw for order in self._evaluation_orders[temperature]]
+            found[label] = acceptance.measure(draft, evaluated[temperature], draws)
         return found
 
     def _train(self, texts: Sequence[Text], figures: dict[str, Any]) -> Draft:
-        self._loaded = None  # memory for the training
+        self._loaded = None  # free memory for training
         options = self._options
         schedule = Schedule(
             steps=options.steps,
@@ -171,7 +173,11 @@ class Distillation:
         dtype = resolve_dtype(WorkerSettings(device="cpu"), torch.device("cpu"))
         draft = Draft(self._spec, files.weights, self._layers, dtype)
         files.weights.close()
-        content = [digest(self._model_hash, self._recipe, self._learned), self._layers, msgspec.to_builtins(schedule)]
+        content = [
+            digest(self._model_hash, self._recipe, self._training_orders),
+            self._layers,
+            msgspec.to_builtins(schedule),
+        ]
         run = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
         training = Training(draft, schedule, self._work / "checkpoint.safetensors", run)
         training.resume()
@@ -181,12 +187,12 @@ class Distillation:
             total=schedule.steps, initial=training.step, desc="training", unit="step", disable=None, file=sys.stderr
         ) as bar:
 
-            def told(step: int, loss: float) -> None:
+            def on_step(step: int, loss: float) -> None:
                 losses.append(loss)
                 bar.update(1)
                 bar.set_postfix(loss=f"{sum(losses[-20:]) / len(losses[-20:]):.3f}")
 
-            training.run(texts, told)
+            training.run(texts, on_step)
         figures["texts"] = {"count": len(texts), "tokens": sum(text.num_outputs for text in texts)}
         if losses and resumed == 0:
             figures["first_loss"] = losses[0]
@@ -196,37 +202,45 @@ class Distillation:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of scripts/distill_draft."""
+    """Return the option parser of scripts/distill_draft."""
     p = Parser(prog="scripts/distill_draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", required=True, help="folder for the draft")
-    p.add_argument("--model", default="", help="path of the target; empty: the default model")
-    p.add_argument("--prompts", type=Path, help="a prompt a line, or .jsonl with `prompt` or `messages`; none: our own")
-    p.add_argument("--layers", type=int, default=2, help="layers of the draft: the target's first ones")
-    p.add_argument("--chosen-layers", type=int, nargs="+", help="these layers of the target instead, counted from 0")
-    p.add_argument("--layer-format", choices=list(TRAINED_FORMATS), default="q8_0", help="of trained layers, in a GGUF")
-    p.add_argument("--head-format", choices=list(TRAINED_FORMATS), default="q8_0", help="of the head, in a GGUF")
-    p.add_argument("--steps", type=int, default=1500, help="0: the layers as they are")
-    p.add_argument("--batch", type=int, default=4, help="texts in a step")
+    p.add_argument("--out", required=True, help="folder of the draft")
+    p.add_argument("--model", default="", help="path of the target; empty for the default model")
+    p.add_argument(
+        "--prompts",
+        type=Path,
+        help="file with a prompt per line, or .jsonl with `prompt` or `messages` (default: built-in prompts)",
+    )
+    p.add_argument("--layers", type=int, default=2, help="number of layers: the first ones of the target")
+    p.add_argument(
+        "--chosen-layers", type=int, nargs="+", help="use these layers of the target instead, counted from 0"
+    )
+    p.add_argument(
+        "--layer-format", choices=list(TRAINED_FORMATS), default="q8_0", help="format of trained layers in a GGUF file"
+    )
+    p.add_argument(
+        "--head-format", choices=list(TRAINED_FORMATS), default="q8_0", help="format of the head in a GGUF file"
+    )
+    p.add_argument("--steps", type=int, default=1500, help="training steps; 0 copies the layers without training")
+    p.add_argument("--batch", type=int, default=4, help="texts per step")
     p.add_argument("--learning-rate", type=float, default=2e-3)
     p.add_argument("--weight-decay", type=float, default=0.01)
-    p.add_argument("--negatives", type=int, default=2048, help="tokens a step compares with beside the likely ones")
-    p.add_argument(
-        "--texts", type=int, default=4096, help="to learn from; few of them, often repeated, are learned by heart"
-    )
-    p.add_argument("--max-prompt", type=int, default=256, help="tokens; longer prompts keep their end")
-    p.add_argument("--max-tokens", type=int, default=192, help="of an output")
-    p.add_argument("--top", type=int, default=32, help="tokens of which the target's probabilities are kept")
-    p.add_argument("--temperature", type=float, default=0.8, help="of the sampled texts")
+    p.add_argument("--negatives", type=int, default=2048, help="sampled tokens per step, besides the likely ones")
+    p.add_argument("--texts", type=int, default=4096, help="number of texts for training; too few cause overfitting")
+    p.add_argument("--max-prompt", type=int, default=256, help="maximum prompt tokens; longer prompts keep their end")
+    p.add_argument("--max-tokens", type=int, default=192, help="maximum output tokens")
+    p.add_argument("--top", type=int, default=32, help="number of the target's probabilities recorded per token")
+    p.add_argument("--temperature", type=float, default=0.8, help="temperature of sampled texts")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint")
-    p.add_argument("--threads", type=int, default=0, help="0: one a core")
+    p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    p.add_argument("--threads", type=int, default=0, help="number of threads; 0 for one per core")
     p.add_argument("--no-measure", action="store_true", help="do not measure acceptance")
     p.add_argument("--cache-dir", type=Path, default=cache_directory(WorkerSettings()))
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 where there is nothing to be made."""
+    """Run the command; return 1 for invalid options or models and 130 if interrupted."""
     options = parser().parse_args(argv)
     prepare_process(WorkerSettings(device="cpu", num_threads=options.threads, cache_dir=str(options.cache_dir)))
     try:
@@ -235,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"distill_draft: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("distill_draft: stopped; the same command goes on where it was", file=sys.stderr)
+        print("distill_draft: interrupted; repeat the command to resume", file=sys.stderr)
         return 130
     return 0
 

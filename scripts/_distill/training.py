@@ -1,4 +1,4 @@
-"""Trains a draft on the target's distributions. Stopped and started again, it goes on as if nothing had been."""
+"""Training of a draft on the target's distributions. An interrupted training resumes with the same result."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from scripts._distill.draft import Draft
-from scripts._distill.files import replaced
 from scripts._distill.loaded_model import Text
+from scripts._distill.texts import replaced
 from shared.errors import ConfigurationError
 
 _BETAS = (0.9, 0.95)
 _LAST_SHARE = 0.05
-"""Of the learning rate, at the end of the cosine."""
+"""Final share of the learning rate."""
 _CLIP = 1.0
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """How a draft is trained.
+    """Options of the training.
 
     Attributes:
-        steps: of the optimizer; batch: texts in each.
-        learning_rate: at its highest, after warm_up steps.
-        negatives: tokens beside those that the target finds likely which a step compares with.
-        seed: of the order of texts and of the negatives.
-        save_every: steps from checkpoint to checkpoint.
+        steps: Number of optimizer steps.
+        batch: Texts per step.
+        learning_rate: Maximum learning rate, reached after warm_up steps.
+        warm_up: Steps with a linearly increasing learning rate.
+        weight_decay: Weight decay of matrices.
+        negatives: Number of sampled tokens in the softmax of a step, besides the likely ones.
+        seed: Seed of the order of texts and of the negatives.
+        save_every: Steps between checkpoints.
     """
 
     steps: int
@@ -43,7 +46,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     save_every: int
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: up in a line, then down along a cosine."""
+        """Return the learning rate of a step: linear warm-up, then cosine decay."""
         if step < self.warm_up:
             return self.learning_rate * (step + 1) / self.warm_up
         done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
@@ -51,7 +54,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_of(texts: Sequence[Text], schedule: Schedule, step: int) -> list[Text]:
-    """The texts of a step: all of them in an order of its own, round after round."""
+    """Return the texts of a step. Each round uses all texts once, in a new random order."""
     start = step * schedule.batch
     chosen: list[int] = []
     while len(chosen) < schedule.batch:
@@ -64,12 +67,13 @@ def batch_of(texts: Sequence[Text], schedule: Schedule, step: int) -> list[Text]
 def candidates(
     top_ids: torch.Tensor, vocab_size: int, negatives: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens that a step's softmax is over: all that are in top_ids, and a random sample of the others, each of
-    which stands for as many others as there are to one sampled. So the sum in the softmax is right on average, and
-    the head's product, which is most of a small draft, is over a fraction of the vocabulary.
+    """Choose the tokens of a step's softmax: those in top_ids, and a random sample of the others.
+
+    Each sampled token is weighted by the number of tokens that it represents, so that the sum in the softmax is
+    unbiased. The product with the head, which is most of a small draft, then covers a fraction of the vocabulary.
 
     Returns:
-        [C] int64 tokens; [C] float32 logarithms of how many tokens each stands for; top_ids as indices of the first.
+        [C] int64 tokens; [C] float32 logarithms of their weights; top_ids as indices into the tokens.
     """
     own, inverse = top_ids.long().unique(return_inverse=True)
     others = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, own, False).nonzero().squeeze(1)
@@ -82,31 +86,33 @@ def candidates(
 
 
 def divergence(logits: torch.Tensor, at: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Mean Kullback-Leibler divergence from the target's distribution to the draft's, each taken as that over the K
-    likeliest tokens of the target and all others as one.
+    """Return the mean Kullback-Leibler divergence from the target's distribution to the draft's.
+
+    Both distributions are over the K most likely tokens of the target and one class for all other tokens.
 
     Args:
-        logits: [n, C] float32, of the draft. at: [n, K] columns of those tokens.
-        logprobs: [n, K] of the target.
+        logits: [n, C] float32 logits of the draft.
+        at: [n, K] columns of the K tokens.
+        logprobs: [n, K] log-probabilities of the target.
     """
-    mine = logits.log_softmax(dim=-1).gather(1, at)
+    draft = logits.log_softmax(dim=-1).gather(1, at)
     likely = logprobs.float()
     rest = (1 - likely.exp().sum(dim=-1)).clamp(min=1e-6)
-    my_rest = (1 - mine.exp().sum(dim=-1)).clamp(min=1e-6)
-    of_rest = rest * (rest.log() - my_rest.log())
-    return ((likely.exp() * (likely - mine)).sum(dim=-1) + of_rest).mean()
+    draft_rest = (1 - draft.exp().sum(dim=-1)).clamp(min=1e-6)
+    rest_term = rest * (rest.log() - draft_rest.log())
+    return ((likely.exp() * (likely - draft)).sum(dim=-1) + rest_term).mean()
 
 
 def loss_of(draft: Draft, texts: Sequence[Text], negatives: int, generator: torch.Generator) -> torch.Tensor:
-    """The divergence over all tokens of the outputs."""
+    """Return the mean divergence over all output tokens."""
     lengths = [len(text.token_ids) for text in texts]
     token_ids = torch.zeros((len(texts), max(lengths)), dtype=torch.int64)
-    asked = torch.zeros_like(token_ids, dtype=torch.bool)
+    is_predicted = torch.zeros_like(token_ids, dtype=torch.bool)
     for row, text in enumerate(texts):
-        # Attention looks back only, so what fills up the shorter ones changes nothing.
+        # Attention is causal, so the padding of shorter texts has no effect.
         token_ids[row, : lengths[row]] = text.token_ids
-        asked[row, text.num_prompt - 1 : lengths[row] - 1] = True
-    hidden = draft.hidden(token_ids[:, :-1])[asked[:, :-1]]
+        is_predicted[row, text.num_prompt - 1 : lengths[row] - 1] = True
+    hidden = draft.hidden(token_ids[:, :-1])[is_predicted[:, :-1]]
     top_ids = torch.cat([text.top_ids for text in texts])
     tokens, weights, at = candidates(top_ids, draft.spec.vocab_size, negatives, generator)
     logits = draft.logits(hidden, tokens) + weights
@@ -114,11 +120,13 @@ def loss_of(draft: Draft, texts: Sequence[Text], negatives: int, generator: torc
 
 
 class Training:
-    """A draft, its optimizer, and how far they are.
+    """Draft, optimizer, and number of completed steps.
 
     Args:
-        checkpoint: written every some steps and at the end.
-        digest: of all that decides the result; a checkpoint with another is refused.
+        draft: Draft to train.
+        schedule: Options of the training.
+        checkpoint: File that is written periodically and at the end.
+        digest: Digest of everything that determines the result; a checkpoint with another digest is rejected.
     """
 
     def __init__(self, draft: Draft, schedule: Schedule, checkpoint: Path, digest: str) -> None:
@@ -130,18 +138,16 @@ class Training:
         self._names = sorted(draft.trained)
         matrices = [draft.trained[name] for name in self._names if draft.trained[name].dim() > 1]
         vectors = [draft.trained[name] for name in self._names if draft.trained[name].dim() == 1]
-        groups = [
-            {"params": matrices, "weight_decay": schedule.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
 
-    def run(self, texts: Sequence[Text], told: Callable[[int, float], None], until: int | None = None) -> None:
-        """The steps that are left.
+    def run(self, texts: Sequence[Text], on_step: Callable[[int, float], None], until: int | None = None) -> None:
+        """Run the remaining steps.
 
         Args:
-            told: called after each step with its number, from 1, and its loss.
-            until: stops after this step, as an interruption would; None: the end.
+            texts: Texts for training.
+            on_step: Callback for each step with its number, starting at 1, and its loss.
+            until: Step after which to stop without a checkpoint; None for the last one.
         """
         schedule, parameters = self._schedule, list(self._draft.trained.values())
         while self.step < (schedule.steps if until is None else until):
@@ -157,21 +163,17 @@ class Training:
             self.step += 1
             if self.step % schedule.save_every == 0 or self.step == schedule.steps:
                 self._save()
-            told(self.step, loss.item())
+            on_step(self.step, loss.item())
 
     def resume(self) -> None:
-        """Goes to where the checkpoint is, if there is one.
-
-        Raises:
-            ConfigurationError: it is of another run.
-        """
+        """Load the checkpoint if it exists. Raises ConfigurationError if it belongs to another run."""
         if not self._checkpoint.exists():
             return
         with safe_open(self._checkpoint, framework="pt") as stored:
             metadata = stored.metadata()
             if metadata["digest"] != self._digest:
                 raise ConfigurationError(
-                    f"{self._checkpoint} is of a run with other texts or settings: give those again, or remove it"
+                    f"{self._checkpoint} belongs to a run with other texts or settings: repeat those or delete it"
                 )
             with torch.no_grad():
                 for name in self._names:
@@ -189,10 +191,6 @@ class Training:
         for name in self._names:
             weight = self._draft.trained[name]
             state = self._optimizer.state[weight]
-            tensors |= {
-                name: weight.detach(),
-                f"mean/{name}": state["exp_avg"],
-                f"square/{name}": state["exp_avg_sq"],
-            }
+            tensors |= {name: weight.detach(), f"mean/{name}": state["exp_avg"], f"square/{name}": state["exp_avg_sq"]}
         with replaced(self._checkpoint) as temporary:
             save_file(tensors, temporary, metadata={"digest": self._digest, "step": str(self.step)})

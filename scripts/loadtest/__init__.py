@@ -1,1 +1,1 @@
-"""Load generator: replays traces against an OpenAI-compatible server from several client processes."""
+"""Load generator that replays traces against an OpenAI-compatible server from several client processes."""

@@ -1,11 +1,11 @@
-"""scripts/bench_serving: a server over HTTP, as shares of what its linear layers alone can do.
+"""Speed of a server over HTTP as shares of the ceiling of its linear layers (scripts/bench_serving).
 
-The ideal time of a load is its prompt tokens at the ceiling of 512 rows plus its output tokens at the ceiling of
-as many rows as there are streams; the ideal time to a first token is the prompt's at the ceiling of as many rows. A
-ceiling is all linear layers, the head on every row among them; what the ratios would be without the head on a prompt's
-rows, which nobody needs, is among the figures. It is measured in the same run, before the server starts and again
-after it has stopped: the faster one counts, and both show how much the machine itself moved. Prompts are random token
-ids, different in every request, so that no prefix is shared unless a test is about that.
+The ideal time of a load is the time of its prompt tokens at the ceiling of 512 rows plus that of its output tokens at
+the ceiling of as many rows as there are streams. The ideal time to the first token is that of the prompt at the ceiling
+of as many rows. A ceiling includes the head on every row; the figures also contain the ratios without the head on the
+rows of a prompt, which are not needed. The ceiling is measured before the server starts and after it has stopped. The
+faster measurement counts, and the difference shows how stable the machine was. Prompts are random token ids, so that
+requests share no prefix unless a test is about prefixes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from scripts._bench.goals import Goal
-from scripts._bench.process_memory import children_by_module
+from scripts._bench.measurements import Goal, children_by_module
 from scripts.loadtest.cli import ReplayError, first_model
 from scripts.loadtest.coordinator import ClientError, Load, LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Target
@@ -40,39 +39,34 @@ _PREFILL_ROWS = 512
 _PROMPT_ROWS = 128
 _CEILING_DRIFT = 0.1
 _SETTLE_SECONDS = 8.0
-"""After a start: sampling is compiled beside the first requests, and an idle worker prepares for grammars."""
+"""Wait after the start: sampling kernels are compiled and an idle worker prepares for grammars."""
 TESTS = ("single", "load", "long", "gap", "prefix")
 
 _LOAD_GOAL = Goal(0.75)
-_TTFT_GOAL = Goal(1.25, least=False, form=".2f", unit="x")
-_TOKEN_GOAL = Goal(1.25, least=False, form=".2f", unit="x")
+_TTFT_GOAL = Goal(1.25, is_minimum=False, form=".2f", unit="x")
+_TOKEN_GOAL = Goal(1.25, is_minimum=False, form=".2f", unit="x")
 _READY_GOALS = {
-    "cold": Goal(8, least=False, form=".0f", unit=" s"),
-    "warm": Goal(4, least=False, form=".0f", unit=" s"),
+    "cold": Goal(8, is_minimum=False, form=".0f", unit=" s"),
+    "warm": Goal(4, is_minimum=False, form=".0f", unit=" s"),
 }
 Line = tuple[str, str, str]
-"""What was measured, its value, and its goal."""
+"""Name of a figure, its value, and its goal."""
 Ceilings = dict[int, dict[str, Any]]
-"""Of scripts/ceiling.py, by rows; empty where it was not measured."""
+"""Output of scripts/ceiling.py by rows; empty if it was not measured."""
 
 
 class MeasurementError(Exception):
-    """A measurement had failed requests; figures of it would mislead."""
-
-
-def token_prompts(count: int, length: int, generator: random.Random, max_token_id: int) -> list[list[int]]:
-    """Prompts of random ordinary token ids (the first thousand hold bytes and special tokens)."""
-    return [[generator.randrange(1000, max_token_id) for _ in range(length)] for _ in range(count)]
+    """Failed requests during a measurement, which make its figures invalid."""
 
 
 def make_load(prompts: Sequence[list[int]], max_tokens: int, arrival: float = 0.0, first: int = 0) -> list[LoadRequest]:
-    """Requests for prompts, all at the same time."""
+    """Return one request per prompt, all with the same arrival."""
     return [LoadRequest(first + i, arrival, max_tokens, token_ids=prompt) for i, prompt in enumerate(prompts)]
 
 
 @dataclass
 class Bench:
-    """One server's measurements."""
+    """Measurements of one server."""
 
     target: Target
     processes: int
@@ -82,7 +76,7 @@ class Bench:
     async def run(
         self, requests: Sequence[LoadRequest], max_concurrency: int | None = None
     ) -> tuple[Summary, LoadResult]:
-        """Runs a load whose every request must succeed with exactly the tokens that it asked for."""
+        """Run a load in which every request must return exactly the requested number of tokens."""
         load = Load(self.target, requests, num_processes=self.processes, max_concurrency=max_concurrency)
         result = await load.run()
         summary = summarize(requests, result, {})
@@ -93,22 +87,20 @@ class Bench:
             )
         wanted = sum(request.max_tokens or 0 for request in requests)
         if summary.output_tokens != wanted:
-            raise MeasurementError(f"{summary.output_tokens} output tokens came, {wanted} were asked for")
+            raise MeasurementError(f"received {summary.output_tokens} output tokens, requested {wanted}")
         return summary, result
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Prompts that no earlier request had."""
-        return token_prompts(count, length, self.generator, self.max_token_id)
+        """Return random prompts of ordinary token ids; the first thousand ids hold bytes and special tokens."""
+        draw = self.generator.randrange
+        return [[draw(1000, self.max_token_id) for _ in range(length)] for _ in range(count)]
 
     async def streams(self, concurrency: int, length: int, max_tokens: int, rounds: int) -> tuple[Summary, LoadResult]:
-        """`rounds` prompts for each of `concurrency` streams."""
+        """Run `rounds` requests for each of `concurrency` streams."""
         return await self.run(make_load(self.prompts(concurrency * rounds, length), max_tokens), concurrency)
 
     async def gap(self, streams: int, prompt_length: int) -> dict[str, float | None]:
-        """Gaps between frames of running streams while a long prompt is read, and outside of that.
-
-        `ratio` is the 99th percentile inside over the median outside.
-        """
+        """Measure gaps between frames of running streams during the prefill of a long prompt, and at other times."""
         background = make_load(self.prompts(streams, 32), 320)
         long = make_load(self.prompts(1, prompt_length), 1, arrival=1.0, first=streams)
         _, result = await self.run([*background, *long])
@@ -118,7 +110,7 @@ class Bench:
         )
 
     async def prefix(self, length: int, repeats: int) -> dict[str, float | int | None]:
-        """Median TTFT of prompts read for the first time and again with another last word."""
+        """Measure the median TTFT of new prompts, and of the same prompts with another last token."""
         cold: list[float] = []
         warm: list[float] = []
         cached: list[int] = []
@@ -136,12 +128,12 @@ class Bench:
 
 
 def gap_figures(records: Sequence[Record], begin: float, end: float) -> dict[str, float | None]:
-    """Milliseconds of the gaps that end between two moments, and of those outside."""
+    """Return the gaps in milliseconds inside and outside an interval; `ratio` is inside p99 / outside median."""
     inside: list[float] = []
     outside: list[float] = []
     for record in records:
         for before, after in zip(record.frame_times, record.frame_times[1:]):
-            # A gap that reaches beyond the end still came from what happened inside.
+            # A gap that ends after the interval was still caused inside it.
             (inside if after > begin and before < end else outside).append((after - before) * 1e3)
     if len(inside) < 2 or not outside:
         return {"inside_median_ms": None, "inside_p99_ms": None, "outside_median_ms": None, "ratio": None}
@@ -155,35 +147,31 @@ def gap_figures(records: Sequence[Record], begin: float, end: float) -> dict[str
 
 
 def ideal_seconds(ceilings: Ceilings, prompt_tokens: int, output_tokens: int, rows: int, *, head: bool = True) -> float:
-    """Prompt tokens at the 512-row ceiling and output tokens at the ceiling of `rows`.
-
-    Args:
-        head: whether the product with the vocabulary counts for prompt tokens too.
-    """
+    """Return the ideal time of a load with `rows` streams; `head` includes the head for prompt tokens."""
     speed = ceilings[_PREFILL_ROWS]["tokens_per_second" if head else "tokens_per_second_without_head"]
     return prompt_tokens / float(speed) + output_tokens / float(ceilings[rows]["tokens_per_second"])
 
 
 def ideal_first_token(ceilings: Ceilings, *, head: bool = True) -> float:
-    """Seconds of a prompt of 128 tokens at the ceiling of as many rows; without `head` it has one row of that."""
+    """Return the ideal seconds of a prompt of 128 tokens; without `head`, the head is computed for one row."""
     one, prompt = ceilings[1], ceilings[_PROMPT_ROWS]
     return float(prompt["layers_seconds"]) + float((prompt if head else one)["head_seconds"])
 
 
 async def measure_ceilings(rows: Sequence[int]) -> Ceilings:
-    """Runs scripts/ceiling.py, in a process of its own so that no threads of it stay."""
+    """Run scripts/ceiling.py in a separate process, so that none of its threads remain."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "scripts.ceiling", "--rows", *map(str, sorted(set(rows))),
         stdout=asyncio.subprocess.PIPE, cwd=_ROOT,
     )  # fmt: skip
     output, _ = await process.communicate()
     if process.returncode != 0:
-        raise MeasurementError("the ceiling could not be measured")
+        raise MeasurementError("scripts/ceiling.py failed")
     return {int(key): value for key, value in json.loads(output.splitlines()[-1]).items()}
 
 
 def report_load(name: str, summary: Summary, ceilings: Ceilings, rows: int) -> tuple[list[Line], dict[str, Any]]:
-    """Table and JSON of a load of `rows` streams."""
+    """Return the table lines and the JSON figures of a load of `rows` streams."""
     figures: dict[str, Any] = {
         "seconds": summary.seconds,
         "output_tokens_per_second": summary.output_tokens_per_second,
@@ -210,7 +198,7 @@ def report_load(name: str, summary: Summary, ceilings: Ceilings, rows: int) -> t
 
 
 def report_single(summary: Summary, ceilings: Ceilings) -> tuple[list[Line], dict[str, Any]]:
-    """Latencies of one stream of 128 tokens beside the ceilings of 128 rows and of one."""
+    """Return table lines and JSON figures of one stream of 128 tokens beside the ceilings of 128 rows and of one."""
     if not ceilings or summary.ttft.p50 is None or summary.tpot.p50 is None:
         return [], {}
     first, least = (ideal_first_token(ceilings, head=head) * 1e3 for head in (True, False))
@@ -230,11 +218,12 @@ def report_single(summary: Summary, ceilings: Ceilings) -> tuple[list[Line], dic
 
 @dataclass
 class Measured:
-    """What a running server did.
+    """Measurements of a running server.
 
     Attributes:
-        loads: test -> streams, name and figures of each load.
-        gap, prefix: of these tests; None where they were not chosen.
+        loads: Test -> number of streams, name and figures.
+        gap: Figures of test gap; None if it was not selected.
+        prefix: Figures of test prefix; None if it was not selected.
     """
 
     loads: dict[str, tuple[int, str, Summary]]
@@ -243,8 +232,8 @@ class Measured:
 
 
 async def measure(bench: Bench, options: argparse.Namespace) -> Measured:
-    """All chosen measurements of a running server."""
-    await bench.streams(2, 32, 8, 1)  # the first requests pay for connections and threads
+    """Run the selected tests on a running server."""
+    await bench.streams(2, 32, 8, 1)  # warm-up: connections and threads
     measured = Measured({})
     loads = {"single": (1, _PROMPT_ROWS, 64, 4), "load": (options.concurrency, 128, 64, options.rounds),
              "long": (options.concurrency, 512, 128, 1)}  # fmt: skip
@@ -260,7 +249,7 @@ async def measure(bench: Bench, options: argparse.Namespace) -> Measured:
 
 
 def report(measured: Measured, ceilings: Ceilings) -> tuple[list[Line], dict[str, Any]]:
-    """Table and JSON."""
+    """Return the table lines and the JSON figures."""
     lines: list[Line] = []
     figures: dict[str, Any] = {}
     for key, (concurrency, name, summary) in measured.loads.items():
@@ -272,45 +261,45 @@ def report(measured: Measured, ceilings: Ceilings) -> tuple[list[Line], dict[str
     if (gap := measured.gap) is not None:
         figures["gap"] = gap
         values = [number(gap[key]) for key in ("inside_median_ms", "inside_p99_ms", "outside_median_ms", "ratio")]
-        lines.append(("token gap while 4000 tokens are read: median, p99 ms", ", ".join(values[:2]), ""))
+        lines.append(("token gap during prefill of 4000 tokens: median, p99 ms", ", ".join(values[:2]), ""))
         lines.append(("token gap otherwise: median ms; ratio", ", ".join(values[2:]), ""))
     if (prefix := measured.prefix) is not None:
         figures["prefix"] = prefix
         times = f"{number(prefix['cold_ttft_ms'])}, {number(prefix['warm_ttft_ms'])}"
-        lines.append(("TTFT of 1000 tokens: first, again ms", times, ""))
+        lines.append(("TTFT of 1000 tokens: new, cached ms", times, ""))
         lines.append(("  ratio; cached tokens", f"{number(prefix['ratio'])}; {prefix['cached_tokens']}", ""))
     return lines, figures
 
 
 def report_memory(pid: int) -> tuple[list[Line], dict[str, Any]]:
-    """What each of the server's processes holds now."""
+    """Return table lines and JSON figures of the resident memory of the server's processes."""
     held = {name: size / 2**20 for name, size in children_by_module(pid).items()}
     lines: list[Line] = [(f"RSS after the loads, {name}: MB", number(size), "") for name, size in held.items()]
     return lines, {"rss_mb": held}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of scripts/bench_serving."""
+    """Return the option parser of scripts/bench_serving."""
     p = Parser(prog="bench_serving", description=__doc__)
-    p.add_argument("--url", help="a running server's base URL (…/v1); default: start one")
+    p.add_argument("--url", help="base URL (.../v1) of a running server (default: start one)")
     p.add_argument("--api-key")
     p.add_argument("--tests", nargs="+", choices=TESTS, default=list(TESTS))
     p.add_argument("--concurrency", type=int, default=16)
     p.add_argument("--rounds", type=int, default=3, help="requests per stream in the main load")
-    p.add_argument("--processes", type=int, default=2, help="client processes")
-    p.add_argument("--max-token-id", type=int, default=40000, help="random prompts stay under this id")
-    p.add_argument("--no-ceiling", action="store_true", help="skip the ceiling (the model is not SmolLM2-135M)")
+    p.add_argument("--processes", type=int, default=2, help="number of client processes")
+    p.add_argument("--max-token-id", type=int, default=40000, help="upper limit of the token ids in random prompts")
+    p.add_argument("--no-ceiling", action="store_true", help="skip the ceiling, for models other than SmolLM2-135M")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("serve_arguments", nargs="*", help="after --: arguments for pelton serve")
+    p.add_argument("serve_arguments", nargs="*", help="after --: arguments of pelton serve")
     return p
 
 
 async def start(stack: AsyncExitStack, arguments: Sequence[str]) -> tuple[Server, list[Line], dict[str, Any]]:
-    """A server that has been started once before: how long it took with an empty cache, and how long now."""
+    """Start a server twice, with an empty and with a full cache, and return the second one with both times."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pelton-bench-")))
     async with serve(directory / "cache", directory / "log", arguments) as server:
         seconds = {"cold": server.ready_seconds}
-        await asyncio.sleep(_SETTLE_SECONDS)  # else what it compiles would be missing from the cache
+        await asyncio.sleep(_SETTLE_SECONDS)  # otherwise the cache would be incomplete
     server = await stack.enter_async_context(serve(directory / "cache", directory / "log", arguments))
     seconds["warm"] = server.ready_seconds
     await asyncio.sleep(_SETTLE_SECONDS)
@@ -324,7 +313,7 @@ async def start(stack: AsyncExitStack, arguments: Sequence[str]) -> tuple[Server
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measure and print the results."""
     lines: list[Line] = []
     figures: dict[str, Any] = {}
     rows = [1, options.concurrency, _PROMPT_ROWS, _PREFILL_ROWS]
@@ -352,7 +341,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def faster(before: Ceilings, after: Ceilings) -> Ceilings:
-    """The ceiling that counts: other programs can only make one too low, so of each part the faster figure."""
+    """Return the faster measurement of each part; other programs can only slow a measurement down."""
     found: Ceilings = {}
     for rows, one in before.items():
         times = {
@@ -365,19 +354,21 @@ def faster(before: Ceilings, after: Ceilings) -> Ceilings:
 
 
 def compare_ceilings(ceilings: Ceilings, after: Ceilings) -> list[Line]:
-    """Those before the loads and those after them; says on standard error where the machine moved."""
+    """Return lines with both measurements, and print a note to stderr for each ceiling that has changed."""
     lines: list[Line] = []
     for count, ceiling in ceilings.items():
         before, later = ceiling["tokens_per_second"], after[count]["tokens_per_second"]
         name = f"ceiling of {count} rows ({ceiling['kernel']}): before, after tok/s"
         lines.append((name, f"{number(before)}, {number(later)}", ""))
         if abs(later / before - 1) > _CEILING_DRIFT:
-            print(f"note: the ceiling of {count} rows moved; was the machine busy with others?", file=sys.stderr)
+            print(
+                f"note: the ceiling of {count} rows changed; other programs may have used the machine", file=sys.stderr
+            )
     return lines
 
 
 def main() -> int:
-    """Exit code 1 when a measurement failed."""
+    """Run the command; return 1 if a measurement failed."""
     try:
         asyncio.run(run(parser().parse_args()))
     except (MeasurementError, ServerError, ClientError, ReplayError) as error:

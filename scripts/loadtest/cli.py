@@ -1,4 +1,4 @@
-"""scripts/replay: options, and the run from trace to report."""
+"""Options and main program of scripts/replay."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import aiohttp
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from scripts.loadtest import arrivals, prompts, report
+from scripts.loadtest import prompts, report
 from scripts.loadtest.coordinator import ClientError, Load, LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Target
 from scripts.loadtest.statistics import GoodputError, parse_goodput, summarize
-from scripts.loadtest.traces import TraceError, read_trace
+from scripts.loadtest.traces import TraceError, poisson, read_trace, timed
 from shared.arguments import Parser
 
 
 class ReplayError(Exception):
-    """The replay cannot start; the message says why."""
+    """Replay that cannot start; the message gives the reason."""
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be larger than 0, not {text}")
+        raise argparse.ArgumentTypeError(f"must be greater than 0, not {text}")
     return value
 
 
@@ -43,41 +43,49 @@ def _count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of scripts/replay."""
-    p = Parser(prog="replay", description="Replays a trace against an OpenAI-compatible server.")
-    p.add_argument("trace", type=Path, help="Pelton's or Mooncake's JSONL, or the Azure LLM inference CSV")
+    """Return the option parser of scripts/replay."""
+    p = Parser(prog="replay", description="Replay a trace against an OpenAI-compatible server.")
+    p.add_argument("trace", type=Path, help="JSONL of Pelton or Mooncake, or CSV of the Azure LLM inference traces")
     p.add_argument("--url", default="http://127.0.0.1:8000/v1", help="base URL (default: %(default)s)")
     p.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
-    p.add_argument("--model", help="default: the first that /models names")
-    p.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    p.add_argument("--model", help="model name (default: the first one of /models)")
+    p.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="API key (default: $OPENAI_API_KEY)")
     when = p.add_argument_group("arrivals")
-    when.add_argument("--speed", type=_positive, default=1.0, help="replay the trace's times this much faster")
-    when.add_argument("--request-rate", type=_positive, help="Poisson arrivals per second instead; inf: all at once")
-    when.add_argument("--max-concurrency", type=_count, help="requests in flight, over all processes")
-    when.add_argument("--num-requests", type=_count, help="only the first N of the trace")
-    when.add_argument("--duration", type=_positive, help="send nothing after this many seconds")
-    when.add_argument("--seed", type=int, default=0, help="of arrivals and synthetic prompts")
+    when.add_argument("--speed", type=_positive, default=1.0, help="factor by which the recorded times are accelerated")
+    when.add_argument(
+        "--request-rate", type=_positive, help="use Poisson arrivals with this rate per second; inf sends all at once"
+    )
+    when.add_argument("--max-concurrency", type=_count, help="maximum number of requests in flight over all processes")
+    when.add_argument("--num-requests", type=_count, help="send only the first N requests of the trace")
+    when.add_argument("--duration", type=_positive, help="stop sending after this many seconds")
+    when.add_argument("--seed", type=int, default=0, help="seed of arrivals and synthetic prompts")
     what = p.add_argument_group("requests")
     what.add_argument("--max-input", type=_count, help="cut longer synthetic prompts to N tokens")
     what.add_argument("--max-output", type=_count, help="cut longer outputs to N tokens")
-    what.add_argument("--temperature", type=float, help="default: the server's")
-    what.add_argument("--ignore-eos", action="store_true", help="send ignore_eos, so that outputs have their length")
-    what.add_argument("--timeout", type=_positive, default=120.0, help="seconds of silence that end a request")
-    p.add_argument("--processes", type=_count, default=2, help="client processes (default: %(default)s)")
-    p.add_argument("--goodput", nargs="+", default=[], metavar="BOUND:MS", help="ttft:500 tpot:50 itl:200 e2el:5000")
-    p.add_argument("--output", type=Path, metavar="DIR", help="write summary.json, requests.jsonl and replay.png there")
-    p.add_argument("--no-plot", action="store_true", help="write no PNG")
+    what.add_argument("--temperature", type=float, help="sampling temperature (default: that of the server)")
+    what.add_argument(
+        "--ignore-eos", action="store_true", help="send ignore_eos, so that outputs have the recorded length"
+    )
+    what.add_argument(
+        "--timeout", type=_positive, default=120.0, help="seconds without data after which a request fails"
+    )
+    p.add_argument("--processes", type=_count, default=2, help="number of client processes (default: %(default)s)")
+    p.add_argument(
+        "--goodput", nargs="+", default=[], metavar="BOUND:MS", help="bounds such as ttft:500 tpot:50 itl:200 e2el:5000"
+    )
+    p.add_argument("--output", type=Path, metavar="DIR", help="folder for summary.json, requests.jsonl and replay.png")
+    p.add_argument("--no-plot", action="store_true", help="do not write the PNG")
     return p
 
 
 async def prepare_target(options: argparse.Namespace, *, synthetic: bool) -> tuple[Target, str]:
-    """Finds the model's name and, for synthetic prompts, the words that are single tokens.
+    """Find the name of the model and, for synthetic prompts, words that are single tokens.
 
     Returns:
-        The target, and how prompt lengths are made.
+        The target, and a description of how prompts of a given length are made.
 
     Raises:
-        ReplayError: the server does not answer, or names no model.
+        ReplayError: The server does not respond or lists no model.
     """
     url = options.url.rstrip("/")
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
@@ -87,47 +95,43 @@ async def prepare_target(options: argparse.Namespace, *, synthetic: bool) -> tup
         target = Target(url, options.endpoint, model, options.api_key, options.ignore_eos, options.temperature,
                         options.timeout, list(prompts.CANDIDATES), options.seed)  # fmt: skip
         if not synthetic:
-            return target, "the trace's own text"
+            return target, "text from the trace"
         try:
             words, overhead = await prompts.calibrate(prompts.Tokenizer(session, url, model), options.endpoint)
         except prompts.TokenizeError as error:
-            return target, f"a token a word, estimated ({error})"
+            return target, f"assumed one token per word ({error})"
         return replace(target, words=words, prompt_overhead=overhead), (
-            f"{len(words)} words of one token each by /tokenize, {overhead} tokens of template"
+            f"{len(words)} words of one token each (/tokenize), {overhead} tokens added by the server"
         )
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The first model that the server lists.
-
-    Raises:
-        ReplayError: it cannot be had.
-    """
+    """Return the first model that the server lists. Raises ReplayError if there is none."""
     try:
         async with session.get(f"{url}/models") as response:
             if response.status != 200:
-                raise ReplayError(f"{url}/models answered {response.status}; name the model with --model")
+                raise ReplayError(f"{url}/models returned status {response.status}; set --model")
             return str((await response.json(content_type=None))["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ReplayError(f"{url} does not answer: {error}") from None
+        raise ReplayError(f"{url} does not respond: {error}") from None
     except (ValueError, LookupError, TypeError):
-        raise ReplayError(f"{url}/models names no model; use --model") from None
+        raise ReplayError(f"{url}/models lists no model; set --model") from None
 
 
 def load_requests(options: argparse.Namespace) -> list[LoadRequest]:
-    """The trace with the arrivals that the options ask for."""
+    """Read the trace and set the arrivals according to the options."""
     requests = read_trace(options.trace, max_input=options.max_input, max_output=options.max_output)
     if options.num_requests is not None:
         if options.num_requests > len(requests):
-            raise ReplayError(f"--num-requests {options.num_requests}: the trace has {len(requests)}")
+            raise ReplayError(f"--num-requests {options.num_requests}: the trace has only {len(requests)} requests")
         requests = requests[: options.num_requests]
     if options.request_rate is not None:
-        return arrivals.poisson(requests, options.request_rate, options.seed)
-    return arrivals.timed(requests, options.speed)
+        return poisson(requests, options.request_rate, options.seed)
+    return timed(requests, options.speed)
 
 
 async def run(options: argparse.Namespace) -> tuple[Sequence[LoadRequest], LoadResult]:
-    """Replays; Ctrl-C ends it early and keeps what there is."""
+    """Replay the trace; Ctrl-C ends it early and keeps the records so far."""
     requests = load_requests(options)
     target, lengths = await prepare_target(options, synthetic=any(request.segments for request in requests))
     print(f"{len(requests)} requests over {requests[-1].arrival:.1f} s to {target.url} ({target.model}); "
@@ -156,7 +160,7 @@ async def run(options: argparse.Namespace) -> tuple[Sequence[LoadRequest], LoadR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 when nothing completed or the replay could not start, 130 when interrupted."""
+    """Run the command; return 0, 1 if no request completed or the replay could not start, or 130 if interrupted."""
     options = parser().parse_args(argv)
     try:
         bounds = parse_goodput(options.goodput)
@@ -172,10 +176,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings["finished_at"] = datetime.now(UTC).isoformat(timespec="seconds")
         paths = report.write_results(options.output, summary, requests, result, settings)
         if not options.no_plot:
-            from scripts.loadtest.plot import write_plot  # matplotlib takes a second to import
+            from scripts.loadtest.plot import write_plot  # importing matplotlib takes a second
 
             paths.append(write_plot(options.output / "replay.png", summary, result))
         print("wrote " + ", ".join(str(path) for path in paths), file=sys.stderr)
     if result.interrupted:
         return 130
     return 0 if summary.num_completed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""A client process: takes commands on stdin, writes events on stdout.
+"""Client process that sends streamed requests: it reads commands from stdin and writes events to stdout.
 
-Bodies are built when a request is announced, ahead of its time, so that writing a long prompt delays nothing.
+The body of a request is built when it is announced, ahead of its time, so that a long prompt causes no delay.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import os
 import resource
 import sys
 import time
+from typing import Any
 
 import aiohttp
+import orjson
 
-from scripts.loadtest.client import endpoint_url, request_body, send
+from scripts.loadtest.prompts import prompt_of
 from scripts.loadtest.records import (
     MAX_LINE_BYTES,
     Cancel,
@@ -22,6 +24,7 @@ from scripts.loadtest.records import (
     Event,
     Finish,
     Go,
+    LoadRequest,
     Prepare,
     Ready,
     Record,
@@ -32,15 +35,133 @@ from scripts.loadtest.records import (
     encode_line,
 )
 
+_MAX_MESSAGE = 300
+
+
+def request_body(target: Target, request: LoadRequest) -> bytes:
+    """Return the JSON body of a request."""
+    prompt = prompt_of(request, target.words, target.seed, target.prompt_overhead)
+    body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
+    if target.endpoint == "chat":
+        if not isinstance(prompt, str):
+            raise ValueError("token ids can only be sent to the completions endpoint")
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    if request.max_tokens is not None:
+        body["max_tokens"] = request.max_tokens
+    if target.temperature is not None:
+        body["temperature"] = target.temperature
+    if target.ignore_eos:
+        body["ignore_eos"] = True
+    return orjson.dumps(body)
+
+
+def endpoint_url(target: Target) -> str:
+    """Return the URL of the target's endpoint."""
+    return target.url + ("/chat/completions" if target.endpoint == "chat" else "/completions")
+
+
+async def send(session: aiohttp.ClientSession, url: str, body: bytes, record: Record) -> None:
+    """Post a body and fill the record until the stream ends. On cancellation its error is `interrupted`."""
+    record.sent = time.monotonic()
+    try:
+        async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+            record.status = response.status
+            if response.status != 200:
+                record.retry_after = response.headers.get("Retry-After")
+                _fail(record, f"http_{response.status}", _error_message(await response.content.read(65536)))
+            else:
+                await _read_stream(response, record)
+    except TimeoutError:
+        _fail(record, "timeout", "no data arrived within the time limit")
+    except aiohttp.ClientConnectorError as error:
+        _fail(record, "connect", str(error))
+    except (aiohttp.ClientError, ConnectionError) as error:
+        # Before the status line the request was refused or dropped, after it the stream was cut off.
+        _fail(record, "truncated" if record.status is not None else "connect", f"{type(error).__name__}: {error}")
+    except asyncio.CancelledError:
+        _fail(record, "interrupted", "")
+        raise
+    finally:
+        record.done = time.monotonic()
+        if not record.tokens_from_usage:
+            record.output_tokens = len(record.frame_times)
+
+
+async def _read_stream(response: aiohttp.ClientResponse, record: Record) -> None:
+    if not response.content_type.startswith("text/event-stream"):
+        _fail(record, "bad_frame", f"the response is {response.content_type}, not an event stream")
+        return
+    rest = b""
+    async for chunk in response.content.iter_any():
+        now = time.monotonic()
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):  # comments keep the connection alive; blank lines end events
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                if record.error is None and record.finish_reason is None:
+                    _fail(record, "truncated", "[DONE] arrived without a finish reason")
+                return
+            if not _read_frame(data, now, record):
+                return
+    if record.error is None:
+        _fail(record, "truncated", "the stream ended without [DONE]")
+
+
+def _read_frame(data: bytes, now: float, record: Record) -> bool:
+    """Add a frame to the record; return False if reading must stop."""
+    try:
+        frame = orjson.loads(data)
+        if "error" in frame:
+            _fail(record, "stream_error", _error_message(data))
+            return True
+        for choice in frame.get("choices") or ():
+            if _has_text(choice):
+                record.frame_times.append(now)
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        usage = frame.get("usage")
+        if usage:
+            record.prompt_tokens = usage.get("prompt_tokens")
+            record.output_tokens = usage["completion_tokens"]
+            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            record.tokens_from_usage = True
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        _fail(record, "bad_frame", f"{type(error).__name__} in {data[:100].decode(errors='replace')}")
+        return False
+    return True
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _fail(record: Record, kind: str, message: str) -> None:
+    if record.error is None:
+        record.error = kind
+        record.message = message[:_MAX_MESSAGE]
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return body.decode(errors="replace")
+
 
 def cpu_seconds() -> float:
-    """Processor time of this process so far, user and system."""
+    """Return the CPU time of this process, user and system."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 class ClientProcess:
-    """Sends what the coordinator orders and reports each request once."""
+    """Executor of the coordinator's commands, which reports each request exactly once."""
 
     def __init__(self, target: Target, session: aiohttp.ClientSession) -> None:
         self._target = target
@@ -50,7 +171,7 @@ class ClientProcess:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, command: Command) -> None:
-        """Carries out one command; requests run as tasks."""
+        """Execute one command; requests run as tasks."""
         match command:
             case Prepare(request):
                 self._bodies[request.index] = request_body(self._target, request)
@@ -67,7 +188,7 @@ class ClientProcess:
                 raise ValueError(f"unexpected command {type(command).__name__}")
 
     async def finish(self) -> None:
-        """Waits for what is still in flight."""
+        """Wait for the requests in flight."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, index: int, due: float) -> None:
@@ -77,20 +198,20 @@ class ClientProcess:
             await send(self._session, self._url, self._bodies.pop(index), record)
         except asyncio.CancelledError:
             record.error = record.error or "interrupted"
-        except Exception as error:  # noqa: BLE001 - a record must come back, or the coordinator waits for ever
+        except Exception as error:  # noqa: BLE001 - without a record the coordinator would wait forever
             record.error, record.message = "client", f"{type(error).__name__}: {error}"
         _emit(record)
 
 
 def _emit(event: Event) -> None:
-    # A pipe of blocking writes: the coordinator reads all the time, and a line is mostly under 64 KiB.
+    # Writes to the pipe block; the coordinator reads continuously, and most lines are under 64 KiB.
     view = memoryview(encode_line(event))
     while view:
         view = view[os.write(1, view) :]
 
 
 async def main() -> None:
-    """Runs until the coordinator says so or its end of the pipe closes."""
+    """Run until the Finish command or the end of the input."""
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     setup = command_decoder.decode(await reader.readline())
@@ -109,7 +230,7 @@ async def main() -> None:
                 break
             client.handle(command)
         else:
-            client.handle(Cancel())  # the coordinator is gone
+            client.handle(Cancel())  # the coordinator has exited
         await client.finish()
         _emit(Cost(cpu_seconds() - start))
 

@@ -1,8 +1,8 @@
-"""Runs a load: starts client processes, gives each request out at its time, and gathers the records.
+"""Coordinator of a load: starts client processes, dispatches each request at its time, and collects the records.
 
-Concurrency and order are decided here, in one place; the processes only send. A request is announced ahead of
-its time (its body is then built by the client) and released either just before it is due or, under a limit
-on concurrency, when another has ended.
+The coordinator decides order and concurrency; the processes only send. A request is announced ahead of its time, so
+that the client builds its body. It is released just before it is due or, with a concurrency limit, when another request
+has ended.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from scripts.loadtest.records import (
 )
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LEAD_SECONDS = 0.05  # a release travels to its client this long before it is due
+_LEAD_SECONDS = 0.05  # time from the release of a request to its due time
 _PREPARE_AHEAD = 64  # bodies built ahead, per process
 _EXIT_SECONDS = 10.0
 
 
 class ClientError(Exception):
-    """A client process died or did not start."""
+    """Unexpected end of a client process."""
 
 
 @dataclass
 class LoadResult:
-    """Records by index, and what the load generator itself cost.
+    """Records by index, and the cost of the load generator.
 
-    `start` and `end` are monotonic seconds; `cpu_share` is the part of all processors that the load generator used.
+    `start` and `end` are monotonic seconds; `cpu_share` is the load generator's share of all CPUs.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -61,14 +61,15 @@ class LoadResult:
 
 
 class Load:
-    """One load, to be run once.
+    """One load, which can be run once.
 
     Args:
-        requests: ordered by arrival.
-        num_processes: client processes.
-        max_concurrency: requests in flight over all processes; None: no limit.
-        duration: seconds after which nothing more is sent; None: until all are.
-        on_record: called for each record as it comes.
+        target: Server and options of the requests.
+        requests: Requests in order of arrival.
+        num_processes: Number of client processes.
+        max_concurrency: Maximum number of requests in flight over all processes; None for no limit.
+        duration: Seconds after which no more requests are sent; None to send all.
+        on_record: Callback for each record.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Load:
         self._result = LoadResult(num_offered=len(requests))
 
     def interrupt(self) -> None:
-        """Sends nothing more and breaks off what is in flight; `run` then returns what there is."""
+        """Stop sending and cancel the requests in flight; `run` then returns the records so far."""
         self._result.interrupted = True
         self._stopping.set()
         self._changed.set()
@@ -103,10 +104,10 @@ class Load:
             process.send(Cancel())
 
     async def run(self) -> LoadResult:
-        """Runs the load to its end.
+        """Run the load.
 
         Raises:
-            ClientError: a client process died.
+            ClientError: A client process ended unexpectedly.
         """
         cpu_start = cpu_seconds()
         try:
@@ -146,7 +147,7 @@ class Load:
                 waiter.cancel()
             for reader in readers:
                 if reader.done():
-                    raise ClientError("a client process died")
+                    raise ClientError("a client process ended unexpectedly")
         dispatch.result()
 
     def _shut_down(self, readers: list[asyncio.Task[None]]) -> list[asyncio.Future[None]]:
@@ -161,7 +162,7 @@ class Load:
             if not await self._wait_until(due - _LEAD_SECONDS) or not await self._acquire():
                 return
             self._outstanding.add(request.index)
-            # Held back by the concurrency limit, it is due now: that wait is the limit's, not the client's.
+            # A request delayed by the concurrency limit is due now, so that the delay is not charged to the client.
             late = self._permits is not None and time.monotonic() > due
             self._process_of(position).send(Go(request.index, time.monotonic() if late else due))
 
@@ -169,14 +170,14 @@ class Load:
         return self._processes[position % len(self._processes)]
 
     def _announce(self, up_to: int) -> None:
-        """Has bodies built for requests up to this position and for those that follow it."""
+        """Announce requests up to this position and some that follow it."""
         end = min(len(self._requests), up_to + _PREPARE_AHEAD * self._num_processes)
         while self._num_announced < end:
             self._process_of(self._num_announced).send(Prepare(self._requests[self._num_announced]))
             self._num_announced += 1
 
     async def _wait_until(self, moment: float) -> bool:
-        """False when the load is to stop before then."""
+        """Wait until a time; return False if the load stops before it."""
         if self._duration is not None and moment > self._result.start + self._duration:
             return False
         delay = moment - time.monotonic()
@@ -205,7 +206,7 @@ class Load:
 
 
 class _Process:
-    """A client process and its pipes."""
+    """Client process and its pipes."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -217,14 +218,14 @@ class _Process:
             sys.executable, "-P", "-m", "scripts.loadtest.client_process",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
             env={**os.environ, "PYTHONPATH": str(_ROOT)},
-            start_new_session=True,  # Ctrl-C is for the coordinator, which still wants the records
+            start_new_session=True,  # Ctrl-C must only reach the coordinator, which collects the records
         )  # fmt: skip
         self = cls(process)
         self.send(Setup(target))
         return self
 
     async def ready(self) -> None:
-        """Waits until all commands so far are carried out."""
+        """Wait until all previous commands are done."""
         self.send(Sync())
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
@@ -237,7 +238,7 @@ class _Process:
             self._process.stdin.write(encode_line(command))
 
     async def records(self) -> AsyncIterator[Record]:
-        """Records until the process says what it cost, or its output ends."""
+        """Yield records until the process reports its cost or its output ends."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             event = event_decoder.decode(line)
@@ -248,7 +249,7 @@ class _Process:
                 yield event
 
     async def end(self) -> None:
-        """Closes its input and waits for its exit; kills it when that takes too long."""
+        """Close the input and wait for the exit; kill the process after a time limit."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

@@ -1,8 +1,8 @@
 """Synthetic prompts of a given number of tokens.
 
-Prompts are made of words that are one token each for the server's tokenizer, so n words are n tokens. Which words
-those are is asked of the server's /tokenize once; where it has none, every word is taken for one token, which
-is close for vocabularies of 30,000 and more, and the report shows the true number from the server's usage.
+Prompts consist of words that are one token each for the server's tokenizer. These words are found by calls of the
+server's /tokenize endpoint. Without that endpoint, every word is assumed to be one token, which is accurate for
+vocabularies of 30,000 and more; the report shows the actual number from the server's usage.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CountTokens = Callable[[str], Awaitable[int]]
 
 
 class TokenizeError(Exception):
-    """The server has no usable /tokenize."""
+    """Failure to count tokens with the server's /tokenize."""
 
 
 def words_text(words: Sequence[str], seed: int, segments: Sequence[Segment]) -> str:
-    """Text of the segments: words drawn by (seed, segment key), joined by spaces, the first with a space before it."""
+    """Return random words for the segments, seeded by (seed, segment key), each with a space before it."""
     parts: list[str] = []
     for segment in segments:
         parts += random.Random(f"{seed}/{segment.key}").choices(words, k=segment.num_tokens)
@@ -51,18 +51,18 @@ def words_text(words: Sequence[str], seed: int, segments: Sequence[Segment]) -> 
 
 
 def shorten(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
-    """Takes tokens off the end, so that shared prefixes stay; at least one token is left."""
-    left = max(1, sum(segment.num_tokens for segment in segments) - num_tokens)
+    """Remove tokens at the end, so that shared prefixes remain; at least one token is kept."""
+    remaining = max(1, sum(segment.num_tokens for segment in segments) - num_tokens)
     result = []
     for segment in segments:
-        if left > 0:
-            result.append(Segment(segment.key, min(segment.num_tokens, left)))
-            left -= result[-1].num_tokens
+        if remaining > 0:
+            result.append(Segment(segment.key, min(segment.num_tokens, remaining)))
+            remaining -= result[-1].num_tokens
     return result
 
 
 def prompt_of(request: LoadRequest, words: Sequence[str], seed: int, overhead: int) -> str | list[int]:
-    """Text or token ids to send for a request."""
+    """Return the text or the token ids of a request's prompt."""
     if request.token_ids is not None:
         return request.token_ids
     if request.text is not None:
@@ -71,10 +71,10 @@ def prompt_of(request: LoadRequest, words: Sequence[str], seed: int, overhead: i
 
 
 async def single_token_words(count: CountTokens, candidates: Sequence[str] = CANDIDATES) -> list[str]:
-    """Those candidates that are one token each when a space stands before them.
+    """Return the candidates that are one token each with a space before them.
 
-    `count` gives the tokens of a text. Groups are tried whole and halved where they have too many, so that
-    a usual vocabulary takes a dozen calls.
+    `count` returns the number of tokens of a text. Groups of words are tested together and halved if they have too many
+    tokens, so that a typical vocabulary needs about a dozen calls.
     """
     probe = " the the the"
     overhead = 2 * await count(probe) - await count(probe + probe)
@@ -94,7 +94,7 @@ async def single_token_words(count: CountTokens, candidates: Sequence[str] = CAN
 
 
 class Tokenizer:
-    """The server's /tokenize: of `prompt` or `messages`, as vLLM and Pelton have it, or of `content`, as llama.cpp."""
+    """Client of the server's /tokenize, with the fields of vLLM and Pelton or those of llama.cpp."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session = session
@@ -102,53 +102,55 @@ class Tokenizer:
         self._model = model
 
     async def count(self, text: str) -> int:
-        """Tokens of a text, with what the tokenizer adds by itself."""
+        """Return the number of tokens of a text, including tokens that the tokenizer adds."""
         answer = await self._post("/tokenize", {"model": self._model, "prompt": text})
         return _count_of(answer) if "count" in answer else await self._count_content(text)
 
     async def count_chat(self, text: str) -> int:
-        """Tokens of a user message with the chat template around it."""
+        """Return the number of tokens of a user message in the chat template."""
         messages = [{"role": "user", "content": text}]
         answer = await self._post("/tokenize", {"model": self._model, "messages": messages})
         if "count" in answer:
             return _count_of(answer)
         prompt = (await self._post("/apply-template", {"messages": messages})).get("prompt")
         if not isinstance(prompt, str):
-            raise TokenizeError("/tokenize takes no messages, and /apply-template answered without `prompt`")
+            raise TokenizeError(
+                "/tokenize does not support messages, and the response of /apply-template has no `prompt`"
+            )
         return await self._count_content(prompt)
 
     async def _count_content(self, text: str) -> int:
-        # llama.cpp's server gives no tokens for the fields that it does not know, and no error.
+        # The server of llama.cpp returns no tokens and no error for fields that it does not know.
         tokens = (await self._post("/tokenize", {"content": text, "add_special": True})).get("tokens")
         if not isinstance(tokens, list) or not tokens:
-            raise TokenizeError("/tokenize answered with neither `count` nor `tokens`")
+            raise TokenizeError("the response of /tokenize has neither `count` nor `tokens`")
         return len(tokens)
 
     async def _post(self, path: str, body: dict[str, object]) -> dict[str, object]:
         try:
             async with self._session.post(self._url + path, json=body) as response:
                 if response.status != 200:
-                    raise TokenizeError(f"{path} answered {response.status}")
+                    raise TokenizeError(f"{path} returned status {response.status}")
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise TokenizeError(f"{path} failed: {error}") from None
         if not isinstance(answer, dict):
-            raise TokenizeError(f"{path} answered with no object")
+            raise TokenizeError(f"{path} did not return a JSON object")
         return answer
 
 
 def _count_of(answer: dict[str, object]) -> int:
     count = answer["count"]
     if not isinstance(count, int):
-        raise TokenizeError("/tokenize answered with a `count` that is no number")
+        raise TokenizeError("/tokenize returned a `count` that is not an integer")
     return count
 
 
 async def calibrate(tokenizer: Tokenizer, endpoint: Endpoint) -> tuple[list[str], int]:
-    """Words of one token each, and the tokens that the endpoint adds to a prompt.
+    """Return words of one token each and the number of tokens that the endpoint adds to a prompt.
 
     Raises:
-        TokenizeError: the server has no /tokenize, or its vocabulary has too few of the words.
+        TokenizeError: The server has no /tokenize, or too few words are single tokens.
     """
     words = await single_token_words(tokenizer.count)
     if len(words) < 32:

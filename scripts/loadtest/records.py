@@ -1,4 +1,4 @@
-"""What coordinator and client processes say to each other: one JSON object a line, over stdin and stdout.
+"""Messages between the coordinator and client processes: one JSON object per line, over stdin and stdout.
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
 """
@@ -13,16 +13,16 @@ Endpoint = Literal["chat", "completions"]
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A run of synthetic words. Equal keys give equal words, so that prefixes are really shared."""
+    """Sequence of synthetic words. Equal keys give equal words, so that prefixes are shared."""
 
     key: str
     num_tokens: int
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """One request of a load. Exactly one of text, token_ids and segments is its prompt.
+    """One request of a load, with exactly one of text, token_ids and segments as its prompt.
 
-    `arrival` is in seconds from the start of the load. `max_tokens` None leaves the length to the server.
+    `arrival` is in seconds from the start of the load. The server chooses the length if `max_tokens` is None.
     """
 
     index: int
@@ -34,14 +34,14 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Tokens that the prompt should have; None where only its text is known."""
+        """Intended number of prompt tokens; None for a prompt given as text."""
         if self.token_ids is not None:
             return len(self.token_ids)
         return None if self.text is not None else sum(segment.num_tokens for segment in self.segments)
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where requests go and how they are written."""
+    """Server and options of the requests."""
 
     url: str
     endpoint: Endpoint
@@ -52,60 +52,60 @@ class Target(msgspec.Struct, frozen=True):
     timeout: float = 120.0
     words: list[str] = []
     seed: int = 0
-    # Tokens that chat template or begin-of-text add to a prompt; synthetic prompts are shortened by them.
+    # Tokens that the chat template or begin-of-text adds; synthetic prompts are shortened by this number.
     prompt_overhead: int = 0
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """First command."""
+    """First command, with the target of all requests."""
 
     target: Target
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Build this request's body; it is sent later."""
+    """Command to build the body of a request, which is sent later."""
 
     request: LoadRequest
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """Send a prepared request at `due`."""
+    """Command to send a prepared request at `due`."""
 
     index: int
     due: float
 
 
 class Sync(msgspec.Struct, frozen=True, tag="sync"):
-    """Answer `Ready`: all that came before is done."""
+    """Command to respond with `Ready` when all previous commands are done."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Break off what is in flight; each request still gives its record."""
+    """Command to cancel the requests in flight; each still gives its record."""
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """Nothing more comes: say what it cost and exit."""
+    """Last command: report the cost and exit."""
 
 
 Command = Setup | Prepare | Sync | Go | Cancel | Finish
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The client has done what came before a `Sync`."""
+    """Event after all commands before a `Sync` are done."""
 
 
 class Record(msgspec.Struct, tag="record"):
-    """What became of one request.
+    """Result of one request.
 
-    `error` is None for a stream that ended as it should ([DONE] after a finish reason), else a kind: `http_429`,
-    `connect`, `timeout`, `truncated`, `stream_error`, `bad_frame`, `interrupted`.
+    `error` is None for a complete stream ([DONE] after a finish reason), otherwise one of `http_429` (or another
+    status), `connect`, `timeout`, `truncated`, `stream_error`, `bad_frame`, `interrupted`, `client`.
     """
 
     index: int
     due: float
     sent: float
     done: float
-    frame_times: list[float] = []  # arrival of each frame that carried text
+    frame_times: list[float] = []  # arrival of each frame with text
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int = 0
@@ -118,7 +118,7 @@ class Record(msgspec.Struct, tag="record"):
 
 
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
-    """Processor seconds that a client process used between its setup and its end."""
+    """CPU seconds of a client process from its setup to its end."""
 
     cpu_seconds: float
 
@@ -129,10 +129,10 @@ _encoder = msgspec.json.Encoder()
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
-# A record of a 100,000-token stream is some 2 MB; a prompt of text can be as long as a body may be.
+# A record of a stream of 100,000 tokens has about 2 MB, and a prompt can be as long as a request body.
 MAX_LINE_BYTES = 64 << 20
 
 
 def encode_line(message: Command | Event) -> bytes:
-    """One line, newline included."""
+    """Encode a message as one line, including the newline."""
     return _encoder.encode(message) + b"\n"

@@ -1,4 +1,4 @@
-"""The table on the terminal and the JSON files."""
+"""Report of a load: the table on the terminal and the JSON files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from scripts.loadtest.coordinator import LoadResult
 from scripts.loadtest.records import LoadRequest
 from scripts.loadtest.statistics import Distribution, Summary
 
-# Above these the load generator itself shows in the figures.
+# Above these thresholds the load generator distorts the figures.
 _LAG_WARNING_MS = 20.0
 _CPU_WARNING = 0.25
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Columns: the first to the left, the others to the right."""
+    """Format a table; the first column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -30,7 +30,7 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits or so, without exponents."""
+    """Format a number with about three significant digits and without an exponent."""
     if value is None:
         return "-"
     if abs(value) >= 100:
@@ -43,7 +43,7 @@ def _row(name: str, d: Distribution) -> list[str]:
 
 
 def render(summary: Summary) -> str:
-    """The whole report as text."""
+    """Return the report as text."""
     s = summary
     latencies = [
         _row("TTFT", s.ttft), _row("TPOT", s.tpot), _row("ITL", s.itl), _row("E2E", s.e2el),
@@ -70,7 +70,7 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
         ("requests", sent + (f", {s.num_not_sent} not sent" if s.num_not_sent else "")),
         ("throughput", rates),
         ("tokens", f"{s.prompt_tokens:,} prompt ({s.cached_tokens:,} cached), {s.output_tokens:,} output"),
-        ("concurrency", f"{s.max_concurrency_seen} at most"),
+        ("concurrency", f"at most {s.max_concurrency_seen}"),
     ]
     if s.goodput_share is not None:
         bounds = ", ".join(f"{name} <= {number(bound)} ms" for name, bound in s.goodput_bounds.items())
@@ -81,34 +81,34 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
         facts.append(("held by limit", f"p50 {number(s.limit_wait.p50)} ms, p99 {number(s.limit_wait.p99)} ms"))
     lag = s.schedule_lag
     late = f"sent late by p50 {number(lag.p50)} ms, p99 {number(lag.p99)} ms"
-    facts.append(("client", f"{s.client_cpu_share:.1%} of this machine's processors; {late}"))
-    facts.append(("errors", f"{sum(s.errors.values())}, of them {s.errors.get('http_429', 0)} answers 429"))
+    facts.append(("client", f"{s.client_cpu_share:.1%} of the CPUs of this machine; {late}"))
+    facts.append(("errors", f"{sum(s.errors.values())}, {s.errors.get('http_429', 0)} of them 429 responses"))
     return facts
 
 
 def notes(s: Summary) -> list[str]:
-    """What a reader must know before trusting the figures."""
+    """Return notes about conditions that affect the figures."""
     found = []
     if s.interrupted:
-        found.append("interrupted; the figures are of what had ended by then")
+        found.append("interrupted; the figures cover the requests that had ended by then")
     if s.num_completed and not s.tokens_from_usage:
         found.append("the server sent no usage; frames were counted as tokens")
     if s.frames_per_token is not None and s.frames_per_token < 0.9:
-        found.append(f"{s.frames_per_token:.2f} frames with text per token: ITL is between frames, not tokens")
+        found.append(f"{s.frames_per_token:.2f} frames with text per token: ITL is measured between frames, not tokens")
     error = s.prompt_length_error
     if error.mean is not None and abs(error.mean) >= 1:
-        found.append(f"prompts had {error.mean:+.1f} tokens against the lengths wanted (mean)")
+        found.append(f"prompts differed from the intended lengths by {error.mean:+.1f} tokens (mean)")
     if s.schedule_lag.p99 is not None and s.schedule_lag.p99 > _LAG_WARNING_MS:
-        found.append("the client sent late; use more --processes or a machine of its own")
+        found.append("requests were sent late; use more --processes or a separate machine for the client")
     if s.client_cpu_share > _CPU_WARNING:
-        found.append("the client took much processor time; on the server's machine that slows the server")
+        found.append("the client used much CPU time, which slows a server on the same machine")
     return found
 
 
 def write_results(
     directory: Path, summary: Summary, requests: Sequence[LoadRequest], result: LoadResult, settings: dict[str, Any]
 ) -> list[Path]:
-    """Writes summary.json and requests.jsonl; moments are seconds from the load's start."""
+    """Write summary.json and requests.jsonl, with times in seconds from the start of the load."""
     directory.mkdir(parents=True, exist_ok=True)
     by_index = {request.index: request for request in requests}
     summary_path, requests_path = directory / "summary.json", directory / "requests.jsonl"

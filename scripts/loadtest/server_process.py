@@ -1,4 +1,4 @@
-"""A `pelton serve` of the benchmark's own, on a free loopback port."""
+"""Process of `pelton serve` on a free loopback port, for benchmarks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STOP_SECONDS = 40.0
 
 
 class ServerError(Exception):
-    """The server did not become ready."""
+    """Failure of the server to become ready."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs. `ready_seconds` is from its start to the first 200 of /ready; `pid` its supervisor's."""
+    """Running server; `ready_seconds` is the time to the first 200 of /ready, `pid` the supervisor's."""
 
     url: str
     ready_seconds: float
@@ -35,7 +35,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A loopback port that nothing listens on now."""
+    """Return a free loopback port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -43,13 +43,13 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def serve(cache_dir: Path, log: Path, arguments: Sequence[str]) -> AsyncIterator[Server]:
-    """Runs a server until the block ends; then SIGTERM, and SIGKILL to its group when that takes too long.
+    """Run a server until the end of the block, then stop it with SIGTERM, and after a time limit with SIGKILL.
 
     Raises:
-        ServerError: it exits or is not ready in time; the message ends with the log's last lines.
+        ServerError: The server exits or is not ready in time; the message ends with the last lines of the log.
     """
     port = free_port()
-    # Short: the paths of sockets have a limit.
+    # The directory is short, because the length of socket paths is limited.
     with tempfile.TemporaryDirectory(prefix="pelton-", dir="/tmp") as runtime_dir:
         command = [sys.executable, "-P", "-m", "shared.cli", "serve", "--host", "127.0.0.1", "--port", str(port),
                    "--runtime-dir", runtime_dir, "--cache-dir", str(cache_dir), *arguments]  # fmt: skip

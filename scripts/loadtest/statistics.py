@@ -1,4 +1,4 @@
-"""From records to the figures of a load. Latencies are in milliseconds, moments in seconds from the load's start."""
+"""Figures of a load computed from its records. Latencies are in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ Bound = Literal["ttft", "tpot", "itl", "e2el"]
 
 
 class GoodputError(ValueError):
-    """A goodput bound that cannot be read."""
+    """Invalid goodput bound."""
 
 
 def parse_goodput(bounds: Sequence[str]) -> dict[Bound, float]:
-    """Reads `ttft:500` (milliseconds).
+    """Parse bounds like `ttft:500`, in milliseconds.
 
     Raises:
-        GoodputError: a name that is not known or a bound that is not a positive number.
+        GoodputError: A name is unknown, or a bound is not a positive number.
     """
     parsed: dict[Bound, float] = {}
     for text in bounds:
         name, _, value = text.partition(":")
         known = {bound: bound for bound in get_args(Bound)}.get(name)
         if known is None:
-            raise GoodputError(f"unknown goodput bound {name!r}; known: {', '.join(get_args(Bound))}")
+            raise GoodputError(f"unknown goodput bound {name!r}; use {', '.join(get_args(Bound))}")
         try:
             parsed[known] = float(value)
         except ValueError:
-            raise GoodputError(f"goodput bound {text!r} needs milliseconds, as in {name}:500") from None
+            raise GoodputError(f"goodput bound {text!r} must be a number of milliseconds, as in {name}:500") from None
         if not parsed[known] > 0:
-            raise GoodputError(f"goodput bound {text!r} must be larger than 0")
+            raise GoodputError(f"goodput bound {text!r} must be greater than 0")
     return parsed
 
 
 def ttft(record: Record) -> float | None:
-    """Milliseconds from sending to the first frame with text; None where there was none."""
+    """Return the milliseconds from sending to the first frame with text; None without such a frame."""
     return (record.frame_times[0] - record.sent) * 1e3 if record.frame_times else None
 
 
 def tpot(record: Record) -> float | None:
-    """Milliseconds per output token after the first, to the last frame with text; needs two tokens."""
+    """Return the milliseconds per output token after the first one; None for fewer than two tokens."""
     if record.output_tokens < 2 or not record.frame_times:
         return None
     return (record.frame_times[-1] - record.frame_times[0]) * 1e3 / (record.output_tokens - 1)
 
 
 def inter_frame(record: Record) -> list[float]:
-    """Milliseconds between frames with text. It is the inter-token latency where a frame carries one token."""
+    """Return the milliseconds between frames with text, the inter-token latency if a frame has one token."""
     return [(b - a) * 1e3 for a, b in zip(record.frame_times, record.frame_times[1:])]
 
 
 def e2el(record: Record) -> float:
-    """Milliseconds from sending to the end of the stream."""
+    """Return the milliseconds from sending to the end of the stream."""
     return (record.done - record.sent) * 1e3
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean and percentiles of a sample; all None when it is empty."""
+    """Mean and percentiles of a sample; all None if it is empty."""
 
     count: int
     mean: float | None = None
@@ -75,7 +75,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        """Percentiles interpolate linearly between neighbours."""
+        """Compute the figures; percentiles interpolate linearly."""
         if not values:
             return cls(0)
         p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
@@ -84,7 +84,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the table shows and the JSON keeps. Rates are over `seconds`, first send to last end."""
+    """Figures of a load. Rates are over `seconds`, the time from the first send to the last end."""
 
     num_requests: int
     num_completed: int
@@ -109,19 +109,19 @@ class Summary:
     tpot: Distribution
     itl: Distribution
     e2el: Distribution
-    prompt_length_error: Distribution  # served minus wanted tokens of synthetic prompts
-    schedule_lag: Distribution  # ms between when a request was due and when it was sent: the client's own delay
-    limit_wait: Distribution  # ms that the concurrency limit held requests back beyond their arrival
+    prompt_length_error: Distribution  # actual minus intended tokens of synthetic prompts
+    schedule_lag: Distribution  # ms from due time to sending: the delay of the client
+    limit_wait: Distribution  # ms from arrival to due time: the delay by the concurrency limit
     client_cpu_share: float
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers."""
+        """Return the figures as dictionaries."""
         return asdict(self)
 
 
 def summarize(requests: Sequence[LoadRequest], result: LoadResult, bounds: Mapping[Bound, float]) -> Summary:
-    """Figures of a load. Latencies are of requests that completed; tokens count wherever they were received."""
+    """Compute the figures of a load. Latencies cover completed requests; tokens of failed requests count too."""
     by_index = {request.index: request for request in requests}
     records = result.records
     good = [record for record in records if record.error is None]
@@ -172,7 +172,7 @@ def summarize(requests: Sequence[LoadRequest], result: LoadResult, bounds: Mappi
 
 
 def _meets(record: Record, bounds: Mapping[Bound, float]) -> bool:
-    """A figure that a request has not (one token has no TPOT) breaks no bound."""
+    """Return True if a request meets the bounds. A missing figure (one token has no TPOT) meets any bound."""
     gaps = inter_frame(record)
     values: dict[Bound, float | None] = {
         "ttft": ttft(record),
@@ -193,11 +193,11 @@ def _length_errors(records: Sequence[Record], requests: Mapping[int, LoadRequest
 
 
 def _peak(records: Sequence[Record]) -> int:
-    """Most requests that were open at a time."""
-    # At equal moments an end sorts before a begin.
+    """Return the maximum number of open requests."""
+    # At equal times an end sorts before a begin.
     events = sorted([(record.sent, 1) for record in records] + [(record.done, -1) for record in records])
-    open_now = most = 0
+    open_now = peak = 0
     for _, change in events:
         open_now += change
-        most = max(most, open_now)
-    return most
+        peak = max(peak, open_now)
+    return peak

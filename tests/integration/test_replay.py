@@ -27,7 +27,7 @@ async def run_load(server: FakeOpenAIServer, count: int, **options):
 
 
 async def replay(
-    *arguments: str, module: str = "scripts.loadtest", interrupt_on: asyncio.Event | None = None
+    *arguments: str, module: str = "scripts.loadtest.cli", interrupt_on: asyncio.Event | None = None
 ) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *arguments,
@@ -113,7 +113,7 @@ async def test_prompts_have_the_lengths_of_the_trace_and_share_blocks(tmp_path, 
             "--output", str(tmp_path / "out"),
         )  # fmt: skip
     assert code == 0, err
-    assert "one token each by /tokenize" in err
+    assert "one token each (/tokenize)" in err
     assert "100.0%" in out
     texts = [body["messages"][0]["content"] for body in server.bodies]
     assert sorted(TEMPLATE_TOKENS + tokens_of(text) - 1 for text in texts) == [700, 701, 702, 703]
@@ -136,9 +136,9 @@ async def test_completions_without_tokenize_and_with_failures(tmp_path):
     async with server.running() as url:
         code, out, err = await replay(str(trace), "--url", url, "--endpoint", "completions", "--request-rate", "100")
     assert code == 0, err
-    assert "estimated" in err
+    assert "assumed one token per word" in err
     assert "4 completed of 6 sent" in out
-    assert "of them 1 answers 429" in out
+    assert "1 of them 429 responses" in out
     assert all(len(body["prompt"].split()) == 40 for body in server.bodies)
 
 
@@ -161,8 +161,8 @@ async def test_interrupted_it_reports_what_there_is(tmp_path):
     ("arguments", "message"),
     [
         (["--goodput", "speed:3"], "unknown goodput bound"),
-        (["--num-requests", "2"], "the trace has 1"),
-        ([], "does not answer"),
+        (["--num-requests", "2"], "the trace has only 1"),
+        ([], "does not respond"),
     ],
 )
 async def test_what_cannot_start_says_why(tmp_path, arguments, message):

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from kernels.common.triton.compilations import TARGETS, Compilation
-from scripts._bench import compiled, kernels_report
-from scripts._bench.compiled import Compiled
+from scripts._bench import kernels_report
+from scripts._bench.kernels_report import Compiled
 from tests.architecture.source import ROOT
 
 WGMMA = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
@@ -24,7 +24,7 @@ KERNEL = Compilation("k", "bf16", None, {}, {}, num_warps=4, num_stages=2, enabl
 
 def _problems(target, compilation: Compilation = KERNEL, **resources) -> list[str]:
     usual = {"registers": 80, "spilled_bytes": 0, "shared_memory": 0, "matrix_instructions": ()}
-    return compiled.problems(compilation, target, Compiled(**(usual | resources)))
+    return kernels_report.problems(compilation, target, Compiled(**(usual | resources)))
 
 
 def _product(product, rows: int) -> Compilation:
@@ -46,10 +46,10 @@ _LOOPS = """
 
 
 def test_what_only_bounds_an_inner_loop_must_not_be_carried() -> None:
-    assert compiled.carried_bounds(_LOOPS) == ("%first",)
+    assert kernels_report.carried_bounds(_LOOPS) == ("%first",)
     read = _LOOPS.replace("%other = arith.addf %inner, %zero", "%other = tt.splat %first")
-    assert compiled.carried_bounds(read) == ()  # kept alive by a reader
-    assert compiled.carried_bounds(_LOOPS.replace("%k = %first to %end", "%k = %c0 to %n")) == ()
+    assert kernels_report.carried_bounds(read) == ()  # kept alive by a reader
+    assert kernels_report.carried_bounds(_LOOPS.replace("%k = %first to %end", "%k = %c0 to %n")) == ()
     assert "%first" in _problems("sm_90", carried_bounds=("%first",))[0]
 
 
@@ -58,7 +58,7 @@ def test_spills_shared_memory_and_threads(target) -> None:
     assert _problems(target) == []
     assert _problems(target, spilled_bytes=8) == ["spills 8 bytes, 0 allowed"]
     assert _problems(target, dataclasses.replace(KERNEL, spills_allowed=8), spilled_bytes=8) == []
-    limit = compiled.SHARED_MEMORY[target]
+    limit = kernels_report.SHARED_MEMORY[target]
     assert _problems(target, shared_memory=limit) == []
     assert "shared memory" in _problems(target, shared_memory=limit + 1)[0]
     assert "threads" in _problems(target, dataclasses.replace(KERNEL, num_warps=64))[0]
@@ -79,14 +79,14 @@ def test_matrix_instructions(target, rows: int, right: str, wrong: str) -> None:
     kernel = _product("bf16", rows)
     assert _problems(target, kernel, matrix_instructions=(right,)) == []
     assert any(text.startswith("no ") for text in _problems(target, kernel))
-    assert _problems(target, kernel, matrix_instructions=(right, wrong)) == [f"{wrong} was not expected"]
-    assert _problems(target, KERNEL, matrix_instructions=(right,)) == [f"{right} was not expected"]
+    assert _problems(target, kernel, matrix_instructions=(right, wrong)) == [f"unexpected {wrong}"]
+    assert _problems(target, KERNEL, matrix_instructions=(right,)) == [f"unexpected {right}"]
 
 
 def test_operands() -> None:
     tf32 = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
     assert _problems("sm_90", _product("fp32", 64)) == []
-    assert f"{tf32} was not expected" in _problems("sm_90", _product("fp32", 64), matrix_instructions=(tf32,))
+    assert f"unexpected {tf32}" in _problems("sm_90", _product("fp32", 64), matrix_instructions=(tf32,))
     assert _problems("sm_80", _product("bf16", 64), matrix_instructions=(tf32,)) == [f"{tf32} does not multiply bf16"]
     fp16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
     assert _problems("sm_80", _product("fp16", 64), matrix_instructions=(MMA, fp16)) == []
@@ -104,18 +104,18 @@ def test_operands() -> None:
 
 def test_reading_what_the_compilers_print() -> None:
     ptx = f"  {WGMMA} {{%f1}}, %rd1, p, 1;\n  {MMA} {{%f1}};\n  {MMA} {{%f2}};\n  // no comma.sync\n"
-    assert compiled.matrix_instructions(ptx) == (MMA, WGMMA)
-    assert compiled.matrix_instructions("\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\n") == (MFMA,)
+    assert kernels_report.matrix_instructions(ptx) == (MMA, WGMMA)
+    assert kernels_report.matrix_instructions("\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\n") == (MFMA,)
     listing = (
         "Resource usage:\n Common:\n  GLOBAL:0\n Function k:\n  REG:42 STACK:16 SHARED:0 LOCAL:0 CONSTANT[0]:600\n"
     )
-    assert compiled.nvidia_resources(listing) == (42, 16)
+    assert kernels_report.nvidia_resources(listing) == (42, 16)
     metadata = "    .private_segment_fixed_size: 24\n    .vgpr_count:     46\n    .vgpr_spill_count: 5\n"
-    assert compiled.amd_resources(metadata) == (46, 24)
-    with pytest.raises(ValueError, match="one kernel expected"):
-        compiled.nvidia_resources(listing * 2)
-    with pytest.raises(ValueError, match="one kernel expected"):
-        compiled.amd_resources("")
+    assert kernels_report.amd_resources(metadata) == (46, 24)
+    with pytest.raises(ValueError, match="expected one kernel"):
+        kernels_report.nvidia_resources(listing * 2)
+    with pytest.raises(ValueError, match="expected one kernel"):
+        kernels_report.amd_resources("")
 
 
 def test_selection() -> None:
@@ -147,7 +147,7 @@ def test_a_process_that_the_compiler_ends_costs_one_line(monkeypatch: pytest.Mon
     compiler = kernels_report.Compiler((sys.executable, "-c", program))
     for _ in range(2):
         answer = compiler.run(kernels_report.Task("k", "sm_90", 0))
-        assert answer["problems"] == ["the compiler ended the process with status 3"]
+        assert answer["problems"] == ["the compiler crashed with status 3"]
     compiler.close()
 
 

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from gateway.service import freeze_long_lived_objects, trim_malloc
-from scripts._bench.process_memory import resident_bytes
+from scripts._bench.measurements import resident_bytes
 
 
 class Cycle:

@@ -1,4 +1,4 @@
-"""bench_engine: its arithmetic, and each part once on a tiny model."""
+"""Tests of bench_engine: its figures, and each part once on a tiny model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ import pytest
 import torch
 
 from scripts import ceiling
-from scripts._bench import engine, engine_host, engine_memory, engine_prefix, engine_steps, process_memory
+from scripts._bench import (
+    engine,
+    engine_host,
+    engine_memory,
+    engine_prefix,
+    engine_speculation,
+    engine_steps,
+    measurements,
+)
 from scripts._bench.engine_loop import FreeModel, LoopError, OpClock, engine_loop, timed_executor
 from scripts._bench.engine_memory import SPEC, tiny_files
-from scripts._bench.goals import Goal, slope
+from scripts._bench.engine_speculation import Load, LoadRun, by_position, figures
 from scripts._bench.gpu_check_child import ROOT
 from scripts._bench.gpu_check_model import RandomWeights
+from scripts._bench.measurements import Goal, slope
 from scripts.ceiling import KERNELS, Ceiling, LinearShapes, Matrices, Timing
 from shared.sampling_params import SamplingParams
+from worker.stats import Counters
 
 PLAIN, PACKED, INT8, INT4 = KERNELS
 SMALL_SHAPES = LinearShapes(
@@ -30,7 +40,7 @@ SMALL_SHAPES = LinearShapes(
 
 @pytest.fixture
 def bench(monkeypatch):
-    """All parts, small; the vocabulary is as large as the sampling parameters that are measured need."""
+    """Benchmark with small loads; the vocabulary is large enough for all sampling parameters."""
     spec = dataclasses.replace(SPEC, vocab_size=6000)
     files = dataclasses.replace(tiny_files(), spec=spec, weights=RandomWeights(spec))
     arguments = ["--rows", "1", "3", "--prefill", "20", "--context", "40", "--seconds", "0.02", "--dtype", "float32",
@@ -40,8 +50,8 @@ def bench(monkeypatch):
     return engine.Bench(engine.parser().parse_args(arguments), files)
 
 
-def test_goals_bound_from_below_and_from_above():
-    share, host = Goal(0.7), Goal(0.8, least=False, form=".1f", unit=" ms")
+def test_goal_is_a_minimum_or_maximum():
+    share, host = Goal(0.7), Goal(0.8, is_minimum=False, form=".1f", unit=" ms")
     assert share.verdict(0.7) == ">= 70% met"
     assert share.verdict(0.69) == ">= 70% missed"
     assert host.verdict(0.8) == "<= 0.8 ms met"
@@ -49,11 +59,11 @@ def test_goals_bound_from_below_and_from_above():
     assert host.entry(0.9) == {"goal": 0.8, "at_least": False, "met": False}
 
 
-def test_the_slope_is_that_of_a_line():
+def test_slope_of_regression_line():
     assert slope([16, 32, 128], [1.0, 1.16, 2.12]) == pytest.approx(0.01)
 
 
-def test_layers_and_head_have_each_their_best_kernel():
+def test_ceiling_uses_fastest_kernel_for_layers_and_head():
     timings = [
         Timing(PLAIN, 3.0, 0.5),
         Timing(PACKED, 2.0, 0.4),
@@ -70,7 +80,7 @@ def test_layers_and_head_have_each_their_best_kernel():
     assert entry["tokens_per_second_without_head"] == pytest.approx(8.0)
 
 
-def test_kernels_are_timed_where_they_can_be_used():
+def test_only_suitable_kernels_are_timed():
     timings = ceiling.time_kernels(Matrices(SMALL_SHAPES), rows=65, head_rows=1, seconds=0.0)
     assert [timing.kernel for timing in timings] == list(KERNELS)
     layers = {timing.kernel: timing.layers for timing in timings}
@@ -80,19 +90,19 @@ def test_kernels_are_timed_where_they_can_be_used():
     assert 0 < timings[KERNELS.index(PLAIN)].head < 10
 
 
-def test_a_kernel_that_the_processor_lacks_is_left_out(monkeypatch, capsys):
-    def lacking(weight, rows):
+def test_unsupported_kernel_is_skipped(monkeypatch, capsys):
+    def unsupported(weight, rows):
         raise RuntimeError("no such instruction\nmore of it")
 
-    kernels = (PLAIN, dataclasses.replace(PACKED, prepare=lacking))
+    kernels = (PLAIN, dataclasses.replace(PACKED, prepare=unsupported))
     monkeypatch.setattr(ceiling, "KERNELS", kernels)
     timings = ceiling.time_kernels(Matrices(SMALL_SHAPES), rows=2, head_rows=2, seconds=0.0)
     assert ceiling.best(timings, 2, 2).kernel is PLAIN
-    assert capsys.readouterr().err == "bf16 packed: left out: no such instruction\n"
+    assert capsys.readouterr().err == "bf16 packed: skipped: no such instruction\n"
 
 
-def test_each_layer_has_matrices_of_its_own():
-    """Or all but the first would come from the cache, and the ceiling would be too high."""
+def test_each_layer_has_separate_matrices():
+    """Shared matrices would be read from the cache, and the ceiling would be too high."""
     pointers: set[int] = set()
 
     def remember(weight, rows):
@@ -104,24 +114,24 @@ def test_each_layer_has_matrices_of_its_own():
     assert len(pointers) == 4 * SMALL_SHAPES.num_layers
 
 
-def test_shares_of_the_ceiling():
+def test_step_figures_are_shares_of_ceiling():
     decode = engine_steps.Line("decode", 16, 190, Ceiling(16, 16, PACKED, INT8, 0.012, 0.002), [0.02, 0.021, 0.016])
     figures = decode.figures()
     assert figures["share"] == pytest.approx(0.7)
     assert figures["fastest_share"] == pytest.approx(0.875)
     assert (figures["goal"], figures["tokens_per_second"]) == (0.7, pytest.approx(800))
     prompt = engine_steps.Line("prefill", 2048, 2048, Ceiling(512, 1, PACKED, INT8, 0.2, 0.001), [1.0])
-    assert prompt.ceiling_seconds == pytest.approx(0.801)  # the layers four times, one row of the head
+    assert prompt.ceiling_seconds == pytest.approx(0.801)  # four times the layers, one row of the head
     assert prompt.figures()["met"] is True
     assert ">= 70% met" in engine_steps.text(prompt)
     assert "met" not in engine_steps.Line("decode", 32, 190, decode.ceiling, [1.0]).figures()
 
 
-def test_what_the_cache_costs_is_the_hosts_more_over_the_whole():
+def test_prefix_cache_cost_is_share_of_load_time():
     assert engine_prefix.cost_share([0.03, 0.9, 0.03], [0.02, 0.02, 0.01], [2.0, 1.0, 1.0]) == pytest.approx(0.01)
 
 
-def test_growth_counts_from_the_end_of_the_warm_up():
+def test_memory_growth_excludes_warm_up():
     samples = [(1000 * n, 2**20 * (100 if n < 5 else 200) + 2048 * n) for n in range(11)]
     figures = engine_memory.growth(samples)
     assert figures["kb_per_1000_requests"] == pytest.approx(2.0)
@@ -129,7 +139,7 @@ def test_growth_counts_from_the_end_of_the_warm_up():
     assert figures["end_mb"] - figures["warm_mb"] == pytest.approx(8 / 1024)
 
 
-def test_steps_are_compared_with_their_ceiling(bench, capsys):
+def test_steps_part_compares_with_ceiling(bench, capsys):
     decode, more, prefill = bench.steps(["decode", "prefill"])
     assert [line["rows"] for line in (decode, more, prefill)] == [1, 3, 20]
     for line in (decode, more, prefill):
@@ -140,12 +150,12 @@ def test_steps_are_compared_with_their_ceiling(bench, capsys):
     assert [line["kind"] for line in bench.steps(["prefill"])] == ["prefill"]
 
 
-def test_sampling_is_a_share_of_a_step(bench):
+def test_sampling_part_measures_all_kinds(bench):
     kinds = [entry["kind"] for entry in bench.sampling()]
     assert kinds == ["plain", "every kind", "grammar, few bits"]
 
 
-def test_the_host_is_measured_beside_both_models(bench, capsys):
+def test_host_part_uses_both_models(bench, capsys):
     entries = bench.host()
     assert [entry["beside"] for entry in entries] == ["the model", "a model without cost"]
     for entry in entries:
@@ -156,9 +166,7 @@ def test_the_host_is_measured_beside_both_models(bench, capsys):
     assert "at 16: <= 0.8 ms" in capsys.readouterr().out
 
 
-def test_the_models_time_is_taken_out_of_the_hosts(bench):
-    """A model that is slow on purpose does not make the host slower."""
-
+def test_host_time_excludes_model_time(bench):
     class Slow:
         def hidden_states(self, batch, kv):
             time.sleep(0.2)
@@ -168,7 +176,7 @@ def test_the_models_time_is_taken_out_of_the_hosts(bench):
             return torch.zeros(len(hidden), 6000)
 
         def copy_pages(self, copies):
-            raise AssertionError("nothing is forked here")
+            raise AssertionError("no pages are copied in this test")
 
     clock, settings = OpClock(), bench._settings(2)
     built = timed_executor(settings, bench._files.spec, Slow(), Slow(), bench._sampling_ops(), clock)
@@ -176,18 +184,18 @@ def test_the_models_time_is_taken_out_of_the_hosts(bench):
         assert engine_host.step_ms(loop, clock, 2, 3, 6000) < 200
 
 
-def test_the_prefix_cache_is_measured_with_and_without(bench, capsys):
+def test_prefix_part_measures_cost_and_gain(bench, capsys):
     figures = bench.prefix()
     assert figures["cost"]["hits"] == 0
     assert figures["cost"]["host_ms_with"] > 0
     assert figures["cost"]["evictions"] > 0
-    # 144 of 160 tokens are shared, in whole pages.
+    # 144 of 160 tokens are shared, which are whole pages.
     assert figures["gain"]["found"] == pytest.approx(4 * 144 / (5 * 144 + 4 * 16 + 1), abs=0.2)
     assert figures["gain"]["ratio"] > 0
     assert "prefix cache, 90% shared" in capsys.readouterr().out
 
 
-def test_a_load_whose_requests_fail_gives_no_figures(bench):
+def test_failed_requests_raise_loop_error(bench):
     clock, settings = OpClock(), bench._settings(2)
     free = FreeModel(6000, 2)
     built = timed_executor(settings, bench._files.spec, free, free, bench._sampling_ops(), clock)
@@ -195,16 +203,16 @@ def test_a_load_whose_requests_fail_gives_no_figures(bench):
     with engine_loop(settings, bench._files, built) as loop:
         with pytest.raises(LoopError, match="ended with error"):
             engine_prefix.run_load(loop, clock, load, [[6000] * 4])
-        with pytest.raises(LoopError, match="0 of 1 requests"):
+        with pytest.raises(LoopError, match="accepted 0 of 1 requests"):
             loop.submit([6000], SamplingParams())
             engine_host.wait_for(loop, 1, seconds=0.1)
 
 
-def test_an_idle_engine_is_not_stepped_before_its_last_output_is_here(bench, monkeypatch):
-    """It would sleep a second in that step, which would count as the request's."""
+def test_idle_engine_is_not_stepped_before_last_output_arrives(bench, monkeypatch):
+    """The engine would sleep for a second in that step, which would count as time of the request."""
 
     class Late:
-        """A socket through which each message takes longer than a short wait."""
+        """Socket on which a short poll never finds a message."""
 
         def __init__(self, inner):
             self._inner = inner
@@ -220,14 +228,14 @@ def test_an_idle_engine_is_not_stepped_before_its_last_output_is_here(bench, mon
         loop.submit([1, 2], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3))
         engine_host.wait_for(loop, 1)
         while loop.num_queued:
-            assert loop.receive() == []  # nothing is waited for while there is something to compute
+            assert loop.receive() == []  # does not wait while the engine has work
             loop.step()
         outputs = loop.receive()
         assert sum(len(output.token_ids) for output in outputs) == 3
         assert outputs[-1].finish is not None
 
 
-def test_memory_is_sampled_while_all_kinds_of_requests_run():
+def test_memory_part_samples_all_kinds_of_requests():
     command = [sys.executable, "-m", "scripts._bench.engine", "--parts", "memory", "--requests", "300"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ})
     figures = json.loads(done.stdout.splitlines()[-1])["memory"]
@@ -241,18 +249,87 @@ def test_memory_is_sampled_while_all_kinds_of_requests_run():
     assert "memory, " in done.stdout
 
 
-def test_children_are_told_apart_by_their_modules():
+def test_memory_of_children_is_grouped_by_module():
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     commands = [[sys.executable, "-c", code], [sys.executable, "-m", "json.tool"]]
     children = [subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for c in commands]
     try:
         assert children[0].stdout.readline() == "up\n"
-        held = process_memory.children_by_module(os.getpid())
+        held = measurements.children_by_module(os.getpid())
         name = next(name for name in held if name.startswith("python"))
-        assert held[name] == pytest.approx(process_memory.resident_bytes(children[0].pid), rel=0.5)
+        assert held[name] == pytest.approx(measurements.resident_bytes(children[0].pid), rel=0.5)
         assert "json.tool" in held
     finally:
         for child in children:
             child.communicate("{}")
     with pytest.raises(OSError, match=str(children[0].pid)):
-        process_memory.resident_bytes(children[0].pid)
+        measurements.resident_bytes(children[0].pid)
+
+
+LOAD = Load("repeat", "1 request", [[1, 2]], Goal(1.6, form=".1f", unit="x"))
+
+
+def run(seconds, texts, *, steps, drafted=0, accepted=0):
+    counts = {
+        "engine_steps_total": steps,
+        "generation_tokens_total": sum(map(len, texts)),
+        "spec_decode_num_draft_tokens_total": drafted,
+        "spec_decode_num_accepted_tokens_total": accepted,
+        "spec_decode_draft_seconds_total": 0.25 * seconds,
+    }
+    return LoadRun(seconds, texts, counts)
+
+
+def test_speculation_ratio_pairs_adjacent_runs():
+    # Both runs of the second round are slow, which must not change the ratio.
+    off = [run(1.0, [[1] * 10], steps=10), run(10.0, [[1] * 10], steps=10), run(1.0, [[1] * 10], steps=10)]
+    drafting = [
+        run(0.5, [[1] * 10], steps=4, drafted=10, accepted=6),
+        run(5.0, [[1] * 10], steps=4, drafted=10, accepted=6),
+        run(0.5, [[1] * 9 + [2]], steps=7, drafted=10, accepted=3),
+    ]
+    entry = figures(LOAD, "look-up", drafting, off)
+    assert entry["ratio"] == pytest.approx(2.0)
+    assert entry["tokens_per_second"] == pytest.approx(20.0)
+    assert entry["tokens_per_second_off"] == pytest.approx(10.0)
+    assert entry["tokens_per_step"] == pytest.approx(2.0)
+    assert entry["drafts_per_step"] == pytest.approx(2.0)
+    assert entry["acceptance"] == pytest.approx(0.5)
+    assert entry["draft_model_share"] == pytest.approx(0.25)
+    assert entry["same_texts"] == pytest.approx(2 / 3)
+    assert (entry["goal"], entry["met"]) == (1.6, True)
+    assert ">= 1.6x met" in engine_speculation.line(entry, LOAD.goal)
+
+
+def test_speculation_without_drafts_has_no_acceptance_rate():
+    off = [run(1.0, [[1]], steps=1)]
+    entry = figures(LOAD, "look-up", off, off)
+    assert entry["acceptance"] is None
+    assert not entry["met"]
+    assert " - " in engine_speculation.line(entry, LOAD.goal)
+
+
+def test_acceptance_by_position_is_share_of_verifications():
+    counters = Counters()
+    assert by_position(counters) == "-"
+    counters.count_verification(3, 2)
+    counters.count_verification(3, 1)
+    assert by_position(counters) == "1.00 0.50"
+
+
+def test_speculation_part_runs_with_and_without_drafts(monkeypatch, capsys):
+    spec = dataclasses.replace(SPEC, vocab_size=6000)
+    files = dataclasses.replace(tiny_files(), spec=spec, weights=RandomWeights(spec))
+    monkeypatch.setattr(engine_speculation, "OUTPUT", 6)
+    monkeypatch.setattr(engine_speculation, "WARM_UPS", 1)
+    arguments = ["--dtype", "float32", "--kv-cache-dtype", "float32", "--speculation-rounds", "1"]
+    arguments += ["--speculation-loads", "predict", "chat16"]
+    bench = engine.Bench(engine.parser().parse_args(arguments), files)
+    entries = bench.speculation()
+    assert [(entry["load"], entry["method"]) for entry in entries] == [
+        (name, "look-up") for name in ("predict", "chat16")
+    ]
+    for entry in entries:
+        assert entry["same_texts"] == 1.0
+        assert entry["ratio"] > 0
+    assert "look-up" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""distill_draft: a draft of a tiny target, from its texts to a model that is loaded; and a stop changes nothing."""
+"""Tests of distill_draft with a tiny target: texts, training, interruption, export and acceptance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts._distill.draft import Draft, draft_spec
 from scripts._distill.export import Formats, write_draft
 from scripts._distill.loaded_model import Draw, LoadedModel
 from scripts._distill.prompts import own_prompts, read_prompts, tokenize
-from scripts._distill.texts import Order, Recipe, judged_orders, make_texts, orders
+from scripts._distill.texts import Order, Recipe, evaluation_orders, make_texts, orders
 from scripts._distill.training import Schedule, Training, batch_of, candidates, divergence, loss_of
 from shared.errors import ConfigurationError
 from shared.messages import Bundle
@@ -45,7 +45,7 @@ SCHEDULE = Schedule(
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
-    """The models are tiny; and their kernels are kept where those of other tests are."""
+    """Run the tiny models on one thread, with the kernel cache of other tests."""
     use_cache_directory(CACHE)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def texts(target):
 
 
 def _folder(path):
-    """A target of two layers, with a tokenizer that the gateway's code takes."""
+    """Write a target of two layers with a tokenizer that the gateway accepts."""
     write_tiny_model(path)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     tokenizer["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -95,7 +95,7 @@ def _folder(path):
 
 
 def _gguf(path):
-    """A target of two layers."""
+    """Write a target of two layers as GGUF."""
     second = [tensor for tensor in tiny_tensors(1) if tensor.name.startswith("blk.0.")]
     layers = [dataclasses.replace(tensor, name=tensor.name.replace("blk.0", "blk.1")) for tensor in second]
     path.write_bytes(tiny_gguf({"llama.block_count": 2}, [*tiny_tensors(0), *layers]))
@@ -112,7 +112,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_draft_in_torch_computes_what_the_decoder_does(kind, texts):
+def test_draft_computes_the_same_as_decoder(kind, texts):
     spec = dataclasses.replace(SPEC, **KINDS[kind])
     weights = _weights(spec)
     draft = Draft(draft_spec(spec, [0, 1, 2]), weights, [0, 1, 2], torch.float32)
@@ -124,7 +124,7 @@ def test_the_draft_in_torch_computes_what_the_decoder_does(kind, texts):
     assert logits.std() > 0.1
 
 
-def test_shorter_texts_of_a_batch_are_not_changed_by_longer_ones(texts):
+def test_padding_does_not_change_loss(texts):
     draft = Draft(draft_spec(SPEC, [0]), _weights(SPEC), [0], torch.float32)
     whole = loss_of(draft, texts[:4], 400, torch.Generator())
     short = [dataclasses.replace(text, **_cut(text, 3)) for text in texts[:2]]
@@ -142,14 +142,14 @@ def _cut(text, count):
     }
 
 
-def test_a_target_that_cannot_be_cut_is_refused():
+def test_unsupported_target_is_rejected():
     with pytest.raises(ConfigurationError, match="layers 0 to 2"):
         draft_spec(SPEC, [0, 3])
     with pytest.raises(ConfigurationError, match="soft caps"):
         draft_spec(dataclasses.replace(SPEC, logits_softcap=30.0), [0])
 
 
-def test_texts_record_the_distributions_that_they_were_drawn_from(target, texts):
+def test_texts_record_the_distributions_of_the_target(target, texts):
     text = next(text for text in texts if text.num_outputs == 12)
     (_, logits), *_ = target.predictions(text)
     expected = logits.log_softmax(dim=-1).gather(1, text.top_ids.long())
@@ -158,7 +158,7 @@ def test_texts_record_the_distributions_that_they_were_drawn_from(target, texts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_target_would_accept_all_of_its_own_tokens(target, temperature):
+def test_target_accepts_all_of_its_own_tokens(target, temperature):
     draws = [Draw(temperature, 2**40 + i) for i in range(4)]
     texts = target.generate([[5, 6], [7], [8, 9, 10], [11]], draws, max_tokens=24, num_top=4)
     found = measure(target, texts, draws)
@@ -169,7 +169,7 @@ def test_the_target_would_accept_all_of_its_own_tokens(target, temperature):
         assert other.match < 0.9
 
 
-def test_rounds_go_on_behind_the_first_draft_that_differs():
+def test_rounds_continue_after_first_mismatch():
     yes, no = True, False
     assert rounds([yes, yes, no, yes, yes, yes], 2) == [2, 2]
     assert rounds([yes, yes, no, yes, yes, yes], 3) == [2, 3]
@@ -182,7 +182,7 @@ def test_rounds_go_on_behind_the_first_draft_that_differs():
     assert found.by_position[:3] == [3 / 4, 1 / 4, 0]
 
 
-def test_the_sum_over_some_tokens_is_that_over_all_on_average():
+def test_sampled_softmax_sum_is_unbiased():
     logits = torch.randn(1, 2000, generator=torch.Generator().manual_seed(0))
     top = logits.topk(4).indices
     whole = logits.exp().sum().item()
@@ -195,20 +195,20 @@ def test_the_sum_over_some_tokens_is_that_over_all_on_average():
     assert sum(sums) / len(sums) == pytest.approx(whole, rel=0.02)
 
 
-def test_with_all_tokens_the_divergence_is_the_exact_one():
+def test_divergence_is_exact_over_all_tokens():
     generator = torch.Generator().manual_seed(1)
-    mine, theirs = torch.randn(2, 5, 50, generator=generator)
-    likely = theirs.log_softmax(dim=-1).topk(50)
+    draft, target = torch.randn(2, 5, 50, generator=generator)
+    likely = target.log_softmax(dim=-1).topk(50)
     expected = torch.nn.functional.kl_div(
-        mine.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="batchmean"
+        draft.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean"
     )
-    assert divergence(mine, likely.indices, likely.values).item() == pytest.approx(expected.item(), abs=1e-4)
-    # The other tokens taken as one tell less, never more.
-    part = theirs.log_softmax(dim=-1).topk(6)
-    assert 0 < divergence(mine, part.indices, part.values) < expected
+    assert divergence(draft, likely.indices, likely.values).item() == pytest.approx(expected.item(), abs=1e-4)
+    # Merging the other tokens into one class can only reduce the divergence.
+    part = target.log_softmax(dim=-1).topk(6)
+    assert 0 < divergence(draft, part.indices, part.values) < expected
 
 
-def test_every_text_comes_once_in_a_round(texts):
+def test_each_round_uses_every_text_once(texts):
     schedule = msgspec.structs.replace(SCHEDULE, batch=6)
     seen = [id(text) for step in range(10) for text in batch_of(texts, schedule, step)]
     for start in range(0, 60, 20):
@@ -221,12 +221,12 @@ def _training(folder, digest="same"):
     return draft, Training(draft, SCHEDULE, folder / "checkpoint.safetensors", digest)
 
 
-def test_a_run_that_was_stopped_ends_where_one_without_a_stop_does(tmp_path, texts):
+def test_interrupted_training_resumes_with_same_result(tmp_path, texts):
     losses: list[float] = []
     whole, training = _training(tmp_path / "whole")
     training.run(texts, lambda step, loss: losses.append(loss))
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
-    # Stopped in step 8, whose checkpoint is that of step 5.
+    # Interrupted after step 8; the last checkpoint is that of step 5.
     _, first = _training(tmp_path / "stopped")
     first.run(texts, lambda step, loss: None, until=8)
     stopped, second = _training(tmp_path / "stopped")
@@ -240,7 +240,7 @@ def test_a_run_that_was_stopped_ends_where_one_without_a_stop_does(tmp_path, tex
     assert not [path for path in (tmp_path / "stopped").iterdir() if path.name != "checkpoint.safetensors"]
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, texts):
+def test_checkpoint_of_another_run_is_rejected(tmp_path, texts):
     _, training = _training(tmp_path)
     training.run(texts, lambda step, loss: None, until=5)
     _, other = _training(tmp_path, "other")
@@ -248,35 +248,35 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, texts):
         other.resume()
 
 
-def test_texts_are_made_once(tmp_path, target):
+def test_texts_are_generated_once(tmp_path, target):
     wanted = [Order([3, 4], Draw(0.0, 1)), Order([5], Draw(0.9, 2))]
     made = list(make_texts(wanted, tmp_path, RECIPE, "tiny", lambda: target))
 
-    def nobody():
+    def unused_model():
         raise AssertionError("the texts are on disk")
 
-    read = list(make_texts(wanted, tmp_path, RECIPE, "tiny", nobody))
+    read = list(make_texts(wanted, tmp_path, RECIPE, "tiny", unused_model))
     for one, other in zip(made[0], read[0]):
         assert torch.equal(one.token_ids, other.token_ids)
         assert torch.equal(one.top_logprobs, other.top_logprobs)
         assert one.num_prompt == other.num_prompt
     with pytest.raises(AssertionError, match="on disk"):
-        list(make_texts(wanted, tmp_path, RECIPE, "another model", nobody))
+        list(make_texts(wanted, tmp_path, RECIPE, "another model", unused_model))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:50])
     again = list(make_texts(wanted, tmp_path, RECIPE, "tiny", lambda: target))
     assert torch.equal(again[0][1].token_ids, made[0][1].token_ids)
 
 
-def test_no_text_is_made_twice():
+def test_texts_are_distinct():
     wanted = orders([[1], [2], [3]], RECIPE)
     assert len(wanted) == 20
     assert [order.draw.temperature == 0 for order in wanted].count(True) == 1
     assert len({(tuple(order.prompt), order.draw) for order in wanted}) == 20
-    assert set(judged_orders([[1]], RECIPE)) == {0.0, 0.7}
+    assert set(evaluation_orders([[1]], RECIPE)) == {0.0, 0.7}
 
 
-def test_without_a_step_the_draft_is_the_first_layers_of_the_target(tmp_path):
+def test_draft_without_training_has_first_layers_of_target(tmp_path):
     for path in (_gguf(tmp_path / "target.gguf"), _folder(tmp_path / "folder")):
         out = tmp_path / f"draft-of-{path.name}"
         arguments = ["--steps", "0", "--layers", "1", "--no-measure", "--model", str(path), "--out", str(out)]
@@ -293,7 +293,7 @@ def test_without_a_step_the_draft_is_the_first_layers_of_the_target(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gguf", "folder"])
-def test_what_is_written_computes_what_was_trained(tmp_path, texts, kind):
+def test_written_draft_computes_the_same_as_trained_one(tmp_path, texts, kind):
     path = _gguf(tmp_path / "target.gguf") if kind == "gguf" else _folder(tmp_path / "target")
     target = open_model(str(path), CACHE)
     spec = draft_spec(target.spec, [1])
@@ -307,12 +307,12 @@ def test_what_is_written_computes_what_was_trained(tmp_path, texts, kind):
     if kind == "folder":
         draft.embedding = draft.embedding.bfloat16().float()
     mine = draft.logits(draft.hidden(text.token_ids.long()[None])[0, positions - 1])
-    assert (mine - logits).std() < 0.01 * logits.std()  # the head is rounded when it is written
+    assert (mine - logits).std() < 0.01 * logits.std()  # the written head is rounded
     check_draft(target, open_model(str(out), CACHE))
 
 
 @pytest.mark.parametrize(("layer_format", "head_format"), [("q4_0", "q8_0"), ("q4_1", "bf16"), ("q8_0", "q4_0")])
-def test_trained_layers_are_quantized_as_asked(tmp_path, layer_format, head_format):
+def test_trained_layers_have_requested_formats(tmp_path, layer_format, head_format):
     path = _gguf(tmp_path / "target.gguf")
     target = open_model(str(path), CACHE)
     draft = Draft(draft_spec(target.spec, [0]), target.weights, [0], torch.float32)
@@ -326,7 +326,7 @@ def test_trained_layers_are_quantized_as_asked(tmp_path, layer_format, head_form
     assert 0 < error.abs().max() < 0.5
 
 
-def test_a_whole_run_learns(tmp_path, capsys):
+def test_complete_run_reduces_loss_and_can_be_repeated(tmp_path, capsys):
     path = _folder(tmp_path / "target")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("# not a prompt\n" + "\n".join(f"t{i} t{2 * i}" for i in range(3, 43)))
@@ -342,49 +342,49 @@ def test_a_whole_run_learns(tmp_path, capsys):
     ]
     assert figures == json.loads((tmp_path / "draft" / "report.json").read_text())
     assert open_model(str(tmp_path / "draft"), CACHE).spec.num_layers == 1
-    # Once more: all is there already, and comes to the same.
+    # A repeated run reuses all files and gives the same result.
     assert main.main(arguments) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["acceptance"] == figures["acceptance"]
 
 
-def test_what_cannot_be_distilled_is_said(tmp_path, capsys):
+def test_missing_target_is_reported(tmp_path, capsys):
     assert main.main(["--model", str(tmp_path / "none.gguf"), "--out", str(tmp_path), *COMMON]) == 1
-    assert "there is no model" in capsys.readouterr().err
+    assert "there is no file or folder" in capsys.readouterr().err
 
 
-def test_prompts_of_files(tmp_path):
+def test_prompts_are_read_from_files(tmp_path):
     path = tmp_path / "log.jsonl"
     messages = [{"role": "user", "content": "Hello"}]
     lines = [{"arrival": 0, "prompt": "One"}, {"messages": messages}, {"arrival": 1, "input_length": 5}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    learned, judged = read_prompts(path, 0)
-    assert len(judged) == 1
-    assert sorted(map(str, learned + judged)) == sorted(["One", str(messages)])
+    training, evaluation = read_prompts(path, 0)
+    assert len(evaluation) == 1
+    assert sorted(map(str, training + evaluation)) == sorted(["One", str(messages)])
     path.write_text('{"prompt": "One"}\n{"prompt": 5}')
-    with pytest.raises(ConfigurationError, match="line 2: `prompt` must be a text"):
+    with pytest.raises(ConfigurationError, match="line 2: `prompt` must be a string"):
         read_prompts(path, 0)
     path.write_text('{"prompt": "One"}\n')
-    with pytest.raises(ConfigurationError, match="2 are needed"):
+    with pytest.raises(ConfigurationError, match="at least 2 are required"):
         read_prompts(path, 0)
 
 
-def test_own_prompts_are_many_and_not_those_to_judge_by():
-    learned, judged = own_prompts(0)
-    assert len(learned) == len(set(map(str, learned))) > 1000
-    assert len(judged) >= 30
-    assert not set(map(str, learned)) & set(map(str, judged))
-    assert own_prompts(1)[0] != learned
+def test_built_in_prompts_for_training_and_evaluation_are_disjoint():
+    training, evaluation = own_prompts(0)
+    assert len(training) == len(set(map(str, training))) > 1000
+    assert len(evaluation) >= 30
+    assert not set(map(str, training)) & set(map(str, evaluation))
+    assert own_prompts(1)[0] != training
 
 
-def test_long_prompts_keep_their_end(tmp_path):
+def test_long_prompts_keep_the_end(tmp_path):
     bundle = open_model(str(_folder(tmp_path)), CACHE).bundle
     assert tokenize(["t5 t6 t7 t8"], bundle, 3) == [[6, 7, 8]]
     with pytest.raises(ConfigurationError, match="no chat template"):
         tokenize([[{"role": "user", "content": "t5"}]], bundle, 3)
 
 
-def test_the_table_names_every_draft():
+def test_acceptance_table_names_every_draft():
     lines = acceptance.table({"trained, greedy": summary([[True, False]])})
     assert lines[1].startswith("trained, greedy")
     assert "50.0%" in lines[1]

@@ -1,61 +1,49 @@
-"""gpu_check without a GPU: its arithmetic, its verdicts, and the code that drives an executor, on the CPU."""
+"""Tests of gpu_check on the CPU: cost model, verdicts, and the plans that drive an executor."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.common.triton.benchmark import Benchmark
-from scripts._bench import (
-    gpu_check,
-    gpu_check_equality,
-    gpu_check_goals,
-    gpu_check_kernels,
-    gpu_check_report,
-    gpu_check_tests,
-    gpu_check_tiles,
-)
-from scripts._bench.gpu_check_child import ROOT, Child
-from scripts._bench.gpu_check_host import run as run_host
-from scripts._bench.gpu_check_machine import Roofline
+from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
+from scripts._bench.gpu_check_child import Child
+from scripts._bench.gpu_check_kernels import Roofline
 from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, shapes, step_cost
 from scripts._bench.gpu_check_plans import Generated, new_rows, num_pages, random_prompts, steps
-from scripts._bench.gpu_check_speed import idle_times, kernel_times
+from scripts._bench.gpu_check_speed import idle_times, kernel_times, run_host
 from scripts._bench.gpu_check_speed import run as run_speed
 
 MACHINE = Roofline("a GPU", bandwidth=4e12, operations=800e12, measured=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_missing_gpu_is_reported(capsys):
     assert gpu_check.main([]) == 2
     output = capsys.readouterr()
     assert "no GPU" in output.err
     assert output.out == ""
 
 
-def test_without_triton_it_names_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "NEEDED", ("torch", "no_such_module"))
+def test_missing_modules_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "REQUIRED", ("torch", "no_such_module"))
     assert gpu_check.main([]) == 2
     assert f"{sys.executable} has no no_such_module" in capsys.readouterr().err
 
 
-def test_floors():
+def test_roofline_gives_minimum_times():
     assert MACHINE.floor_ms(4e9) == pytest.approx(1.0)
     assert MACHINE.floor_ms(4e9, 1.6e12) == pytest.approx(2.0)
     assert MACHINE.floor_ms(4e9, 1.6e12, speed=2.0) == pytest.approx(1.0)
 
 
-def test_the_cost_of_llama_8b_is_the_published_one():
+def test_step_cost_of_llama_8b_matches_published_sizes():
     cost = step_cost(LLAMA_8B, 1, 1, 0)
     assert cost.num_bytes == pytest.approx(15.01e9, rel=1e-3)
     assert step_cost(LLAMA_8B, 1, 1, 1000).num_bytes - cost.num_bytes == 1000 * 128 * 1024
@@ -64,7 +52,7 @@ def test_the_cost_of_llama_8b_is_the_published_one():
     assert step_cost(LLAMA_8B, 1, 1, 0, "int4").num_bytes == pytest.approx(4.76e9, rel=0.01)
 
 
-def test_layers_are_left_out_where_memory_is_small():
+def test_number_of_layers_is_reduced_to_fit_memory():
     assert fitted(LLAMA_8B, 140 << 30, "bf16") is LLAMA_8B
     small = fitted(LLAMA_8B, 24 << 30, "bf16")
     assert 16 < small.num_layers < 32
@@ -72,7 +60,7 @@ def test_layers_are_left_out_where_memory_is_small():
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
-def test_random_weights_have_the_size_of_trained_ones_and_no_equal_rows(kind):
+def test_random_weights_are_scaled_reproducible_and_have_distinct_rows(kind):
     weights = RandomWeights(SMALL, kind)
     assert set(weights.names()) == set(shapes(SMALL))
     for name in ("layers.1.down.weight", "layers.1.q.weight", "embed.weight"):
@@ -84,7 +72,7 @@ def test_random_weights_have_the_size_of_trained_ones_and_no_equal_rows(kind):
     assert torch.equal(again.dequantize(torch.float32), weights.get("layers.1.q.weight").dequantize(torch.float32))
 
 
-def test_prompts_are_read_in_chunks_beside_those_that_decode():
+def test_prompts_are_chunked_beside_decoding_requests():
     prompts = random_prompts([5, 2], 100)
     planned = [
         [(item.row, item.start, item.count, item.sample) for item in items] for items in steps(prompts, 2, 3, False)
@@ -102,14 +90,14 @@ def test_prompts_are_read_in_chunks_beside_those_that_decode():
 
 
 @pytest.fixture
-def _threads():
+def _restored_threads():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("_threads")
-def test_speed_runs_on_the_small_model():
+@pytest.mark.usefixtures("_restored_threads")
+def test_speed_part_runs_on_small_model():
     settings = gpu_check_equality.settings_for("cpu", num_threads=1)
     loads = [(1, 16), (3, 33), (8, 4000)]
     rows = list(run_speed(MACHINE, spec=SMALL, settings=settings, decodes=loads, prefills=[(2, 20)], num_steps=4))
@@ -126,8 +114,8 @@ def test_speed_runs_on_the_small_model():
     assert rows[0]["host_us"] > 0
 
 
-@pytest.mark.usefixtures("_threads")
-def test_the_hosts_part_of_a_step_is_less_than_the_step():
+@pytest.mark.usefixtures("_restored_threads")
+def test_host_part_times_each_phase_of_a_step():
     rows = list(run_host("cpu", counts=(2, 3), num_steps=8, dtype="float32", num_threads=1))
     assert [row["name"] for row in rows] == ["host, 2 requests", "host, 3 requests"]
     for row in rows:
@@ -138,8 +126,8 @@ def test_the_hosts_part_of_a_step_is_less_than_the_step():
     assert line.split()[:3] == ["host,", "2", "requests"]
 
 
-@pytest.mark.usefixtures("_threads")
-def test_outputs_are_the_same_whatever_the_chunks(monkeypatch):
+@pytest.mark.usefixtures("_restored_threads")
+def test_outputs_do_not_depend_on_chunk_size(monkeypatch):
     monkeypatch.setattr(gpu_check_equality, "NUM_TOKENS", 6)
     settings = gpu_check_equality.settings_for("cpu", num_threads=1)
     one = gpu_check_equality.outputs(settings, lengths=(3, 40), chunk=16)
@@ -149,7 +137,7 @@ def test_outputs_are_the_same_whatever_the_chunks(monkeypatch):
     assert gpu_check_equality.close_logprobs(one, other, 1e-4)[0]
 
 
-def test_differences_are_found():
+def test_differing_outputs_are_detected():
     left = [Generated([1, 2], [-1.0]), Generated([3], [-2.0])]
     assert not gpu_check_equality.same_tokens(left, [Generated([1, 2]), Generated([4])])[0]
     right = [Generated([1, 2], [-1.1]), Generated([3], [-2.3])]
@@ -158,7 +146,7 @@ def test_differences_are_found():
     assert not gpu_check_equality.close_logprobs(left, [Generated([1], [math.nan]), Generated([3], [-2.0])], 9.0)[0]
 
 
-def test_kernels_are_timed_over_turns_and_one_failure_is_one_row():
+def test_kernel_time_uses_all_runs_and_failure_is_one_row():
     calls = []
     benchmark = Benchmark("copy", (lambda: calls.append(0), lambda: calls.append(1)), num_bytes=4_000_000)
 
@@ -187,7 +175,7 @@ RESULTS = [
 ]
 
 
-def test_a_kernel_is_trusted_when_its_tests_ran_and_passed(tmp_path):
+def test_kernel_verdict_requires_passed_tests(tmp_path):
     files = gpu_check_tests.counts([json.dumps(result) for result in RESULTS])
     assert files["test_norm"]["passed"] == files["test_norm"]["skipped"] == 1
     assert files["test_norm"]["failures"] == []
@@ -196,7 +184,7 @@ def test_a_kernel_is_trusted_when_its_tests_ran_and_passed(tmp_path):
     assert files["test_late"]["unfinished"] == 1
     uses = {"norm": ["norm"], "rope": ["norm", "rope"], "gone": ["gone"], "late": ["late"]}
     for name, kernels in uses.items():
-        source = "".join(f"from kernels.{kernel} import reference\n" for kernel in kernels)
+        source = "".join(f"from kernels.ops.{kernel} import reference\n" for kernel in kernels)
         (tmp_path / f"test_{name}.py").write_text(source)
     wanted = {"norm": False, "rope": False, "gone": None, "untested": False, "late": None}
     assert gpu_check_tests.verdicts(list(wanted), files, tmp_path) == wanted
@@ -213,7 +201,7 @@ def test_long(): time.sleep({seconds})
 
 
 @pytest.mark.parametrize("seconds", [0, 90])
-def test_tests_that_are_cut_short_leave_what_was_found(tmp_path, seconds):
+def test_interrupted_test_run_keeps_results(tmp_path, seconds):
     (tmp_path / "test_these.py").write_text(TESTS.format(seconds=seconds))
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     stopped, results = threading.Event(), tmp_path / "log.jsonl"
@@ -236,19 +224,19 @@ def test_tests_that_are_cut_short_leave_what_was_found(tmp_path, seconds):
     assert ("error" in found) == bool(seconds)
 
 
-def test_gaps_between_kernels():
+def test_idle_times_between_kernels():
     # Two steps of two overlapping kernels, 1 us apart inside a step and 10 us between them.
     kernels = [(0.0, 5.0), (2.0, 6.0), (7.0, 9.0), (19.0, 24.0), (25.0, 30.0)]
     assert idle_times(kernels, 2) == {"step_gap_us": 10.0, "idle_us": 6.0}
     assert idle_times([], 2) == {"step_gap_us": 0.0, "idle_us": 0.0}
 
 
-def test_the_kernels_of_a_step_that_take_most_come_first():
+def test_kernel_times_are_sorted_by_time():
     events = [("short", 0.0, 1.0), ("long", 1.0, 7.0), ("short", 8.0, 9.0), ("long", 9.0, 15.0), ("short", 16.0, 19.0)]
     assert kernel_times(events, 2) == [("long", 1.0, 6.0), ("short", 1.5, 2.5)]
 
 
-def test_a_part_that_dies_or_hangs_is_an_error_of_its_own(tmp_path):
+def test_crashed_or_hung_part_gives_error_row(tmp_path):
     def child(source, seconds=30.0, silence=None, stopped=False):
         event = threading.Event()
         if stopped:
@@ -270,7 +258,7 @@ def test_a_part_that_dies_or_hangs_is_an_error_of_its_own(tmp_path):
     assert child("import time; time.sleep(60)", stopped=True)[0]["error"] == "stopped"
 
 
-def test_kernels_after_one_that_takes_the_process_down_are_timed(monkeypatch, tmp_path):
+def test_kernels_after_a_crash_are_timed(monkeypatch, tmp_path):
     asked = []
 
     def rows(self, part, argument="", until=0.0):
@@ -284,7 +272,7 @@ def test_kernels_after_one_that_takes_the_process_down_are_timed(monkeypatch, tm
 
     monkeypatch.setattr(gpu_check.Check, "_rows", rows)
     check = gpu_check.Check(100.0, tmp_path, threading.Event(), reserve=False)
-    check._kernels(["norm", "quantize", "rope_kv"])
+    check._time_kernels(["norm", "quantize", "rope_kv"])
     assert asked == ["norm quantize rope_kv", "rope_kv"]
     timed = {kernel: found["rows"] for kernel, found in check.found["kernels"].items()}
     assert timed["norm"] == [{"name": "norm 1", "ms": 1.0}]
@@ -292,7 +280,7 @@ def test_kernels_after_one_that_takes_the_process_down_are_timed(monkeypatch, tm
     assert timed["rope_kv"] == [{"name": "rope 1", "ms": 1.0}]
 
 
-def test_goals_stand_beside_what_was_measured():
+def test_goals_are_listed_beside_figures():
     speed = [
         {"name": "decode 1 x 1024 bf16", "ms": 4.0, "tokens_per_second": 250.0},
         {"name": "decode 1 x 16384 bf16", "ms": 4.3072, "tokens_per_second": 232.0},
@@ -300,14 +288,14 @@ def test_goals_stand_beside_what_was_measured():
     ]
     rows = [{"name": f"int4 {layer} rows=1", "share": 0.9} for layer in ("qkv", "o", "gate_up", "down")]
     report = {"speed": {"bf16": speed}, "kernels": {"linear_weight_only": {"tests_passed": True, "rows": rows}}}
-    lines = {line[:34].strip(): line[34:].split() for line in gpu_check_goals.lines(report)}
+    lines = {line[:34].strip(): line[34:].split() for line in gpu_check_report.goal_lines(report)}
     assert lines["decode of one request, bf16"] == ["256", "250.0", "tok/s", "missed"]
     assert lines["a token of context, bf16 cells"] == ["3", "2.0", "1e-5", "ms"]
     assert lines["int4 product, one row"] == ["80", "90.0", "%", "of", "HBM"]
     assert lines["prefill of 2048 tokens, bf16"][:3] == ["41000", "not", "measured"]
 
 
-def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
+def test_table_lists_failures_and_hides_speed_of_failed_kernels():
     times = {"ms": 2.0, "floor_ms": 1.0, "share": 0.5}
     report = {
         "machine": {"name": "a GPU", "bandwidth": 4e12, "operations": 8e14, "measured": False},
@@ -332,7 +320,7 @@ def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
     assert late.split()[-3:] == ["450", "TFLOP/s", "?"]
     assert "not reported" in next(line for line in lines if line.startswith("rope 1"))
     assert gpu_check_report.failures(report) == [
-        "test_rope: 1 of its tests, first test_c: no",
+        "test_rope: 1 tests failed, the first is test_c: no",
         "time of norm, norm 2: broke",
         "time of gone, kernels: ended with status 1",
         "tokens: differs",
@@ -342,49 +330,3 @@ def test_the_table_names_every_failure_and_no_speed_of_an_untested_kernel():
     assert gpu_check_report.table(good)[-1] == "all passed"
     assert gpu_check_report.failures(good | {"host": [{"name": "host", "error": "hung"}]}) == ["host, host: hung"]
     assert gpu_check_report.failures(good | {"stopped": "early"}) == ["stopped early"]
-
-
-def test_tiles_other_than_the_tables_are_timed_and_those_near_the_fastest_reported(monkeypatch):
-    seen = []
-    module = SimpleNamespace(Tile=lambda *values: values, tile=lambda rows: ("own", rows))
-    run = Benchmark("a shape", (lambda: seen.append(module.tile(7)),), num_bytes=4_000_000)
-    cases = SimpleNamespace(benchmarks=lambda device: [run, Benchmark("another", (), 1)])
-    modules = {"triton": module, "cases": cases}
-    monkeypatch.setattr(gpu_check_tiles, "_module", lambda sweep, name: modules[name])
-    monkeypatch.setattr(gpu_check_tiles, "_made", {})
-    sweep = gpu_check_tiles.Sweep("x", "tile", ("shape",), ((1, 2), (3, 4), (5, 6)))
-    times = iter([4.0, 2.0, 2.1])
-
-    def timer(runs):
-        runs[0]()
-        return next(times)  # the last one fails
-
-    rows = list(gpu_check_tiles.measure(MACHINE, torch.device("cpu"), [sweep], timer))
-    assert seen == [("own", 7), (1, 2), (3, 4), (5, 6)]
-    assert [row.get("ms") for row in rows] == [4.0, 2.0, 2.1, None]
-    text = "\n".join(
-        gpu_check_report.table({"machine": {"error": "none"}, "tiles": [*rows, rows[0] | {"tile": "(7,)"}]})
-    )
-    assert "the table's" in text and "(1, 2)" in text and "(3, 4)" in text and "StopIteration" in text
-    assert "(7,)" not in text
-    gpu_check_tiles.compile_share(1, 2, torch.device("cpu"), [sweep])
-    assert seen[4:] == [(3, 4)]
-
-
-@pytest.mark.parametrize("sweep", gpu_check_tiles.SWEEPS, ids=lambda sweep: f"{sweep.folder} {sweep.benchmarks[0]}")
-def test_the_tiles_to_be_timed_are_tiles_of_benchmarks_that_there_are(sweep):
-    """In another process: Triton's kernels are made for its interpreter or not when they are imported."""
-    program = f"""
-import importlib, torch
-from scripts._bench import gpu_check_tiles
-sweep = gpu_check_tiles.{sweep!r}
-module = importlib.import_module("kernels.ops." + sweep.folder + ".triton")
-assert callable(getattr(module, sweep.table)) and all(module.Tile(*tile) for tile in sweep.tiles)
-cases = importlib.import_module("kernels.ops." + sweep.folder + ".cases")
-names = [one.name.partition(" rows=")[0] for one in cases.benchmarks(torch.device("cpu"), 64)]
-assert any(name.endswith(tuple(end.partition(" rows=")[0] for end in sweep.benchmarks)) for name in names), names
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-1000:]

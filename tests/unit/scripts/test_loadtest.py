@@ -1,11 +1,11 @@
-"""Arrivals, prompts and the figures computed from records."""
+"""Tests of arrivals, prompts, and the figures computed from records."""
 
 import itertools
 import math
 
 import pytest
 
-from scripts.loadtest import arrivals, prompts, report
+from scripts.loadtest import prompts, report
 from scripts.loadtest.bench import (
     compare_ceilings,
     faster,
@@ -18,24 +18,25 @@ from scripts.loadtest.bench import (
 from scripts.loadtest.coordinator import LoadResult
 from scripts.loadtest.records import LoadRequest, Record, Segment
 from scripts.loadtest.statistics import Distribution, GoodputError, parse_goodput, summarize
+from scripts.loadtest.traces import poisson, timed
 from tests.fakes.fake_openai_server import tokens_of
 
 REQUESTS = [LoadRequest(i, float(i * i), 4, segments=[Segment(f"line-{i}", 10)]) for i in range(50)]
 
 
-def test_timed_arrivals_scale():
-    assert [r.arrival for r in arrivals.timed(REQUESTS[:3], 2.0)] == [0.0, 0.5, 2.0]
+def test_timed_arrivals_are_scaled():
+    assert [r.arrival for r in timed(REQUESTS[:3], 2.0)] == [0.0, 0.5, 2.0]
 
 
-def test_poisson_arrivals_have_the_rate_and_follow_the_seed():
-    sent = [r.arrival for r in arrivals.poisson(REQUESTS, 5.0, seed=1)]
+def test_poisson_arrivals_have_given_rate_and_seed():
+    sent = [r.arrival for r in poisson(REQUESTS, 5.0, seed=1)]
     assert sent == sorted(sent)
     assert sent[-1] == pytest.approx(49 / 5)
-    assert sent == [r.arrival for r in arrivals.poisson(REQUESTS, 5.0, seed=1)]
-    assert sent != [r.arrival for r in arrivals.poisson(REQUESTS, 5.0, seed=2)]
+    assert sent == [r.arrival for r in poisson(REQUESTS, 5.0, seed=1)]
+    assert sent != [r.arrival for r in poisson(REQUESTS, 5.0, seed=2)]
     gaps = [b - a for a, b in itertools.pairwise(sent)]
     assert max(gaps) > 3 * min(gaps)
-    assert {r.arrival for r in arrivals.poisson(REQUESTS, math.inf, seed=1)} == {0.0}
+    assert {r.arrival for r in poisson(REQUESTS, math.inf, seed=1)} == {0.0}
 
 
 def test_equal_segments_give_equal_text():
@@ -49,13 +50,13 @@ def test_equal_segments_give_equal_text():
     assert len(one.split()) == 45
 
 
-def test_overhead_is_taken_off_the_end():
+def test_prompts_are_shortened_at_the_end():
     segments = [Segment("x", 10), Segment("y", 3)]
     assert prompts.shorten(segments, 5) == [Segment("x", 8)]
     assert prompts.shorten(segments, 100) == [Segment("x", 1)]
 
 
-async def test_words_of_several_tokens_are_sorted_out():
+async def test_words_of_several_tokens_are_excluded():
     calls = 0
 
     async def count(text: str) -> int:
@@ -98,7 +99,7 @@ def test_summary_of_known_records():
         assert part in text
 
 
-def test_an_empty_result_can_be_reported():
+def test_empty_result_is_reported():
     summary = summarize(REQUESTS, LoadResult(num_offered=50, interrupted=True), {"tpot": 1.0})
     assert "interrupted" in report.render(summary)
     assert summary.goodput_share is None
@@ -109,14 +110,14 @@ def test_percentiles_interpolate():
     assert (distribution.p50, distribution.p90, distribution.p99, distribution.mean) == (50.0, 90.0, 99.0, 50.0)
 
 
-def test_goodput_bounds():
+def test_goodput_bounds_are_parsed():
     assert parse_goodput(["ttft:500", "e2el:2e3"]) == {"ttft": 500.0, "e2el": 2000.0}
     for wrong in ("tbt:1", "ttft", "ttft:x", "ttft:0", "ttft:nan"):
         with pytest.raises(GoodputError, match=wrong.partition(":")[0]):
             parse_goodput([wrong])
 
 
-def test_gaps_inside_and_outside_a_window():
+def test_gaps_inside_and_outside_an_interval():
     steady = record(0, 0.0, [i * 0.01 for i in range(1, 101)])
     slow = record(1, 0.0, [0.1, 0.2, 0.5, 0.8, 0.9])
     figures = gap_figures([steady, slow], 0.3, 0.7)
@@ -126,7 +127,7 @@ def test_gaps_inside_and_outside_a_window():
 
 
 def ceiling(rows: int, layers: float, head: float) -> dict:
-    """As scripts/ceiling.py prints one."""
+    """Return a ceiling in the format of scripts/ceiling.py."""
     return {
         "kernel": "bf16 packed",
         "layers_seconds": layers,
@@ -144,14 +145,14 @@ CEILINGS = {
 }
 
 
-def test_ideal_times():
+def test_ideal_times_follow_ceilings():
     assert ideal_seconds(CEILINGS, 2048, 1024, 16) == pytest.approx(2.048 + 2.048)
     assert ideal_seconds(CEILINGS, 2048, 1024, 16, head=False) == pytest.approx(1.6 + 2.048)
     assert ideal_first_token(CEILINGS) == pytest.approx(0.05)
     assert ideal_first_token(CEILINGS, head=False) == pytest.approx(0.041)
 
 
-def test_a_load_is_held_against_its_goal():
+def test_load_is_compared_with_goal():
     records = [record(i, 0.0, [4.0 + i / 16, 5.0], tokens=64, prompt_tokens=128) for i in range(16)]
     summary = summarize(REQUESTS[:16], LoadResult(num_offered=16, records=records), {})
     lines, figures = report_load("16 x", summary, CEILINGS, 16)
@@ -162,7 +163,7 @@ def test_a_load_is_held_against_its_goal():
     assert "share_of_ideal" not in report_load("16 x", summary, {}, 16)[1]
 
 
-def test_one_streams_latencies_are_held_against_the_ceilings():
+def test_latencies_of_one_stream_are_compared_with_ceilings():
     frames = [0.06 + 0.006 * i for i in range(64)]
     summary = summarize(REQUESTS[:1], LoadResult(records=[record(0, 0.0, frames, prompt_tokens=128)]), {})
     lines, figures = report_single(summary, CEILINGS)
@@ -173,8 +174,7 @@ def test_one_streams_latencies_are_held_against_the_ceilings():
     assert report_single(summary, {}) == ([], {})
 
 
-def test_the_faster_ceiling_counts():
-    """A machine that was busy before the loads would make every ratio look good."""
+def test_faster_ceiling_is_used():
     disturbed = {rows: ceiling(rows, 9.0, CEILINGS[rows]["head_seconds"] / 2) for rows in CEILINGS}
     found = faster(disturbed, CEILINGS)
     assert found[16]["layers_seconds"] == CEILINGS[16]["layers_seconds"]
@@ -184,8 +184,8 @@ def test_the_faster_ceiling_counts():
     assert faster({}, {}) == {}
 
 
-def test_a_ceiling_that_moved_is_told(capsys):
+def test_changed_ceiling_is_reported(capsys):
     after = CEILINGS | {16: ceiling(16, 0.03, 0.01)}
     lines = compare_ceilings(CEILINGS, after)
     assert [value for _, value, _ in lines] == ["250, 250", "500, 400", "2,560, 2,560", "1,000, 1,000"]
-    assert capsys.readouterr().err == "note: the ceiling of 16 rows moved; was the machine busy with others?\n"
+    assert capsys.readouterr().err == "note: the ceiling of 16 rows changed; other programs may have used the machine\n"

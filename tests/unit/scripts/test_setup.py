@@ -1,4 +1,4 @@
-"""scripts/setup with a Python that only pretends: what it says, and how it ends."""
+"""Tests of scripts/setup with a fake Python: messages and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 
-# Makes a .venv of itself; FAKE_PIP says what becomes of an installation.
+# Creates a .venv with itself; FAKE_PIP selects the result of an installation.
 PYTHON = """\
 #!/bin/bash
 case "$*" in
@@ -64,61 +64,61 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_what_pip_cannot_do_is_said_with_a_way_out(setup, tmp_path):
+def test_failed_installation_is_reported_with_remedy(setup, tmp_path):
     process = setup("fails")
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    lines = said.splitlines()
+    lines = errors.splitlines()
     assert lines[0] == f"setup: making .venv with {tmp_path}/python3.11"
     assert lines[1].startswith("setup: 1 of 4: ") and lines[2] == "no matching distribution"
     assert "PIP_INDEX_URL" in lines[-1]
     assert not (tmp_path / "checkout/.venv/pelton-setup-stamp").exists()
 
 
-def test_stages_are_numbered_and_a_model_that_is_not_there_is_named(setup, tmp_path):
+def test_stages_are_numbered_and_missing_model_is_named(setup, tmp_path):
     process = setup("works")
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 and "does not carry SmolLM2-135M-Instruct.Q4_1.gguf" in said.splitlines()[-1]
-    assert [line[7:13] for line in said.splitlines() if " of 4: " in line] == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
-    # No terminal: pip is quiet.
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "does not carry SmolLM2-135M-Instruct.Q4_1.gguf" in errors.splitlines()[-1]
+    assert [line[7:13] for line in errors.splitlines() if " of 4: " in line] == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    # pip is quiet without a terminal.
     assert all("install -qq " in line for line in (tmp_path / "checkout/pip.log").read_text().splitlines())
 
 
-def test_a_ctrl_c_ends_it_with_130_and_the_next_one_goes_on(setup, tmp_path):
+def test_interrupted_setup_returns_130_and_can_be_resumed(setup, tmp_path):
     process = setup("hangs")
     wait_for(tmp_path / "checkout/hangs")
     second = setup("fails")
     assert second.stderr is not None
     assert second.stderr.readline() == "setup: another set-up runs here; waiting for its end\n"
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.endswith("setup: interrupted; scripts/setup goes on where it stopped\n")
-    _, said = second.communicate(timeout=60)
-    assert "making .venv" not in said and "1 of 4" in said
+    assert errors.endswith("setup: interrupted; scripts/setup goes on where it stopped\n")
+    _, errors = second.communicate(timeout=60)
+    assert "making .venv" not in errors and "1 of 4" in errors
 
 
-def test_the_python_that_is_named_is_taken_or_refused(setup, tmp_path):
+def test_given_python_is_used_or_rejected(setup, tmp_path):
     other = tmp_path / "other"
     shutil.copy(tmp_path / "python3.11", other)
-    _, said = setup("fails", PYTHON=str(other)).communicate(timeout=60)
-    assert f"making .venv with {other}\n" in said
+    _, errors = setup("fails", PYTHON=str(other)).communicate(timeout=60)
+    assert f"making .venv with {other}\n" in errors
     shutil.rmtree(tmp_path / "checkout/.venv")
     process = setup("fails", PYTHON="/bin/false")
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert said == "setup: error: PYTHON=/bin/false is no Python 3.11, 3.12 or 3.13 with venv\n"
+    assert errors == "setup: error: PYTHON=/bin/false is no Python 3.11, 3.12 or 3.13 with venv\n"
 
 
-def test_a_venv_of_another_python_than_the_one_that_is_named_is_not_taken(setup, tmp_path):
+def test_venv_of_another_python_is_rejected(setup, tmp_path):
     setup("fails").communicate(timeout=60)
     other = tmp_path / "other"
     shutil.copy(tmp_path / "python3.11", other)
     process = setup("fails", PYTHON=str(other))
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert said == (
+    assert errors == (
         f"setup: error: PYTHON={other} is not what .venv is made with, {tmp_path}/python3.11: remove .venv first\n"
     )
-    _, said = setup("fails", PYTHON=str(tmp_path / "python3.11")).communicate(timeout=60)
-    assert "making .venv" not in said and "1 of 4" in said
+    _, errors = setup("fails", PYTHON=str(tmp_path / "python3.11")).communicate(timeout=60)
+    assert "making .venv" not in errors and "1 of 4" in errors

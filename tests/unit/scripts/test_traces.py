@@ -1,4 +1,4 @@
-"""Trace formats, and what is said about lines that are wrong."""
+"""Tests of trace formats and of the errors for invalid lines."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_the_sample_is_a_minute_of_forty_requests_with_shared_prefixes():
+def test_sample_has_forty_requests_in_a_minute_with_shared_prefixes():
     requests = read_trace(SAMPLE)
     assert len(requests) == 40
     assert [r.index for r in requests] == list(range(40))
@@ -26,7 +26,7 @@ def test_the_sample_is_a_minute_of_forty_requests_with_shared_prefixes():
     assert any(r.text for r in requests)
 
 
-def test_own_format(tmp_path):
+def test_pelton_format(tmp_path):
     path = write(
         tmp_path,
         '# a comment\n\n{"arrival": 5, "prompt": "hello", "output_length": 3}\n'
@@ -38,7 +38,7 @@ def test_own_format(tmp_path):
     assert (second.arrival, second.text, second.max_tokens, second.num_prompt_tokens) == (1.5, "hello", 3, None)
 
 
-def test_mooncake_blocks_with_the_same_hash_share_a_segment(tmp_path):
+def test_equal_mooncake_hashes_share_a_segment(tmp_path):
     path = write(
         tmp_path,
         '{"timestamp": 1000, "input_length": 1100, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
@@ -52,7 +52,7 @@ def test_mooncake_blocks_with_the_same_hash_share_a_segment(tmp_path):
     assert second.arrival == 1.5
 
 
-def test_azure_timestamps_with_seven_digits_and_with_a_zone(tmp_path):
+def test_azure_timestamps_with_seven_digits_or_time_zone(tmp_path):
     path = write(
         tmp_path,
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
@@ -66,7 +66,7 @@ def test_azure_timestamps_with_seven_digits_and_with_a_zone(tmp_path):
     assert read_trace(write(tmp_path, zoned))[1].arrival == pytest.approx(1.5)
 
 
-def test_lengths_can_be_cut_and_prefixes_stay(tmp_path):
+def test_cut_prompts_keep_prefixes(tmp_path):
     path = write(tmp_path, '{"timestamp": 0, "input_length": 900, "output_length": 70, "hash_ids": [4, 5]}')
     (request,) = read_trace(path, max_input=600, max_output=8)
     assert [(s.key, s.num_tokens) for s in request.segments] == [("block-4", 512), ("block-5", 88)]
@@ -94,7 +94,7 @@ def test_lengths_can_be_cut_and_prefixes_stay(tmp_path):
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,x,1\n", "line 2: `ContextTokens`"),
     ],
 )
-def test_wrong_traces_are_named_by_file_and_line(tmp_path, text, message):
+def test_errors_name_file_and_line(tmp_path, text, message):
     path = write(tmp_path, text)
     with pytest.raises(TraceError) as caught:
         read_trace(path)
@@ -102,11 +102,11 @@ def test_wrong_traces_are_named_by_file_and_line(tmp_path, text, message):
     assert message in str(caught.value)
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(tmp_path / "none")
 
 
-def test_detection_needs_the_keys():
+def test_unknown_keys_are_not_detected():
     with pytest.raises(ValueError, match="unknown trace format"):
         detect('{"time": 1}')
