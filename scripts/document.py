@@ -1,11 +1,15 @@
-"""Generator of the tables in docs/configuration.md and docs/metrics.md.
+"""Generator of the tables in docs/configuration.md and docs/metrics.md and of the excerpts in docs/tour.md.
 
-A document marks a generated table with `<!-- NAME -->` and `<!-- /NAME -->`; the lines between them are replaced.
+A document marks a generated table with `<!-- NAME -->` and `<!-- /NAME -->`; the lines between them are replaced. An
+excerpt stands between `<!-- code: PATH SYMBOL -->` and `<!-- /code -->`.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -16,7 +20,8 @@ from shared.metrics import GatewayMetrics, WorkerCollector
 from shared.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("docs/configuration.md", "docs/metrics.md")
+DOCUMENTS = ("docs/configuration.md", "docs/metrics.md", "docs/tour.md")
+_EXCERPT = re.compile(r"<!-- code: (\S+) (\S+) -->\n.*?<!-- /code -->\n", re.DOTALL)
 _LABELS = {"counter": "_total"}
 
 
@@ -58,7 +63,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """Return a document with every marked table regenerated from the code.
+    """Return a document with every marked table and excerpt regenerated from the code.
 
     Raises:
         ValueError: The end mark of a table is missing.
@@ -70,7 +75,51 @@ def filled(text: str) -> str:
             if end not in rest:
                 raise ValueError(f"the end of {begin.strip()} is missing")
             text = f"{before}{begin}\n{make()}\n\n{end}{rest.split(end, 1)[1]}"
-    return text
+    return _EXCERPT.sub(_filled_excerpt, text)
+
+
+def excerpt(path: str, symbol: str) -> str:
+    """Return the source of a function, class or constant without its docstring and indentation.
+
+    Args:
+        path: File, relative to the root of the project.
+        symbol: Name; `Class.method` for a method.
+
+    Raises:
+        ValueError: The file does not define the symbol.
+    """
+    source = (ROOT / path).read_text("utf-8")
+    node: ast.AST = ast.parse(source)
+    for name in symbol.split("."):
+        found = [child for child in ast.iter_child_nodes(node) if _name(child) == name]
+        if not found:
+            raise ValueError(f"{path} does not define {symbol}, of which a document shows the source")
+        node = found[0]
+    assert isinstance(node, ast.stmt) and node.end_lineno is not None
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    omitted: set[int] = set()
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+        docstring, following = node.body[0], node.body[1] if len(node.body) > 1 else None
+        end = following.lineno - 1 if following is not None else docstring.end_lineno or docstring.lineno
+        comments = [i for i in range(docstring.lineno, end + 1) if _line(source, i).startswith("#")]
+        omitted = set(range(docstring.lineno, end + 1)) - set(comments)
+    lines = source.splitlines()
+    return textwrap.dedent("\n".join(lines[i - 1] for i in range(first, node.end_lineno + 1) if i not in omitted))
+
+
+def _line(source: str, number: int) -> str:
+    return source.splitlines()[number - 1].strip()
+
+
+def _name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Assign):
+        return node.targets[0].id if isinstance(node.targets[0], ast.Name) else None
+    return getattr(node, "name", None)
+
+
+def _filled_excerpt(match: re.Match[str]) -> str:
+    path, symbol = match.groups()
+    return f"<!-- code: {path} {symbol} -->\n\n```python\n{excerpt(path, symbol)}\n```\n\n<!-- /code -->\n"
 
 
 def outdated() -> list[str]:

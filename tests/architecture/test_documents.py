@@ -1,5 +1,7 @@
 """Generated tables of the documents against the code."""
 
+import pytest
+
 from scripts import document
 from tests.architecture.source import ROOT
 
@@ -20,3 +22,21 @@ def test_a_changed_document_is_noticed():
     assert new.endswith("<!-- /metrics -->\nafter\n")
     assert "pelton:num_requests_running" in new
     assert document.filled(new) == new
+
+
+def test_a_changed_excerpt_is_noticed():
+    text = "<!-- code: shared/errors.py PeltonError -->\nSTALE\n<!-- /code -->\nafter\n"
+    new = document.filled(text)
+    assert "STALE" not in new
+    assert new.endswith("<!-- /code -->\nafter\n")
+    assert "class PeltonError(Exception)" in new
+    assert document.filled(new) == new
+
+
+def test_an_excerpt_of_a_missing_symbol_is_refused():
+    with pytest.raises(ValueError, match=r"shared/errors.py does not define NoSuchError"):
+        document.filled("<!-- code: shared/errors.py NoSuchError -->\n<!-- /code -->\n")
+
+
+def test_the_tour_shows_twelve_stops():
+    assert (ROOT / "docs/tour.md").read_text("utf-8").count("\n## ") - 4 == 12
