@@ -16,10 +16,9 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from gateway.service import RefusedModelError, Service
-from shared import log, supervisor_pipe
+from shared import log, notify
 from shared.config import load_settings
-from shared.errors import ConfigurationError
-from shared.exit_codes import EXIT_CONFIGURATION, EXIT_REFUSED
+from shared.errors import EXIT_CONFIGURATION, EXIT_REFUSED, ConfigurationError
 from shared.settings import GatewaySettings
 
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, writer))
     except ConfigurationError as error:
-        supervisor_pipe.give_reason("pelton gateway", str(error))
+        notify.give_reason("pelton gateway", str(error))
         return EXIT_REFUSED if isinstance(error, RefusedModelError) else EXIT_CONFIGURATION
     return 0
 

@@ -38,7 +38,7 @@ from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
 from gateway.text.pipeline import TextThreads
-from shared import notify, supervisor_pipe
+from shared import notify
 from shared.errors import ConfigurationError
 from shared.log import LogWriter, get_logger
 from shared.metrics import GatewayMetrics, WorkerCollector
@@ -133,7 +133,7 @@ class Service:
             gateway_id=gateway_id,
             threads=threads,
             metrics=self._metrics,
-            on_refused=None if supervisor_pipe.supervisor_fd() is None else self._refuse_model,
+            on_refused=None if notify.supervisor_fd() is None else self._refuse_model,
             on_loaded=freeze_long_lived_objects,
         )
         peers = self._peers = self._find_peers(directory)
@@ -237,7 +237,7 @@ class Service:
         def supervisor_gone() -> None:
             loop.call_soon_threadsafe(self._stop.set)
 
-        supervisor_pipe.watch(supervisor_gone)
+        notify.watch_supervisor(supervisor_gone)
 
     def _on_signal(self) -> None:
         """Begin the drain at the first signal and end it at the second."""

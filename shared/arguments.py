@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Return the message for an unknown flag, given without its value."""
+        """Print the message and exit with 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -8,6 +8,18 @@ from __future__ import annotations
 
 from typing import Self
 
+EXIT_CONFIGURATION = 1
+"""A ConfigurationError was printed.
+
+Unhandled Python exceptions have the same code, so it means nothing for a child that was ready before.
+"""
+
+EXIT_REFUSED = 78
+"""A ConfigurationError was printed whose cause appeared only after the start (EX_CONFIG of BSD's sysexits).
+
+Another start would fail in the same way.
+"""
+
 
 class PeltonError(Exception):
     """Failure that a client may be told about.

@@ -1,22 +1,25 @@
-"""All messages between gateway and worker, as typed structs (encoded by shared.wire).
+"""All messages between gateway and worker, as typed structs, and their encoding (MessagePack by msgspec).
 
 The gateway's DEALER sends GatewayMessages, and the worker's ROUTER answers with WorkerMessages. One prompt is one
 `Submit`. Each of its `num_choices` choices ends with exactly one `Output` whose `finish` is set, whatever happens.
 Steps to one gateway are numbered from 1 after each `Hello`, so that a lost message shows as a gap. `epoch` identifies
-one process of the worker, so that messages of an earlier process are dropped.
+one process of the worker, so that messages of an earlier process are dropped. Decoding applies limits and never
+evaluates data.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from shared.errors import WireError
 from shared.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_TOKENS_PER_MESSAGE = 4_194_304
 MAX_CHOICES = 128
 MAX_GRAMMAR = 1_048_576
@@ -298,3 +301,35 @@ class Bundle(msgspec.Struct, tag="bundle", frozen=True, kw_only=True):
 
 
 WorkerMessage = Welcome | Steps | Pong | Bundle
+
+
+# ---- encoding ---------------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+_gateway_decoder: msgspec.msgpack.Decoder[GatewayMessage] = msgspec.msgpack.Decoder(GatewayMessage)
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def encode_message(message: GatewayMessage | WorkerMessage) -> bytes:
+    """Encode one message as the payload of one frame."""
+    return _encoder.encode(message)
+
+
+def decode_gateway_message(frame: bytes | memoryview) -> GatewayMessage:
+    """Decode a frame that a worker received. Raises WireError if it is not a GatewayMessage."""
+    return _decode(_gateway_decoder, frame)
+
+
+def decode_worker_message(frame: bytes | memoryview) -> WorkerMessage:
+    """Decode a frame that a gateway received. Raises WireError if it is not a WorkerMessage."""
+    return _decode(_worker_decoder, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes | memoryview) -> _T:
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise WireError(f"malformed message: {error}") from error

@@ -1,6 +1,11 @@
-"""systemd's notification protocol (sd_notify(3)): one datagram of KEY=VALUE lines to $NOTIFY_SOCKET.
+"""Communication of a process with the supervisor that started it: systemd, or `pelton serve`.
 
-Without that variable every function does nothing, so callers need not know whether systemd runs them.
+Both receive sd_notify(3) messages: one datagram of KEY=VALUE lines to $NOTIFY_SOCKET. Without that variable nothing is
+sent, so callers need not know what runs them.
+
+The pipe tells a child of `pelton serve` that the supervisor has ended, however that happened. The supervisor holds the
+write end and never writes; the child inherits the read end, named by PELTON_SUPERVISOR_FD. When the supervisor dies
+(also by kill -9), the kernel closes the write end and the child reads end-of-file.
 """
 
 from __future__ import annotations
@@ -8,6 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import threading
+from collections.abc import Callable
+
+SUPERVISOR_FD_VARIABLE = "PELTON_SUPERVISOR_FD"
+REASON_PREFIX = "X_PELTON_REASON="
+"""Prefix of a notification that contains the reason of a child's end. systemd ignores lines that begin with X_."""
 
 
 def notify(**fields: str | int) -> bool:
@@ -60,3 +72,48 @@ def watchdog_interval() -> float | None:
     if not microseconds.isdecimal() or int(microseconds) == 0 or (owner and owner != str(os.getpid())):
         return None
     return int(microseconds) / 2e6
+
+
+def supervisor_fd() -> int | None:
+    """Return the inherited read end, or None if no supervisor started this process.
+
+    The caller may add it to its event loop.
+    """
+    text = os.environ.get(SUPERVISOR_FD_VARIABLE, "")
+    if not text.isdecimal():
+        return None
+    fd = int(text)
+    try:
+        os.set_inheritable(fd, False)
+    except OSError:
+        return None
+    return fd
+
+
+def watch_supervisor(callback: Callable[[], None]) -> threading.Thread | None:
+    """Call `callback` once, from a daemon thread, when the supervisor is gone.
+
+    For an event loop, the callback uses `loop.call_soon_threadsafe`. Without a supervisor it is never called.
+    """
+    fd = supervisor_fd()
+    if fd is None:
+        return None
+    thread = threading.Thread(target=_wait_for_end, args=(fd, callback), name="supervisor-pipe", daemon=True)
+    thread.start()
+    return thread
+
+
+def give_reason(program: str, reason: str) -> None:
+    """Report why this process is about to end, to its supervisor if there is one, else on standard error."""
+    was_sent = SUPERVISOR_FD_VARIABLE in os.environ and notify(**{REASON_PREFIX[:-1]: reason})
+    if not was_sent:
+        print(f"{program}: {reason}", file=sys.stderr)
+
+
+def _wait_for_end(fd: int, callback: Callable[[], None]) -> None:
+    try:
+        while os.read(fd, 64):
+            continue
+    except OSError:
+        pass
+    callback()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import zmq
 
-from shared import wire
 from shared.errors import ConfigurationError
+from shared.messages import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MARK = 10_000
 """Messages queued per peer and direction. Above it, sends fail with zmq.Again and memory does not grow."""
@@ -164,7 +164,7 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity
 
 def _set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.IPV6, 0)

@@ -3,9 +3,9 @@
 It imports neither aiohttp nor torch. Each child has a session of its own, so that a Ctrl-C reaches only the
 supervisor, which stops the children in order: the gateway first, so that it drains while the workers still compute,
 then the workers. A child that dies is restarted with exponential back-off. A child that cannot start (exit code 1
-before it was ever ready), or that cannot use the others (shared.exit_codes), ends everything, because another attempt
+before it was ever ready), or that cannot use the others (shared.errors), ends everything, because another attempt
 would end the same way; the last line of the output is the reason that it gave. When the supervisor itself dies, the
-children read end-of-file on their pipe and exit (shared.supervisor_pipe).
+children read end-of-file on their pipe and exit (shared.notify).
 """
 
 from __future__ import annotations
@@ -13,25 +13,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import http.client
+import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shared import announce, config, log, notify, sockets, supervisor_pipe
-from shared.errors import ConfigurationError
-from shared.exit_codes import EXIT_CONFIGURATION, EXIT_REFUSED
+from shared import config, log, notify, sockets
+from shared.errors import EXIT_CONFIGURATION, EXIT_REFUSED, ConfigurationError
 from shared.settings import GatewaySettings, ServeSettings, WorkerSettings
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WORKER_STOP_SECONDS = 10.0
 _GATEWAY_STOP_MARGIN_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_REQUEST_SECONDS = 2.0
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 logger = log.get_logger("supervisor")
 
@@ -101,9 +106,9 @@ class Child:
                 # Not splitlines: a carriage return in a reason does not end a line.
                 lines = self.notify_socket.recv(4096).decode("utf-8", "replace").split("\n")
                 self.was_ready = self.was_ready or "READY=1" in lines
-                reasons = [line for line in lines if line.startswith(supervisor_pipe.REASON_PREFIX)]
+                reasons = [line for line in lines if line.startswith(notify.REASON_PREFIX)]
                 if reasons:
-                    self.reason = reasons[-1].removeprefix(supervisor_pipe.REASON_PREFIX)
+                    self.reason = reasons[-1].removeprefix(notify.REASON_PREFIX)
 
     def signal(self, number: int) -> None:
         """Signal the child alone; SIGKILL goes to every process of its session's group."""
@@ -174,7 +179,7 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         env = {
             **child.spec.env,
-            supervisor_pipe.ENVIRONMENT_VARIABLE: str(self._pipe_read),
+            notify.SUPERVISOR_FD_VARIABLE: str(self._pipe_read),
             "NOTIFY_SOCKET": str(child.notify_path),
         }
         child.restart_at, child.reason = None, ""
@@ -309,7 +314,7 @@ def serve(argv: Sequence[str], env: Mapping[str, str]) -> int:
         supervisor = Supervisor(child_specs(settings, env), directory)
         done = threading.Event()
         threading.Thread(
-            target=announce.announce_when_ready,
+            target=announce_when_ready,
             args=(settings, done, lambda: supervisor.were_ready("gateway")),
             name="announce",
             daemon=True,
@@ -367,10 +372,7 @@ def _free_port(host: str) -> int:
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Return the command that runs one of Pelton's packages.
-
-    -P: a folder `worker` in the current directory must not be found.
-    """
+    """Hold the lock of the directory. Raise ConfigurationError if another `pelton serve` has it."""
     try:
         file = open(directory / "serve.lock", "w")  # noqa: SIM115 - the next line closes it
     except OSError as error:
@@ -384,3 +386,84 @@ def _lock(directory: Path) -> Iterator[None]:
                 "if you gave one"
             ) from error
         yield
+
+
+def announce_when_ready(
+    settings: ServeSettings, stopped: threading.Event, listening: Callable[[], bool] = lambda: True
+) -> None:
+    """Poll /ready until it answers 200, then print the URL and a curl command. Return early when `stopped` is set.
+
+    Args:
+        settings: Settings of the server.
+        stopped: Event that ends the polling.
+        listening: Function that tells whether our own gateway holds the port; before that, another server might
+            answer.
+    """
+    while not stopped.wait(_POLL_SECONDS):
+        if listening() and _get(settings, "/ready", {}) is not None:
+            print(greeting(settings, _model_name(settings)), flush=True)
+            notify.ready(f"serving on {base_url(settings)}")
+            return
+
+
+def base_url(settings: ServeSettings) -> str:
+    """Return the base_url for an OpenAI SDK on this machine."""
+    host = _reachable_host(settings)
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}/v1"
+
+
+def greeting(settings: ServeSettings, model: str) -> str:
+    """Return the lines to print, which never contain keys."""
+    question = {"role": "user", "content": "Tell me a joke."}
+    # At the API's default temperature, 1, the first answer of a small model would be nonsense.
+    body = json.dumps({"model": model, "messages": [question], "stream": True, "max_tokens": 64, "temperature": 0.7})
+    command = ["curl", "-N", f"{base_url(settings)}/chat/completions", "-H", "Content-Type: application/json"]
+    key = ' -H "Authorization: Bearer $PELTON_API_KEY"' if settings.api_key or settings.api_key_file else ""
+    return (
+        f"\nPelton serves {model} at {base_url(settings)}\n"
+        f"A page for chat and status is at {base_url(settings).removesuffix('v1')}\n"
+        f"Try it:\n\n  {shlex.join(command)}{key} \\\n    -d {shlex.quote(body)}\n"
+    )
+
+
+def _model_name(settings: ServeSettings) -> str:
+    if settings.served_model_name:
+        return settings.served_model_name[0]
+    key = settings.api_key[0] if settings.api_key else _first_key(settings.api_key_file)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        name = json.loads(_get(settings, "/v1/models", headers) or b"")["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        return "default"
+    return str(name)
+
+
+def _first_key(path: str) -> str:
+    """Return the first key of --api-key-file that may request /v1/models, or nothing.
+
+    The gateway reports a bad file.
+    """
+    try:
+        lines = Path(path).read_text("utf-8").splitlines() if path else []
+    except (OSError, UnicodeDecodeError):
+        return ""
+    words = (line.split() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    return next((first for first, *rest in words if "scope=admin" not in rest), "")
+
+
+def _reachable_host(settings: ServeSettings) -> str:
+    return _ANY_ADDRESS.get(settings.host, settings.host)
+
+
+def _get(settings: ServeSettings, path: str, headers: Mapping[str, str]) -> bytes | None:
+    """Return the body of a 200 response, else None."""
+    connection = http.client.HTTPConnection(_reachable_host(settings), settings.port, timeout=_REQUEST_SECONDS)
+    try:
+        connection.request("GET", path, headers=dict(headers))
+        response = connection.getresponse()
+        body = response.read()
+        return body if response.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from shared import log, notify, sockets, supervisor_pipe
+from shared import log, notify, sockets
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import WorkerFacts
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         log.configure(settings.log_level, settings.log_format, process=f"worker-{settings.worker_index}")
         return _serve(settings)
     except (ConfigurationError, ExecutorError) as error:
-        supervisor_pipe.give_reason("pelton worker", str(error))
+        notify.give_reason("pelton worker", str(error))
     return 1
 
 
@@ -61,7 +61,7 @@ def _serve(settings: WorkerSettings) -> int:
     gc.freeze()
     compile_process = start_compile_process(settings)  # before there are threads
     orphan = _Orphan()
-    supervisor_pipe.watch(orphan.end)
+    notify.watch_supervisor(orphan.end)
     directory = sockets.runtime_dir(settings.runtime_dir)
     with contextlib.ExitStack() as ending:
         if compile_process is not None:

@@ -16,10 +16,19 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from shared import sockets, wire
+from shared import sockets
 from shared.errors import WireError
 from shared.log import get_logger
-from shared.messages import MAX_CHOICES, GatewayMessage, Output, RequestId, Steps, WorkerMessage
+from shared.messages import (
+    MAX_CHOICES,
+    GatewayMessage,
+    Output,
+    RequestId,
+    Steps,
+    WorkerMessage,
+    decode_gateway_message,
+    encode_message,
+)
 from worker.stats import Counters
 
 LEASE_SECONDS = 10.0
@@ -217,7 +226,7 @@ class Transport:
         if self._socket is None:
             return
         try:
-            self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, encode_message(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._give_up(identity, zmq.strerror(error.errno or 0))
 
@@ -227,7 +236,7 @@ def _decode(payload: bytes | None) -> GatewayMessage | BrokenSubmit:
     if payload is None:
         raise WireError("a message must have one frame")
     try:
-        return wire.decode_gateway_message(payload)
+        return decode_gateway_message(payload)
     except WireError as error:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError):
             return _broken_submit_decoder.decode(payload)

@@ -11,14 +11,13 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from gateway.cluster.stats import LinkCounters
-from shared import sockets, wire
+from shared import sockets
 from shared.errors import UnavailableError, WireError, WorkerLostError
 from shared.log import get_logger
 from shared.messages import (
@@ -36,6 +35,8 @@ from shared.messages import (
     Welcome,
     WorkerFacts,
     WorkerStats,
+    decode_worker_message,
+    encode_message,
 )
 
 MAX_FRAMES_PER_TURN = 256
@@ -59,6 +60,37 @@ class Liveness:
     ping_interval: float = 1.0
     not_ready_after: float = 5.0
     lost_after: float = 15.0
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Errors on one link. Each counted message was dropped, except those after a gap.
+
+    Attributes:
+        malformed: Messages that cannot be decoded, have a wrong number of frames, or are unexpected.
+        wrong_epoch: Messages of another process of the worker.
+        repeated: Step messages whose number was already received.
+        sequence_gaps: Gaps in the numbers of step messages; each failed the streams of the link.
+        unknown_ids: Outputs of requests that this gateway does not have, or no longer.
+        send_failures: Messages that were not sent because the queue to the worker was full.
+    """
+
+    malformed: int = 0
+    wrong_epoch: int = 0
+    repeated: int = 0
+    sequence_gaps: int = 0
+    unknown_ids: int = 0
+    send_failures: int = 0
+
+    def add(self, other: LinkCounters) -> None:
+        """Add the counts of a lost link."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    @property
+    def wire_errors(self) -> int:
+        """Messages that were dropped as faulty, and gaps where messages were missing."""
+        return self.malformed + self.wrong_epoch + self.repeated + self.sequence_gaps
 
 
 class Stream(Protocol):
@@ -291,7 +323,7 @@ class WorkerLink:
         if self._socket is None or self.lost:
             return False
         try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+            self._socket.send(encode_message(message), zmq.NOBLOCK)
         except zmq.Again:
             self.counters.send_failures += 1
             return False
@@ -354,7 +386,7 @@ class WorkerLink:
 
     def _on_frame(self, frame: bytes) -> None:
         try:
-            message = wire.decode_worker_message(frame)
+            message = decode_worker_message(frame)
         except WireError:
             self.counters.malformed += 1
             return

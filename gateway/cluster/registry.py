@@ -9,6 +9,7 @@ another tokenizer waits until the workers that hold the name are gone.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from gateway.cluster.client import Liveness, WorkerLink
-from gateway.cluster.discovery import WorkerDirectory
-from gateway.cluster.stats import LinkCounters
+from gateway.cluster.client import LinkCounters, Liveness, WorkerLink
 from gateway.text.formats import resolve_formats
 from gateway.text.pipeline import TextPipeline, TextThreads
+from shared import sockets
 from shared.errors import ConfigurationError, ModelNotFoundError, UnavailableError
 from shared.log import get_logger
 from shared.messages import Bundle, WorkerFacts
@@ -34,8 +34,38 @@ Another worker may wait, because some already serve.
 """
 _MAX_IDLE_PIPELINES = 4
 _BUNDLE_RETRY = 5.0
+_COARSE_NS = 100_000_000
+"""Resolution of directory timestamps in nanoseconds.
+
+Two changes within some milliseconds may leave the same timestamp.
+"""
 
 log = get_logger("gateway.cluster")
+
+
+class WorkerDirectory:
+    """Sockets in a directory.
+
+    The directory is read again only when its timestamp changes, because it is polled several times a second.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._endpoints: list[str] = []
+        self._seen: int | None = None
+
+    def endpoints(self) -> list[str]:
+        """Return the endpoints of the workers' sockets, oldest first. Stale ones may be included."""
+        try:
+            changed = self._directory.stat().st_mtime_ns
+        except FileNotFoundError:
+            self._seen = None
+            return []
+        if changed != self._seen:
+            is_settled = time.time_ns() - changed > _COARSE_NS
+            self._endpoints = sockets.list_worker_endpoints(self._directory)
+            self._seen = changed if is_settled else None
+        return self._endpoints
 
 
 class ModelEntry:

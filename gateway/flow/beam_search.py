@@ -2,7 +2,7 @@
 
 Each step sends the live beams as requests for one token and reads the likeliest tokens from the report. The workers'
 prefix cache makes this cheap, because all but the newest tokens of a beam are cached. If the cache is small, the beams
-of a step run in groups (flow.beam_pages).
+of a step run in groups (flow.beam_state).
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import Self
 
 import msgspec
 
-from gateway.flow.beam_pages import BeamPages
-from gateway.flow.beam_state import Beam, BeamParams, BeamState, BeamText
+from gateway.flow.beam_state import Beam, BeamPages, BeamParams, BeamState, BeamText
 from gateway.flow.choice import Choice, EmbeddingChoice, choices_of, detokenizer_of, scanners_of
-from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
-from gateway.flow.requests import GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
+from gateway.flow.requests import ClosedOnExit, GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
 from shared.errors import InternalError, InvalidRequestError, PeltonError, UnavailableError
 from shared.messages import Finish, FinishReason, Output, TokenLogprobs, WorkerFacts
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from gateway.cluster.client import Stream, WorkerLink
 from gateway.flow.admission import Admission, PartPermit, Permit, Reported, Room
 from gateway.flow.choice import ChoicePipeline, choices_of
-from gateway.flow.closing import ClosedOnExit
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import FlushScheduler, Outbox, Receiver
+from gateway.flow.requests import ClosedOnExit
 from gateway.flow.routing import Router
 from shared.errors import (
     ContextLengthError,

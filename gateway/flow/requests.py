@@ -6,9 +6,11 @@ text.pipeline.TextPipeline.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from gateway.flow.admission import Room
 from gateway.flow.events import GenerationRequest, TextDelta
@@ -139,6 +141,24 @@ class ModelsLike(Protocol):
     def ready(self) -> tuple[bool, str]:
         """Return whether a worker recently answered a ping through its engine loop, and the reason if not."""
         ...
+
+
+class ClosedOnExit(ABC):
+    """Asynchronous context that calls `close` however it is left."""
+
+    __slots__ = ()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything without waiting. Idempotent."""
 
 
 class GenerationLike(AbstractAsyncContextManager["GenerationLike"], Protocol):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from shared import sockets, wire
+from shared import sockets
 from shared.messages import (
     PROTOCOL_VERSION,
     Bundle,
@@ -37,6 +37,8 @@ from shared.messages import (
     WorkerFacts,
     WorkerMessage,
     WorkerStats,
+    decode_gateway_message,
+    encode_message,
 )
 from tests.fakes.tokenizers import make_bundle
 from tests.fakes.vectors import HIDDEN_SIZE, vector_of
@@ -174,7 +176,7 @@ class FakeWorker:
 
     def send(self, message: WorkerMessage) -> None:
         """Sends a message of the test's own."""
-        self.send_raw([wire.encode(message)])
+        self.send_raw([encode_message(message)])
 
     @property
     def num_running(self) -> int:
@@ -217,7 +219,7 @@ class FakeWorker:
             wait = 5.0 if not self._running else max(0.0, (next_tick - time.monotonic()) * 1000)
             if self._router.poll(min(wait, 5.0)):
                 identity, *frames = self._router.recv_multipart()
-                self._on_message(identity, wire.decode_gateway_message(frames[0]))
+                self._on_message(identity, decode_gateway_message(frames[0]))
             while self._raw:
                 frames = self._raw.pop(0)
                 for identity in self._sequences:
@@ -324,7 +326,7 @@ class FakeWorker:
             self._send(identity, message)
 
     def _send(self, identity: bytes, message: WorkerMessage) -> None:
-        self._send_frames(identity, [wire.encode(message)])
+        self._send_frames(identity, [encode_message(message)])
 
     def _send_frames(self, identity: bytes, frames: list[bytes]) -> None:
         try:

@@ -18,7 +18,7 @@ import openai
 import orjson
 import pytest
 
-from shared.exit_codes import EXIT_REFUSED
+from shared.errors import EXIT_REFUSED
 from shared.messages import Bundle
 from tests.fakes.fake_worker import LONG_CONTEXT, MANY_TOKENS, FakeWorker, endless
 from tests.fakes.gateway_core import until

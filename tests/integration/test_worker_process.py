@@ -19,7 +19,7 @@ import pytest
 import zmq
 from tokenizers import Tokenizer
 
-from shared import sockets, wire
+from shared import sockets
 from shared.messages import (
     PROTOCOL_VERSION,
     BundleRequest,
@@ -35,6 +35,8 @@ from shared.messages import (
     Submit,
     Welcome,
     WorkerMessage,
+    decode_worker_message,
+    encode_message,
 )
 from shared.sampling_params import SamplingParams
 from tests.fakes.processes import alive
@@ -91,12 +93,12 @@ class Gateway:
         self.socket = sockets.make_dealer(context, endpoint, identity)
 
     def send(self, message: GatewayMessage) -> None:
-        self.socket.send(wire.encode(message))
+        self.socket.send(encode_message(message))
 
     def receive(self) -> WorkerMessage:
         """The next message."""
         assert self.socket.poll(PATIENCE_SECONDS * 1000), "the worker says nothing"
-        message = wire.decode_worker_message(self.socket.recv())
+        message = decode_worker_message(self.socket.recv())
         if isinstance(message, Steps):
             self.sequence += 1
             assert (message.epoch, message.sequence) == (self.epoch, self.sequence)

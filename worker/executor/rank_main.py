@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from kernels.backends.select import sampling_ops
-from shared import supervisor_pipe
+from shared import notify
 from shared.errors import ConfigurationError
 from worker.executor.build import make_runner, measure_memory
 from worker.executor.device import open_device
@@ -28,7 +28,7 @@ from worker.plan import StepPlan
 def main() -> int:
     """Run the rank until the leader closes the pipe."""
     endpoint = os.environ.get(ENDPOINT_VARIABLE)
-    if endpoint is None or supervisor_pipe.watch(lambda: os._exit(0)) is None:
+    if endpoint is None or notify.watch_supervisor(lambda: os._exit(0)) is None:
         print("worker.executor.rank_main is started by a worker; do not run it directly", file=sys.stderr)
         return 2
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -29,9 +29,9 @@ import torch.distributed as dist
 import zmq
 
 from shared.errors import ConfigurationError
+from shared.notify import SUPERVISOR_FD_VARIABLE
 from shared.settings import WorkerSettings
 from shared.sockets import runtime_dir
-from shared.supervisor_pipe import ENVIRONMENT_VARIABLE
 from worker.executor.executor import ExecutorError
 from worker.executor.memory import KVPlan
 from worker.model.spec import DecoderSpec
@@ -105,7 +105,7 @@ class RankGroup:
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-P", "-m", "worker.executor.rank_main"],
-                        env=os.environ | {ENDPOINT_VARIABLE: endpoint, ENVIRONMENT_VARIABLE: str(read_end)},
+                        env=os.environ | {ENDPOINT_VARIABLE: endpoint, SUPERVISOR_FD_VARIABLE: str(read_end)},
                         pass_fds=(read_end,),
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from shared import announce
+from shared import supervisor
 from shared.settings import ServeSettings
 
 
@@ -43,7 +43,7 @@ def port():
 
 def test_greets_once_ready_answers_200(port, capsys):
     _Server.num_refusals = 2
-    announce.announce_when_ready(ServeSettings(port=port, host="0.0.0.0"), threading.Event())
+    supervisor.announce_when_ready(ServeSettings(port=port, host="0.0.0.0"), threading.Event())
     shown = capsys.readouterr().out
     assert _Server.num_refusals == 0
     assert f"Pelton serves tiny at http://127.0.0.1:{port}/v1" in shown
@@ -52,7 +52,7 @@ def test_greets_once_ready_answers_200(port, capsys):
 def test_finds_the_model_with_a_key_of_the_file(port, capsys, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# mine\n\nsk-boss name=boss scope=admin\nsk-right name=me\n")
-    announce.announce_when_ready(ServeSettings(port=port, api_key_file=str(keys)), threading.Event())
+    supervisor.announce_when_ready(ServeSettings(port=port, api_key_file=str(keys)), threading.Event())
     shown = capsys.readouterr().out
     assert "Pelton serves tiny" in shown
     assert "sk-right" not in shown
@@ -61,7 +61,7 @@ def test_finds_the_model_with_a_key_of_the_file(port, capsys, tmp_path):
 def test_says_nothing_when_stopped_first(capsys):
     stopped = threading.Event()
     stopped.set()
-    announce.announce_when_ready(ServeSettings(port=1), stopped)
+    supervisor.announce_when_ready(ServeSettings(port=1), stopped)
     assert capsys.readouterr().out == ""
 
 
@@ -69,13 +69,13 @@ def test_another_server_on_the_port_is_not_taken_for_ours(port, capsys):
     _Server.num_refusals = 0
     stopped = threading.Event()
     threading.Timer(0.5, stopped.set).start()
-    announce.announce_when_ready(ServeSettings(port=port), stopped, lambda: False)
+    supervisor.announce_when_ready(ServeSettings(port=port), stopped, lambda: False)
     assert capsys.readouterr().out == ""
 
 
 def test_curl_line_is_a_shell_command_without_keys():
     settings = ServeSettings(port=8000, api_key=("sk-secret",), host="::")
-    text = announce.greeting(settings, "it's")
+    text = supervisor.greeting(settings, "it's")
     assert "sk-secret" not in text and "page for chat and status is at http://[::1]:8000/\n" in text
     command = shlex.split(text.split("Try it:")[1].replace("\\\n", " "))
     assert command[:3] == ["curl", "-N", "http://[::1]:8000/v1/chat/completions"]

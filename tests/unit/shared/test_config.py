@@ -87,7 +87,7 @@ def test_one_file_and_environment_serve_both_sides(tmp_path):
         ([], {"PELTON_PORT": "x"}, "PELTON_PORT: expected int, got 'x'"),
         ([], {"PELTON_PROT": "1"}, "PELTON_PROT; did you mean PELTON_PORT?"),
         ([], {"PELTON_SHARED_PREFIX_CACHE": "maybe"}, "PELTON_SHARED_PREFIX_CACHE: expected bool"),
-        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size 2: only 1 is supported"),
+        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size is 2; only 1 is supported"),
         (["--config", "/nowhere/pelton.toml"], {}, "--config /nowhere/pelton.toml: No such file"),
     ],
 )
@@ -120,7 +120,7 @@ def test_errors_in_the_file_name_the_file(tmp_path, text, message):
 
 
 def test_a_flag_of_the_other_side_is_named_as_such():
-    with pytest.raises(ConfigurationError, match="--port is no setting of pelton "):
+    with pytest.raises(ConfigurationError, match="--port is not a setting of pelton "):
         load(WorkerSettings, ["--port", "1"])
 
 

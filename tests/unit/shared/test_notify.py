@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shared import notify, supervisor_pipe
+from shared import notify
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_no_watchdog():
 
 def test_pipe_calls_when_the_supervisor_is_gone(monkeypatch):
     read, write = os.pipe()
-    monkeypatch.setenv(supervisor_pipe.ENVIRONMENT_VARIABLE, str(read))
+    monkeypatch.setenv(notify.SUPERVISOR_FD_VARIABLE, str(read))
     gone = threading.Event()
-    thread = supervisor_pipe.watch(gone.set)
+    thread = notify.watch_supervisor(gone.set)
     assert thread is not None
     os.write(write, b"noise is no end")
     assert not gone.wait(0.05)
@@ -97,13 +97,13 @@ def test_pipe_calls_when_the_supervisor_is_gone(monkeypatch):
 @pytest.mark.parametrize("value", [None, "", "x", "99999"])
 def test_without_a_supervisor_there_is_nothing_to_watch(monkeypatch, value):
     if value is not None:
-        monkeypatch.setenv(supervisor_pipe.ENVIRONMENT_VARIABLE, value)
-    assert supervisor_pipe.watch(lambda: None) is None
+        monkeypatch.setenv(notify.SUPERVISOR_FD_VARIABLE, value)
+    assert notify.watch_supervisor(lambda: None) is None
 
 
 def test_a_supervisor_is_given_the_reason_of_an_end_and_nothing_is_printed(receiver, monkeypatch, capsys):
     monkeypatch.setenv("PELTON_SUPERVISOR_FD", "7")
-    supervisor_pipe.give_reason("pelton worker", "no such model\nREADY=1")
+    notify.give_reason("pelton worker", "no such model\nREADY=1")
     assert receiver.recv(1000) == b"X_PELTON_REASON=no such model READY=1"
     assert capsys.readouterr().err == ""
 
@@ -112,7 +112,7 @@ def test_a_supervisor_is_given_the_reason_of_an_end_and_nothing_is_printed(recei
 def test_without_a_supervisor_that_listens_the_reason_is_printed(receiver, monkeypatch, capsys, lost):
     monkeypatch.setenv("PELTON_SUPERVISOR_FD", "7")
     monkeypatch.delenv(lost)
-    supervisor_pipe.give_reason("pelton worker", "no such model")
+    notify.give_reason("pelton worker", "no such model")
     assert capsys.readouterr().err == "pelton worker: no such model\n"
     receiver.setblocking(False)
     with pytest.raises(BlockingIOError):

@@ -15,7 +15,7 @@ from tests.architecture.source import ROOT
 
 GATEWAY = """
     import http.server, json, os, signal, sys, threading
-    from shared import notify, supervisor_pipe
+    from shared import notify
     from shared.config import load_settings
     from shared.settings import GatewaySettings
     settings = load_settings(GatewaySettings, sys.argv[1:], os.environ, prog="gateway")
@@ -30,20 +30,20 @@ GATEWAY = """
     server = http.server.ThreadingHTTPServer((settings.host, settings.port), Handler)
     server.handle_error = lambda *_: None  # a serve that ends hangs up in the middle of an answer
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
-    supervisor_pipe.watch(lambda: os._exit(0))
+    notify.watch_supervisor(lambda: os._exit(0))
     notify.ready("listens")
     server.serve_forever(0.01)
 """
 WORKER = """
     import os, signal, sys
-    from shared import notify, supervisor_pipe
+    from shared import notify
     from shared.config import load_settings
     from shared.settings import WorkerSettings
     settings = load_settings(WorkerSettings, sys.argv[1:], os.environ, prog="worker")
     if settings.model == "missing":
-        supervisor_pipe.give_reason("pelton worker", "model missing does not exist")
+        notify.give_reason("pelton worker", "model missing does not exist")
         sys.exit(1)
-    supervisor_pipe.watch(lambda: os._exit(0))
+    notify.watch_supervisor(lambda: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     notify.ready("loaded")
     signal.pause()
@@ -113,5 +113,5 @@ def test_second_serve_in_the_same_directory_is_refused(serve):
     second = serve()
     _, err = second.communicate(timeout=100)
     assert second.returncode == 1
-    assert "another pelton serve runs in" in err
+    assert "another pelton serve is running in" in err
     assert first.poll() is None

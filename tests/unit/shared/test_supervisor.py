@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 50.0
 # Each child appends lines to a file of its own: `start PID`, then what happens to it.
 CHILD = """
     import os, signal, sys, time
-    from shared import notify, supervisor_pipe
+    from shared import notify
     name, journal = sys.argv[1], sys.argv[2]
     def say(text):
         with open(journal, "a") as file:
@@ -35,7 +35,7 @@ CHILD = """
         say("terminated"); stop.append(1)
     stop = []
     signal.signal(signal.SIGTERM, terminate)
-    supervisor_pipe.watch(orphaned)
+    notify.watch_supervisor(orphaned)
     say(f"start {os.getpid()}")
 """
 KEEP_RUNNING = """
@@ -47,7 +47,7 @@ KEEP_RUNNING = """
 """
 DIE_WITH_2 = "sys.exit(2)"
 REFUSE = "sys.exit(1)"
-REFUSE_WITH_LINES = r"supervisor_pipe.give_reason('worker', 'no model a\rREADY=1'); sys.exit(1)"
+REFUSE_WITH_LINES = r"notify.give_reason('worker', 'no model a\rREADY=1'); sys.exit(1)"
 READY_THEN_1 = "notify.ready('up'); time.sleep(0.05); sys.exit(1)"
 READY_THEN_REFUSE = "notify.ready('up'); time.sleep(0.05); sys.exit(78)"
 STAY = "notify.ready('up'); time.sleep(100)"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import wire
 from shared.errors import WireError
 from shared.messages import (
+    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Bundle,
     BundleRequest,
@@ -32,6 +32,9 @@ from shared.messages import (
     Welcome,
     WorkerFacts,
     WorkerStats,
+    decode_gateway_message,
+    decode_worker_message,
+    encode_message,
 )
 from shared.sampling_params import SamplingParams
 
@@ -92,27 +95,27 @@ WORKER_MESSAGES = [
     ),
     Bundle(bundle_hash="b", tokenizer_json=b"{}", special_tokens={"eos_token": "</s>"}),
 ]
-DECODERS = [wire.decode_gateway_message, wire.decode_worker_message]
+DECODERS = [decode_gateway_message, decode_worker_message]
 
 
 @pytest.mark.parametrize("message", GATEWAY_MESSAGES)
 def test_gateway_messages_survive(message):
-    assert wire.decode_gateway_message(wire.encode(message)) == message
+    assert decode_gateway_message(encode_message(message)) == message
     with pytest.raises(WireError):
-        wire.decode_worker_message(wire.encode(message))
+        decode_worker_message(encode_message(message))
 
 
 def test_a_pooling_that_there_is_not_is_no_message():
     for pooling in ("first", "", 1):
         with pytest.raises(WireError, match="pooling"):
-            wire.decode_gateway_message(wire.encode(msgspec.structs.replace(EMBEDDED, pooling=pooling)))
+            decode_gateway_message(encode_message(msgspec.structs.replace(EMBEDDED, pooling=pooling)))
 
 
 @pytest.mark.parametrize("message", WORKER_MESSAGES)
 def test_worker_messages_survive(message):
-    assert wire.decode_worker_message(memoryview(wire.encode(message))) == message
+    assert decode_worker_message(memoryview(encode_message(message))) == message
     with pytest.raises(WireError):
-        wire.decode_gateway_message(wire.encode(message))
+        decode_gateway_message(encode_message(message))
 
 
 def decode_or_error(decode, frame):
@@ -134,7 +137,7 @@ def test_random_bytes(frame):
 @given(st.data())
 def test_mutations_of_valid_messages(data):
     message = data.draw(st.sampled_from(GATEWAY_MESSAGES + WORKER_MESSAGES))
-    frame = bytearray(wire.encode(message))
+    frame = bytearray(encode_message(message))
     for _ in range(data.draw(st.integers(1, 6))):
         position = data.draw(st.integers(0, len(frame) - 1))
         frame[position] = data.draw(st.integers(0, 255))
@@ -145,7 +148,7 @@ def test_mutations_of_valid_messages(data):
 
 @pytest.mark.parametrize("message", GATEWAY_MESSAGES + WORKER_MESSAGES)
 def test_every_truncation_is_an_error(message):
-    frame = wire.encode(message)
+    frame = encode_message(message)
     for decode in DECODERS:
         for end in range(len(frame)):
             assert decode_or_error(decode, frame[:end]) is None
@@ -183,12 +186,12 @@ def test_deep_nesting(opening):
 
 def test_deep_nesting_in_a_field_that_is_not_known():
     with pytest.raises(WireError):
-        wire.decode_gateway_message(b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 10_000 + b"\xc0")
+        decode_gateway_message(b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 10_000 + b"\xc0")
 
 
 def test_oversized_frame_is_not_even_read():
     with pytest.raises(WireError, match="at most"):
-        wire.decode_gateway_message(memoryview(bytearray(wire.MAX_MESSAGE_BYTES + 1)))
+        decode_gateway_message(memoryview(bytearray(MAX_MESSAGE_BYTES + 1)))
 
 
 def test_pickle_is_not_executed(tmp_path):
@@ -226,19 +229,19 @@ def test_pickle_is_not_executed(tmp_path):
 )
 def test_values_out_of_range(fields):
     good = msgspec.to_builtins(SUBMIT, builtin_types=(bytes,)) if fields["type"] == "submit" else {"request_id": "r"}
-    assert fields["type"] != "submit" or wire.decode_gateway_message(msgspec.msgpack.encode(good)) == SUBMIT
+    assert fields["type"] != "submit" or decode_gateway_message(msgspec.msgpack.encode(good)) == SUBMIT
     with pytest.raises(WireError):
-        wire.decode_gateway_message(msgspec.msgpack.encode({**good, **fields}))
+        decode_gateway_message(msgspec.msgpack.encode({**good, **fields}))
 
 
 def test_string_that_is_not_utf8():
     with pytest.raises(WireError):
-        wire.decode_gateway_message(b"\x82\xa4type\xa6cancel\xaarequest_id\xa2\xff\xfe")
+        decode_gateway_message(b"\x82\xa4type\xa6cancel\xaarequest_id\xa2\xff\xfe")
 
 
 def test_doubles_that_are_no_numbers_reach_validation():
     # MessagePack carries NaN; the ranges are checked by SamplingParams.validate on the worker's side too.
-    frame = wire.encode(msgspec.structs.replace(SUBMIT, sampling=SamplingParams(temperature=float("nan"))))
-    decoded = wire.decode_gateway_message(frame)
+    frame = encode_message(msgspec.structs.replace(SUBMIT, sampling=SamplingParams(temperature=float("nan"))))
+    decoded = decode_gateway_message(frame)
     assert isinstance(decoded, Submit)
     assert struct.pack(">d", decoded.sampling.temperature)[:2] == b"\x7f\xf8"

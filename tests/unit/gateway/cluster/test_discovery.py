@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.discovery import WorkerDirectory
+from gateway.cluster.registry import WorkerDirectory
 from shared import sockets
 
 SECOND = 1_000_000_000

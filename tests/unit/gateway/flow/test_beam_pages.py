@@ -7,8 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from gateway.flow.beam_pages import MIN_RECOMPUTED_TOKENS, BeamPages
-from gateway.flow.beam_state import Beam
+from gateway.flow.beam_state import MIN_RECOMPUTED_TOKENS, Beam, BeamPages
 from shared.errors import InvalidRequestError
 from shared.messages import TokenLogprobs
 

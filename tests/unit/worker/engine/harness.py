@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from shared import sockets, wire
+from shared import sockets
 from shared.messages import (
     PROTOCOL_VERSION,
     Bundle,
@@ -30,6 +30,8 @@ from shared.messages import (
     WorkerFacts,
     WorkerMessage,
     WorkerStats,
+    decode_worker_message,
+    encode_message,
 )
 from shared.sampling_params import SamplingParams
 from tests.fakes.fake_executor import EOS_TOKEN_ID, VOCAB_SIZE, FakeExecutor, FakeHandle, generate
@@ -259,7 +261,7 @@ class Client:
 
     def send(self, message: GatewayMessage) -> None:
         """One message in one frame."""
-        self.socket.send(wire.encode(message))
+        self.socket.send(encode_message(message))
 
     def send_frames(self, *frames: bytes) -> None:
         """Whatever it is."""
@@ -297,7 +299,7 @@ class Client:
             except zmq.Again:
                 return
             assert len(frames) == 1
-            self._on_message(wire.decode_worker_message(frames[0]))
+            self._on_message(decode_worker_message(frames[0]))
 
     def _on_message(self, message: WorkerMessage) -> None:
         if isinstance(message, Welcome):

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import zmq
 
-from shared import wire
-from shared.messages import Cancel, Hello, Ping, Pong, Steps, Submit, WorkerStats
+from shared import sockets
+from shared.messages import MAX_MESSAGE_BYTES, Cancel, Hello, Ping, Pong, Steps, Submit, WorkerStats, encode_message
 from tests.unit.worker.engine.harness import EPOCH, Worker, make_submit
 
-VALID = wire.encode(make_submit("v"))
+VALID = encode_message(make_submit("v"))
 DEEP = b"\x91" * 10_000 + b"\xc0"
 
 
@@ -48,14 +48,14 @@ PAYLOADS = {
     "noise": bytes(range(256)) * 8,
     "invalid UTF-8": b"\x82\xa4type\xa6cancel\xaarequest_id\xa2\xff\xfe",
     "empty request id": msgspec.msgpack.encode({"type": "cancel", "request_id": ""}),
-    "long request id": wire.encode(Cancel("r" * 129)),
-    "submit with a long request id": wire.encode(make_submit("r" * 129)),
-    "submit without choices": wire.encode(make_submit("r", num_choices=0)),
-    "submit of choice 128": wire.encode(make_submit("r", choice=128)),
-    "submit of a million choices": wire.encode(make_submit("r", num_choices=1_000_000)),
-    "negative nonce": wire.encode(Ping(-1)),
-    "steps": wire.encode(Steps(EPOCH, 1, [])),
-    "pong": wire.encode(Pong(EPOCH, 1, WorkerStats())),
+    "long request id": encode_message(Cancel("r" * 129)),
+    "submit with a long request id": encode_message(make_submit("r" * 129)),
+    "submit without choices": encode_message(make_submit("r", num_choices=0)),
+    "submit of choice 128": encode_message(make_submit("r", choice=128)),
+    "submit of a million choices": encode_message(make_submit("r", num_choices=1_000_000)),
+    "negative nonce": encode_message(Ping(-1)),
+    "steps": encode_message(Steps(EPOCH, 1, [])),
+    "pong": encode_message(Pong(EPOCH, 1, WorkerStats())),
 }
 
 
@@ -150,7 +150,7 @@ def test_frames_changed_at_random_reach_nobody_else(worker: Worker) -> None:
     live = client.submit("live", max_tokens=100, ignore_eos=True)
     messages = [Hello(1, "fuzzer"), make_submit("f", num_choices=3, logprobs=2), Cancel("f", 1), Ping(3)]
     for number in range(2000):
-        frame = bytearray(wire.encode(generator.choice(messages)))
+        frame = bytearray(encode_message(generator.choice(messages)))
         for _ in range(generator.randrange(4)):
             frame[generator.randrange(len(frame))] = generator.randrange(256)
         if generator.random() < 0.2:
@@ -170,10 +170,10 @@ def test_frames_changed_at_random_reach_nobody_else(worker: Worker) -> None:
 def test_a_frame_above_the_limit_is_not_decoded(start, monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Worker = start()
     client, large = worker.client(), worker.client(b"large")
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 1 << 20)
     live = client.submit("live", max_tokens=40, ignore_eos=True)
     large.submit("mine", max_tokens=100, ignore_eos=True)
-    large.send_frames(b"x" * (wire.MAX_MESSAGE_BYTES + 1))
+    large.send_frames(b"x" * (MAX_MESSAGE_BYTES + 1))
     worker.pump(lambda: worker.counters.malformed_messages_total == 1, "counted")
     client.check(live)
 

@@ -7,8 +7,7 @@ import random
 import msgspec
 import pytest
 
-from shared import wire
-from shared.messages import BundleRequest, Cancel, FinishReason, Submit
+from shared.messages import BundleRequest, Cancel, FinishReason, Submit, encode_message
 from tests.fakes.fake_executor import POISON_TOKEN_ID, VOCAB_SIZE, embed
 from tests.unit.worker.engine.harness import MAX_MODEL_LEN, Client, Worker, expected, make_submit
 
@@ -305,7 +304,7 @@ def test_any_order_of_messages_ends_every_choice_once(start, seed: int) -> None:
 
 def altered(submit: Submit, changes: dict) -> bytes:
     """A Submit with fields that its type does not allow."""
-    return msgspec.msgpack.encode(msgspec.msgpack.decode(wire.encode(submit)) | changes)
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode_message(submit)) | changes)
 
 
 def test_embeddings_come_once_with_the_end_beside_texts(worker: Worker) -> None:
