@@ -11,6 +11,7 @@ import torch
 from shared.messages import Bundle
 from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor, build_executor
+from worker.model.families import required_shapes
 from worker.model.loading.model_files import ModelFiles
 from worker.model.loading.weights import WeightSource
 from worker.model.spec import DecoderSpec, RopeSpec
@@ -66,7 +67,7 @@ class RandomWeights(WeightSource):
 
     def __init__(self, spec: DecoderSpec, kind: WeightKind = "bf16", seed: int = 0) -> None:
         self._kind = kind
-        self._shapes = shapes(spec)
+        self._shapes = required_shapes(spec)
         self._order = {name: index for index, name in enumerate(self._shapes)}
         self._seed = seed
 
@@ -109,27 +110,6 @@ def _repeated(pattern: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     num_values = shape[0] * shape[1]
     whole = pattern.view(torch.uint8) if pattern.dtype is torch.float8_e4m3fn else pattern
     return whole.repeat(-(-num_values // len(pattern)))[:num_values].view(shape).view(pattern.dtype)
-
-
-def shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by canonical name, for a spec without biases and QK norm."""
-    hidden, width, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    kv = spec.num_kv_heads * spec.head_dim
-    found: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
-    for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}"
-        found |= {
-            f"{prefix}.attn_norm.weight": (hidden,),
-            f"{prefix}.q.weight": (heads, hidden),
-            f"{prefix}.k.weight": (kv, hidden),
-            f"{prefix}.v.weight": (kv, hidden),
-            f"{prefix}.o.weight": (hidden, heads),
-            f"{prefix}.mlp_norm.weight": (hidden,),
-            f"{prefix}.gate.weight": (width, hidden),
-            f"{prefix}.up.weight": (width, hidden),
-            f"{prefix}.down.weight": (hidden, width),
-        }
-    return found | {"norm.weight": (hidden,), "head.weight": (spec.vocab_size, hidden)}
 
 
 def random_executor(
@@ -196,4 +176,6 @@ def fitted(spec: DecoderSpec, num_bytes: int, kind: WeightKind) -> DecoderSpec:
 
 def _layer_values(spec: DecoderSpec) -> int:
     """Return the number of values in the matrices of one layer."""
-    return sum(shape[0] * shape[-1] for name, shape in shapes(spec).items() if "layers.0." in name and len(shape) > 1)
+    return sum(
+        shape[0] * shape[-1] for name, shape in required_shapes(spec).items() if "layers.0." in name and len(shape) > 1
+    )

@@ -123,7 +123,7 @@ def failures(report: Mapping[str, Any]) -> list[str]:
         found.append(f"tests: {tests['error']}")
     for name, file in tests.get("files", {}).items():
         if file["failed"]:
-            found.append(f"{name}: {file['failed']} tests failed, the first is {file['failures'][0]}")
+            found.append(f"{name}: failed tests: {file["failed"]}, the first is {file['failures'][0]}")
     for kernel, timed in report.get("kernels", {}).items():
         found += _errors(f"time of {kernel}", timed["rows"])
     equality = report.get("equality", [])

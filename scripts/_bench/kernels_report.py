@@ -9,17 +9,19 @@ import argparse
 import contextlib
 import importlib
 import json
+import queue
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from kernels.common.triton.compilations import TARGETS, Compilation, Target
+from scripts._bench.gpu_check_child import ROOT
+from scripts._bench.gpu_check_kernels import folders
 from shared.arguments import Parser
 
 SHARED_MEMORY: dict[Target, int] = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -173,7 +175,6 @@ def _instructions(compilation: Compilation, target: Target) -> tuple[str, ...]:
     return ("mma.sync",)
 
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
 SERVE = (sys.executable, "-m", "scripts._bench.kernels_report", "--serve")
 """Command of a compiling process."""
@@ -185,11 +186,6 @@ class Task(NamedTuple):
     folder: str
     target: Target
     number: int
-
-
-def folders() -> list[str]:
-    """Return the folders of kernels/ops that have a triton.py."""
-    return sorted(path.parent.name for path in (ROOT / "kernels" / "ops").glob("*/triton.py"))
 
 
 def compilations(folder: str, target: Target) -> list[Compilation]:
@@ -333,31 +329,27 @@ def plan(targets: list[Target], name: str | None, quick: bool) -> tuple[list[Tas
 
 def report(tasks: list[Task], only_problems: bool) -> int:
     """Compile all tasks, print a line for each, and return the number of lines with problems."""
-    waiting = iter(tasks)
-    lock = threading.Lock()
-    wrong = 0
+    idle: queue.SimpleQueue[Compiler] = queue.SimpleQueue()
+    compilers = [Compiler() for _ in range(NUM_PROCESSES)]
+    for compiler in compilers:
+        idle.put(compiler)
 
-    def work() -> None:
-        nonlocal wrong
-        compiler = Compiler()
-        while True:
-            with lock:
-                task = next(waiting, None)
-            if task is None:
-                compiler.close()
-                return
-            result = compiler.run(task)
-            with lock:
-                if result["problems"] or not only_problems:
-                    print(json.dumps(result), flush=True)
-                wrong += bool(result["problems"])
+    def compile_task(task: Task) -> dict[str, Any]:
+        compiler = idle.get()
+        try:
+            return compiler.run(task)
+        finally:
+            idle.put(compiler)
 
-    threads = [threading.Thread(target=work) for _ in range(NUM_PROCESSES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return wrong
+    num_problems = 0
+    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
+        for result in pool.map(compile_task, tasks):
+            if result["problems"] or not only_problems:
+                print(json.dumps(result), flush=True)
+            num_problems += bool(result["problems"])
+    for compiler in compilers:
+        compiler.close()
+    return num_problems
 
 
 def main(arguments: list[str]) -> int:

@@ -16,22 +16,55 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from scripts.loadtest.records import LoadRequest, Segment
 
 TraceFormat = Literal["pelton", "mooncake", "azure"]
+Lines = Iterable[tuple[int, str]]
+"""Line numbers and lines."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 # Larger than any context; prevents a mistyped length from filling the memory.
 _MAX_LENGTH = 10_000_000
-_OWN_KEYS = frozenset({"arrival", "prompt", "input_length", "output_length", "prefix", "prefix_length"})
+_Length = Annotated[int, Meta(ge=1, le=_MAX_LENGTH)]
+_Seconds = Annotated[float, Meta(ge=0)]
 
 
 class TraceError(Exception):
     """Invalid trace; the message names the file and the line."""
+
+
+class _LineError(ValueError):
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class _PeltonLine(msgspec.Struct, forbid_unknown_fields=True):
+    arrival: _Seconds
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    input_length: _Length | None = None
+    output_length: _Length | None = None
+    prefix: str | None = None
+    prefix_length: _Length | None = None
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: _Seconds
+    input_length: _Length
+    output_length: _Length
+    hash_ids: list[int] = []
+
+
+class _AzureRow(msgspec.Struct):
+    TIMESTAMP: str
+    ContextTokens: _Length
+    GeneratedTokens: Annotated[int, Meta(ge=0, le=_MAX_LENGTH)]
 
 
 def read_trace(path: Path, *, max_input: int | None = None, max_output: int | None = None) -> list[LoadRequest]:
@@ -56,7 +89,7 @@ def read_trace(path: Path, *, max_input: int | None = None, max_output: int | No
     if not numbered:
         raise TraceError(f"{path}: the trace is empty")
     try:
-        parse = {"pelton": _parse_own, "mooncake": _parse_mooncake, "azure": _parse_azure}[detect(numbered[0][1])]
+        parse = {"pelton": _parse_pelton, "mooncake": _parse_mooncake, "azure": _parse_azure}[detect(numbered[0][1])]
         requests = [_cut(request, max_input, max_output) for request in parse(numbered)]
     except _LineError as error:
         raise TraceError(f"{path}, line {error.line}: {error}") from None
@@ -88,12 +121,6 @@ def detect(line: str) -> TraceFormat:
     )
 
 
-class _LineError(ValueError):
-    def __init__(self, line: int, message: str) -> None:
-        super().__init__(message)
-        self.line = line
-
-
 def _cut(request: LoadRequest, max_input: int | None, max_output: int | None) -> LoadRequest:
     segments, remaining = [], max_input if max_input is not None else _MAX_LENGTH
     for segment in request.segments:
@@ -106,119 +133,72 @@ def _cut(request: LoadRequest, max_input: int | None, max_output: int | None) ->
     return replace(request, segments=segments, max_tokens=max_tokens)
 
 
-def _objects(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in lines:
+def _parse_pelton(lines: Lines) -> Iterator[LoadRequest]:
+    for number, text in lines:
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise _LineError(number, f"not valid JSON: {error}") from None
-        if not isinstance(entry, dict):
-            raise _LineError(number, "expected a JSON object")
-        yield number, entry
-
-
-def _seconds(number: int, entry: dict[str, Any], key: str, scale: float) -> float:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise _LineError(number, f"`{key}` must be a number of at least 0, not {value!r}")
-    return value * scale
-
-
-def _length(number: int, entry: dict[str, Any], key: str, minimum: int) -> int:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_LENGTH:
-        raise _LineError(number, f"`{key}` must be an integer from {minimum} to {_MAX_LENGTH}, not {value!r}")
-    return value
-
-
-def _parse_own(lines: list[tuple[int, str]]) -> Iterator[LoadRequest]:
-    for number, entry in _objects(lines):
-        unknown = entry.keys() - _OWN_KEYS
-        if unknown:
-            raise _LineError(number, f"unknown key `{min(unknown)}`")
-        arrival = _seconds(number, entry, "arrival", 1.0)
-        max_tokens = _length(number, entry, "output_length", 1) if "output_length" in entry else None
-        if ("prompt" in entry) == ("input_length" in entry):
+            line = msgspec.json.decode(text, type=_PeltonLine)
+        except msgspec.MsgspecError as error:
+            raise _LineError(number, str(error)) from None
+        if (line.prompt is None) == (line.input_length is None):
             raise _LineError(number, "exactly one of `prompt` and `input_length` is required")
-        if "prompt" in entry:
-            if not isinstance(entry["prompt"], str) or not entry["prompt"]:
-                raise _LineError(number, "`prompt` must be a non-empty string")
-            if "prefix" in entry or "prefix_length" in entry:
+        if (line.prefix is None) != (line.prefix_length is None):
+            raise _LineError(number, "`prefix` and `prefix_length` must be given together")
+        if line.input_length is None:
+            if line.prefix is not None:
                 raise _LineError(number, "`prefix` requires `input_length` and cannot be used with `prompt`")
-            yield LoadRequest(number, arrival, max_tokens, text=entry["prompt"])
-        else:
-            yield LoadRequest(number, arrival, max_tokens, segments=_own_segments(number, entry))
+            yield LoadRequest(number, line.arrival, line.output_length, text=line.prompt)
+            continue
+        shared = line.prefix_length or 0
+        if shared > line.input_length:
+            raise _LineError(number, f"`prefix_length` {shared} is larger than `input_length` {line.input_length}")
+        segments = [Segment(f"prefix-{line.prefix}", shared), Segment(f"line-{number}", line.input_length - shared)]
+        segments = [segment for segment in segments if segment.num_tokens]
+        yield LoadRequest(number, line.arrival, line.output_length, segments=segments)
 
 
-def _own_segments(number: int, entry: dict[str, Any]) -> list[Segment]:
-    length = _length(number, entry, "input_length", 1)
-    if ("prefix" in entry) != ("prefix_length" in entry):
-        raise _LineError(number, "`prefix` and `prefix_length` must be given together")
-    if "prefix" not in entry:
-        return [Segment(f"line-{number}", length)]
-    if not isinstance(entry["prefix"], str):
-        raise _LineError(number, f"`prefix` must be a string, not {entry['prefix']!r}")
-    prefix_length = _length(number, entry, "prefix_length", 1)
-    if prefix_length > length:
-        raise _LineError(number, f"`prefix_length` {prefix_length} is larger than `input_length` {length}")
-    segments = [Segment(f"prefix-{entry['prefix']}", prefix_length)]
-    if length > prefix_length:
-        segments.append(Segment(f"line-{number}", length - prefix_length))
-    return segments
-
-
-def _parse_mooncake(lines: list[tuple[int, str]]) -> Iterator[LoadRequest]:
+def _parse_mooncake(lines: Lines) -> Iterator[LoadRequest]:
     """Parse Mooncake's lines; equal hash ids are equal blocks of 512 tokens, and the last block may be shorter."""
-    for number, entry in _objects(lines):
-        arrival = _seconds(number, entry, "timestamp", 1e-3)
-        left = _length(number, entry, "input_length", 1)
-        max_tokens = _length(number, entry, "output_length", 1)
-        hash_ids = entry.get("hash_ids", [])
-        if not isinstance(hash_ids, list) or not all(type(hash_id) is int for hash_id in hash_ids):
-            raise _LineError(number, "`hash_ids` must be a list of integers")
-        if len(hash_ids) > -(-left // MOONCAKE_BLOCK_TOKENS):
-            raise _LineError(
-                number, f"{len(hash_ids)} `hash_ids` are more than the blocks of 512 tokens of {left} tokens"
-            )
+    for number, text in lines:
+        try:
+            line = msgspec.json.decode(text, type=_MooncakeLine)
+        except msgspec.MsgspecError as error:
+            raise _LineError(number, str(error)) from None
+        remaining = line.input_length
+        if len(line.hash_ids) > -(-remaining // MOONCAKE_BLOCK_TOKENS):
+            raise _LineError(number, f"{len(line.hash_ids)} `hash_ids` are too many for {remaining} tokens")
         segments = []
-        for hash_id in hash_ids:
-            segments.append(Segment(f"block-{hash_id}", min(left, MOONCAKE_BLOCK_TOKENS)))
-            left -= segments[-1].num_tokens
-        if left:
-            segments.append(Segment(f"line-{number}", left))
-        yield LoadRequest(number, arrival, max_tokens, segments=segments)
+        for hash_id in line.hash_ids:
+            segments.append(Segment(f"block-{hash_id}", min(remaining, MOONCAKE_BLOCK_TOKENS)))
+            remaining -= segments[-1].num_tokens
+        if remaining:
+            segments.append(Segment(f"line-{number}", remaining))
+        yield LoadRequest(number, line.timestamp * 1e-3, line.output_length, segments=segments)
 
 
-def _parse_azure(lines: list[tuple[int, str]]) -> Iterator[LoadRequest]:
+def _parse_azure(lines: Sequence[tuple[int, str]]) -> Iterator[LoadRequest]:
     names = [name.strip() for name in lines[0][1].split(",")]
-    for number, line in lines[1:]:
-        values = next(csv.reader([line]))
+    for number, text in lines[1:]:
+        values = next(csv.reader([text]))
         if len(values) != len(names):
             raise _LineError(number, f"expected {len(names)} columns, found {len(values)}")
-        row = dict(zip(names, (value.strip() for value in values)))
-        counts = {}
-        for key in ("ContextTokens", "GeneratedTokens"):
-            try:
-                counts[key] = int(row[key])
-            except ValueError:
-                raise _LineError(number, f"`{key}` must be an integer, not {row[key]!r}") from None
-        length = _length(number, counts, "ContextTokens", 1)
+        try:
+            row = msgspec.convert(dict(zip(names, (value.strip() for value in values))), _AzureRow, strict=False)
+            arrival = _timestamp(row.TIMESTAMP)
+        except ValueError as error:
+            raise _LineError(number, str(error)) from None
         # The traces contain requests with an empty output; a server generates at least one token.
-        max_tokens = max(1, _length(number, counts, "GeneratedTokens", 0))
-        arrival = _timestamp(number, row["TIMESTAMP"])
-        yield LoadRequest(number, arrival, max_tokens, segments=[Segment(f"line-{number}", length)])
+        segments = [Segment(f"line-{number}", row.ContextTokens)]
+        yield LoadRequest(number, arrival, max(1, row.GeneratedTokens), segments=segments)
 
 
-def _timestamp(number: int, text: str) -> float:
+def _timestamp(text: str) -> float:
     """Parse `2023-11-16 18:15:46.6805900` or `2024-05-10 00:00:00.009930+00:00` into seconds since 1970."""
-    main, dot, rest = text.partition(".")
+    main, _, rest = text.partition(".")
     digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]  # datetime accepts six digits, the traces have seven
     try:
         moment = datetime.fromisoformat(main + rest[len(digits) :])
     except ValueError:
-        raise _LineError(number, f"`TIMESTAMP` must be a date and time, not {text!r}") from None
-    if dot and not digits:
-        raise _LineError(number, f"`TIMESTAMP` must be a date and time, not {text!r}")
+        raise ValueError(f"`TIMESTAMP` must be a date and time, not {text!r}") from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return moment.timestamp() + (float(f"0.{digits}") if digits else 0.0)

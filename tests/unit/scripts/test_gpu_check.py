@@ -15,10 +15,11 @@ from kernels.common.triton.benchmark import Benchmark
 from scripts._bench import gpu_check, gpu_check_equality, gpu_check_kernels, gpu_check_report, gpu_check_tests
 from scripts._bench.gpu_check_child import Child
 from scripts._bench.gpu_check_kernels import Roofline
-from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, shapes, step_cost
+from scripts._bench.gpu_check_model import LLAMA_8B, SMALL, RandomWeights, fitted, step_cost
 from scripts._bench.gpu_check_plans import Generated, new_rows, num_pages, random_prompts, steps
 from scripts._bench.gpu_check_speed import idle_times, kernel_times, run_host
 from scripts._bench.gpu_check_speed import run as run_speed
+from worker.model.families import required_shapes
 
 MACHINE = Roofline("a GPU", bandwidth=4e12, operations=800e12, measured=True)
 
@@ -62,7 +63,7 @@ def test_number_of_layers_is_reduced_to_fit_memory():
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
 def test_random_weights_are_scaled_reproducible_and_have_distinct_rows(kind):
     weights = RandomWeights(SMALL, kind)
-    assert set(weights.names()) == set(shapes(SMALL))
+    assert set(weights.names()) == set(required_shapes(SMALL))
     for name in ("layers.1.down.weight", "layers.1.q.weight", "embed.weight"):
         values = weights.get(name).dequantize(torch.float32)
         assert values.shape == weights.shape(name)
@@ -320,7 +321,7 @@ def test_table_lists_failures_and_hides_speed_of_failed_kernels():
     assert late.split()[-3:] == ["450", "TFLOP/s", "?"]
     assert "not reported" in next(line for line in lines if line.startswith("rope 1"))
     assert gpu_check_report.failures(report) == [
-        "test_rope: 1 tests failed, the first is test_c: no",
+        "test_rope: failed tests: 1, the first is test_c: no",
         "time of norm, norm 2: broke",
         "time of gone, kernels: ended with status 1",
         "tokens: differs",
