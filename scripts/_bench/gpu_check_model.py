@@ -12,8 +12,7 @@ from shared.messages import Bundle
 from shared.settings import WorkerSettings
 from worker.executor.build import BuiltExecutor, build_executor
 from worker.model.families import required_shapes
-from worker.model.loading.model_files import ModelFiles
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import ModelFiles, WeightSource
 from worker.model.spec import DecoderSpec, RopeSpec
 from worker.quant.raw_weight import Factors, RawWeight, slice_columns, slice_rows
 

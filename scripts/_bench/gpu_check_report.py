@@ -122,8 +122,8 @@ def failures(report: Mapping[str, Any]) -> list[str]:
     if "error" in tests:
         found.append(f"tests: {tests['error']}")
     for name, file in tests.get("files", {}).items():
-        if file["failed"]:
-            found.append(f"{name}: failed tests: {file["failed"]}, the first is {file['failures'][0]}")
+        if file['failed']:
+            found.append(f"{name}: failed tests: {file['failed']}, the first is {file['failures'][0]}")
     for kernel, timed in report.get("kernels", {}).items():
         found += _errors(f"time of {kernel}", timed["rows"])
     equality = report.get("equality", [])
