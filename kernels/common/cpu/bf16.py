@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba.core import cgutils
 
+from kernels.common.cpu import numba_internals as llvm
 from kernels.common.cpu.simd import VEC, WIDTH
 
 
@@ -41,11 +41,11 @@ def round_pairs(builder: Any, low: Any, high: Any) -> Any:
     """Round two vectors of 16 float32 to one of 32 bfloat16, to nearest even: `low`, then `high`."""
     kind = ir.FunctionType(PAIRS, [VEC, VEC])
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
+    return builder.call(llvm.get_or_insert_function(builder.module, kind, name), [high, low])
 
 
 def multiply_add(builder: Any, sums: Any, a: Any, b: Any) -> Any:
     """Return sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] for 16 lanes i; sums: float32, a and b: PAIRS."""
     kind = ir.FunctionType(VEC, [VEC, PAIRS, PAIRS])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [sums, a, b])
+    return builder.call(llvm.get_or_insert_function(builder.module, kind, name), [sums, a, b])

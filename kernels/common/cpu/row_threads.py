@@ -8,8 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from kernels.common.cpu.simd import atomic_add, inner_numpy
+
 Claims = np.ndarray[Any, np.dtype[np.int64]]
-"""[2]: next row that has not begun, and number of rows; kernels/common/cpu/claims.py takes rows from it."""
+"""[2]: next row that has not begun, and number of rows; `next_row` takes rows from it."""
+
+
+@inner_numpy
+def next_row(claims):  # type: ignore[no-untyped-def]
+    """Return the next row of RowThreads' claims; -1 if none is left."""
+    row = atomic_add(np.int64(claims.ctypes.data), np.int64(1))
+    return row if row < claims[1] else -1
 
 
 class RowThreads:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from numba import cfunc, literally, types
 
-from kernels.common.cpu.inner import inner
 from kernels.common.cpu.pool import Kernel, num_threads
-from kernels.common.cpu.simd import WIDTH, atomic_add, vload, vmul, vsilu, vstore
+from kernels.common.cpu.simd import WIDTH, atomic_add, inner, vload, vmul, vsilu, vstore
 
 # Below this many outputs one thread finishes before another has woken up.
 _MIN_PARALLEL = 16384

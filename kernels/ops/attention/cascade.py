@@ -1,4 +1,4 @@
-"""Requests that share a prefix, found on the host, and the work list of the pass over the prefix."""
+"""Detection of requests that share a prefix, on the host, and the work list of the pass over the shared prefixes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from kernels.ops.attention_work.inputs import SPLIT, split_size
 
 MIN_REQUESTS = 4
-"""Fewer requests read a prefix as fast individually, because it stays in the second-level cache."""
+"""Minimum size of a group. The L2 cache already serves the repeated reads of fewer requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Requests whose first `num_keys` keys are in the same pages.
+    """Group of requests whose first `num_keys` keys are in the same pages.
 
     Attributes:
         requests: Indices into the block table, ascending.
-        num_keys: A multiple of the page size.
+        num_keys: Length of the prefix in keys, a multiple of the page size.
     """
 
     requests: tuple[int, ...]
@@ -29,19 +29,21 @@ class SharedPrefix:
 
     @property
     def num_saved_keys(self) -> int:
-        """Number of keys that are read once instead of once per request."""
+        """Number of key reads that sharing the prefix avoids."""
         return (len(self.requests) - 1) * self.num_keys
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeWork:
-    """Work of the pass over shared prefixes; its counts are on the host, which computed them.
+    """Work list of the pass over shared prefixes. Its counts are known on the host.
 
     Attributes:
         members: [M, 2] int32, request and query token (of that request) of each group, one group after the other.
-        items: [N, 4] int32: first member, members (at most a tile's), first key, index of the partial result.
+        items: [N, 4] int32: first member, number of members (at most one tile), first key, index of the partial
+            result.
         ends: [N] int32, end of each item's keys.
-        shared_lens: [R] int32, argument of build_work: keys that are computed for each request; 0 for none.
+        shared_lens: [R] int32, argument of build_work: number of keys covered by the shared pass for each request;
+            0 for none.
     """
 
     members: torch.Tensor
@@ -58,27 +60,30 @@ def shared_prefixes(
     min_requests: int = MIN_REQUESTS,
     min_keys: int = 2 * SPLIT,
 ) -> list[SharedPrefix]:
-    """Return groups of at least `min_requests` requests with the same first pages and `min_keys` keys or more.
+    """Return groups of at least `min_requests` requests that share their first pages, `min_keys` or more keys in
+    total.
 
-    Sorted by their pages, adjacent requests share most. Among the ways to separate them where they share least, the
-    one that saves most page reads is chosen.
+    Requests are sorted by their pages, so that adjacent requests share the longest prefixes. Among the divisions at
+    the shortest shared prefixes, the function chooses the one that saves the most page reads.
 
     Args:
         block_tables: [R, pages] of integers.
-        num_full_pages: [R], pages of each request that are full and before its first query token; 0 to exclude it.
+        num_full_pages: [R], full pages of each request before its first query token; 0 excludes the request.
         page_size: Tokens per page.
         min_requests: Smallest size of a group.
         min_keys: Smallest length of a prefix.
 
     Raises:
-        ValueError: A prefix is too short to be merged (see AttentionWork), or shapes differ.
+        ValueError: `min_keys` or `min_requests` is too small (see AttentionWork), or the shapes differ.
     """
     if min_keys < SPLIT or min_requests < 2:
         raise ValueError(
-            f"a shared prefix needs at least {SPLIT} keys and two requests, not {min_keys}, {min_requests}"
+            f"min_keys must be at least {SPLIT} and min_requests at least 2, got {min_keys} and {min_requests}"
         )
     if block_tables.ndim != 2 or num_full_pages.shape != block_tables.shape[:1]:
-        raise ValueError(f"{num_full_pages.shape} page counts do not fit block tables of {block_tables.shape}")
+        raise ValueError(
+            f"num_full_pages has shape {num_full_pages.shape}, which does not match block tables {block_tables.shape}"
+        )
     min_pages = -(-min_keys // page_size)
     candidates = np.flatnonzero(num_full_pages >= min_pages)
     if candidates.size < min_requests:
@@ -91,7 +96,7 @@ def shared_prefixes(
     tables = block_tables[candidates, :width].astype(np.int32)
     tables[np.arange(width) >= num_full_pages[candidates, None]] = -1
     rows = [row.tobytes() for row in tables]
-    order = np.array(sorted(range(len(rows)), key=rows.__getitem__))  # any order that puts equal beginnings together
+    order = np.array(sorted(range(len(rows)), key=rows.__getitem__))  # any order that makes equal prefixes adjacent
     tables, candidates = tables[order], candidates[order]
     different = (tables[1:] != tables[:-1]) | (tables[1:] < 0)
     common = np.where(different.any(axis=1), different.argmax(axis=1), width)
@@ -100,10 +105,11 @@ def shared_prefixes(
 
 
 def _best_groups(common: np.ndarray, start: int, end: int, min_requests: int) -> list[tuple[list[int], int]]:
-    """Return groups among start .. end - 1 and their pages; common[i] is the number of pages that i and i + 1 share.
+    """Return the groups among start .. end - 1 with their numbers of pages.
 
-    Either all form one group, or they are separated where they share least, and requests without a group in a part
-    form one. Shares that differ by less than a fifth are separated together, so that there are few levels.
+    common[i] is the number of pages that requests i and i + 1 share. The requests either form one group, or are
+    divided where they share the fewest pages. The requests that are in no group of a part form one group. Shared
+    lengths that differ by less than a fifth are divided at the same level, which bounds the recursion depth.
     """
     if end - start < min_requests:
         return []
@@ -131,12 +137,12 @@ def _saved(groups: list[tuple[list[int], int]]) -> int:
 def cascade_work(
     groups: Sequence[SharedPrefix], num_queries: Sequence[int], members_per_tile: int, device: torch.device
 ) -> CascadeWork:
-    """Return the work list of groups that share no request.
+    """Return the work list of disjoint groups.
 
     Args:
-        groups: The groups.
-        num_queries: [R] query tokens of each request; members of a group must decode (see AttentionWork).
-        members_per_tile: Number given by the launcher for the geometry.
+        groups: Groups of requests; no request is in two of them.
+        num_queries: [R] query tokens of each request; members of a group must be decoding (see AttentionWork).
+        members_per_tile: Members per tile, chosen by the launcher for the geometry.
         device: Device of the tensors.
 
     Raises:
@@ -150,7 +156,7 @@ def cascade_work(
         first = len(members)
         for request in group.requests:
             if shared[request]:
-                raise ValueError(f"request {request} has two shared prefixes")
+                raise ValueError(f"request {request} is in two shared-prefix groups; groups must be disjoint")
             shared[request] = group.num_keys
             members += [(request, query) for query in range(num_queries[request])]
         size = split_size(group.num_keys)

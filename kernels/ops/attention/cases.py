@@ -12,9 +12,9 @@ from kernels.ops.attention.kv_pages import KVFormat, KVPages, pair_keys, pair_va
 
 @dataclass(frozen=True)
 class Case:
-    """One step: requests as (tokens computed in it, context before it).
+    """One step, with its requests as pairs (number of tokens computed in the step, context length before it).
 
-    (1, -1) pads a captured graph: a token of no request, which is not written and sees nothing.
+    The pair (1, -1) is padding of a captured graph: a token of no request, which is not written and sees no keys.
     """
 
     name: str
@@ -59,13 +59,13 @@ CASES = [
     Case("prefill", [(130, 0)]),
     Case("prefill of a whole tile", [(16, 0), (17, 0), (15, 0)]),
     Case("chunk after a long context", [(33, 300)]),
-    Case("decode beside prefill", [(1, 200), (45, 0), (1, 3), (7, 121)]),
+    Case("decode and prefill in one step", [(1, 200), (45, 0), (1, 3), (7, 121)]),
 ]
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs of a case; keys and values are poisoned where no token of a request was written."""
+    """Input tensors of a case; cells of keys and values that belong to no token are poisoned."""
 
     qkv: torch.Tensor
     keys: torch.Tensor
@@ -73,16 +73,15 @@ class Tensors:
     inputs: AttentionInputs
 
     def pages(self) -> KVPages:
-        """Return both as the operation takes them."""
+        """Return the keys and values as the operation's argument."""
         return KVPages(self.keys, self.values)
 
 
 def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, *, paired: bool | None = None) -> Tensors:
-    """Return random tensors.
+    """Return random tensors of a case.
 
-    Keys are stored [page, kv_head, head_dim, slot], or both in pairs, as the CPU's storage does.
-
-    paired: None for the layout of this processor.
+    Keys are stored [page, kv_head, head_dim, slot], or keys and values in pairs, like the CPU's pages. `paired`
+    selects the layout; None selects the layout of this processor.
     """
     generator = torch.Generator().manual_seed(case.seed)
     size = case.page_size
@@ -133,7 +132,7 @@ def make_tensors(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype, *, paire
 
 @dataclass(frozen=True)
 class Step:
-    """A case on a device, as the operation takes it."""
+    """Arguments of the operation for one case on a device."""
 
     qkv: torch.Tensor
     pages: KVPages
@@ -142,16 +141,16 @@ class Step:
     layer: LayerConstants
 
     def copy_of_pages(self) -> KVPages:
-        """Return pages for the reference, which writes too."""
+        """Return a copy of the pages for the reference, which writes to them as well."""
         pages = self.pages
         copies = [None if t is None else t.clone() for t in (pages.key_scales, pages.value_scales)]
         return KVPages(pages.keys.clone(), pages.values.clone(), copies[0], copies[1], pages.format)
 
 
 def make_step(case: Case, dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -> Step:
-    """Return the tensors of `make_tensors` with keys and values in a GPU's layout, contiguous, in any format.
+    """Return the tensors of `make_tensors` with keys and values of any format in the contiguous layout of a GPU.
 
-    Cells without a token are NaN; for quantized cells, their scale is.
+    Cells without a token are NaN; in quantized formats, their scales are NaN.
     """
     tensors = make_tensors(case, dtype, dtype, paired=False)
     keys, values = tensors.keys.contiguous(), tensors.values

@@ -42,7 +42,7 @@ def attend_to_cells(
     stride: Any,
     page_bytes: Any,
 ) -> None:
-    """Compute one tile: `count` tokens from `start` on of the request with block table `pages`, for KV head h."""
+    """Compute one tile for KV head h: `count` tokens, starting at `start`, of the request with block table `pages`."""
     literally(num_kv_heads)
     literally(num_heads)
     literally(dim)

@@ -1,9 +1,9 @@
 """Rotary embedding, KV write and paged grouped-query attention on the CPU, in one parallel region.
 
-First the keys and values of every token are rotated and written; threads share blocks of tokens. After that they share
-tiles of up to 16 tokens of a request and one KV head. A tile processes its context in blocks of keys with the running
-maximum and sum of an online softmax (Milakov and Gimelshein 2018), so its scores stay in the cache. The arithmetic of
-a row depends only on its own position, not on its tile or batch.
+The threads first rotate and write the keys and values of all tokens, divided into blocks of tokens. They then process
+tiles of up to 16 tokens of one request and one KV head. A tile processes its context in blocks of keys with the
+running maximum and sum of an online softmax (Milakov and Gimelshein 2018), so that its scores stay in the cache. The
+arithmetic of a row depends only on the row's own position, not on its tile or batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def supported(geometry: AttentionGeometry, dtype: torch.dtype, kv_dtype: torch.d
 
 
 def scratch_size(geometry: AttentionGeometry) -> int:
-    """Return the float32 values of scratch memory that one thread needs, for either storage of pages."""
+    """Return the number of float32 values of scratch memory that one thread needs with either storage of pages."""
     rows = tile_rows(geometry.num_heads // geometry.num_kv_heads)
     stride = -(-key_block(geometry.page_size) // WIDTH) * WIDTH
     cells = rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
@@ -59,10 +59,10 @@ def scratch_size(geometry: AttentionGeometry) -> int:
 
 
 def cell_sizes(num_heads: int, num_kv_heads: int, dim: int, page: int, kv_bf16: int) -> tuple[int, int, int, int]:
-    """Return the arguments of `attend` about pages of single cells, which are ignored for pages in pairs.
+    """Return the arguments of `attend` for pages of single cells; pages in pairs ignore them.
 
-    They are queries taken together, float32 values between rows of scores, bytes of a head's page, bytes between
-    dimensions.
+    The arguments are the number of queries processed together, the float32 values between rows of scores, the bytes of
+    a head's page and the bytes between dimensions.
     """
     stride = -(-key_block(page) // WIDTH) * WIDTH
     slot_bytes = page * (2 if kv_bf16 else 4)
@@ -94,8 +94,8 @@ def _make_attend(paired: bool) -> Any:
     ) -> None:
         """Compute one thread's part of the operation. All arguments from num_heads on are literals.
 
-        block[4:15] contains what is the same for all layers of a step. counters: five int64 of zeros; the last one
-        counts finished tiles, once per KV head. The last four arguments: see `cell_sizes`.
+        block[4:15] contains the values that are the same for all layers of a step. counters: five int64 zeros; the
+        last one counts finished tiles, once per KV head. The last four arguments are described in `cell_sizes`.
         """
         literally(num_kv_heads)
         literally(num_heads)
@@ -112,7 +112,7 @@ def _make_attend(paired: bool) -> Any:
         kv_element = 2 if kv_bf16 else 4
         width = (num_heads + 2 * num_kv_heads) * dim
         scale, window, softcap = load_f32(block[14]), load_i32(tiles), load_f32(tiles + 4)
-        # Adjacent slots share a cache line, which threads should not contend for.
+        # Adjacent slots share a cache line, for which threads should not contend.
         share = 32 if num_tokens >= 128 else 8
 
         while True:
@@ -165,7 +165,7 @@ def _make_attend(paired: bool) -> Any:
     return attend
 
 
-# A literal that selects between them would compile both, so kernels select by a constant of their own.
+# Selecting by a literal would compile both variants, so each kernel selects by a constant of its own.
 attend_pairs = _make_attend(True)
 attend_cells = _make_attend(False)
 
@@ -173,7 +173,10 @@ attend_cells = _make_attend(False)
 def compile_attention(
     num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, page: int, bf16: int, kv_bf16: int, paired: int
 ) -> Any:
-    """Compile the kernel for one geometry. The closure contains only integers, so that numba finds it in its cache."""
+    """Compile the kernel for one geometry.
+
+    The closure contains only integers, so that numba finds the kernel in its cache.
+    """
     few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
@@ -201,7 +204,7 @@ class PreparedAttention:
     tiles: np.ndarray[Any, np.dtype[np.int32]]
 
     def tell(self, block: Any) -> None:
-        """Write the part of an argument block that `attend` reads about the step: block[4:12]."""
+        """Write the part of an argument block that describes the step to `attend`: block[4:12]."""
         inputs, geometry = self.inputs, self.geometry
         self.tiles[0, 0] = _NO_WINDOW if geometry.window is None else geometry.window
         self.tiles[0, 1:2].view(np.float32)[0] = geometry.softcap or 0.0
@@ -219,8 +222,8 @@ def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Divide each request's tokens into tiles of at most TILE_TOKENS.
 
     Returns:
-        [1 + num_tiles, 3] int32: request, first token, tokens; longest work first. The first row is reserved for
-            the geometry's window and soft cap.
+        [1 + num_tiles, 3] int32: request, first token, number of tokens; the most expensive tiles first. The first
+            row is reserved for the geometry's window and soft cap.
     """
     bounds = inputs.cu_seqlens_q.numpy()
     lengths = inputs.seq_lens.numpy()
@@ -237,13 +240,13 @@ def make_tiles(inputs: AttentionInputs) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class PagedAttention:
-    """The operation for one geometry and pair of dtypes.
+    """Paged attention for one geometry and one pair of dtypes.
 
     Args:
         geometry: Shapes and constants.
         dtype: Dtype of queries.
         kv_dtype: Dtype of cells.
-        paired: Storage of its pages; None for that of this processor.
+        paired: True if the pages are stored in pairs; None for the default of this processor.
     """
 
     def __init__(
@@ -276,7 +279,7 @@ class PagedAttention:
     def __call__(
         self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: PreparedAttention
     ) -> torch.Tensor:
-        """Compute the reference; keys and values as the CPU stores them (kernels/ops/attention/kv_pages.py)."""
+        """Compute the reference; keys and values have the CPU layout (kernels/ops/attention/kv_pages.py)."""
         block = self._kernel.block
         if prepared is not self._prepared:
             prepared.tell(block)

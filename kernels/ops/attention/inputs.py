@@ -1,4 +1,4 @@
-"""Inputs of every attention layer of a KV group besides queries, keys and values."""
+"""Inputs of an attention layer besides queries, keys and values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kernels.ops.attention.cascade import CascadeWork
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """Shapes and constants that do not change while a model is loaded; heads are those of this rank.
+    """Shapes and constants that are fixed while a model is loaded; head counts are per tensor-parallel rank.
 
     Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key-value heads.
         head_dim: Values per head.
-        rotary_dim: Leading dimensions of a head that rotate, in pairs (i, i + rotary_dim / 2).
+        rotary_dim: Leading dimensions of a head that are rotated, in pairs (i, i + rotary_dim / 2).
         page_size: Tokens per page.
         scale: Factor of the scores.
         softcap: Scores become softcap * tanh(score / softcap); None for no cap.
-        window: A query sees the last `window` positions including its own; None for all.
+        window: A query sees the last `window` positions including its own; None for all positions.
     """
 
     num_heads: int
@@ -36,7 +36,7 @@ class AttentionGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """T tokens of R requests; the tokens of a request are adjacent and in order.
+    """Step inputs for T tokens of R requests; the tokens of a request are adjacent and in order.
 
     Attributes:
         positions: [T] int32.
@@ -47,8 +47,9 @@ class AttentionInputs:
         rope_table: [max_positions, rotary_dim] float32: cosines, then sines, of each position.
         max_seqlen_q: Largest number of tokens of a request.
         max_seqlen_k: Largest context.
-        cascade: Prefixes that decoding requests share, which a GPU may attend to once for all of them; None if
-            none are known. The result is the same except for rounding, so deterministic mode ignores it.
+        cascade: Prefixes shared by decoding requests. A GPU may attend to each of them once for all its requests.
+            None if no shared prefix is known. The result is the same except for rounding, so deterministic mode
+            ignores it.
     """
 
     positions: torch.Tensor
@@ -70,7 +71,7 @@ class LayerConstants:
         q_norm: [head_dim] float32 weights of the RMS norm of each query head before rotation; None without k_norm.
         k_norm: The same for key heads.
         norm_eps: Epsilon of that norm.
-        sinks: [num_heads] float32: a score without a value that each head adds to its softmax; None for none.
+        sinks: [num_heads] float32: a score without a value that each head adds to its softmax; None for no sinks.
     """
 
     q_norm: torch.Tensor | None = None

@@ -1,6 +1,6 @@
-"""The two inner products of attention over one page, with accumulators in registers.
+"""The two matrix products of attention over one page, with accumulators in registers.
 
-They are LLVM IR, because numba cannot express that a block of accumulators is not memory.
+They are written in LLVM IR because numba cannot keep a block of accumulators in registers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.common.cpu.simd import vector as vector_type
 
 
 def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
-    """Return stack slots that LLVM turns into registers."""
+    """Return stack slots that LLVM promotes to registers."""
     return [cgutils.alloca_once(builder, kind) for _ in range(count)]
 
 
@@ -27,7 +27,7 @@ def slot_width(page_size: int) -> int:
 
 @intrinsic
 def vdrop(typing: Any, x: Any, count: Any, other: Any) -> Any:
-    """Replace lanes below `count` by `other`; the others stay."""
+    """Replace the lanes below `count` by `other`; the remaining lanes are unchanged."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         lanes, limit, fill = values
@@ -55,9 +55,9 @@ def score_page(
     """Compute scores[r, s] = sum over d of query[r, d] * keys[d, s] for `rows` queries and the `page` slots of a page.
 
     Literals: rows, dim, page, bf16 (of the keys), stride (values between rows of scores). query: [rows, dim] float32;
-    keys: [dim, page]; scores: float32. Even and odd d are summed separately, which hides the latency of few rows. If
-    the literal `fetch` is 1, the pages next_keys and next_values are prefetched, because the processor's own
-    prefetching does not follow a block table.
+    keys: [dim, page]; scores: float32. Even and odd d are summed separately, which hides the latency when there are
+    few rows. If the literal `fetch` is 1, the pages next_keys and next_values are prefetched, because the hardware
+    prefetcher does not follow a block table.
     """
     num_rows, head_dim, slots = rows.literal_value, dim.literal_value, page.literal_value
     narrow, step = bool(bf16.literal_value), stride.literal_value

@@ -1,7 +1,7 @@
-"""The two inner products of attention over a block of keys stored in pairs, with accumulators in registers.
+"""The two matrix products of attention over a block of keys stored in pairs, with accumulators in registers.
 
-They are LLVM IR around the instruction of kernels/common/cpu/bf16.py. A sum goes through its pairs in order, in every
-function here and for every number of rows, so the result of a row does not depend on others.
+They are LLVM IR around the instruction of kernels/common/cpu/bf16.py. Every function adds the pairs of a sum in order
+for every number of rows, so the result of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kernels.common.cpu.simd import vector as vector_type
 from kernels.ops.attention.rows import KEY_BLOCK, ROWS, key_block
 
 MOST_FEW = 8
-"""Maximum number of queries of a KV head up to which those of one token are taken together."""
+"""Maximum number of queries of a KV head for which the queries of one token are processed together."""
 _REGISTERS = 24
 INTS = ir.VectorType(I32, WIDTH)
 """Lanes of a vector as integers."""
 
 
 def line_keys(page_size: int) -> int:
-    """Return the number of scores that a row of a block has room for: its keys, rounded up."""
+    """Return the number of scores allocated per row of a block: its keys, rounded up."""
     return (key_block(page_size) + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
 
 
@@ -34,7 +34,7 @@ register_jitable(line_keys)
 
 
 def _splat_pair(builder: Any, address: Any) -> Any:
-    """Return the pair at an address in every lane."""
+    """Load the pair at an address into every lane."""
     return builder.bitcast(splat(builder, builder.load(pointer(builder, address, I32), align=4)), bf16.PAIRS)
 
 
@@ -65,7 +65,7 @@ class Shape:
         return builder.add(base, builder.mul(builder.sext(number, I64), I64(self.step)))
 
     def slot_at(self, builder: Any, base: Any, pages: Any, slot: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the address of the page of the block's slot, for pages within bounds, and the slot's index in it."""
+        """Return the page address of a slot of the block, for pages within bounds, and the slot within that page."""
         index = builder.udiv(slot, I64(self.page))
         within = builder.sub(slot, builder.mul(index, I64(self.page)))
         return self.page_at(builder, base, pages, _clamp(builder, index, *bounds)), within
@@ -74,7 +74,7 @@ class Shape:
 def _score_columns(rows: int) -> int:
     """Return the number of key vectors that are scored together.
 
-    A power of two, enough to hide the instruction's latency.
+    It is a power of two and large enough to hide the latency of the instruction.
     """
     return next(columns for columns in (8, 4, 2) if rows * columns <= _REGISTERS and (columns < 8 or rows < 3))
 
@@ -119,7 +119,7 @@ def _score_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
 
 
 def _key_vector(builder: Any, places: list[Any], offset: Any) -> Any:
-    """Load one pair of dimensions of 16 slots, which are in one piece or in two."""
+    """Load one pair of dimensions of 16 slots, which are contiguous or split into two pieces."""
     if len(places) == 1:
         return _load_pairs(builder, builder.add(places[0], offset))
     half = ir.VectorType(I32, WIDTH // 2)
@@ -171,8 +171,7 @@ def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
                 weight = builder.add(weights, builder.mul(builder.add(passed, loop.index), I64(4)))
                 add(builder.add(base, builder.mul(loop.index, I64(4 * shape.dim))), weight, lambda line: line)
         with builder.if_then(odd):
-            # The slot after the last key contains undefined values, possibly NaN, which a weight of zero would not
-            # hide.
+            # The slot after the last key is undefined and may contain NaN, which a weight of zero would not mask.
             base = shape.page_at(builder, values, pages, last)
             base = builder.add(base, builder.mul(within, I64(4 * shape.dim)))
             add(base, builder.add(weights, builder.mul(pairs, I64(4))), lambda line: _lower(builder, line))
@@ -181,7 +180,7 @@ def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
 
 
 def _lower(builder: Any, line: Any) -> Any:
-    """Return pairs with the second element of each set to zero."""
+    """Return pairs whose second element is set to zero."""
     bits = builder.and_(builder.bitcast(line, INTS), const(INTS, 0xFFFF))
     return builder.bitcast(bits, bf16.PAIRS)
 
@@ -237,14 +236,13 @@ def score_pairs(
     final: Any,
     values: Any,
 ) -> Any:
-    """Compute scores[r, k] = sum over d of query[r, d] * key[k, d] for the keys first <= k < end of a block, and some
-    beside.
+    """Compute scores[r, k] = sum over d of query[r, d] * key[k, d] for at least the keys first <= k < end of a block.
 
     Literals: few (1: the queries of a KV head, 0: ROWS queries), num_heads, num_kv_heads, dim, page. query: [rows,
     dim] bfloat16. keys: address of the head's keys in page 0, [dim / 2, slot, 2]. pages: address of the block's entry
-    in the block table; keys of pages outside low..last get scores of keys within. scores: [rows, line_keys(page)]
-    float32. If `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after them, up to page
-    `final`, are prefetched, because the processor's own prefetching does not follow a block table.
+    in the block table; keys of pages outside low..last get the scores of keys within that range. scores: [rows,
+    line_keys(page)] float32. If `few` is 1, the values of these keys (`values` bytes from the keys) and the keys after
+    them, up to page `final`, are prefetched, because the hardware prefetcher does not follow a block table.
     """
     shape = Shape(few, num_heads, num_kv_heads, dim, page)
 
@@ -270,7 +268,7 @@ def add_pairs(
     low: Any,
     num_keys: Any,
 ) -> Any:
-    """Compute out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], from the block's page `low` on.
+    """Compute out[r, d] += sum over k < num_keys of weights[r, k] * value[k, d], starting at page `low` of the block.
 
     Literals and pages: see `score_pairs`. weights: bfloat16, with the row stride of scores. values: address of the
     head's values in page 0, [slot / 2, dim, 2]. out: [rows, dim] float32.
@@ -286,7 +284,7 @@ def add_pairs(
 
 @intrinsic(prefer_literal=True)
 def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
-    """Round 16 dimensions of a key and store them in its slot of a page of the literal size."""
+    """Round 16 dimensions of a key to bfloat16 and store them in its slot of a page; `page` is a literal."""
     stride = 4 * page.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -302,7 +300,7 @@ def scatter_pairs(typing: Any, page: Any, address: Any, values: Any) -> Any:
 
 @intrinsic
 def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
-    """Store 16 dimensions of a value as the first or the second elements of their pairs; the others are unchanged."""
+    """Store 16 dimensions of a value as first or second elements of their pairs; the others are unchanged."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, lanes, parity = arguments
@@ -313,7 +311,7 @@ def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
         chosen = builder.icmp_unsigned("==", parities, splat(builder, builder.trunc(parity, I16), 2 * WIDTH))
         anything = ir.PointerType(ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [shorts, anything, I32, chosen.type])
-        # One masked instruction, because another thread may be writing the other half.
+        # One masked store, because another thread may be writing the other half of the pair.
         write = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v32i16.p0")
         builder.call(write, [both, builder.inttoptr(target, anything), I32(2), chosen])
         return context.get_dummy_value()

@@ -1,7 +1,7 @@
-"""Attention over bfloat16 pages that are stored in pairs (kernels/ops/attention/kv_pages.py), with AVX512-BF16.
+"""Attention over bfloat16 pages stored in pairs (kernels/ops/attention/kv_pages.py), with AVX512-BF16.
 
-Queries are rounded to bfloat16 after rotation and scaling, softmax weights before they multiply values; every sum is
-float32. Scores are in units of log 2, so that weights are powers of two. Sizes, numbers of heads and bf16 are
+Queries are rounded to bfloat16 after rotation and scaling, and softmax weights before they multiply values; every sum
+is float32. Scores are in units of log 2, so that weights are powers of two. Sizes, numbers of heads and bf16 are
 literals; addresses are int64.
 """
 
@@ -40,7 +40,7 @@ from kernels.ops.attention.weights import highest_score, rows_above, vexp2, weig
 
 @inner
 def write_paired_key(source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, page: Any, bf16: Any) -> None:
-    """Rotate a key by the table's `row` and write it to the slot at `target`."""
+    """Rotate a key by the rotary table's `row` and write it to the slot at `target`."""
     literally(dim)
     literally(rotary_dim)
     literally(page)
@@ -67,7 +67,7 @@ def write_paired_value(source: Any, target: Any, slot: Any, dim: Any, bf16: Any)
 
 @inner
 def _load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
-    """Rotate a query, multiplied by `scale`, into bfloat16 scratch memory."""
+    """Rotate a query, multiply it by `scale` and write it to bfloat16 scratch memory."""
     literally(dim)
     literally(rotary_dim)
     literally(bf16)
@@ -126,7 +126,7 @@ def attend_to_pairs(
     page: Any,
     bf16: Any,
 ) -> None:
-    """Compute one tile: `count` tokens from `start` on of the request with block table `pages`, for KV head h."""
+    """Compute one tile for KV head h: `count` tokens, starting at `start`, of the request with block table `pages`."""
     literally(num_kv_heads)
     literally(num_heads)
     literally(dim)
@@ -171,7 +171,7 @@ def attend_to_pairs(
         final = (context - 1 - begin) // page
         for r in range(0, rows, at_once):
             until = min(r + at_once, rows)
-            # Keys of the block that its first row, which sees least, can see, and those that its last row can see.
+            # Keys of the block visible to its first row, which sees the fewest, and keys visible to its last row.
             least = load_i32(positions + (start + r // group) * 4) + 1 - begin
             most = load_i32(positions + (start + (until - 1) // group) * 4) + 1 - begin
             num_keys = min(block_keys, most)

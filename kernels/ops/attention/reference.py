@@ -1,4 +1,7 @@
-"""Rotary embedding, KV write and paged grouped-query attention in plain torch, in float32 or float64."""
+"""Reference implementation of rotary embedding, KV write and paged grouped-query attention in plain torch.
+
+The arithmetic is in float32 or float64.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages, dequantize_cells, key_cells, quantize_cells, value_cells
 
-# Number of queries of one request that are scored at a time, which bounds the score matrix of a long chunk.
+# Maximum number of queries of one request that are scored at a time. It bounds the score matrix of a long chunk.
 _QUERY_BLOCK = 512
 
 
@@ -35,11 +38,11 @@ def paged_attention(
     layer: LayerConstants,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Write the step's keys and values to their pages and attend causally to each request's pages.
+    """Write the step's keys and values to their pages and compute causal attention over each request's pages.
 
     Args:
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], neither normalized nor rotated.
-        pages: Updated in place; quantized cells are attended to as they are read back. A token of slot -1 is not
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], before normalization and rotation.
+        pages: Updated in place. Attention reads quantized cells back from the pages. A token with slot -1 is not
             written.
         inputs: Inputs of the step.
         geometry: Shapes and constants.
@@ -47,7 +50,7 @@ def paged_attention(
         compute_dtype: Dtype of the arithmetic.
 
     Returns:
-        [T, num_heads * head_dim] of qkv's dtype. Rows of requests with seq_len 0 are undefined.
+        [T, num_heads * head_dim] in the dtype of qkv. Rows of requests with seq_len 0 are undefined.
     """
     query = rotate_and_write(qkv, pages, inputs, geometry, layer, compute_dtype)
     return attend(query, pages, inputs, geometry, layer).to(qkv.dtype)
@@ -56,9 +59,9 @@ def paged_attention(
 def attend(
     query: torch.Tensor, pages: KVPages, inputs: AttentionInputs, geometry: AttentionGeometry, layer: LayerConstants
 ) -> torch.Tensor:
-    """Compute the second half of `paged_attention`: query is [T, num_heads, head_dim], rotated.
+    """Compute attention for rotated queries [T, num_heads, head_dim]; the second half of `paged_attention`.
 
-    Arithmetic is in its dtype.
+    The arithmetic is in the dtype of the query.
     """
     num_tokens = query.shape[0]
     if inputs.max_seqlen_q == 1 and num_tokens == inputs.seq_lens.shape[0]:
@@ -87,9 +90,9 @@ def rotate_and_write(
     layer: LayerConstants,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Compute the first half of `paged_attention`.
+    """Rotate and write keys and values, and return the queries; the first half of `paged_attention`.
 
-    Return the queries, normalized and rotated: [T, num_heads, head_dim].
+    The returned queries are normalized and rotated: [T, num_heads, head_dim].
     """
     sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
     heads = qkv.to(compute_dtype).view(qkv.shape[0], -1, geometry.head_dim)
@@ -121,19 +124,19 @@ def _write(
     cells: torch.Tensor,
     pages: KVPages,
 ) -> None:
-    """Write cells of tokens [T, num_kv_heads, head_dim] to their places."""
+    """Write the cells of tokens [T, num_kv_heads, head_dim] to their slots."""
     if scales is None:
         memory[page, :, slot] = cells.to(memory.dtype)
         return
     codes, found = quantize_cells(cells, pages.format)
-    if codes.dtype is torch.float8_e4m3fn:  # which torch does not scatter
+    if codes.dtype is torch.float8_e4m3fn:  # torch cannot scatter this dtype
         memory, codes = memory.view(torch.uint8), codes.view(torch.uint8)
     memory[page, :, slot] = codes
     scales[page, :, slot] = found
 
 
 def _gather(pages: KVPages, block_table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of block tables [R, P], both [R, num_kv_heads, 1, P * page_size, head_dim]."""
+    """Return the keys and values of block tables [R, P], each [R, num_kv_heads, 1, P * page_size, head_dim]."""
     index = block_table.long()
     found = []
     for memory, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
@@ -156,8 +159,9 @@ def _attend(
     geometry: AttentionGeometry,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with [R, num_heads, Q, D] queries that see their first `visible` [R, Q] positions -> [R, num_heads, Q,
-    D].
+    """Compute attention of queries [R, num_heads, Q, D] over the first `visible` [R, Q] positions of each request.
+
+    Return [R, num_heads, Q, D].
     """
     num_requests, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = geometry.num_kv_heads
@@ -172,11 +176,11 @@ def _attend(
         hidden |= index < visible.unsqueeze(-1) - geometry.window
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     if sinks is not None:
-        # One more score for each head, whose value is zero.
+        # A sink is one more score of each head, whose value is zero.
         column = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]]
-    # Pages past a request's own are undefined, possibly NaN, which a weight of zero would not hide.
+    # Unused pages are undefined and may contain NaN, which a weight of zero would not mask.
     seen = (index < visible.amax(dim=1, keepdim=True))[:, None, None, :, None]
     out = weights @ value.masked_fill(~seen, 0.0)
     return out.view(num_requests, num_heads, num_queries, head_dim)

@@ -1,4 +1,4 @@
-"""Operations of attention on one row: rotation of a key or query, and conversion of scores to softmax weights.
+"""Operations on one attention row: rotation of keys and queries, and conversion of scores to softmax weights.
 
 dim, rotary_dim, slot_bytes, bf16 and kv_bf16 are literals; addresses are int64.
 """
@@ -31,22 +31,22 @@ from kernels.common.cpu.simd import (
 from kernels.ops.attention.micro import vdrop
 
 TILE_TOKENS = 16
-"""Tokens of a request that are attended to together."""
+"""Number of tokens of a request that one tile contains."""
 ROWS = 6
-"""Queries whose products are accumulated in registers together."""
+"""Number of queries whose products are accumulated in registers together."""
 KEY_BLOCK = 128
-"""Keys that a tile scores at a time, unless pages are larger."""
+"""Number of keys that a tile scores at a time, unless pages are larger."""
 HIDDEN = -3.0e38
-"""Score of a key that a row does not see, and reference of a row's scores while it has seen none."""
+"""Score of a masked key, and initial shift of a row that has seen no key yet."""
 
 
 def key_block(page_size: int) -> int:
-    """Return the number of keys that a tile scores at a time: whole pages."""
+    """Return the number of keys that a tile scores at a time, a multiple of the page size."""
     return page_size * max(1, KEY_BLOCK // page_size)
 
 
 def tile_rows(group: int) -> int:
-    """Return the rows of memory for the queries of a tile, `group` per token: whole blocks of ROWS."""
+    """Return the number of scratch rows for the queries of a tile, `group` per token: a multiple of ROWS."""
     return (TILE_TOKENS * group + ROWS - 1) // ROWS * ROWS
 
 
@@ -56,8 +56,9 @@ for _size in (key_block, tile_rows):
 
 @inner
 def rotated(source: Any, row: Any, i: Any, half: Any, bf16: Any) -> Any:
-    """Return dimensions from i and from half + i on, 16 of each, of a head at `source`, rotated by the table's
-    `row`.
+    """Return two rotated vectors of the head at `source`: 16 dimensions from i on and 16 from half + i on.
+
+    row: address of the rotary table's row for the position.
     """
     literally(bf16)
     element = 2 if bf16 else 4
@@ -70,7 +71,7 @@ def rotated(source: Any, row: Any, i: Any, half: Any, bf16: Any) -> Any:
 def write_key(
     source: Any, row: Any, target: Any, dim: Any, rotary_dim: Any, slot_bytes: Any, bf16: Any, kv_bf16: Any
 ) -> None:
-    """Rotate a key by the table's `row` and write it to its slot, whose dimensions are slot_bytes apart."""
+    """Rotate a key by the rotary table's `row` and write it to its slot, whose dimensions are slot_bytes apart."""
     literally(dim)
     literally(rotary_dim)
     literally(slot_bytes)
@@ -88,7 +89,7 @@ def write_key(
 
 @inner
 def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_dim: Any, bf16: Any) -> None:
-    """Rotate a query, multiplied by the scale of the scores, into float32 scratch memory."""
+    """Rotate a query, multiply it by the scale of the scores and write it to float32 scratch memory."""
     literally(dim)
     literally(rotary_dim)
     literally(bf16)
@@ -104,7 +105,7 @@ def load_query(source: Any, row: Any, target: Any, scale: Any, dim: Any, rotary_
 
 @inner
 def clear_rows(rows: Any, padded: Any, query: Any, sums: Any, highest: Any, totals: Any, dim: Any) -> None:
-    """Initialize the sums of a tile; rows that only fill a block of products get queries of zero."""
+    """Initialize the sums of a tile, and set the queries of padding rows to zero."""
     literally(dim)
     for r in range(padded):
         for i in range(0, dim, 16):
@@ -126,7 +127,7 @@ def cap_scores(line: Any, first: Any, end: Any, limit: Any) -> None:
 
 @inner
 def hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
-    """Hide the scores first <= k < end of a row outside low <= k < seen, and the rest of the last 16.
+    """Mask the scores first <= k < end of a row outside low <= k < seen, and the rest of the last 16.
 
     first is a multiple of 16; seen is at most end.
     """
@@ -141,7 +142,7 @@ def hide(line: Any, low: Any, seen: Any, first: Any, end: Any) -> None:
 def weigh(
     line: Any, low: Any, seen: Any, first: Any, num_keys: Any, highest: Any, total: Any, sums: Any, dim: Any
 ) -> None:
-    """Convert scores first <= k < num_keys to exp(score - highest so far), 0 outside low <= k < seen.
+    """Convert scores first <= k < num_keys to exp(score - highest so far), or 0 outside low <= k < seen.
 
     first is a multiple of 16. Updates the highest score and the sum of weights, and scales down the previous sums.
     """
@@ -153,7 +154,7 @@ def weigh(
     before = load_f32(highest)
     now = max(before, vhighest(top))
     store_f32(highest, now)
-    # Before the first visible key, hidden keys are still far below.
+    # Before the first visible key, the shift is still the score of masked keys.
     shift = vsplat(max(now, types.float32(-1.0e38)))
     added = vsplat(types.float32(0.0))
     for i in range(first, num_keys, 16):

@@ -1,4 +1,4 @@
-"""Pages of the KV cache as kernels take them: pointers, with strides and sizes as constants."""
+"""KV cache pages as kernel arguments: pointers, with strides and sizes as constants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRODUCTS: dict[torch.dtype, Product] = {torch.float32: "fp32", torch.float16: "f
 
 
 def cell_pointer(target: Target, dense: str, kv_format: KVFormat) -> str:
-    """Return the type of pointers to cells for a compilation; `dense` is that of dense cells."""
+    """Return the pointer type of cells for a compilation; `dense` is the type of dense cells."""
     if kv_format == "fp8" and target not in NATIVE_FP8:
         return POINTERS[torch.uint8]
     return POINTERS[_CELL_TYPES[kv_format]] if kv_format in _CELL_TYPES else dense
@@ -39,7 +39,7 @@ def cell_pointer(target: Target, dense: str, kv_format: KVFormat) -> str:
 def compiled_cells(
     target: Target, dtype: torch.dtype, kv_format: KVFormat, geometry: AttentionGeometry
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return types of the pointers to queries and cells, and the constants, for a compilation."""
+    """Return the pointer types of queries and cells, and the constants, for a compilation."""
     cell_type = _CELL_TYPES.get(kv_format, dtype)
     stored = cell_pointer(target, POINTERS[dtype], kv_format)
     cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
@@ -61,30 +61,29 @@ def compiled_cells(
 
 
 def cells_of(memory: torch.Tensor, kv_format: KVFormat, native: bool) -> torch.Tensor:
-    """Return keys or values as kernels access them: the bits of e4m3fn if the GPU does not support it."""
+    """Return keys or values as the kernels read them: the bits of e4m3fn if the GPU has no native support."""
     return memory.view(torch.uint8) if kv_format == "fp8" and not native else memory
 
 
 def weight_type(product: Any, kv_format: KVFormat) -> Any:
-    """Return the type in which weights, multiplied by scales of quantized values, multiply values.
+    """Return the type in which weights, multiplied by the scales of quantized values, multiply the values.
 
-    The constexpr WEIGHT.
-
-    `product` is that of queries and keys. A weight multiplied by a scale may be too small for float16.
+    This is the constexpr WEIGHT. `product` is the type of the product of queries and keys. A weight multiplied by a
+    scale may be too small for float16.
     """
     return product_type(torch.bfloat16) if kv_format != "dense" and product is tl.float16 else product
 
 
 def scale_strides(pages: KVPages) -> tuple[int, ...]:
-    """Return strides of page, head and slot; the scales of keys and values have the same.
+    """Return the strides of page, head and slot, which are the same for the scales of keys and values.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The strides differ.
     """
     if pages.key_scales is None or pages.value_scales is None:
         return 0, 0, 0
     if pages.key_scales.stride() != pages.value_scales.stride():
-        raise ValueError("the scales of keys and values differ in their strides")
+        raise ValueError("the scales of keys and values must have the same strides")
     return pages.key_scales.stride()
 
 
@@ -97,7 +96,7 @@ class CellStrides(NamedTuple):
 
 
 def cell_constants(geometry: AttentionGeometry, kv_format: KVFormat, strides: CellStrides) -> dict[str, int | str]:
-    """Return strides and sizes of cells as constants, so that vector loads are known to be aligned."""
+    """Return strides and sizes of cells as constants, so that the compiler knows that vector loads are aligned."""
     names = [f"{kind}_{part}" for kind in "KV" for part in ("PAGE", "HEAD", "SLOT", "DIM")]
     cell = geometry.head_dim // 2 if kv_format == "int4" else geometry.head_dim
     width = max(16, int(triton.next_power_of_2(cell)))
@@ -114,7 +113,7 @@ def cell_constants(geometry: AttentionGeometry, kv_format: KVFormat, strides: Ce
 
 
 def cell_pointers(pages: KVPages, native: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys, values and scales as kernels take them."""
+    """Return keys, values and scales as kernel arguments."""
     keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
     key_scales = keys if pages.key_scales is None else pages.key_scales
     value_scales = values if pages.value_scales is None else pages.value_scales

@@ -1,8 +1,8 @@
-"""Common parts of kernels that attend to a range of keys and merge results: decoding and cascade.
+"""Device functions of the kernels that compute partial attention over a range of keys and merge the results.
 
-A partial result of a query is (m, total, acc): the largest score m in units of log2, the sum of the weights exp2(score
-- m), and acc,
-the sum of weight * value (Milakov and Gimelshein 2018). A result without keys has m = -inf and zeros.
+The decode and the cascade kernels use them. A partial result of a query is (m, total, acc): the largest score m in
+units of log2, the sum of the weights exp2(score - m), and acc, the sum of weight * value (Milakov and Gimelshein
+2018). A result without keys has m = -inf and zeros.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kernels.common.triton.scores import LOG2_E, scaled_scores
 
 @triton.jit
 def finite(m):
-    """Return m, or 0 if it is -inf, so that it can be subtracted from -inf without NaN."""
+    """Return m, or 0 where m is -inf, so that subtracting it from -inf does not give NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def load_queries(p_row, valid, HEAD: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, PRODUCT: tl.constexpr):
-    """Load rows of queries as PRODUCT: whole and an unused tile, or for int4 the two halves of each head.
+    """Load rows of queries as PRODUCT: the whole head and an unused tile, or for int4 the two halves of each head.
 
-    p_row: [ROWS] pointers; invalid rows are zeros. WIDTH: width of a cell, padded to a power of two.
+    p_row: [ROWS] pointers; invalid rows are loaded as zeros. WIDTH: width of a cell, padded to a power of two.
     """
     CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
     o_dim = tl.arange(0, WIDTH)
@@ -73,16 +73,17 @@ def attend_keys(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Compute partial results of ROWS queries over keys begin .. end - 1, in tiles of KEYS from `begin` on.
+    """Compute partial results of ROWS queries over keys begin .. end - 1, in tiles of KEYS keys starting at `begin`.
 
-    b_low, b_high: results of load_queries. row_begin, row_end: [ROWS] keys that each row sees; row_begin counts only
-    if HAS_WINDOW. p_table: the request's row of the block table. p_keys, p_values, p_key_scales, p_value_scales: the
-    KV head's in page 0; scales of dense cells are not read. K_PAGE .. S_SLOT: strides in elements. PRODUCT, WEIGHT:
-    types of the two products (kernels/ops/attention/triton_cells.py). HIGH_WIDTH: WIDTH for int4, else any valid width
-    of a tile, which stays unchanged.
+    b_low, b_high: results of load_queries. row_begin, row_end: [ROWS] range of keys visible to each row; row_begin is
+    used only if HAS_WINDOW. p_table: the request's row of the block table. p_keys, p_values, p_key_scales,
+    p_value_scales: pointers to this KV head in page 0; the scales of dense cells are not read. K_PAGE .. S_SLOT:
+    strides in elements. PRODUCT, WEIGHT: types of the two products (kernels/ops/attention/triton_cells.py).
+    HIGH_WIDTH: WIDTH for int4, otherwise any valid width of a tile, which stays unchanged.
 
     Returns:
-        m, total [ROWS]; acc [ROWS, WIDTH] and [ROWS, HIGH_WIDTH], the latter for the high halves of int4.
+        m, total: [ROWS].
+        acc: [ROWS, WIDTH], and [ROWS, HIGH_WIDTH] for the high halves of int4.
     """
     CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
     o_dim = tl.arange(0, WIDTH)
@@ -135,14 +136,14 @@ def attend_keys(
 
 @triton.jit
 def merge_weights(m, other):
-    """Return the maximum of two largest scores, and the factor of each side."""
+    """Return the maximum of two largest scores and the factor by which each side is scaled."""
     largest = tl.maximum(m, other)
     return largest, tl.exp2(m - finite(largest)), tl.exp2(other - finite(largest))
 
 
 @triton.jit
 def normalizer(m, total, p_sinks, head, valid, HAS_SINKS: tl.constexpr):
-    """Return the factor of acc at the end: 1 / total, with the head's sink among the scores."""
+    """Return the final factor of acc, 1 / total, where the total includes the head's sink."""
     if HAS_SINKS:
         sink = tl.load(p_sinks + head, mask=valid, other=float("-inf")) * LOG2_E
         _, kept, added = merge_weights(m, sink)
@@ -152,7 +153,7 @@ def normalizer(m, total, p_sinks, head, valid, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def store_rows(p_row, values, high, valid, HEAD: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """Store rows of results [ROWS, WIDTH], and for int4 those of the high halves, to [ROWS] pointers."""
+    """Store rows of results [ROWS, WIDTH] to [ROWS] pointers, and for int4 the results of the high halves as well."""
     CELL: tl.constexpr = HEAD // 2 if FORMAT == "int4" else HEAD
     o_dim = tl.arange(0, WIDTH)
     mask = valid[:, None] & (o_dim < CELL)[None, :]

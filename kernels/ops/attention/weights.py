@@ -1,8 +1,9 @@
 """Softmax weights of the rows of a block of scores, as powers of two, with sums and shifts in registers.
 
-A row's weight of a score s is 2^(s - shift). The shift need not be the highest score. It is raised only if a score is
-SLACK above it, which is rare after a row's first block, so that the processor need not wait for a maximum before it
-computes powers. Weights are at most 2^SLACK, which costs no precision. The result of a row does not depend on others.
+The weight of a score s is 2^(s - shift) with a shift per row. The shift need not be the highest score. It is raised
+only if a score exceeds it by more than SLACK, which is rare after the first block of a row, so the processor need not
+wait for a maximum before it computes powers. Weights are at most 2^SLACK, which costs no precision. The result of a
+row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from kernels.ops.attention.rows import HIDDEN
 
 SLACK = 8.0
 """Maximum excess of scores above the shift."""
-# 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2, with minimal relative error: 3e-6, and 1e-4 for weights, which are
-# rounded to bfloat16, by up to 2e-3.
+# 2^r = 1 + r c1 + r^2 c2 + ... for |r| <= 1/2 with minimal relative error: 3e-6, and 1e-4 for weights, whose rounding
+# to bfloat16 has an error of up to 2e-3.
 _POWER = (0.69312418, 0.24024099, 0.055906426, 0.009582853)
 _ROUGH_POWER = (0.69328297, 0.24221113, 0.05500874)
 
 
 def _higher(builder: Any, x: Any, y: Any) -> Any:
-    """Return the larger of each lane; y if either is NaN."""
+    """Return the larger value of each lane; y if either is NaN."""
     return builder.select(builder.fcmp_ordered("ogt", x, y), x, y)
 
 
@@ -46,7 +47,7 @@ def _exp2(builder: Any, x: Any, power: tuple[float, ...]) -> Any:
 
 @intrinsic
 def vexp2(typing: Any, x: Any) -> Any:
-    """Return 2^x of each finite lane within a 2^-17th; infinity from 128 on."""
+    """Return 2^x of each finite lane with a relative error of at most 2^-17; infinity for x >= 128."""
     return vector_type(vector_type), lambda _c, builder, _s, values: _exp2(builder, values[0], _POWER)
 
 
@@ -86,7 +87,7 @@ def _weigh_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     shift_by = []
     for row, slot in enumerate(sums):
         builder.store(load(builder, places[row], False), slot)
-        # Before the first visible key, hidden keys are still far below.
+        # Before the first visible key, the shift is still the score of masked keys.
         shift = _higher(builder, _shift_of(builder, shifts, row), ir.Constant(F32, HIDDEN / 3))
         shift_by.append(splat(builder, shift))
     ones = builder.bitcast(const(INTS, 0x3F803F80), bf16.PAIRS)
@@ -117,10 +118,10 @@ def rows_above(
     end: Any,
     shifts: Any,
 ) -> Any:
-    """Return an int64 whose bit r tells whether a score first <= k < end of row r is more than SLACK above the row's
-    shift.
+    """Return an int64 bit mask of the rows that have a score more than SLACK above their shift.
 
-    Literals and lines: see `score_pairs`. first and end are multiples of 32. shifts: [rows] float32.
+    Bit r is set if a score first <= k < end of row r exceeds the shift of row r by more than SLACK. Literals and
+    lines: see `score_pairs`. first and end are multiples of 32. shifts: [rows] float32.
     """
     shape = Shape(few, num_heads, num_kv_heads, dim, page)
 

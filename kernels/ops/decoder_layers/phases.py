@@ -11,8 +11,7 @@ from typing import Any
 
 from numba import literally
 
-from kernels.common.cpu.inner import inner
-from kernels.common.cpu.simd import atomic_add, load_i64, wait_for
+from kernels.common.cpu.simd import atomic_add, inner, load_i64, wait_for
 from kernels.ops.linear_panels.cpu import block_sums, num_pieces, share_out
 from kernels.ops.norm.cpu import norm_row
 

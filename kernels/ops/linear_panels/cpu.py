@@ -16,11 +16,11 @@ from numba import cfunc, literally, types
 from numba.extending import register_jitable
 
 from kernels.common.cpu.bf16 import supported as processor_supported
-from kernels.common.cpu.inner import inner
 from kernels.common.cpu.pool import Kernel, num_threads
 from kernels.common.cpu.simd import (
     WIDTH,
     atomic_add,
+    inner,
     store_f32,
     vadd,
     vload,

@@ -11,9 +11,10 @@ import struct
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
 from numba.extending import intrinsic, register_jitable
 
+from kernels.common.cpu import numba_internals as llvm
 from kernels.common.cpu.bf16 import PAIRS, multiply_add, round_pairs
 from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, const, fma, pointer, prefetch, splat
 
@@ -81,7 +82,7 @@ def _unscaled(builder: Any, codes: Any, group: Any, bits: int, minimum: bool) ->
     if bits == 4:
         words = _load(builder, codes, 0, _WORDS)
         kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
-        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+        permute = llvm.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
         indices = _four_bit_indices(builder, words)
         return [builder.bitcast(builder.call(permute, [_table(minimum), index]), PAIRS) for index in indices]
     return [round_pairs(builder, *_signed_bytes(builder, codes, pair * 2 * WIDTH)) for pair in range(4)]
@@ -104,14 +105,14 @@ def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, rows: int) ->
     size = block_bytes(bits, minimum)
     scaled = bits != 16
     ahead = builder.mul(num_blocks, I64(size))
-    totals = [cgutils.alloca_once(builder, VEC) for _ in range(rows)]
+    totals = [llvm.alloca_once(builder, VEC) for _ in range(rows)]
     for slot in totals:
         builder.store(const(VEC, 0.0), slot)
     last = builder.sub(there, I64(1))
     indices = [builder.select(builder.icmp_signed("<", I64(row), last), I64(row), last) for row in range(rows)]
     x_rows = [builder.add(x, builder.mul(index, x_bytes)) for index in indices]
     sum_rows = [builder.add(sums, builder.mul(index, sums_bytes)) for index in indices]
-    with cgutils.for_range_slice(builder, I64(0), num_blocks, I64(1), I64) as (block, _):
+    with llvm.for_range_slice(builder, I64(0), num_blocks, I64(1), I64) as (block, _):
         codes = builder.add(panel, builder.mul(block, I64(size)))
         inputs = builder.mul(block, I64(2 * BLOCK))
         _prefetch_next(builder, codes, ahead, size)
@@ -142,7 +143,7 @@ def _dot_body(builder: Any, values: Any, bits: int, minimum: bool, rows: int) ->
 def _function(module: Any, name: str, arguments: int, body: Any) -> Any:
     """A function of the module, made once for all places that call it."""
     kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
-    function = cgutils.get_or_insert_function(module, kind, name)
+    function = llvm.get_or_insert_function(module, kind, name)
     if function.is_declaration:
         function.linkage = "internal"
         function.attributes.add("noinline")
@@ -187,7 +188,7 @@ def dot(
 
 def _dot_values_body(builder: Any, values: Any) -> None:
     x, x_bytes, first, second, num_pairs, there, tile, tile_bytes = values
-    totals = [[cgutils.alloca_once(builder, VEC) for _ in range(2)] for _ in range(VALUE_ROWS)]
+    totals = [[llvm.alloca_once(builder, VEC) for _ in range(2)] for _ in range(VALUE_ROWS)]
     for slot in (slot for row in totals for slot in row):
         builder.store(const(VEC, 0.0), slot)
     last = builder.sub(there, I64(1))
@@ -195,7 +196,7 @@ def _dot_values_body(builder: Any, values: Any) -> None:
     for row in range(VALUE_ROWS):
         index = builder.select(builder.icmp_signed("<", I64(row), last), I64(row), last)
         starts.append(builder.add(x, builder.mul(index, x_bytes)))
-    with cgutils.for_range_slice(builder, I64(0), num_pairs, I64(1), I64) as (pair, _):
+    with llvm.for_range_slice(builder, I64(0), num_pairs, I64(1), I64) as (pair, _):
         offset = builder.mul(pair, I64(64))
         weights = [_load(builder, builder.add(panel, offset), 0, PAIRS) for panel in (first, second)]
         at = builder.mul(pair, I64(4))
@@ -258,14 +259,14 @@ def unpack(typing: Any, bits: Any, minimum: Any, panel: Any, num_blocks: Any, ou
         panel_at, blocks, out_at = values
         size = block_bytes(width, has_minimum)
         ahead = builder.mul(blocks, I64(size))
-        with cgutils.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (block, _):
+        with llvm.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (block, _):
             codes = builder.add(panel_at, builder.mul(block, I64(size)))
             _prefetch_next(builder, codes, ahead, size)
             target = builder.add(out_at, builder.mul(block, I64(64 * _PAIRS_OF_BLOCK)))
             factors = builder.add(codes, I64(code_bytes(width)))
             scale = _halves(builder, factors)
             least = _halves(builder, builder.add(factors, I64(2 * WIDTH))) if has_minimum else None
-            with cgutils.for_range_slice(builder, I64(0), I64(_GROUPS), I64(1), I64) as (group, _):
+            with llvm.for_range_slice(builder, I64(0), I64(_GROUPS), I64(1), I64) as (group, _):
                 at = builder.add(target, builder.mul(group, I64(256)))
                 for pair, unscaled in enumerate(_unscaled(builder, codes, group, width, has_minimum)):
                     two = _evens_and_odds(builder, unscaled)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from numba import cfunc, literally, types
 
-from kernels.common.cpu.inner import inner
 from kernels.common.cpu.pool import Kernel, num_threads
-from kernels.common.cpu.simd import WIDTH, atomic_add, load_f32, vadd, vfma, vload, vmul, vsplat, vstore, vsum
+from kernels.common.cpu.simd import WIDTH, atomic_add, inner, load_f32, vadd, vfma, vload, vmul, vsplat, vstore, vsum
 
 # Below this many values one thread is done before another has woken up.
 _MIN_PARALLEL = 65536

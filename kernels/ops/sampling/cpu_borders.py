@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.common.cpu.inner import inner_numpy
+from kernels.common.cpu.simd import inner_numpy
 from kernels.ops.sampling.inputs import NOT_USABLE, NOTHING_LEFT
 
 SHIFT = np.uint64(32)

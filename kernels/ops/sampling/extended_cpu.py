@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.common.cpu.claims import next_row
-from kernels.common.cpu.inner import inner_numpy
+from kernels.common.cpu.row_threads import next_row
+from kernels.common.cpu.simd import inner_numpy
 from kernels.ops.sampling.cpu import words_of_chunk
 from kernels.ops.sampling.cpu_borders import (
     BUCKETS_PER_UNIT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.common.cpu.inner import inner_numpy
+from kernels.common.cpu.simd import inner_numpy
 from kernels.ops.sampling.cpu_borders import mask_row, options, word_float
 from kernels.ops.sampling.inputs import MAX_DRY_EXPONENT, MAX_DRY_PENALTY
 from kernels.ops.step_inputs.inputs import DRY_ALLOWED_LENGTH, DRY_BASE, DRY_LAST_N, DRY_MULTIPLIER
