@@ -60,8 +60,7 @@ def shared_prefixes(
     min_requests: int = MIN_REQUESTS,
     min_keys: int = 2 * SPLIT,
 ) -> list[SharedPrefix]:
-    """Return groups of at least `min_requests` requests that share their first pages, `min_keys` or more keys in
-    total.
+    """Return groups of at least `min_requests` requests whose first `min_keys` or more keys are in the same pages.
 
     Requests are sorted by their pages, so that adjacent requests share the longest prefixes. Among the divisions at
     the shortest shared prefixes, the function chooses the one that saves the most page reads.
