@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from gateway.api.anthropic.fields import ConversationFields, MessagesFields
@@ -53,8 +55,8 @@ from gateway.api.responses.routes import (
     get_response,
     list_input_items,
 )
-from gateway.exposition import Exposition
-from gateway.flow.requests import AdmittingGeneratorLike, ModelsLike
+from gateway.cluster.registry import Registry
+from gateway.flow.requests import AdmittingGeneratorLike
 from gateway.flow.salt import Salts
 from gateway.http.app_keys import (
     DRAIN,
@@ -74,10 +76,10 @@ from gateway.http.app_keys import (
 )
 from gateway.http.auth import KeyRing, Scope
 from gateway.http.drain import Drain
-from gateway.http.route import BetaQuery, Route
+from gateway.http.route import BetaQuery, Handler, Route
 from gateway.middleware import Middleware
 from gateway.openapi import ROUTE_TABLE, openapi
-from gateway.siblings import Relay, relayed, sibling_app
+from gateway.siblings import Exposition, Relay, relayed, sibling_app
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker
@@ -86,136 +88,61 @@ from shared.metrics import GatewayMetrics
 _SWEEP_SECONDS = 30.0
 
 
+def _get(path: str, handler: Handler, answer: type[msgspec.Struct] | str | None, **more: Any) -> Route:
+    return Route("GET", path, handler, Scope.INFERENCE, None, answer, **more)
+
+
+def _public(path: str, handler: Handler, answer: type[msgspec.Struct] | str | None = None, **more: Any) -> Route:
+    return Route("GET", path, handler, Scope.PUBLIC, None, answer, **more)
+
+
+def _post(
+    path: str, handler: Handler, body: type[msgspec.Struct] | None, answer: type[msgspec.Struct], **more: Any
+) -> Route:
+    return Route("POST", path, handler, Scope.INFERENCE, body, answer, **more)
+
+
+def _delete(path: str, handler: Handler, answer: type[msgspec.Struct]) -> Route:
+    return Route("DELETE", path, handler, Scope.INFERENCE, None, answer)
+
+
+_STREAMS_EVENTS = {"streams": True, "events": ResponseEvent}
+
 FOLLOW_UPS = (
-    Route("DELETE", "/v1/requests/{id}", abort_request, Scope.INFERENCE, None, AbortAnswer),
-    Route(
-        "GET",
-        "/v1/responses/{id}",
-        get_response,
-        Scope.INFERENCE,
-        None,
-        ResponseAnswer,
-        streams=True,
-        events=ResponseEvent,
-        query=RetrieveQuery,
-    ),
-    Route("DELETE", "/v1/responses/{id}", delete_response, Scope.INFERENCE, None, ResponseDeletedAnswer),
-    Route("POST", "/v1/responses/{id}/cancel", cancel_response, Scope.INFERENCE, None, ResponseAnswer),
-    Route(
-        "GET",
-        "/v1/responses/{id}/input_items",
-        list_input_items,
-        Scope.INFERENCE,
-        None,
-        InputItemsAnswer,
-        query=ItemsQuery,
-    ),
-    Route(
-        "GET",
-        "/v1/streams/{id}",
-        resume_stream,
-        Scope.INFERENCE,
-        None,
-        "text/event-stream",
-        headers=("Last-Event-ID",),
-    ),
+    _delete("/v1/requests/{id}", abort_request, AbortAnswer),
+    _get("/v1/responses/{id}", get_response, ResponseAnswer, **_STREAMS_EVENTS, query=RetrieveQuery),
+    _delete("/v1/responses/{id}", delete_response, ResponseDeletedAnswer),
+    _post("/v1/responses/{id}/cancel", cancel_response, None, ResponseAnswer),
+    _get("/v1/responses/{id}/input_items", list_input_items, InputItemsAnswer, query=ItemsQuery),
+    _get("/v1/streams/{id}", resume_stream, "text/event-stream", headers=("Last-Event-ID",)),
 )
 """Routes that are forwarded to the gateway process that holds the object which the id names."""
 
+_GENERATES = {"streams": True, "admitted": True}
+
 ROUTES = (
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        chat_completions,
-        Scope.INFERENCE,
-        ChatFields,
-        ChatAnswer,
-        streams=True,
-        admitted=True,
-    ),
-    Route(
-        "POST",
-        "/v1/completions",
-        completions,
-        Scope.INFERENCE,
-        CompletionFields,
-        CompletionAnswer,
-        streams=True,
-        admitted=True,
-    ),
-    Route("POST", "/v1/embeddings", embeddings, Scope.INFERENCE, EmbeddingFields, EmbeddingAnswer, admitted=True),
-    Route("POST", "/v1/chat/completions/render", render_chat, Scope.INFERENCE, ChatFields, RenderAnswer),
-    Route("POST", "/v1/completions/render", render_completion, Scope.INFERENCE, CompletionFields, RenderAnswer),
-    Route(
-        "POST",
-        "/v1/messages",
-        create_message,
-        Scope.INFERENCE,
-        MessagesFields,
-        MessageAnswer,
-        streams=True,
-        query=BetaQuery,
-        admitted=True,
-    ),
-    Route(
-        "POST",
-        "/v1/messages/count_tokens",
-        count_tokens,
-        Scope.INFERENCE,
-        ConversationFields,
-        TokenCountAnswer,
-        query=BetaQuery,
-    ),
-    Route(
-        "POST",
-        "/v1/responses",
-        create_response,
-        Scope.INFERENCE,
-        ResponseFields,
-        ResponseAnswer,
-        streams=True,
-        events=ResponseEvent,
-        admitted=True,
-    ),
-    Route(
-        "POST",
-        "/v1/responses/input_tokens",
-        count_input_tokens,
-        Scope.INFERENCE,
-        InputTokensFields,
-        InputTokensAnswer,
-    ),
-    Route(
-        "GET",
-        "/v1/models",
-        list_models,
-        Scope.INFERENCE,
-        None,
-        ModelListAnswer,
-        anthropic_answer=ModelPageAnswer,
-        query=ModelsQuery,
-    ),
-    Route(
-        "GET",
-        "/v1/models/{model:.+}",
-        get_model,
-        Scope.INFERENCE,
-        None,
-        ModelAnswer,
-        anthropic_answer=ModelInfoAnswer,
-        query=BetaQuery,
-    ),
-    Route("POST", "/tokenize", tokenize, Scope.INFERENCE, TokenizeFields, TokenizeAnswer),
-    Route("POST", "/detokenize", detokenize, Scope.INFERENCE, DetokenizeFields, DetokenizeAnswer),
-    Route("GET", "/health", health, Scope.PUBLIC, None, StatusAnswer),
-    Route("GET", "/ready", ready, Scope.PUBLIC, None, StatusAnswer, failures=(503,)),
-    Route("GET", "/version", version, Scope.PUBLIC, None, VersionAnswer),
-    Route("GET", "/openapi.json", openapi, Scope.PUBLIC),
+    _post("/v1/chat/completions", chat_completions, ChatFields, ChatAnswer, **_GENERATES),
+    _post("/v1/completions", completions, CompletionFields, CompletionAnswer, **_GENERATES),
+    _post("/v1/embeddings", embeddings, EmbeddingFields, EmbeddingAnswer, admitted=True),
+    _post("/v1/chat/completions/render", render_chat, ChatFields, RenderAnswer),
+    _post("/v1/completions/render", render_completion, CompletionFields, RenderAnswer),
+    _post("/v1/messages", create_message, MessagesFields, MessageAnswer, **_GENERATES, query=BetaQuery),
+    _post("/v1/messages/count_tokens", count_tokens, ConversationFields, TokenCountAnswer, query=BetaQuery),
+    _post("/v1/responses", create_response, ResponseFields, ResponseAnswer, **_STREAMS_EVENTS, admitted=True),
+    _post("/v1/responses/input_tokens", count_input_tokens, InputTokensFields, InputTokensAnswer),
+    _get("/v1/models", list_models, ModelListAnswer, anthropic_answer=ModelPageAnswer, query=ModelsQuery),
+    _get("/v1/models/{model:.+}", get_model, ModelAnswer, anthropic_answer=ModelInfoAnswer, query=BetaQuery),
+    _post("/tokenize", tokenize, TokenizeFields, TokenizeAnswer),
+    _post("/detokenize", detokenize, DetokenizeFields, DetokenizeAnswer),
+    _public("/health", health, StatusAnswer),
+    _public("/ready", ready, StatusAnswer, failures=(503,)),
+    _public("/version", version, VersionAnswer),
+    _public("/openapi.json", openapi),
     # Links to the page may carry query parameters of visit counters.
-    Route("GET", "/", page, Scope.PUBLIC, None, "text/html", query=None),
-    Route("GET", "/page/{file}", page_file, Scope.PUBLIC, None, "text/javascript"),
+    _public("/", page, "text/html", query=None),
+    _public("/page/{file}", page_file, "text/javascript"),
     # On a server with keys any key may read it (Prometheus: `authorization`); on an open server, everyone.
-    Route("GET", "/metrics", metrics, Scope.INFERENCE, None, "text/plain"),
+    _get("/metrics", metrics, "text/plain"),
     *(dataclasses.replace(route, handler=relayed(route.handler)) for route in FOLLOW_UPS),
 )
 
@@ -224,7 +151,7 @@ ROUTES = (
 class Services:
     """Objects that the routes use. The creator starts and closes them."""
 
-    models: ModelsLike
+    models: Registry
     generator: AdmittingGeneratorLike
     key_ring: KeyRing
     salts: Salts

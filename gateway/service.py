@@ -23,7 +23,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from gateway.app import Services, build_app, follow_ups
 from gateway.cluster.registry import SCAN_INTERVAL, Registry
-from gateway.exposition import Exposition
 from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
@@ -33,7 +32,7 @@ from gateway.http.auth import KeyRing, load_keys
 from gateway.http.drain import Drain
 from gateway.middleware import is_loopback_host
 from gateway.server import HttpRunner
-from gateway.siblings import Peers, Relay
+from gateway.siblings import Exposition, Peers, Relay
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker

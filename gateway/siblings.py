@@ -4,6 +4,8 @@ Besides the shared port, every process listens on a socket in the runtime direct
 user can reach. There it answers requests for its metrics and its state, and requests of clients for stored objects,
 which name the process that holds them in their id. The process that accepted the connection has authenticated the
 client and passes the identity in headers.
+
+GET /metrics shows the metrics of all gateway processes, and those of each worker once.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from gateway.http.app_keys import DRAIN, IDENTITY, LIMITS, RELAY, RESPONSES, STREAMS
 from gateway.http.auth import Identity, Scope
@@ -47,7 +53,52 @@ def peer_socket(directory: Path, index: int) -> Path:
     return directory / f"gateway-{index}.sock"
 
 
-class Peers:
+class SiblingClient:
+    """HTTP client of the sibling processes.
+
+    Args:
+        directory: Runtime directory with the sockets; see peer_socket.
+        index: Index of this process.
+        num_processes: Number of gateway processes.
+    """
+
+    def __init__(self, directory: Path, index: int, num_processes: int) -> None:
+        self._directory = directory
+        self._index = index
+        self._num_processes = num_processes
+        self._others = [other for other in range(num_processes) if other != index]
+
+    @asynccontextmanager
+    async def _request(
+        self, index: int, method: str, path: str, *, patience: float | None, quiet: bool = False, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request to a sibling.
+
+        Args:
+            index: Index of the sibling.
+            method: HTTP method.
+            path: Path and query.
+            patience: Seconds without data after which reading fails; None for no limit.
+            quiet: Log nothing if the sibling does not answer.
+            options: Further arguments of aiohttp's request.
+
+        Raises:
+            UnavailableError: The sibling does not answer in time. A process may hang.
+        """
+        connector = aiohttp.UnixConnector(str(peer_socket(self._directory, index)))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_PATIENCE_SECONDS, sock_read=patience)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            try:
+                answer = await session.request(method, f"http://peer{path}", allow_redirects=False, **options)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if not quiet:
+                    log.warning("gateway_does_not_answer", gateway=index, error=type(error).__name__)
+                raise UnavailableError(_NO_ANSWER) from None
+            async with answer:
+                yield answer
+
+
+class Peers(SiblingClient):
     """Server for the siblings of this process, and client of theirs.
 
     Args:
@@ -66,9 +117,7 @@ class Peers:
         counted: Callable[[], bytes],
         follow_ups: Callable[[web.Application], web.Application],
     ) -> None:
-        self._directory = directory
-        self._index = index
-        self._num_processes = num_processes
+        super().__init__(directory, index, num_processes)
         self._counted = counted
         self._follow_ups = follow_ups
         self._state = _WAITING
@@ -112,22 +161,18 @@ class Peers:
         self._state = _SERVING
 
     async def _ask_all(self, path: str) -> dict[int, bytes]:
-        others = [index for index in range(self._num_processes) if index != self._index]
-        answers = await asyncio.gather(*(self._ask(index, path) for index in others))
-        return {index: answer for index, answer in zip(others, answers) if answer is not None}
+        answers = await asyncio.gather(*(self._ask(index, path) for index in self._others))
+        return {index: answer for index, answer in zip(self._others, answers) if answer is not None}
 
     async def _ask(self, index: int, path: str) -> bytes | None:
-        connector = aiohttp.UnixConnector(str(peer_socket(self._directory, index)))
-        timeout = aiohttp.ClientTimeout(_PATIENCE_SECONDS)
+        quiet = path == "state"  # asked several times a second while no other process may be running
         try:
             async with (
-                aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as session,
-                session.get(f"http://peer/{path}") as response,
+                asyncio.timeout(_PATIENCE_SECONDS),
+                self._request(index, "GET", f"/{path}", patience=None, quiet=quiet) as answer,
             ):
-                return await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if path == "metrics":
-                log.warning("gateway_does_not_answer", gateway=index, error=type(error).__name__)
+                return await _read_body(answer) if answer.status == 200 else None
+        except (TimeoutError, UnavailableError):
             return None
 
     async def _answer_metrics(self, _request: web.Request) -> web.StreamResponse:
@@ -148,7 +193,7 @@ def _answers(path: Path) -> bool:
     return True
 
 
-class Relay:
+class Relay(SiblingClient):
     """Client of the sibling gateway processes.
 
     Args:
@@ -159,9 +204,7 @@ class Relay:
     """
 
     def __init__(self, directory: Path, index: int, num_processes: int, *, patience: float = _ANSWER_SECONDS) -> None:
-        self._directory = directory
-        self._index = index
-        self._num_processes = num_processes
+        super().__init__(directory, index, num_processes)
         self._patience = patience
 
     def holder(self, identifier: str) -> int | None:
@@ -197,8 +240,7 @@ class Relay:
         Raises:
             UnavailableError: A process that may have it does not answer.
         """
-        others = [index for index in range(self._num_processes) if index != self._index]
-        answers = await asyncio.gather(*(self._finds(request, index) for index in others))
+        answers = await asyncio.gather(*(self._finds(request, index) for index in self._others))
         if None in answers and True not in answers:
             raise UnavailableError("A gateway process that may hold this object does not answer. Try again later.")
         return True in answers
@@ -236,37 +278,21 @@ class Relay:
             found: dict[str, dict[str, Any]] = orjson.loads(await _read_body(answer))
             return found
 
-    @asynccontextmanager
-    async def _ask(
+    def _ask(
         self,
         holder: int,
         method: str,
         path: str,
         owner: bytes,
-        headers: dict[str, str],
+        headers: Mapping[str, str],
         body: bytes | None = None,
         *,
         streams: bool = False,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request to a sibling. Raise UnavailableError if it does not answer in time: a process may hang."""
-        connector = aiohttp.UnixConnector(str(peer_socket(self._directory, holder)))
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_PATIENCE_SECONDS, sock_read=None if streams else self._patience
-        )
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            try:
-                answer = await session.request(
-                    method,
-                    f"http://peer{path}",
-                    data=body,
-                    headers={**headers, _OWNER: owner.hex()},
-                    allow_redirects=False,
-                )
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.warning("gateway_does_not_answer", gateway=holder, error=type(error).__name__)
-                raise UnavailableError(_NO_ANSWER) from None
-            async with answer:
-                yield answer
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request for a client. Raises UnavailableError if the sibling does not answer in time."""
+        patience = None if streams else self._patience
+        headers = {**headers, _OWNER: owner.hex()}
+        return self._request(holder, method, path, patience=patience, data=body, headers=headers)
 
 
 async def _read_body(answer: aiohttp.ClientResponse) -> bytes:
@@ -332,3 +358,55 @@ async def _answer_conversation(request: web.Request) -> web.StreamResponse:
 async def _answer_items(request: web.Request) -> web.StreamResponse:
     wanted = orjson.loads(await request.read())
     return json_response(await find_items(request.app[RESPONSES], wanted, request[IDENTITY].key_hash))
+
+
+class Exposition:
+    """Renderer of the metrics.
+
+    Args:
+        counted: Metrics of this process.
+        workers: Metrics that the workers report.
+        peers: The other gateway processes; None if there is only one.
+    """
+
+    def __init__(self, counted: CollectorRegistry, workers: CollectorRegistry, peers: Peers | None = None) -> None:
+        self._counted = counted
+        self._workers = workers
+        self._peers = peers
+
+    async def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        counted = generate_latest(self._counted) if self._peers is None else labelled(await self._peers.metrics())
+        return counted + generate_latest(self._workers)
+
+
+class _Labelled(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def labelled(texts: Mapping[int, bytes]) -> bytes:
+    """Merge the metrics of several processes, with the index of the process in the label `gateway`.
+
+    Text that cannot be parsed is omitted.
+
+    The samples are not summed: when a process dies, its counts disappear, and Prometheus would take the falling sum
+    for a counter that was reset and count the remaining value again.
+    """
+    families: dict[str, Metric] = {}
+    for index, text in sorted(texts.items()):
+        try:
+            parsed = list(text_string_to_metric_families(text.decode()))
+        except ValueError as error:
+            log.warning("gateway_metrics_unreadable", gateway=index, error=type(error).__name__)
+            continue
+        for family in parsed:
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, "gateway": str(index)}, sample.value)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Labelled(families.values()))
+    return generate_latest(registry)

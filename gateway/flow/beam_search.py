@@ -20,7 +20,8 @@ from gateway.flow.beam_state import Beam, BeamPages, BeamParams, BeamState, Beam
 from gateway.flow.choice import Choice, EmbeddingChoice, choices_of, detokenizer_of, scanners_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
-from gateway.flow.requests import ClosedOnExit, GenerationLike, GeneratorLike, ReservationLike, TextPipelineLike
+from gateway.flow.requests import ClosedOnExit, GenerationLike, GeneratorLike, ReservationLike
+from gateway.text.pipeline import TextPipeline
 from shared.errors import InternalError, InvalidRequestError, PeltonError, UnavailableError
 from shared.messages import Finish, FinishReason, Output, TokenLogprobs, WorkerFacts
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -46,7 +47,7 @@ class BeamSearcher:
         self,
         generator: GeneratorLike,
         params: BeamParams,
-        pipeline: TextPipelineLike,
+        pipeline: TextPipeline,
         facts: WorkerFacts,
     ) -> None:
         self._generator = generator

@@ -14,6 +14,7 @@ import msgspec
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.message_parser import MessageFormat, ToolCallDelta
+from gateway.text.pipeline import TextPipeline
 from gateway.text.stop_regex import RegexScanner, StopRegexes
 from gateway.text.stop_strings import StopScanner, StopStrings
 from shared.errors import InternalError
@@ -40,13 +41,6 @@ class Scanner(Protocol):
         ...
 
 
-class ChoicePipeline(Protocol):
-    """Parts of a model's text pipeline that choices use."""
-
-    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer:
-        """Return a new detokenizer for one choice."""
-
-
 def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
     """Return a factory of scanners for the request's stop strings, one per choice; None if there are none."""
     if request.stop_regex:
@@ -58,7 +52,7 @@ def scanners_of(request: GenerationRequest) -> Callable[[], Scanner] | None:
     return lambda: StopScanner(stops)
 
 
-def detokenizer_of(request: GenerationRequest, pipeline: ChoicePipeline) -> Detokenizer:
+def detokenizer_of(request: GenerationRequest, pipeline: TextPipeline) -> Detokenizer:
     """Return the detokenizer of a choice before its first token."""
     shown_ids = frozenset() if request.format is None else request.format.shown_ids
     return pipeline.detokenizer(skip_special_tokens=request.skip_special_tokens, shown_ids=shown_ids)
@@ -336,7 +330,7 @@ class EmbeddingChoice:
         )
 
 
-def choices_of(request: GenerationRequest, pipeline: ChoicePipeline) -> Sequence[Choice | EmbeddingChoice]:
+def choices_of(request: GenerationRequest, pipeline: TextPipeline) -> Sequence[Choice | EmbeddingChoice]:
     """Return the choices of a request before their first token."""
     if request.pooling is not None:
         return [EmbeddingChoice()]

@@ -11,14 +11,15 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from gateway.cluster.client import Stream, WorkerLink
+from gateway.cluster.registry import ModelEntry, Registry
 from gateway.flow.admission import Admission, PartPermit, Permit, Reported, Room
-from gateway.flow.choice import ChoicePipeline, choices_of
+from gateway.flow.choice import choices_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
 from gateway.flow.outbox import FlushScheduler, Outbox, Receiver
@@ -44,24 +45,11 @@ _SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 log = get_logger("gateway.flow")
 
 
-class _Entry(Protocol):
-    @property
-    def facts(self) -> WorkerFacts: ...
-    @property
-    def pipeline(self) -> ChoicePipeline: ...
-    def ready_workers(self) -> list[WorkerLink]: ...
-
-
-class _Models(Protocol):
-    def model(self, name: str) -> _Entry: ...
-    def models(self) -> Sequence[_Entry]: ...
-
-
 class Generator:
     """Entry for requests: validates, admits, routes and sends them.
 
     Args:
-        registry: Models and workers.
+        models: Models and workers.
         admission: Admission control.
         router: Choice of the worker.
         gateway_id: Part of the ids that workers see, so that those of two gateways differ.
@@ -72,7 +60,7 @@ class Generator:
 
     def __init__(
         self,
-        models: _Models,
+        models: Registry,
         admission: Admission,
         router: Router,
         *,
@@ -128,7 +116,7 @@ class Generator:
 
     def _enter(
         self, request: GenerationRequest, num_sequences: int | None = None, num_tokens: int | None = None
-    ) -> tuple[_Entry, Permit]:
+    ) -> tuple[ModelEntry, Permit]:
         entry = self._models.model(request.model)
         if not 1 <= request.n <= MAX_CHOICES:
             raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {request.n}", param="n")
@@ -155,7 +143,7 @@ class Generator:
     def _everyone(self) -> list[WorkerLink]:
         return [worker for one in self._models.models() for worker in one.ready_workers()]
 
-    def measure(self, request: GenerationRequest, entry: _Entry) -> Measure:
+    def measure(self, request: GenerationRequest, entry: ModelEntry) -> Measure:
         """Return the timer of a request."""
         name = entry.facts.model_names[0]
         if name not in self._measures:
@@ -166,7 +154,7 @@ class Generator:
         """Return a timer that counts nothing, for the parts of a request that is measured as one."""
         return Measure(self._nobody, request.arrival, request.n)
 
-    def dispatch(self, request: GenerationRequest, entry: _Entry, stream: Stream) -> tuple[WorkerLink, str]:
+    def dispatch(self, request: GenerationRequest, entry: ModelEntry, stream: Stream) -> tuple[WorkerLink, str]:
         """Send a request to the best worker that accepts it; return the link and the request's id there.
 
         Raises:
@@ -198,29 +186,8 @@ class Generation(ClosedOnExit):
     before a failure are still delivered.
     """
 
-    __slots__ = (
-        "_attempts",
-        "_choices",
-        "_closed",
-        "_entry",
-        "_error",
-        "_generator",
-        "_last_progress",
-        "_log_fields",
-        "_measure",
-        "_num_unfinished",
-        "_outbox",
-        "_permit",
-        "_started",
-        "_vocab_size",
-        "_watchdog",
-        "_worker",
-        "_worker_request_id",
-        "request",
-    )
-
     def __init__(
-        self, generator: Generator, request: GenerationRequest, entry: _Entry, permit: Permit, measure: Measure
+        self, generator: Generator, request: GenerationRequest, entry: ModelEntry, permit: Permit, measure: Measure
     ) -> None:
         self.request = request
         # Callbacks run outside the route's task, whose log lines carry the request's id by themselves.
@@ -380,7 +347,7 @@ class Generation(ClosedOnExit):
 class Reservation:
     """Room for a request that its caller runs in parts. See flow.requests.ReservationLike."""
 
-    def __init__(self, generator: Generator, entry: _Entry, permit: Permit, measure: Measure) -> None:
+    def __init__(self, generator: Generator, entry: ModelEntry, permit: Permit, measure: Measure) -> None:
         self._generator = generator
         self._entry = entry
         self._permit = permit

@@ -1,146 +1,20 @@
 """Interfaces through which the HTTP side uses the rest of the gateway; tests replace them by fakes.
 
-The implementations are flow.generation.Generator and Generation, cluster.registry.Registry and
-text.pipeline.TextPipeline.
+The implementations are flow.generation.Generator and Generation, and the beam search on top of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from gateway.flow.admission import Room
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.outbox import Receiver
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.formats import ModelFormats
 from shared.errors import PeltonError
-from shared.messages import WorkerFacts
-
-
-class TextPipelineLike(Protocol):
-    """Conversion between the text and the token ids of one model."""
-
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """Variables that the chat template reads and the renderer does not fill in; `template_kwargs` may set them."""
-        ...
-
-    @property
-    def takes_documents(self) -> bool:
-        """True if the chat template reads `documents`."""
-        ...
-
-    async def encode(
-        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
-    ) -> list[int]:
-        """Tokenize a plain prompt in a thread. Text of special tokens becomes special tokens.
-
-        Args:
-            text: The prompt.
-            add_special_tokens: Prepend the beginning-of-text id if the model expects one and the text has none.
-            max_tokens: Refuse, before tokenizing, text that certainly has more tokens.
-            param: Name of the field for error messages.
-
-        Raises:
-            ContextLengthError: The text has more than max_tokens tokens.
-        """
-        ...
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        continue_final: bool = False,
-        max_tokens: int | None = None,
-    ) -> list[int]:
-        """Render a conversation with the model's chat template and tokenize it.
-
-        Text of special tokens in messages is ordinary text.
-
-        Args:
-            messages: The conversation.
-            tools: Tools for templates that support them.
-            add_generation_prompt: End the prompt where the assistant's message begins.
-            template_kwargs: Variables for the template.
-            documents: Documents for templates that support them.
-            continue_final: End the prompt inside the last message, whose content is a string.
-            max_tokens: Refuse, before tokenizing, text that certainly has more tokens.
-
-        Raises:
-            InvalidRequestError: The template refuses the conversation; the message is the template's.
-            ContextLengthError: The prompt has more than max_tokens tokens.
-        """
-        ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Convert token ids to text."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token."""
-
-    def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text in the vocabulary."""
-        ...
-
-    async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ids, in order, of all tokens whose bytes contain one of the texts."""
-        ...
-
-    def detokenizer(self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = ...) -> Detokenizer:
-        """Return a new detokenizer for one choice."""
-        ...
-
-
-class ModelEntryLike(Protocol):
-    """One served model. `name` is canonical; `names` are all names that clients may use."""
-
-    @property
-    def name(self) -> str:
-        """Canonical name."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All names that clients may use."""
-
-    @property
-    def facts(self) -> WorkerFacts:
-        """Properties that all of its workers share."""
-
-    @property
-    def pipeline(self) -> TextPipelineLike:
-        """Text pipeline of the model."""
-
-    @property
-    def formats(self) -> ModelFormats:
-        """Reasoning and tool-call formats of the model."""
-
-
-class ModelsLike(Protocol):
-    """Models that are served now (Registry)."""
-
-    def model(self, name: str) -> ModelEntryLike:
-        """Return a model by name.
-
-        Raises:
-            ModelNotFoundError: No worker serves the model.
-            UnavailableError: The model is known but has no live worker.
-        """
-        ...
-
-    def models(self) -> Sequence[ModelEntryLike]:
-        """Return the models that have a worker now."""
-
-    def ready(self) -> tuple[bool, str]:
-        """Return whether a worker recently answered a ping through its engine loop, and the reason if not."""
-        ...
 
 
 class ClosedOnExit(ABC):

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from gateway.flow.requests import AdmittingGeneratorLike, ModelsLike
+from gateway.cluster.registry import Registry
+from gateway.flow.requests import AdmittingGeneratorLike
 from gateway.flow.salt import Salts
 from gateway.http.auth import Identity, KeyRing
 from gateway.http.drain import Drain
@@ -29,7 +30,7 @@ class Limits:
 
 
 class MetricsSource(Protocol):
-    """Renderer of /metrics (gateway.exposition.Exposition)."""
+    """Renderer of /metrics (gateway.siblings.Exposition)."""
 
     async def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -71,7 +72,7 @@ class SiblingStores(Protocol):
 
 
 LIMITS = web.AppKey("LIMITS", Limits)
-MODELS = web.AppKey[ModelsLike]("MODELS")
+MODELS = web.AppKey[Registry]("MODELS")
 GENERATOR = web.AppKey[AdmittingGeneratorLike]("GENERATOR")
 KEY_RING = web.AppKey("KEY_RING", KeyRing)
 SALTS = web.AppKey("SALTS", Salts)

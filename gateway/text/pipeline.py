@@ -108,9 +108,16 @@ class TextPipeline:
     async def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Tokenize a plain prompt; text of special tokens becomes special tokens.
+        """Tokenize a plain prompt in a thread. Text of special tokens becomes special tokens.
 
-        See flow.requests.TextPipelineLike.
+        Args:
+            text: The prompt.
+            add_special_tokens: Prepend the beginning-of-text id if the model expects one and the text has none.
+            max_tokens: Refuse, before tokenizing, text that certainly has more tokens.
+            param: Name of the field for error messages.
+
+        Raises:
+            ContextLengthError: The text has more than max_tokens tokens.
         """
         self._check_size(text, max_tokens, param)
         return await self._threads.run(
@@ -128,7 +135,23 @@ class TextPipeline:
         continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Tokenize a conversation; text of special tokens in messages is ordinary text. See TextPipelineLike."""
+        """Render a conversation with the model's chat template and tokenize it.
+
+        Text of special tokens in messages is ordinary text.
+
+        Args:
+            messages: The conversation.
+            tools: Tools for templates that support them.
+            add_generation_prompt: End the prompt where the assistant's message begins.
+            template_kwargs: Variables for the template.
+            documents: Documents for templates that support them.
+            continue_final: End the prompt inside the last message, whose content is a string.
+            max_tokens: Refuse, before tokenizing, text that certainly has more tokens.
+
+        Raises:
+            InvalidRequestError: The template refuses the conversation; the message is the template's.
+            ContextLengthError: The prompt has more than max_tokens tokens.
+        """
         template = self._usable_template(template_kwargs)
 
         def work() -> list[int]:
@@ -156,11 +179,11 @@ class TextPipeline:
         return self._token_bytes[token_id]
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text in the vocabulary; see TextPipelineLike."""
+        """Return the id of the token with this text in the vocabulary."""
         return self._tokenizer.token_id(text)
 
     async def tokens_containing(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ids of all tokens whose bytes contain one of the texts. Recent results are cached."""
+        """Return the ids, in order, of all tokens whose bytes contain one of the texts. Recent results are cached."""
         known = self._containing.get(texts)
         if known is None:
             known = await self._threads.run(0, lambda: _ids_containing(self._token_bytes.table, texts))

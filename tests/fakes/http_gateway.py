@@ -16,14 +16,13 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.app import ROUTES, Services, build_app
-from gateway.exposition import Exposition
 from gateway.flow.salt import Salts
 from gateway.http.app_keys import Limits
 from gateway.http.auth import ApiKey, KeyRing, Scope
 from gateway.http.drain import Drain
 from gateway.http.route import Route
 from gateway.server import HttpRunner
-from gateway.siblings import Relay
+from gateway.siblings import Exposition, Relay
 from gateway.stores.responses import ResponseStore
 from gateway.stores.streams import StreamStore
 from gateway.text.grammars.checker import GrammarChecker

@@ -82,9 +82,9 @@ class ModelWorker:
         """Apply a step that is over, and start another one if none runs."""
         now = self._clock.now
         if self.step is not None and self.step[1] <= now:
-            started, ends, plan, result = self.step
+            started, ends, done, result = self.step
             self.step = None
-            self.scheduler.apply(plan, result, 1000 * (ends - started))
+            self.scheduler.apply(done, result, 1000 * (ends - started))
         if self.step is None and (plan := self.scheduler.schedule()) is not None:
             self.step = now, now + step_seconds(plan), plan, self.executor.submit(plan).result()
         self.scheduler.check_integrity()

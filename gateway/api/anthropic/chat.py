@@ -34,7 +34,7 @@ from gateway.api.common.fields import (
     check_range,
 )
 from gateway.api.common.reasoning import SWITCHES
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.http.body import convert
 from shared.errors import InvalidRequestError
 
@@ -46,7 +46,7 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of_conversation(fields: ConversationFields, entry: ModelEntryLike) -> ChatFields:
+def chat_of_conversation(fields: ConversationFields, entry: ModelEntry) -> ChatFields:
     """Return the chat request with the same prompt.
 
     Raises:
@@ -67,7 +67,7 @@ def chat_of_conversation(fields: ConversationFields, entry: ModelEntryLike) -> C
     return chat
 
 
-def chat_of_messages(fields: MessagesFields, entry: ModelEntryLike) -> ChatFields:
+def chat_of_messages(fields: MessagesFields, entry: ModelEntry) -> ChatFields:
     """Return the equivalent chat request without max_tokens, which may be 0 or exceed the room in the context.
 
     Raises:
@@ -157,7 +157,7 @@ def _tool_choice(choice: ChoiceField) -> str | ToolChoiceField:
     return _CHOICES[choice.type]
 
 
-def _apply_output_config(chat: ChatFields, fields: ConversationFields, entry: ModelEntryLike) -> None:
+def _apply_output_config(chat: ChatFields, fields: ConversationFields, entry: ModelEntry) -> None:
     """Apply `output_config`, and `output_format`, which is the former name of `output_config.format`."""
     config = fields.output_config or OutputConfig()
     if config.task_budget is not None:
@@ -178,22 +178,22 @@ def _apply_output_config(chat: ChatFields, fields: ConversationFields, entry: Mo
             chat.reasoning_effort = _EFFORTS[config.effort]
 
 
-def switches(entry: ModelEntryLike) -> list[str]:
+def switches(entry: ModelEntry) -> list[str]:
     """Return the variables of a model's template that turn reasoning on and off."""
     return [name for name in SWITCHES if name in entry.pipeline.template_variables]
 
 
-def knows_effort(entry: ModelEntryLike) -> bool:
+def knows_effort(entry: ModelEntry) -> bool:
     """Return True if a model's template uses an effort. It is a hint, which other models do not get."""
     return bool(switches(entry)) or "reasoning_effort" in entry.pipeline.template_variables
 
 
-def can_think(entry: ModelEntryLike) -> bool:
+def can_think(entry: ModelEntry) -> bool:
     """Return True if a model has reasoning that can be turned on, turned off or limited."""
     return entry.formats.reasoning is not None or bool(switches(entry))
 
 
-def _apply_thinking(chat: ChatFields, thinking: ThinkingField, entry: ModelEntryLike) -> None:
+def _apply_thinking(chat: ChatFields, thinking: ThinkingField, entry: ModelEntry) -> None:
     """Turn reasoning on or off with the template's variables, and limit it.
 
     A model without reasoning accepts every setting: it has nothing to turn on and exceeds no limit.

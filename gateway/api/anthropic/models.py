@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.api.anthropic.chat import can_think, knows_effort, switches
 from gateway.api.common.reasoning import marks_are_tokens
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.http.route import BetaQuery
 from shared.errors import InvalidRequestError
 
@@ -34,7 +34,7 @@ class ModelsQuery(BetaQuery, forbid_unknown_fields=True, kw_only=True):
     ] = msgspec.UNSET
 
 
-def model_page(entries: Sequence[ModelEntryLike], query: ModelsQuery) -> dict[str, Any]:
+def model_page(entries: Sequence[ModelEntry], query: ModelsQuery) -> dict[str, Any]:
     """Return a page of all model names, newest models first.
 
     Raises:
@@ -62,7 +62,7 @@ def model_page(entries: Sequence[ModelEntryLike], query: ModelsQuery) -> dict[st
     }
 
 
-def model_info(name: str, entry: ModelEntryLike) -> dict[str, Any]:
+def model_info(name: str, entry: ModelEntry) -> dict[str, Any]:
     """Return the description of a model under one of its names. Its creation time is that of its file."""
     facts = entry.facts
     return {
@@ -80,7 +80,7 @@ def model_info(name: str, entry: ModelEntryLike) -> dict[str, Any]:
     }
 
 
-def _capabilities(entry: ModelEntryLike) -> dict[str, Any]:
+def _capabilities(entry: ModelEntry) -> dict[str, Any]:
     """Return the capabilities. Each is true exactly if the server fulfils requests that use it."""
     reasoning = entry.formats.reasoning
     if reasoning is None:

@@ -16,7 +16,7 @@ from gateway.api.common.chat_prompt import count_chat
 from gateway.api.common.fan_in import open_events
 from gateway.api.common.fields import ChatFields, ToolChoiceField
 from gateway.api.common.prepare import find_model, finish_chat, render_chat
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.http.body import LARGE, read_json
 from gateway.http.errors import json_response
 from gateway.http.sse import stream_events
@@ -57,9 +57,9 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 async def _chat_fields(
     request: web.Request,
-    chat_of: Callable[[Fields, ModelEntryLike], ChatFields],
+    chat_of: Callable[[Fields, ModelEntry], ChatFields],
     fields: Fields,
-    entry: ModelEntryLike,
+    entry: ModelEntry,
 ) -> ChatFields:
     """Return `chat_of(fields, entry)`, called in a thread if the body is large: it visits every block and tool."""
     if len(await request.read()) > LARGE:

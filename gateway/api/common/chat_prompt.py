@@ -13,7 +13,7 @@ from gateway.api.common.fields import ChatFields, TokenizeFields, invalid
 from gateway.api.common.messages import check_template_kwargs, template_messages
 from gateway.api.common.reasoning import effort_variables, ends_inside_reasoning
 from gateway.api.common.tools import tool_request
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.text.offload import count_objects, run_in_thread_if_large
 from gateway.text.pipeline import text_size
 from gateway.text.tools.format import ToolRequest
@@ -42,7 +42,7 @@ async def chat_prompt(
     fields: ChatFields | TokenizeFields,
     messages: list[dict[str, Any]],
     tools: ToolRequest | None,
-    entry: ModelEntryLike,
+    entry: ModelEntry,
     max_tokens: int,
 ) -> ChatPrompt:
     """Check, render and tokenize a conversation.
@@ -91,7 +91,7 @@ def _continued_content(last: Mapping[str, Any], fields: ChatFields | TokenizeFie
     return str(last["content"])
 
 
-def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntryLike) -> None:
+def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntry) -> None:
     if len(documents) > MAX_DOCUMENTS:
         raise invalid("documents", f"has {len(documents)} entries; at most {MAX_DOCUMENTS} are allowed.")
     if not entry.pipeline.takes_documents:
@@ -102,12 +102,12 @@ def _check_documents(documents: Sequence[Mapping[str, Any]], entry: ModelEntryLi
         )
 
 
-def max_counted_tokens(entry: ModelEntryLike) -> int:
+def max_counted_tokens(entry: ModelEntry) -> int:
     """Return the length up to which prompts of a model are counted."""
     return max(MAX_COUNTED_TOKENS, entry.facts.max_model_len)
 
 
-def check_counted_size(texts: object, entry: ModelEntryLike) -> None:
+def check_counted_size(texts: object, entry: ModelEntry) -> None:
     """Check the size of texts that are counted but not run: tokenizing takes a second for a few million characters.
 
     Raises:
@@ -118,7 +118,7 @@ def check_counted_size(texts: object, entry: ModelEntryLike) -> None:
         raise PayloadTooLargeError(f"The text has {size} characters; at most {limit} are tokenized. Shorten it.")
 
 
-def check_counted_ids(ids: Sequence[int], param: str, entry: ModelEntryLike) -> None:
+def check_counted_ids(ids: Sequence[int], param: str, entry: ModelEntry) -> None:
     """Raise ContextLengthError if a text has more tokens than are counted."""
     limit = max_counted_tokens(entry)
     if len(ids) > limit:
@@ -126,7 +126,7 @@ def check_counted_ids(ids: Sequence[int], param: str, entry: ModelEntryLike) -> 
         raise ContextLengthError(message, param=param)
 
 
-async def count_chat(fields: ChatFields, entry: ModelEntryLike) -> int:
+async def count_chat(fields: ChatFields, entry: ModelEntry) -> int:
     """Return the number of tokens of a conversation, which may be longer than the model's context.
 
     Raises:

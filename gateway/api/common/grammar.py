@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gateway.api.common.fields import SamplingFields, invalid
 from gateway.api.common.structured import structured_fragment
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.text.formats import ModelFormats
 from gateway.text.grammars.checker import GrammarChecker, Vocabulary
 from gateway.text.grammars.grammar import Fragment, any_of, grammar_source
@@ -39,7 +39,7 @@ class ToolGrammar:
 async def request_grammar(
     fields: SamplingFields,
     tools: ToolRequest | None,
-    entry: ModelEntryLike,
+    entry: ModelEntry,
     checker: GrammarChecker,
     *,
     is_chat: bool,

@@ -18,7 +18,7 @@ from gateway.api.common.prepared import PreparedRequest, build_request
 from gateway.api.common.prompts import SizedPrompt, fit_prompt
 from gateway.api.common.reasoning import thinking_budget
 from gateway.api.common.tools import tool_request
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.http.app_keys import GRAMMARS, IDENTITY, MODELS, SALTS
 from gateway.stores.ids import shown_id
 from gateway.text.tools.format import ToolRequest
@@ -41,13 +41,13 @@ class RenderedChat:
     """
 
     options: RequestOptions
-    entry: ModelEntryLike
+    entry: ModelEntry
     tools: ToolRequest | None
     prompt: SizedPrompt
     opened: bool
 
 
-def find_model(request: web.Request, name: str | None) -> ModelEntryLike:
+def find_model(request: web.Request, name: str | None) -> ModelEntry:
     """Return the named model, or the only one if a route allows requests without a name.
 
     Raises:

@@ -17,8 +17,8 @@ from gateway.api.common.options import RequestOptions
 from gateway.api.common.prompts import SizedPrompt
 from gateway.api.common.sampling import word_values
 from gateway.api.common.speculation import may_draft, prediction_ids
+from gateway.cluster.registry import ModelEntry
 from gateway.flow.events import GenerationRequest
-from gateway.flow.requests import ModelEntryLike
 from gateway.http.app_keys import GATEWAY_INDEX
 from gateway.stores.ids import new_id
 from gateway.text.message_parser import MessageFormat
@@ -43,7 +43,7 @@ class PreparedRequest:
     """
 
     options: RequestOptions
-    entry: ModelEntryLike
+    entry: ModelEntry
     envelope: Envelope
     detail: Detail
     prompts: Sequence[SizedPrompt]
@@ -53,7 +53,7 @@ class PreparedRequest:
 async def build_request(
     request: web.Request,
     options: RequestOptions,
-    entry: ModelEntryLike,
+    entry: ModelEntry,
     prompts: Sequence[SizedPrompt],
     id_prefix: str,
     *,
@@ -110,7 +110,7 @@ async def build_request(
 
 async def _sampling_of_prompts(
     options: RequestOptions,
-    entry: ModelEntryLike,
+    entry: ModelEntry,
     prompts: Sequence[SizedPrompt],
     thinking: ThinkingBudget | None,
     stop_token_ids: Sequence[int],
@@ -129,7 +129,7 @@ async def _sampling_of_prompts(
     return sampling
 
 
-def _detail(options: RequestOptions, entry: ModelEntryLike, prompts: Sequence[SizedPrompt]) -> Detail:
+def _detail(options: RequestOptions, entry: ModelEntry, prompts: Sequence[SizedPrompt]) -> Detail:
     fields = options.fields
     return Detail(
         token_bytes=entry.pipeline.token_bytes,
@@ -142,7 +142,7 @@ def _detail(options: RequestOptions, entry: ModelEntryLike, prompts: Sequence[Si
     )
 
 
-def _envelope(options: RequestOptions, entry: ModelEntryLike, id_prefix: str, gateway_index: int) -> Envelope:
+def _envelope(options: RequestOptions, entry: ModelEntry, id_prefix: str, gateway_index: int) -> Envelope:
     return Envelope(
         identifier=new_id(id_prefix, gateway_index),
         created=int(time.time()),

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.api.common.fields import invalid
 from gateway.api.common.options import RequestOptions
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from shared.errors import ContextLengthError
 from shared.messages import WorkerFacts
 
@@ -76,7 +76,7 @@ def check_token_ids(ids: list[int], facts: WorkerFacts, param: str) -> None:
 
 
 async def encode_prompt(
-    prompt: Prompt, entry: ModelEntryLike, param: str, *, add_special_tokens: bool, max_tokens: int
+    prompt: Prompt, entry: ModelEntry, param: str, *, add_special_tokens: bool, max_tokens: int
 ) -> list[int]:
     """Return the token ids of a plain prompt; given ids are checked against the vocabulary.
 
@@ -109,7 +109,7 @@ def cut(ids: list[int], length: int, side: str | None) -> list[int]:
 
 
 def fit_prompt(
-    ids: list[int], options: RequestOptions, default: int | None, entry: ModelEntryLike, param: str
+    ids: list[int], options: RequestOptions, default: int | None, entry: ModelEntry, param: str
 ) -> SizedPrompt:
     """Truncate a prompt if the request asks for it, and compute its budget of generated tokens.
 

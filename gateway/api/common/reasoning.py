@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.api.common.fields import MAX_INT32, check_range, invalid
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from shared.sampling_params import ThinkingBudget
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -21,7 +21,7 @@ _PACKED_PREFIX = "pelton1."
 _DIGEST_SIZE = 8
 
 
-def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntryLike) -> dict[str, Any]:
+def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntry) -> dict[str, Any]:
     """Return the template variables for `reasoning_effort`.
 
     The effort is passed under its own name if the template reads it, and as a switch if the template has one: `none` is
@@ -56,7 +56,7 @@ def effort_variables(effort: str, given: Mapping[str, Any], entry: ModelEntryLik
     return values
 
 
-def ends_inside_reasoning(ids: list[int], continued: str, entry: ModelEntryLike) -> bool:
+def ends_inside_reasoning(ids: list[int], continued: str, entry: ModelEntry) -> bool:
     """Return True if the model continues with reasoning after this prompt.
 
     Args:
@@ -73,12 +73,12 @@ def ends_inside_reasoning(ids: list[int], continued: str, entry: ModelEntryLike)
     return not continued and reasoning.is_open(entry.pipeline.decode(ids[-_PROMPT_END:], False))
 
 
-def marks_are_tokens(marks: Iterable[str], entry: ModelEntryLike) -> bool:
+def marks_are_tokens(marks: Iterable[str], entry: ModelEntry) -> bool:
     """Return True if each mark contains a token of its own, so that it can be found among token ids."""
     return all(any(token in mark for token in entry.formats.added_ids) for mark in marks)
 
 
-async def thinking_budget(max_tokens: int, entry: ModelEntryLike, *, opened: bool, constrained: bool) -> ThinkingBudget:
+async def thinking_budget(max_tokens: int, entry: ModelEntry, *, opened: bool, constrained: bool) -> ThinkingBudget:
     """Return the bound that `thinking_token_budget` puts on reasoning.
 
     Args:

@@ -112,7 +112,7 @@ async def stream_log(
                     except TimeoutError:
                         raise shutdown from None
             except PeltonError as error:
-                if not sse.begun:
+                if not sse.has_started:
                     raise
                 await sse.send(failed(error, seen))
     await sse.response.write_eof()

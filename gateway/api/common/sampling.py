@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.api.common.fields import MAX_INT32, SamplingFields, SpeculativeField, TextFormat, check_range, invalid
 from gateway.flow.beam_state import BeamParams
-from gateway.flow.requests import TextPipelineLike
+from gateway.text.pipeline import TextPipeline
 from shared.errors import InvalidRequestError
 from shared.sampling_params import MAX_DRY_BREAKERS, MAX_LOGPROBS, RepetitionDetection
 
@@ -131,7 +131,7 @@ def _check_words(name: str, words: Sequence[str] | None, max_words: int, max_len
             raise invalid(f"{name}[{index}]", f"must have 1 to {max_length} characters.")
 
 
-async def word_values(fields: SamplingFields, pipeline: TextPipelineLike) -> dict[str, Any]:
+async def word_values(fields: SamplingFields, pipeline: TextPipeline) -> dict[str, Any]:
     """Return the arguments of SamplingParams that are words in the model's vocabulary.
 
     Raises:
@@ -154,7 +154,7 @@ async def word_values(fields: SamplingFields, pipeline: TextPipelineLike) -> dic
     return values
 
 
-async def _spellings(word: str, pipeline: TextPipelineLike, place: str) -> list[tuple[int, ...]]:
+async def _spellings(word: str, pipeline: TextPipeline, place: str) -> list[tuple[int, ...]]:
     """Return the token ids of a word at the start of a text and after a space.
 
     As in vLLM, the second spelling counts only if the space is part of the word's first token. Otherwise it would ban

@@ -8,7 +8,7 @@ from __future__ import annotations
 from gateway.api.common.fields import ChatFields, PredictionField, SamplingFields, invalid
 from gateway.api.common.messages import BREAKPOINT, check_breakpoint
 from gateway.api.common.prompts import check_token_ids, context_limit
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from shared.errors import ContextLengthError, InvalidRequestError
 from shared.messages import WorkerFacts
 
@@ -21,7 +21,7 @@ def may_draft(fields: SamplingFields) -> bool:
     return fields.speculative is None or fields.speculative.enabled
 
 
-async def prediction_ids(fields: SamplingFields, entry: ModelEntryLike) -> list[int]:
+async def prediction_ids(fields: SamplingFields, entry: ModelEntry) -> list[int]:
     """Check the fields and return the token ids of the predicted output, without a beginning-of-text token.
 
     Raises:

@@ -29,10 +29,10 @@ from gateway.api.common.resumable import stream
 from gateway.api.openai.completion_shapes import Choices, CompletionChunks, whole_completion_response
 from gateway.flow.events import TextDelta
 from gateway.flow.outbox import merged
-from gateway.flow.requests import TextPipelineLike
 from gateway.http.app_keys import GRAMMARS, IDENTITY, SALTS
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
+from gateway.text.pipeline import TextPipeline
 from shared.errors import InvalidRequestError
 
 _ANCHOR = "\u263a"
@@ -171,7 +171,7 @@ _FAMILIES = (
 )  # fmt: skip
 
 
-def _fill_in_marks(pipeline: TextPipelineLike) -> _FillInMarks | None:
+def _fill_in_marks(pipeline: TextPipeline) -> _FillInMarks | None:
     """Return the marks of the model's family, which its vocabulary identifies; None if it has none."""
     return next((one for one in _FAMILIES if all(pipeline.token_id(mark) is not None for mark in one.marks)), None)
 
@@ -192,7 +192,7 @@ class FilledPrompt:
 async def fill_in_middle(
     prompt: Prompt,
     suffix: str,
-    pipeline: TextPipelineLike,
+    pipeline: TextPipeline,
     *,
     add_special_tokens: bool = True,
     max_tokens: int | None = None,

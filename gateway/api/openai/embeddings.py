@@ -24,8 +24,8 @@ from gateway.api.common.prompts import (
     split_prompts,
 )
 from gateway.api.openai.embedding_batch import embed
+from gateway.cluster.registry import ModelEntry
 from gateway.flow.events import GenerationRequest
-from gateway.flow.requests import ModelEntryLike
 from gateway.http.app_keys import DRAIN, GATEWAY_INDEX, GENERATOR, IDENTITY, REQUEST_ID, SALTS, log
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
@@ -137,7 +137,7 @@ def vector_params(fields: EmbeddingFields, facts: WorkerFacts) -> VectorParams:
     )
 
 
-async def embedding_inputs(fields: EmbeddingFields, entry: ModelEntryLike) -> list[list[int]]:
+async def embedding_inputs(fields: EmbeddingFields, entry: ModelEntry) -> list[list[int]]:
     """Return the token ids of each input; texts get the model's special tokens.
 
     Raises:
@@ -166,7 +166,7 @@ async def embedding_inputs(fields: EmbeddingFields, entry: ModelEntryLike) -> li
 
 
 async def _token_ids(
-    value: Prompt, fields: EmbeddingFields, entry: ModelEntryLike, param: str, keep: int | None
+    value: Prompt, fields: EmbeddingFields, entry: ModelEntry, param: str, keep: int | None
 ) -> list[int]:
     special, side = fields.add_special_tokens is not False, fields.truncation_side
     max_tokens = max_text_tokens(fields, entry.facts)

@@ -11,7 +11,7 @@ from gateway.api.anthropic.fields import VERSION_HEADER, check_versions
 from gateway.api.anthropic.models import ModelsQuery, model_info, model_page
 from gateway.api.common.fields import invalid
 from gateway.api.common.prepare import find_model
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.http.app_keys import MODELS
 from gateway.http.errors import json_response
 from gateway.http.route import query_of
@@ -42,7 +42,7 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     return json_response(_describe(name, find_model(request, name)))
 
 
-def _describe(name: str, entry: ModelEntryLike) -> dict[str, Any]:
+def _describe(name: str, entry: ModelEntry) -> dict[str, Any]:
     facts = entry.facts
     return {
         "id": name,

@@ -24,7 +24,7 @@ from gateway.api.common.prepared import PreparedRequest
 from gateway.api.common.prompts import check_token_ids
 from gateway.api.common.tools import tool_request
 from gateway.api.openai.completions import prepare_completion
-from gateway.flow.requests import ModelEntryLike
+from gateway.cluster.registry import ModelEntry
 from gateway.http.body import read_json
 from gateway.http.errors import json_response
 from shared.errors import ContextLengthError, InvalidRequestError
@@ -52,11 +52,11 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     )
 
 
-def _token_strings(ids: list[int], entry: ModelEntryLike) -> list[str]:
+def _token_strings(ids: list[int], entry: ModelEntry) -> list[str]:
     return [token_string(entry.pipeline.token_bytes(token_id)) for token_id in ids]
 
 
-async def _encode(fields: TokenizeFields, entry: ModelEntryLike) -> list[int]:
+async def _encode(fields: TokenizeFields, entry: ModelEntry) -> list[int]:
     if fields.prompt is not None:
         if fields.messages is not None:
             raise InvalidRequestError("prompt and messages cannot be combined. Send one of them.", param="messages")

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.exposition import labelled
+from gateway.siblings import labelled
 from shared.metrics import GatewayMetrics
 
 
