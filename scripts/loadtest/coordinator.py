@@ -99,7 +99,6 @@ class Load:
         """Stop sending and cancel the requests in flight; `run` then returns the records so far."""
         self._result.interrupted = True
         self._stopping.set()
-        self._changed.set()
         for process in self._processes:
             process.send(Cancel())
 
@@ -116,15 +115,8 @@ class Load:
             self._processes = [task.result() for task in starts]
             self._announce(up_to=0)
             await asyncio.gather(*(process.ready() for process in self._processes))
-            readers = [asyncio.create_task(self._read(process)) for process in self._processes]
             self._result.start = time.monotonic() + 2 * _LEAD_SECONDS
-            dispatch = asyncio.create_task(self._dispatch())
-            try:
-                await self._until_done(dispatch, readers)
-            finally:
-                dispatch.cancel()
-                self._result.end = time.monotonic()
-                await asyncio.gather(*self._shut_down(readers), return_exceptions=True)
+            await self._send_and_collect()
         finally:
             for process in self._processes:
                 await process.end()
@@ -134,37 +126,37 @@ class Load:
         self._result.records.sort(key=lambda record: record.index)
         return self._result
 
-    async def _until_done(self, dispatch: asyncio.Task[None], readers: list[asyncio.Task[None]]) -> None:
-        while not (dispatch.done() and not self._outstanding):
-            self._changed.clear()
-            waiter = asyncio.create_task(self._changed.wait())
-            try:
-                await asyncio.wait(
-                    {waiter, *readers, dispatch} - ({dispatch} if dispatch.done() else set()),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            finally:
-                waiter.cancel()
+    async def _send_and_collect(self) -> None:
+        readers = [asyncio.create_task(self._read(process)) for process in self._processes]
+        dispatch = asyncio.create_task(self._dispatch())
+        try:
+            await asyncio.wait({dispatch, *readers}, return_when=asyncio.FIRST_COMPLETED)
+            if not dispatch.done():
+                raise ClientError("a client process ended unexpectedly")
+            dispatch.result()
+        finally:
+            self._result.end = time.monotonic()
+            dispatch.cancel()
+            for process in self._processes:
+                process.send(Finish())
+            await asyncio.wait(readers, timeout=_EXIT_SECONDS)
             for reader in readers:
-                if reader.done():
-                    raise ClientError("a client process ended unexpectedly")
-        dispatch.result()
-
-    def _shut_down(self, readers: list[asyncio.Task[None]]) -> list[asyncio.Future[None]]:
-        for process in self._processes:
-            process.send(Finish())
-        return [asyncio.ensure_future(asyncio.wait_for(reader, _EXIT_SECONDS)) for reader in readers]
+                reader.cancel()
 
     async def _dispatch(self) -> None:
+        """Release all requests and wait until none is in flight."""
         for position, request in enumerate(self._requests):
             due = self._result.start + request.arrival
             self._announce(up_to=position)
             if not await self._wait_until(due - _LEAD_SECONDS) or not await self._acquire():
-                return
+                break
             self._outstanding.add(request.index)
             # A request delayed by the concurrency limit is due now, so that the delay is not charged to the client.
             late = self._permits is not None and time.monotonic() > due
             self._process_of(position).send(Go(request.index, time.monotonic() if late else due))
+        while self._outstanding:
+            self._changed.clear()
+            await self._changed.wait()
 
     def _process_of(self, position: int) -> _Process:
         return self._processes[position % len(self._processes)]
