@@ -53,7 +53,7 @@ class StalledError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _StepInFlight:
     plan: StepPlan
     handle: StepHandle
     submitted: float
@@ -95,8 +95,8 @@ class Engine:
         self._drain_seconds = drain_seconds
         self._clock = clock
         self._limits = SubmitLimits(tuple(facts.model_names), facts.vocab_size)
-        self._flights: deque[_Flight] = deque()
-        self._last_landing = self._last_progress = self._last_check = clock()
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_step_end = self._last_progress = self._last_check = clock()
         self._blocked = False
         self._stop_at: float | None = None
         self._watchdog_interval = notify.watchdog_interval()
@@ -134,18 +134,18 @@ class Engine:
         result is awaited only if no further step can be submitted.
         """
         self._poll()
-        plan = self.scheduler.schedule() if len(self._flights) < self._executor.depth else None
+        plan = self.scheduler.schedule() if len(self._in_flight) < self._executor.depth else None
         if plan is not None:
             begin = self._clock()
-            self._flights.append(_Flight(plan, self._executor.submit(plan), begin))
-        self._blocked = not self._flights
-        if self._flights and (plan is None or len(self._flights) >= self._executor.depth):
-            self._land()
+            self._in_flight.append(_StepInFlight(plan, self._executor.submit(plan), begin))
+        self._blocked = not self._in_flight
+        if self._in_flight and (plan is None or len(self._in_flight) >= self._executor.depth):
+            self._await_oldest_step()
         self._transport.send_outputs(self.scheduler.take_outputs())
         self._watch()
 
     def _poll(self) -> None:
-        if not self._flights and not self.scheduler.has_requests:
+        if not self._in_flight and not self.scheduler.has_requests:
             self._idle()
         elif self._blocked:
             self._transport.wait(BLOCKED_WAIT_SECONDS)
@@ -224,15 +224,15 @@ class Engine:
             accepted_per_position=list(scheduler.counters.accepted_per_position),
         )
 
-    def _land(self) -> None:
+    def _await_oldest_step(self) -> None:
         """Wait for the oldest step in flight and pass its result to the scheduler."""
-        flight = self._flights.popleft()
-        result = flight.handle.result()
-        landed = self._clock()
+        step = self._in_flight.popleft()
+        result = step.handle.result()
+        end = self._clock()
         # With two steps in flight, a step begins when the previous one ends, not when it is submitted.
-        milliseconds = (landed - max(flight.submitted, self._last_landing)) * 1000
-        self._last_landing = self._last_progress = landed
-        self.scheduler.apply(flight.plan, result, milliseconds)
+        milliseconds = (end - max(step.submitted, self._last_step_end)) * 1000
+        self._last_step_end = self._last_progress = end
+        self.scheduler.apply(step.plan, result, milliseconds)
 
     def _watch(self) -> None:
         """Notify systemd's watchdog, unless the loop runs without progress."""

@@ -24,9 +24,9 @@ _FIRST_LOOK, _LAST_LOOK = 16, 512
 values of the step in flight."""
 
 _MANY_WRONG, _WRONG_PER_TOKEN = 128, 0.5
-"""Wrong drafts (in total, and per generated token) from which drafts under a grammar stop. Each wrong draft leaves states
-in the grammar's lexer, and a text whose lexer has too many fails: with seven per token there were 2,500 states after 100
-tokens instead of 805."""
+"""Wrong drafts (in total, and per generated token) from which drafts under a grammar stop. Each wrong draft leaves
+states in the grammar's lexer, and a text whose lexer has too many fails: with seven per token there were 2,500 states
+after 100 tokens instead of 805."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class ReadAhead:
 class Speculation:
     """Drafts for one choice of a request.
 
-    Acceptance is learned from all tokens that arrive, whether drafts were verified or not. From each source one proposal
-    is compared with the text up to its first difference, then the next one. A text that becomes predictable is therefore
-    noticed although nothing is verified for it.
+    Acceptance is learned from all tokens that arrive, whether drafts were verified or not. From each source one
+    proposal is compared with the text up to its first difference, then the next one. A text that becomes predictable is
+    therefore noticed although nothing is verified for it.
 
     The text grows elsewhere. Its new tokens are processed on request, so that steps without drafts touch nothing here.
 

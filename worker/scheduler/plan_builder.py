@@ -13,7 +13,7 @@ from worker.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PlannedStep:
     """A plan in flight.
 
     Attributes:
@@ -128,7 +128,7 @@ class PlanBuilder:
                 self._block_tables.append(BlockTableUpdate(request.row, group, pages.num_announced, news))
             pages.num_announced = len(pages.tables[0])
 
-    def launch(self) -> Flight:
+    def launch(self) -> PlannedStep:
         """Return the finished plan."""
         plan = StepPlan(
             step=self.step,
@@ -140,4 +140,4 @@ class PlanBuilder:
             drafting=self._drafting,
         )
         num_prompt = plan.num_tokens - self.num_decode
-        return Flight(plan, self.requests, self._lives, num_prompt, self._masked)
+        return PlannedStep(plan, self.requests, self._lives, num_prompt, self._masked)

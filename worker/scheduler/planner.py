@@ -9,7 +9,7 @@ from worker.drafting.proposal import Proposal
 from worker.kv.manager import KVManager, PrefixMatch
 from worker.requests.request import Request, Status
 from worker.scheduler.budget import MIN_CHUNK, StepBudget
-from worker.scheduler.plan_builder import Flight, PlanBuilder
+from worker.scheduler.plan_builder import PlanBuilder, PlannedStep
 from worker.scheduler.policy import RequestQueue, admission_reserve
 from worker.scheduler.speculator import Speculator
 from worker.stats import Counters
@@ -67,7 +67,7 @@ class Planner:
             request.status = Status.COMPILING
             self._compiling.append(request)
 
-    def settle(self) -> list[Request]:
+    def admit_compiled(self) -> list[Request]:
         """Queue the requests whose grammar is ready; return those whose constraint ends them."""
         ending = []
         compiling, self._compiling = self._compiling, []
@@ -122,7 +122,7 @@ class Planner:
             else:
                 self._hold(request, heir)
 
-    def plan(self) -> Flight | None:
+    def plan(self) -> PlannedStep | None:
         """Return the next step, or None if nothing can be computed now.
 
         There is no prefill phase and no decode phase. Each request has num_tokens and num_computed_tokens, and a step
@@ -131,7 +131,7 @@ class Planner:
         its value is never read here. Decoding rows come first, because streams wait for them; then prompts that have
         begun, then new ones, within the time budget and the pages.
         """
-        self._make_way()
+        self._preempt_for_waiting()
         builder = PlanBuilder(self._num_steps, self._kv.page_size)
         speculator = self._speculator
         asks = speculator is not None and speculator.asks_draft_model(len(self._running))
@@ -265,7 +265,7 @@ class Planner:
             self._counters.prefix_cache_queries_total += len(request.token_ids)
             self._counters.prefix_cache_hits_total += match.num_tokens
 
-    def _make_way(self) -> None:
+    def _preempt_for_waiting(self) -> None:
         """Preempt running requests for the first waiting one if that is more urgent and does not fit.
 
         Nobody is preempted if even that would not make room, because more urgent requests hold it.

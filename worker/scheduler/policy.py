@@ -67,7 +67,7 @@ class DeadlineQueue:
             self._prune_at = 2 * len(self._heap) + self._SLACK
         heapq.heappush(self._heap, (deadline, request.arrival, request))
 
-    def take_late(self, now: float) -> Iterator[Request]:
+    def pop_expired(self, now: float) -> Iterator[Request]:
         """Return the requests that have not started by their deadline.
 
         Once a choice has started, its siblings may continue to wait.

@@ -17,8 +17,8 @@ from worker.requests.embedding import Embedding
 from worker.requests.request import Request, Status, check_length
 from worker.requests.stop import FINISH_EMBEDDED, FINISH_LENGTH, finish_after
 from worker.scheduler.budget import StepBudget
-from worker.scheduler.outbox import Outbox
-from worker.scheduler.plan_builder import Flight
+from worker.scheduler.output_queue import OutputQueue
+from worker.scheduler.plan_builder import PlannedStep
 from worker.scheduler.planner import Planner
 from worker.scheduler.policy import DeadlineQueue
 from worker.scheduler.speculator import SpeculationConfig, Speculator
@@ -96,8 +96,8 @@ class Scheduler:
         self._eos = frozenset(config.eos_token_ids)
         self._live: dict[tuple[bytes, str], dict[int, Request]] = {}
         self._deadlines = DeadlineQueue()
-        self._flights: deque[Flight] = deque()
-        self._outbox = Outbox()
+        self._in_flight: deque[PlannedStep] = deque()
+        self._outputs = OutputQueue()
         self._num_arrived = 0
 
     def add(self, submit: Submit, owner: bytes = b"") -> None:
@@ -165,7 +165,7 @@ class Scheduler:
         gone = [request for (who, _), live in self._live.items() if who == owner for request in live.values()]
         for request in gone:
             self._finish(request, Finish(FinishReason.ABORT))
-        self._outbox.drop_owner(owner)
+        self._outputs.drop_owner(owner)
         return len(gone)
 
     def fail_all(self, message: str, code: str) -> None:
@@ -175,47 +175,47 @@ class Scheduler:
 
     def take_outputs(self) -> list[tuple[bytes, Output]]:
         """Return the outputs since the last call as (owner, Output), in order."""
-        return self._outbox.take()
+        return self._outputs.take()
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
-        self._drop_late()
-        self._settle_constraints()
-        flight = self._planner.plan()
-        if flight is None:
+        self._expire_deadlines()
+        self._admit_compiled()
+        planned = self._planner.plan()
+        if planned is None:
             return None
-        self._flights.append(flight)
-        if flight.masked and self._constraints is not None:
-            self._mask(flight, self._constraints)
+        self._in_flight.append(planned)
+        if planned.masked and self._constraints is not None:
+            self._mask(planned, self._constraints)
         self.counters.engine_steps_total += 1
-        self.counters.step_tokens_total += flight.plan.num_tokens
-        return flight.plan
+        self.counters.step_tokens_total += planned.plan.num_tokens
+        return planned.plan
 
-    def _drop_late(self) -> None:
-        for request in self._deadlines.take_late(self._clock()):
+    def _expire_deadlines(self) -> None:
+        for request in self._deadlines.pop_expired(self._clock()):
             message = "the request waited past its deadline"
             self._finish(request, Finish(FinishReason.ERROR, message=message, code="deadline_exceeded"))
 
-    def _settle_constraints(self) -> None:
+    def _admit_compiled(self) -> None:
         # The end of one may start the wait of its siblings: they are checked next.
-        while self._planner.is_compiling and (ending := self._planner.settle()):
+        while self._planner.is_compiling and (ending := self._planner.admit_compiled()):
             for request in ending:
                 if request.constraint is not None and request.constraint.finish is not None:
                     self._finish(request, request.constraint.finish)
 
-    def _mask(self, flight: Flight, constraints: Constraints) -> None:
+    def _mask(self, planned: PlannedStep, constraints: Constraints) -> None:
         """Compute the masks of a plan's rows.
 
         A request without an allowed token ends now; its row computes a result that is ignored.
         """
-        for (request, drafts), masks in zip(flight.masked, constraints.masks(flight.masked), strict=True):
+        for (request, drafts), masks in zip(planned.masked, constraints.masks(planned.masked), strict=True):
             if isinstance(masks, Finish):
                 self._finish(request, masks)
                 masks = []
             elif len(masks) <= len(drafts):
-                flight.cut(request, len(masks) - 1)
+                planned.cut(request, len(masks) - 1)
             num_unused = 1 + len(drafts) - len(masks)
-            flight.plan.masks.extend([*masks, *[constraints.everything] * num_unused])
+            planned.plan.masks.extend([*masks, *[constraints.everything] * num_unused])
 
     def apply(self, plan: StepPlan, result: StepResult, milliseconds: float | None = None) -> None:
         """Process the result of a step; plans and results come in the order of `schedule`.
@@ -225,28 +225,28 @@ class Scheduler:
             result: Its result.
             milliseconds: Duration of the step, for the cost table; None if it was not measured.
         """
-        flight = self._land(plan)
+        planned = self._pop_planned(plan)
         if plan.drafting:
-            self._take_drafted(flight, result, milliseconds)
+            self._take_drafted(planned, result, milliseconds)
             return
         num_sampled = sum(1 + len(item.drafts) for item in plan.scheduled if item.sample)
         if result.step != plan.step or len(result.sampled) != num_sampled:
             raise RuntimeError(f"the result of step {result.step} does not belong to the plan of step {plan.step}")
         if milliseconds is not None:
             # Drafts may have been cut since the plan was made.
-            num_decode = plan.num_tokens - flight.num_prompt
-            self.budget.observe(num_decode, flight.num_prompt, milliseconds)
-            if self._speculator is not None and not flight.num_prompt:
+            num_decode = plan.num_tokens - planned.num_prompt
+            self.budget.observe(num_decode, planned.num_prompt, milliseconds)
+            if self._speculator is not None and not planned.num_prompt:
                 self._speculator.observe(num_decode, milliseconds)
         sampled = iter(result.sampled)
-        for request, life, item in zip(flight.requests, flight.lives, plan.scheduled, strict=True):
+        for request, life, item in zip(planned.requests, planned.lives, plan.scheduled, strict=True):
             tokens = list(islice(sampled, 1 + len(item.drafts))) if item.sample else None
             if request.life != life:
                 # The request ended or was preempted while the step was in flight.
                 self.counters.discarded_tokens_total += tokens is not None
                 continue
             if item.prompt_logprobs is not None:
-                self._outbox.collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
+                self._outputs.collect_prompt_logprobs(request, result.prompt_logprobs.get(item.row, []))
             if tokens is not None:
                 self._append(request, item, tokens)
             elif request.embedding is not None:
@@ -255,11 +255,11 @@ class Scheduler:
                 self.kv.commit(request.pages, request.token_ids, item.start + item.count)
         self.counters.prefix_cache_evictions_total = self.kv.num_evictions
 
-    def _land(self, plan: StepPlan) -> Flight:
-        flight = self._flights.popleft()
-        if flight.plan is not plan:
-            raise RuntimeError(f"step {plan.step} came back before step {flight.plan.step}")
-        return flight
+    def _pop_planned(self, plan: StepPlan) -> PlannedStep:
+        planned = self._in_flight.popleft()
+        if planned.plan is not plan:
+            raise RuntimeError(f"step {plan.step} came back before step {planned.plan.step}")
+        return planned
 
     def _append(self, request: Request, item: ScheduledTokens, tokens: list[SampledToken]) -> None:
         """Append a sampled token and, with drafts, those after it up to the first that differs from its draft.
@@ -301,7 +301,7 @@ class Scheduler:
         if finish is not None:
             self._finish(request, finish, token_ids, logprobs, distrust=distrust)
         elif token_ids:
-            self._outbox.put(request, token_ids, None, logprobs)
+            self._outputs.put(request, token_ids, None, logprobs)
 
     def _pool(self, request: Request, embedding: Embedding, item: ScheduledTokens, pooled: dict[int, bytes]) -> None:
         """Add a chunk's result to an embedding. With its last token the embedding is complete and the request ends."""
@@ -335,15 +335,15 @@ class Scheduler:
         if request.speculation is not None:
             request.draft_counts = request.speculation.draft_counts
 
-    def _take_drafted(self, flight: Flight, result: StepResult, milliseconds: float | None) -> None:
+    def _take_drafted(self, planned: PlannedStep, result: StepResult, milliseconds: float | None) -> None:
         """Process what the draft model computed and proposes."""
-        speculator, plan = self._speculator, flight.plan
+        speculator, plan = self._speculator, planned.plan
         if speculator is None or len(result.drafted) != sum(row.num_drafts > 0 for row in plan.drafting):
             raise RuntimeError(f"the result of step {result.step} does not belong to the plan of step {plan.step}")
         if milliseconds is not None:
             speculator.observe_drafting(plan.drafting, milliseconds)
         drafted = iter(result.drafted)
-        for request, life, row in zip(flight.requests, flight.lives, plan.drafting, strict=True):
+        for request, life, row in zip(planned.requests, planned.lives, plan.drafting, strict=True):
             proposed = next(drafted) if row.num_drafts else None
             request.is_drafting = False
             if request.life == life:
@@ -367,7 +367,7 @@ class Scheduler:
         del self._live[key][request.choice]
         if not self._live[key]:
             del self._live[key]
-        self._outbox.put(request, token_ids or [], finish, logprobs, embedding)
+        self._outputs.put(request, token_ids or [], finish, logprobs, embedding)
 
     @property
     def num_running(self) -> int:

@@ -223,7 +223,7 @@ class Worker:
             self.clock.now += 1.0
             self.engine.step()
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Steps until nothing is live, then checks that nothing is left over."""
         self.pump(lambda: not self.scheduler.has_requests, "idle")
         self.engine.step()

@@ -17,7 +17,7 @@ def test_a_text_follows_its_grammar_and_ends_with_it(worker):
     for choice in range(2):
         assert client.finish("a", choice) == Finish(FinishReason.STOP)
         assert [token % 5 for token in client.text("a", choice)] == [n % 5 for n in range(9)]
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_a_grammar_that_takes_long_is_no_stall_and_holds_up_nobody(worker):
@@ -34,7 +34,7 @@ def test_a_grammar_that_takes_long_is_no_stall_and_holds_up_nobody(worker):
     assert client.ended("slow") is None
     worker.compiled = True
     assert client.finish("slow") == Finish(FinishReason.STOP)
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_while_nothing_else_is_to_do_the_loop_waits_for_the_grammar(worker):
@@ -67,7 +67,7 @@ def test_requests_that_compile_end_like_all_others(worker, how):
         client.read()
         worker.pump(lambda: client.ended("a", 2) is not None, "the end")
         assert {client.finish("a", choice).code for choice in range(3)} == {"service_unavailable"}
-    worker.settle()
+    worker.run_until_idle()
     assert worker.grammars.num_pending == 0
 
 
@@ -88,4 +88,4 @@ def test_a_bad_grammar_is_told_with_its_code(worker):
     client = worker.client()
     client.submit("a", [5, 6, 7], grammar="bad", num_choices=2)
     assert {client.finish("a", choice).code for choice in range(2)} == {"invalid_grammar"}
-    worker.settle()
+    worker.run_until_idle()

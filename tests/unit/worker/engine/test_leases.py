@@ -26,7 +26,7 @@ def test_a_silent_gateway_loses_its_requests_and_another_keeps_its_own(worker: W
     assert worker.transport.num_gateways == 1
     assert other.sync().counters["gateways_dropped_total"] == 1
     other.check(live)
-    worker.settle()
+    worker.run_until_idle()
     silent.read()
     assert silent.ended("b") is None, "nothing is sent to a gateway that was given up"
 
@@ -74,7 +74,7 @@ def test_after_its_lease_a_gateway_must_say_hello(worker: Worker) -> None:
     client.send(Ping(99))
     client.send(make_submit("b"))
     worker.pump(lambda: worker.counters.malformed_messages_total == 2, "both counted")
-    worker.settle()
+    worker.run_until_idle()
     client.hello()
     client.complete("a")
 
@@ -85,7 +85,7 @@ def test_hello_ends_an_earlier_life_and_counts_from_one(worker: Worker) -> None:
     worker.pump(lambda: len(client.steps) >= 3, "some steps")
     client.hello()
     assert client.steps == []
-    worker.settle()
+    worker.run_until_idle()
     client.sync()
     assert ("a", 0) not in client.outputs
     client.complete("a")
@@ -100,7 +100,7 @@ def test_hello_and_submit_of_a_new_life_survive_the_loss_of_the_old_one(worker: 
     worker.transport._give_up(b"gateway", "test")
     old.hello()
     old.complete("a")
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_a_second_connection_of_the_same_identity_takes_over(worker: Worker) -> None:
@@ -110,7 +110,7 @@ def test_a_second_connection_of_the_same_identity_takes_over(worker: Worker) -> 
     new = worker.client()
     assert worker.transport.num_gateways == 1
     new.complete("b")
-    worker.settle()
+    worker.run_until_idle()
     assert ("a", 0) not in new.outputs
 
 
@@ -122,7 +122,7 @@ def test_a_gateway_whose_connection_is_gone_is_dropped_at_the_next_message(worke
     live = other.submit("live", max_tokens=100, ignore_eos=True)
     client.close()
     other.check(live)
-    worker.settle()
+    worker.run_until_idle()
     assert worker.counters.gateways_dropped_total <= 1
     # Its requests may have ended before the connection did; the next life is served in any case.
     worker.client().complete("a")
@@ -144,7 +144,7 @@ def test_a_gateway_that_reads_nothing_is_dropped(start, monkeypatch: pytest.Monk
     assert worker.counters.gateways_dropped_total == 1
     assert worker.transport.num_gateways == 1
     other.check(live)
-    worker.settle()
+    worker.run_until_idle()
     deaf.close()
 
 

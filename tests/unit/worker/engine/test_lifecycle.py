@@ -55,7 +55,7 @@ def test_an_idle_loop_blocks_and_a_busy_one_does_not(worker: Worker) -> None:
 
 def test_idle_steps_run_nothing(worker: Worker) -> None:
     worker.client().complete("a")
-    worker.settle()
+    worker.run_until_idle()
     count = len(worker.executor.plans)
     for _ in range(10):
         worker.engine.step()
@@ -180,7 +180,7 @@ def test_stop_lets_requests_finish_and_refuses_new_ones(worker: Worker) -> None:
     worker.engine.run()
     ends(client, [("long", 0)])
     client.check(long)
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_a_drain_takes_no_longer_than_allowed(worker: Worker) -> None:

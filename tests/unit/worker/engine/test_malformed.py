@@ -73,7 +73,7 @@ def test_a_malformed_frame_is_counted_and_dropped(worker: Worker, payload: bytes
     client.check(live)
     client.complete("next")
     assert client.sync().counters["malformed_messages_total"] == 2
-    worker.settle()
+    worker.run_until_idle()
 
 
 @pytest.mark.parametrize("num_frames", [2, 3, 2**16])
@@ -135,7 +135,7 @@ def test_another_protocol_version_is_told_ours_and_not_served(worker: Worker, kn
     worker.pump(lambda: worker.counters.malformed_messages_total == 2, "both counted")
     assert other.welcomes[-1].version == 1
     client.complete("next")
-    worker.settle()
+    worker.run_until_idle()
     assert not other.outputs
     other.hello()
     other.complete("a")
@@ -211,7 +211,7 @@ def test_numbers_at_the_edges_of_their_types(worker: Worker) -> None:
             changed = base["sampling"] | {name: value}
             client.send_frames(msgspec.msgpack.encode(base | {"request_id": f"{name}{number}", "sampling": changed}))
             client.sync()
-    worker.settle()
+    worker.run_until_idle()
     client.sync()
     for name in sampling:
         for number in range(len(edges)):

@@ -27,7 +27,7 @@ def test_welcome_tells_the_facts_and_the_bundle_comes_when_asked_for(worker: Wor
 def test_a_request_runs_and_leaves_nothing(worker: Worker) -> None:
     client = worker.client()
     client.complete("a", ignore_eos=True)
-    worker.settle()
+    worker.run_until_idle()
     stats = client.sync()
     assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
     assert stats.counters["generation_tokens_total"] == 8
@@ -57,7 +57,7 @@ def test_more_requests_than_rows_all_end(worker: Worker) -> None:
     client = worker.client()
     for submit in [client.submit(f"r{i}", [3 + i, 4], seed=i) for i in range(30)]:
         client.check(submit)
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_the_depth_is_used_and_kept(worker: Worker) -> None:
@@ -71,7 +71,7 @@ def test_choices_share_a_prompt_and_end_each(worker: Worker) -> None:
     client.check(submit)
     assert len({tuple(client.text("a", choice)) for choice in range(2, 7)}) > 1
     assert set(client.outputs) == {("a", choice) for choice in range(2, 7)}
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_cached_tokens_are_told_once_on_each_choices_first_output(worker: Worker) -> None:
@@ -123,7 +123,7 @@ def test_cancel_ends_a_request_or_one_choice_of_it(worker: Worker) -> None:
     for choice in range(3):
         text = client.text("a", choice)
         assert text == expected(submit, choice)[: len(text)]
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_cancel_of_what_is_not_there_changes_nothing(worker: Worker) -> None:
@@ -196,7 +196,7 @@ def test_what_cannot_run_is_answered_once_for_each_choice(
         assert client.text("a", choice) == []
     client.check(live)
     client.complete("next")
-    worker.settle()
+    worker.run_until_idle()
     assert {choice for request_id, choice in client.outputs if request_id == "a"} == {1, 2, 3}
     assert client.sync().counters["rejected_requests_total"] == 1
 
@@ -252,14 +252,14 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(worker: Worker) -> No
     client.submit("bad", [POISON_TOKEN_ID])
     assert client.finish("bad").reason is FinishReason.ERROR
     client.check(live)
-    worker.settle()
+    worker.run_until_idle()
 
 
 def test_a_deadline_that_passed_ends_what_waits(worker: Worker) -> None:
     client = worker.client()
     client.submit("late", deadline=1.0, num_choices=2)
     assert [client.finish("late", choice).code for choice in (0, 1)] == ["deadline_exceeded"] * 2
-    worker.settle()
+    worker.run_until_idle()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -288,7 +288,7 @@ def test_any_order_of_messages_ends_every_choice_once(start, seed: int) -> None:
             worker.scheduler.check_integrity()
     for client in clients:
         client.sync()
-    worker.settle()
+    worker.run_until_idle()
     for client in clients:
         client.sync()
     for client, submit in sent:
@@ -319,7 +319,7 @@ def test_embeddings_come_once_with_the_end_beside_texts(worker: Worker) -> None:
         assert (output.token_ids, output.num_cached_tokens) == ([], 0)
         assert output.embedding == embed(prompt, pooling)
     client.check(text)
-    worker.settle()
+    worker.run_until_idle()
     assert client.sync().counters["prompt_tokens_total"] == 2 * MAX_MODEL_LEN + 19
 
 
@@ -330,4 +330,4 @@ def test_embeddings_that_cannot_be_are_refused(worker: Worker) -> None:
     assert client.finish("long").code == "context_length_exceeded"
     assert "num_choices" in client.finish("choices", 1).message
     assert client.sync().counters["rejected_requests_total"] == 2
-    worker.settle()
+    worker.run_until_idle()

@@ -62,9 +62,9 @@ def test_late_requests_come_once_in_the_order_of_their_deadlines():
     requests = {deadline: make_request(str(deadline)) for deadline in (3.0, 1.0, 2.0, 9.0)}
     for deadline, request in requests.items():
         queue.add(request, deadline)
-    assert list(queue.take_late(0.5)) == []
-    assert list(queue.take_late(3.0)) == [requests[1.0], requests[2.0], requests[3.0]]
-    assert list(queue.take_late(3.0)) == []
+    assert list(queue.pop_expired(0.5)) == []
+    assert list(queue.pop_expired(3.0)) == [requests[1.0], requests[2.0], requests[3.0]]
+    assert list(queue.pop_expired(3.0)) == []
 
 
 def test_what_started_or_ended_is_not_late():
@@ -75,7 +75,7 @@ def test_what_started_or_ended_is_not_late():
     started.num_cached_tokens = 0
     ended.status = Status.FINISHED
     follower.leader = started
-    assert list(queue.take_late(2.0)) == [waiting]
+    assert list(queue.pop_expired(2.0)) == [waiting]
 
 
 def test_ended_requests_do_not_pile_up_until_their_deadline():
@@ -88,4 +88,4 @@ def test_ended_requests_do_not_pile_up_until_their_deadline():
         queue.add(request, 1000.0)
         request.status = Status.FINISHED
     assert len(queue) <= 2 * len(waiting) + 64
-    assert list(queue.take_late(2000.0)) == waiting
+    assert list(queue.pop_expired(2000.0)) == waiting

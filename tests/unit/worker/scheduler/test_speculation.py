@@ -19,7 +19,7 @@ from tests.unit.worker.scheduler.test_constraints import NINE, GrammarWalk, make
 from tests.unit.worker.scheduler.test_random_walks import _walk
 from worker.drafting.proposal import Proposal, Source
 from worker.plan import SampledToken, StepPlan
-from worker.scheduler.plan_builder import Flight
+from worker.scheduler.plan_builder import PlannedStep
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -98,13 +98,13 @@ def test_drafts_that_are_cut_once_more_are_no_rows_of_the_step(monkeypatch):
     Guesses(harness, 1, skill=0.0)
     observed: list[int] = []
     cuts: list[int] = []
-    cut = Flight.cut
+    cut = PlannedStep.cut
 
-    def cut_and_count(flight, request, count):
+    def cut_and_count(planned, request, count):
         cuts.append(count)
-        cut(flight, request, count)
+        cut(planned, request, count)
 
-    monkeypatch.setattr(Flight, "cut", cut_and_count)
+    monkeypatch.setattr(PlannedStep, "cut", cut_and_count)
     monkeypatch.setattr(harness.scheduler._speculator, "observe", lambda num_rows, _: observed.append(num_rows))
 
     def guess(request, limit):

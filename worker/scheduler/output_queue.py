@@ -6,7 +6,7 @@ from shared.messages import Finish, Output, TokenLogprobs
 from worker.requests.request import Request
 
 
-class Outbox:
+class OutputQueue:
     """Outputs in order, each with the identity of its gateway."""
 
     def __init__(self) -> None:
