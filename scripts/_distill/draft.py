@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from shared.errors import ConfigurationError
 from worker.kv.geometry import KVGroupSpec
 from worker.model.families import required_shapes
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.model.rope import rope_table
 from worker.model.spec import DecoderSpec
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from scripts._distill.draft import target_name
 from scripts._distill.texts import replaced
 from worker.model.families import gguf_names, hf_names, required_shapes
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.model.spec import DecoderSpec
 
 WeightFormat = Literal["q4_0", "q4_1", "q8_0", "bf16"]

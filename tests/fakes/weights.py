@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from worker.model.forward_batch import ForwardBatch
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.quant.raw_weight import RawWeight
 
 _HF_NAMES = {

@@ -21,13 +21,10 @@ from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.linear import Placement
 from worker.model.loading import ModelFiles
-from worker.quant.dense import DenseScheme
-from worker.quant.fp8 import Fp8Scheme
-from worker.quant.int8 import Int8Scheme
-from worker.quant.invariant import InvariantScheme
+from worker.quant.dense import DenseScheme, InvariantScheme
+from worker.quant.eight_bit import Fp8Scheme, Int8Scheme
 from worker.quant.raw_weight import Factors, RawWeight
-from worker.quant.scheme import LinearScheme
-from worker.quant.select import linear_scheme
+from worker.quant.select import LinearScheme, linear_scheme
 
 BF16 = torch.bfloat16
 

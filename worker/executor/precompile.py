@@ -24,7 +24,7 @@ import torch
 
 from shared.log import get_logger
 from worker.model.attention import attention_geometry
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.model.spec import DecoderSpec
 from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme, kind_of

@@ -13,7 +13,7 @@ from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.decoder_layers.inputs import Linear
 from shared.errors import ConfigurationError
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.model.rope import half_split_rows
 from worker.model.spec import DecoderSpec
 from worker.parallel import ParallelContext

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,22 +10,83 @@ import torch
 from kernels.backends.reference import DecoderOps
 from kernels.backends.select import select_ops
 from kernels.common.quantized import ActivationQuantization, Activations, dense
-from kernels.ops.attention.inputs import AttentionInputs
+from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVPages
-from kernels.ops.decoder_layers.cpu import DecoderLayers
+from kernels.ops.decoder_layers.cpu import DecoderLayers, Shape, supported
 from kernels.ops.decoder_layers.inputs import LayerWeights, Linear
 from shared.errors import ConfigurationError
 from worker.kv.storage import KVStorage
 from worker.model.attention import Attention, attention_geometry
 from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from worker.model.forward_batch import ForwardBatch
-from worker.model.fused_layers import fuse_layers
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, check_shape, split_evenly
-from worker.model.loading.weights import WeightSource
-from worker.model.norm import RMSNorm
+from worker.model.loading.model_files import WeightSource
 from worker.model.rope import rope_table
 from worker.model.spec import DecoderSpec
 from worker.parallel import ParallelContext
+
+
+class RMSNorm:
+    """Addition of a block's output to the residual stream, and normalization."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        ops: DecoderOps,
+        quantization: ActivationQuantization | None = None,
+    ) -> None:
+        """Create the layer.
+
+        Args:
+            weight: [hidden] float32.
+            eps: Epsilon of the norm.
+            dtype: Dtype of the result, or of the activations that `quantization` converts to codes.
+            ops: Operations of the device.
+            quantization: Quantization of the result; None for none.
+        """
+        self.weight = weight
+        self._quantization = quantization
+        self._eps = eps
+        self._dtype = dtype
+        self._ops = ops
+
+    def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor) -> Activations:
+        """Add delta to the residual in place; return the normalized residual, [T, hidden]."""
+        return self._ops.add_rms_norm(delta, residual, self.weight, self._eps, self._dtype, self._quantization)
+
+
+def fuse_layers(
+    spec: DecoderSpec,
+    geometry: AttentionGeometry,
+    layers: Sequence[LayerWeights | None],
+    kv: KVStorage,
+    *,
+    fixed: bool,
+) -> DecoderLayers | None:
+    """Return the layers as one operation, or None if a feature of the model is not supported.
+
+    Args:
+        spec: Specification of the model.
+        geometry: Attention geometry of all layers.
+        layers: Contribution of each layer; None for an unsupported layer.
+        kv: KV cache that the operation will use, or one of the same kind.
+        fixed: The result of a token is the same in every batch.
+    """
+    first = kv.layers[0]
+    fusable = [layer for layer in layers if layer is not None]
+    shape = Shape(
+        hidden=spec.hidden_size,
+        intermediate=spec.intermediate_size,
+        geometry=geometry,
+        eps=spec.norm_eps,
+        kv_dtype=first.keys.dtype,
+    )
+    plain = first.format == "dense" and len(spec.kv_groups) == 1 and len(fusable) == len(layers)
+    if not plain or first.keys.dtype not in (torch.float32, torch.bfloat16) or not supported(shape, fusable):
+        return None
+    return DecoderLayers(shape, fusable, fixed=fixed)
 
 
 class FeedForward:

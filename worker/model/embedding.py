@@ -6,8 +6,9 @@ import torch
 
 from kernels.backends.reference import DecoderOps
 from worker.model.linear import Placement, check_shape
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.quant.dense import DenseScheme
+from worker.quant.onednn_packed import OneDNNPackedScheme
 from worker.quant.raw_weight import RawWeight
 
 
@@ -91,15 +92,16 @@ class VocabularyParallelHead:
             name = "head.weight" if tied is None else "embed.weight"
             check_shape(weights, name, (vocab_size, hidden_size))
             raw = weights.get(name, rows=rows)
-        self._scheme = place.scheme([raw], unrounded=True)
-        if isinstance(self._scheme, DenseScheme) and tied is not None and len(tied.values) == padded:
-            self._scheme.weight = tied.values  # memory for one of them
+        scheme = self._scheme = place.scheme([raw], unrounded=True)
+        packed = isinstance(scheme, OneDNNPackedScheme)
+        if isinstance(scheme, DenseScheme) and not packed and tied is not None and len(tied.values) == padded:
+            scheme.weight = tied.values  # memory for one of them
             return
-        self._scheme.create_weights(padded, hidden_size)
-        self._scheme.load_rows(0, raw)
+        scheme.create_weights(padded, hidden_size)
+        scheme.load_rows(0, raw)
         if padded > raw.shape[0]:  # removed again after the gather
-            self._scheme.load_rows(raw.shape[0], raw.zero_rows(padded - raw.shape[0]))
-        self._scheme.after_load()
+            scheme.load_rows(raw.shape[0], raw.zero_rows(padded - raw.shape[0]))
+        scheme.after_load()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [S, hidden] -> [S, vocab] float32."""

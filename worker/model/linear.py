@@ -10,12 +10,11 @@ import torch
 from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.decoder_layers.inputs import Linear
 from shared.errors import ConfigurationError, ModelFileError
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import WeightSource
 from worker.parallel import ParallelContext
 from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight
-from worker.quant.scheme import LinearScheme
-from worker.quant.select import linear_scheme
+from worker.quant.select import LinearScheme, linear_scheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,3 +33,20 @@ class DenseScheme:
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight.T + bias."""
         return F.linear(dense(x), self.weight, bias)
+
+
+class InvariantScheme(DenseScheme):
+    """Weights on a GPU whose products do not depend on the batch, for deterministic mode.
+
+    kernels/ops/linear_dense uses one tile and one order of summation for all row counts.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        from kernels.ops.linear_dense.triton import linear_dense  # a CPU runs without triton
+
+        self._linear = linear_dense
+
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x @ weight.T + bias."""
+        return self._linear(dense(x), self.weight, bias)

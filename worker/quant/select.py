@@ -1,38 +1,54 @@
-"""The choice of a scheme for a linear layer; the only place that makes it."""
+"""Interface of quantization schemes, and the choice of a scheme for a linear layer; the only place that makes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from kernels.common.quantized import ActivationQuantization, Activations
 from kernels.ops.linear_panels.cpu import Result
 from shared.errors import ConfigurationError
-from worker.quant.dense import DenseScheme
-from worker.quant.fp8 import Fp8Scheme
-from worker.quant.int8 import Int8Scheme
-from worker.quant.invariant import InvariantScheme
-from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.dense import DenseScheme, InvariantScheme
+from worker.quant.eight_bit import Fp8Scheme, Int8Scheme
+from worker.quant.onednn_packed import OneDNNPackedScheme, packed_linears_supported
 from worker.quant.panels import PanelScheme
 from worker.quant.raw_weight import RawWeight
-from worker.quant.scheme import LinearScheme
 from worker.quant.weight_only import WeightOnlyScheme
 
 
-def packed_linears_supported(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN multiplies packed weights of this dtype natively on this processor.
+class LinearScheme(Protocol):
+    """Storage and product of one weight [out_features, in_features].
 
-    In float32 they take half to two thirds of the time of torch's own linear.
+    Attributes:
+        input_quantization: Quantization that `apply` expects of its input, known after `after_load`; None for
+            none.
     """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.float32:
-        return True
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype is torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return False
+
+    input_quantization: ActivationQuantization | None
+
+    def create_weights(self, out_features: int, in_features: int) -> None:
+        """Allocate the storage that `load_rows` fills."""
+        ...
+
+    def load_rows(self, start: int, raw: RawWeight, order: torch.Tensor | None = None) -> None:
+        """Fill the output features from `start` on with those of `raw`, in `order` ([rows] int64) if given.
+
+        Every output feature is filled once before `after_load`.
+        """
+        ...
+
+    def after_load(self) -> None:
+        """Convert to the kernel's layout, once, and free memory that was needed only for loading."""
+        ...
+
+    def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute [T, in_features] -> [T, out_features] of the same dtype.
+
+        A scheme that was created for unrounded results returns float32.
+        """
+        ...
 
 
 def linear_scheme(

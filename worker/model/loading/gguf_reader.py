@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import ModelFileError
-from worker.model.loading.fields import readable
-from worker.model.loading.reads import open_for_reading, pread_exactly
+from worker.model.loading.fields import open_for_reading, pread_exactly, readable
 from worker.quant.gguf_formats import FORMATS, GGML_TYPE_NAMES, SUPPORTED_TYPES, WeightFormat
 
 _SCALARS: dict[int, tuple[str, str]] = {

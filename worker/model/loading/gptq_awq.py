@@ -16,9 +16,8 @@ from collections.abc import Mapping
 import torch
 
 from shared.errors import ModelFileError
+from worker.model.loading.checkpoint import QuantizedModule, Stored, factors_of, need
 from worker.model.loading.fields import Fields, readable
-from worker.model.loading.quantized_module import QuantizedModule, factors_of, need
-from worker.model.loading.safetensors_reader import Stored
 from worker.quant.raw_weight import CodeFormat, Factors, RawWeight, bounds, slice_columns, slice_rows
 
 _SCALES = ("F16", "BF16", "F32")

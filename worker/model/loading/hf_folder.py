@@ -8,18 +8,21 @@ from pathlib import Path
 
 from shared.errors import ModelFileError
 from worker.model.families import hf_names
+from worker.model.loading.bundle import united
+from worker.model.loading.checkpoint import (
+    Checkpoint,
+    QuantizedCheckpoint,
+    QuantizedModule,
+    Stored,
+    find_modules,
+    open_checkpoint,
+    read_index,
+)
 from worker.model.loading.checks import check_tensors
-from worker.model.loading.end_tokens import united
-from worker.model.loading.fields import Fields
-from worker.model.loading.hf_config import spec_from_config, token_ids
+from worker.model.loading.fields import Fields, parse_object, read_bounded, read_json_object
+from worker.model.loading.hf_config import quantization_of, spec_from_config, token_ids
 from worker.model.loading.hf_text import read_text_side
-from worker.model.loading.model_files import ModelFiles
-from worker.model.loading.model_hash import model_hash
-from worker.model.loading.quantized_checkpoint import find_modules, quantization_of
-from worker.model.loading.quantized_module import QuantizedCheckpoint, QuantizedModule
-from worker.model.loading.reads import parse_object, read_bounded, read_json_object
-from worker.model.loading.safetensors_reader import Checkpoint, Stored, open_checkpoint, read_index
-from worker.model.loading.weights import WeightSource
+from worker.model.loading.model_files import ModelFiles, WeightSource, model_hash
 from worker.model.spec import DecoderSpec
 from worker.quant.raw_weight import RawWeight, slice_columns
 
@@ -124,7 +127,7 @@ def _weights(
     def ignored(name: str) -> bool:
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in modules:
             # GPTQ's first tools gave every layer a bias, which is 0 if the model has none.
-            return not tensors[name].read().any()
+            return not tensors[name].file.read_rows(tensors[name].tensor, None).data.any()
         if quantization is not None and name.endswith(_CACHE_SCALES):
             return True
         return _ignored(name, spec.tie_word_embeddings)

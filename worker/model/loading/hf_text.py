@@ -11,10 +11,8 @@ from tokenizers import Tokenizer
 
 from shared.errors import ModelFileError
 from shared.messages import Bundle
-from worker.model.loading.bundle import MAX_CHAT_TEMPLATE, cached_conversion, make_bundle, parse_tokenizer
-from worker.model.loading.end_tokens import turn_end_ids
-from worker.model.loading.fields import Fields
-from worker.model.loading.reads import read_bounded, read_json_object
+from worker.model.loading.bundle import MAX_CHAT_TEMPLATE, cached_conversion, make_bundle, parse_tokenizer, turn_end_ids
+from worker.model.loading.fields import Fields, read_bounded, read_json_object
 
 _MAX_TOKENIZER = 1 << 28
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -59,7 +57,8 @@ def _tokenizer_json(folder: Path, cache_dir: Path) -> bytes:
         digest = hashlib.sha256(f"transformers {version('transformers')}".encode())
     except PackageNotFoundError:
         raise ModelFileError(
-            "tokenizer.json is missing, and so is the package transformers, which could create it") from None
+            "tokenizer.json is missing, and so is the package transformers, which could create it"
+        ) from None
     for name in _TOKENIZER_FILES:
         if (folder / name).exists():
             digest.update(name.encode() + hashlib.sha256(read_bounded(folder / name, _MAX_TOKENIZER)).digest())
@@ -67,9 +66,9 @@ def _tokenizer_json(folder: Path, cache_dir: Path) -> bytes:
 
 
 def _convert(folder: Path) -> bytes:
-    """Create tokenizer.json with transformers, which is imported only here,.
+    """Create tokenizer.json with transformers.
 
-    The reason is that that takes seconds and most folders do not need it.
+    The import takes seconds and most folders do not need it, so it is here.
     """
     from transformers import AutoTokenizer
 
@@ -79,7 +78,8 @@ def _convert(folder: Path) -> bytes:
     except Exception as error:  # noqa: BLE001 - anything may go wrong in there, and only the reason matters
         reason = str(error).replace(str(folder), folder.name).split("\n")[0][:200]
         raise ModelFileError(
-            f"tokenizer.json is missing and cannot be created from the other files: {reason}") from None
+            f"tokenizer.json is missing and cannot be created from the other files: {reason}"
+        ) from None
     converted: str = backend.to_str()
     return converted.encode()
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from shared.errors import ConfigurationError
-from worker.model.loading.gguf_files import open_gguf
+from worker.model.loading.gguf_model import open_gguf
 from worker.model.loading.hf_folder import has_weights, open_folder
 from worker.model.loading.model_files import ModelFiles
 

@@ -1,8 +1,9 @@
-"""Bounded reader of safetensors files, alone or in shards with an index.
+"""Bounded reader of one safetensors file.
 
-The header is checked as the description of the format requires (length, one object, known types, shapes that match the
-bytes, tensors that are disjoint and without holes) before any tensor is read. Tensor bytes are read by pread, only the
-requested rows.
+The library `safetensors` reads the tensors. Its errors name neither the file nor the tensor, so this module first
+checks the header as the description of the format requires: length, one object, known types, shapes that match the
+bytes, tensors that are disjoint and without holes. The library maps the file into memory. A tensor is therefore copied
+when it is read, after a check that the file has not shrunk.
 """
 
 from __future__ import annotations
@@ -10,33 +11,27 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from shared.errors import ModelFileError
-from worker.model.loading.fields import readable, shown
-from worker.model.loading.reads import open_for_reading, parse_object, pread_exactly, read_json_object
+from worker.model.loading.fields import open_for_reading, parse_object, pread_exactly, readable, shown
 from worker.quant.gguf_formats import WeightFormat
 from worker.quant.raw_weight import RawWeight, bounds
 
 MAX_HEADER = 100_000_000
-_MAX_INDEX = 1 << 26
-_MAX_FILES = 10_000
 
-# Bytes of one value. Types below a byte are listed so that the error about support names them.
+# Bits of one value. All types of the format are listed, so that an error about support can name them.
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 _FORMATS: dict[str, WeightFormat] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_READABLE: dict[str, torch.dtype] = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +55,21 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
+        self._library: safe_open | None = None
         self._fd, self.file_size = open_for_reading(path)
         try:
             self.data_start, self.tensors = self._parse()
+            self._library = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            self.close()
+            raise self._fail(f"cannot be opened: {str(error)[:200]}") from None
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the file."""
+        self._library = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -80,17 +81,24 @@ class SafetensorsFile:
         return RawWeight(weight_format, tuple(values.shape), values)
 
     def read_values(self, tensor: SafeTensor, rows: slice | None = None) -> torch.Tensor:
-        """Read rows of a tensor of any type that torch has; only their bytes are read."""
-        dtype = _READABLE.get(tensor.dtype)
-        if dtype is None:
-            raise self._fail(f"tensor {tensor.name} has the type {tensor.dtype}; supported are {', '.join(_READABLE)}")
-        where = readable(f"{self.name}: tensor {tensor.name}")
-        if not tensor.shape or not tensor.num_bytes:
-            raise ModelFileError(f"{where} is empty or has no dimensions")
-        start, stop = bounds(rows, tensor.shape[0])
-        row_bytes = tensor.num_bytes // tensor.shape[0]
-        raw = pread_exactly(self._fd, tensor.offset + start * row_bytes, (stop - start) * row_bytes, where)
-        return torch.from_numpy(raw).view(dtype).reshape(stop - start, *tensor.shape[1:])
+        """Read rows of a tensor of any type; only their bytes are read. A tensor without dimensions is [1]."""
+        if self._library is None:
+            raise ValueError(f"{self.name} is closed")
+        if not tensor.num_bytes:
+            raise self._fail(f"tensor {tensor.name} is empty")
+        size = os.fstat(self._fd).st_size
+        if size < self.file_size:
+            raise self._fail(f"tensor {tensor.name}: the file shrank from {self.file_size} to {size} bytes")
+        try:
+            mapped: torch.Tensor
+            if tensor.shape:
+                start, stop = bounds(rows, tensor.shape[0])
+                mapped = self._library.get_slice(tensor.name)[start:stop]  # type: ignore[no-untyped-call]
+            else:
+                mapped = self._library.get_tensor(tensor.name).reshape(1)  # type: ignore[no-untyped-call]
+            return mapped.clone()
+        except (SafetensorError, OSError) as error:
+            raise self._fail(f"tensor {tensor.name} cannot be read: {str(error)[:200]}") from None
 
     def format_of(self, tensor: SafeTensor) -> WeightFormat:
         """Return the format of a tensor. Raises ModelFileError for unsupported types."""
@@ -153,79 +161,3 @@ class SafetensorsFile:
 def _counts(values: object) -> TypeGuard[list[int]]:
     """Return True if the value is a list of integers from 0 to 2^62."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor and its file."""
-
-    file: SafetensorsFile
-    tensor: SafeTensor
-
-    @property
-    def dtype(self) -> str:
-        """Type of the tensor in the file."""
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return self.tensor.shape
-
-    def read(self, rows: slice | None = None) -> torch.Tensor:
-        """Return the tensor, or rows of it, as stored. A tensor without dimensions is [1]."""
-        if not self.tensor.shape:
-            whole = replace(self.tensor, shape=(1,))
-            return self.file.read_values(whole)
-        return self.file.read_values(self.tensor, rows)
-
-
-class Checkpoint:
-    """Tensors of a folder: one file, or shards with an index."""
-
-    def __init__(self, files: list[SafetensorsFile], tensors: dict[str, Stored]) -> None:
-        self.files = files
-        self.tensors = tensors
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files:
-            file.close()
-
-
-def open_checkpoint(paths: list[Path], weight_map: Mapping[str, str] | None = None) -> Checkpoint:
-    """Open files and, with an index, check that each tensor is in the file that the index names."""
-    files: list[SafetensorsFile] = []
-    try:
-        # One by one, so that files already open are closed when one fails.
-        for path in paths:
-            files.append(SafetensorsFile(path))  # noqa: PERF401
-        tensors = {name: Stored(file, tensor) for file in files for name, tensor in file.tensors.items()}
-        if weight_map is not None:
-            by_name = {file.name: file for file in files}
-            for name, file_name in weight_map.items():
-                if name not in by_name[file_name].tensors:
-                    raise ModelFileError(f"{file_name}: tensor {readable(name)} is missing, though the index names it")
-                tensors[name] = Stored(by_name[file_name], by_name[file_name].tensors[name])
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    return Checkpoint(files, tensors)
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor. Raises ModelFileError if a name would leave the folder."""
-    weight_map = read_json_object(path, _MAX_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFileError(f"{path.name}: weight_map is missing or not an object")
-    for tensor, name in weight_map.items():
-        plain = isinstance(name, str) and name == os.path.basename(name) and not {"\\", "\0"} & set(name)
-        if not plain or not name.endswith(".safetensors"):
-            where = f"{path.name}: tensor {readable(tensor)}"
-            raise ModelFileError(
-                f"{where} is said to be in {shown(name)}, which is not a safetensors file of this folder"
-            )
-    if len(set(weight_map.values())) > _MAX_FILES:
-        raise ModelFileError(f"{path.name}: names more than {_MAX_FILES} files")
-    return weight_map

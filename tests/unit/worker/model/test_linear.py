@@ -15,9 +15,9 @@ from worker.model.embedding import VocabularyParallelEmbedding, VocabularyParall
 from worker.model.linear import ColumnParallelLinear, Part, Placement, RowParallelLinear, split_evenly
 from worker.parallel import ParallelContext
 from worker.quant.dense import DenseScheme
-from worker.quant.onednn_packed import OneDNNPackedScheme
+from worker.quant.onednn_packed import OneDNNPackedScheme, packed_linears_supported
 from worker.quant.raw_weight import RawWeight
-from worker.quant.select import linear_scheme, packed_linears_supported
+from worker.quant.select import linear_scheme
 
 CPU = torch.device("cpu")
 

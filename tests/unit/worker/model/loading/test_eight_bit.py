@@ -205,7 +205,7 @@ def test_scales_that_make_no_numbers_are_refused(
         (compressed("int", "channel", symmetric=False), "weights.symmetric is false"),
         (compressed("int", "group"), "weights.strategy is 'group'"),
         (compressed("float", "block"), "is block, which needs block_structure"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups has other than one group"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups does not have exactly one group"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}},
             "config_groups.a.input_activations is missing",

@@ -227,7 +227,7 @@ def test_invalid_utf8_in_an_array_names_the_entry(tmp_path: Path) -> None:
 
 def test_other_than_regular_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ModelFileError, match=r"pipe\.gguf: is no regular file"):
+    with pytest.raises(ModelFileError, match=r"pipe\.gguf: is not a regular file"):
         GGUFFile(tmp_path / "pipe.gguf")
     with pytest.raises(ModelFileError, match=r"none\.gguf: cannot be opened"):
         GGUFFile(tmp_path / "none.gguf")

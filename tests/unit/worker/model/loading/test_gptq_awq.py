@@ -172,7 +172,7 @@ def test_modules_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
         ({"bits": "4"}, "quantization_config.bits is '4'"),
         ({"group_size": 0}, "quantization_config.group_size is 0"),
         ({"group_size": None}, "quantization_config.group_size is missing"),
-        ({"group_size": 48}, "inputs are no whole number of groups of 48"),
+        ({"group_size": 48}, "inputs are not a whole number of groups of 48"),
         ({"group_size": 64}, "qzeros has the shape"),
         ({"checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin'"),
         ({"quant_method": "awq", "bits": 8}, "quantization_config.bits is 8"),
@@ -193,8 +193,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
     [
         ("qzeros", None, "q_proj.qzeros is missing"),
         ("scales", torch.ones(2, 64, dtype=torch.int32), "q_proj.scales has the type I32"),
-        ("qweight", torch.ones(9, 64, dtype=torch.int32), "inputs are no whole number of groups of 32"),
-        ("qweight", torch.ones(8, dtype=torch.int32), "no packed matrix"),
+        ("qweight", torch.ones(9, 64, dtype=torch.int32), "inputs are not a whole number of groups of 32"),
+        ("qweight", torch.ones(8, dtype=torch.int32), "not a packed matrix"),
         ("g_idx", torch.ones(9, dtype=torch.int32), "g_idx has the shape (9,)"),
     ],
 )
@@ -239,5 +239,5 @@ def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
     path = tmp_path / "m" / "model.safetensors"
     save_file(load_file(path) | {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}, path)
-    with pytest.raises(ModelFileError, match=r"q_proj\.weight is there both quantized and as it is"):
+    with pytest.raises(ModelFileError, match=r"q_proj\.weight is present both quantized and unquantized"):
         opened(tmp_path / "m")

@@ -20,8 +20,7 @@ from worker.kv.geometry import KVGroupSpec
 from worker.model.families import hf_names, required_shapes
 from worker.model.loading import ModelFiles, open_model
 from worker.model.loading.fields import Fields
-from worker.model.loading.hf_config import spec_from_config, token_ids
-from worker.model.loading.rope_config import rope_from_config
+from worker.model.loading.hf_config import rope_from_config, spec_from_config, token_ids
 from worker.model.spec import RopeSpec
 
 CONFIG: dict[str, Any] = {
@@ -306,7 +305,7 @@ def test_partial_rotation() -> None:
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 0.5}}, "rope_scaling.beta_fast is 0.5"),
         ({"rope_scaling": {**LLAMA3, "type": "llama3", "high_freq_factor": 1}}, "rope_scaling.high_freq_factor is 1"),
-        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters differs by the kind of layer"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters differs between kinds of layers"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"bos_token_id": 20}, "token id 20 is not in the vocabulary of 20"),
     ],
@@ -343,7 +342,7 @@ def test_code_of_the_folder_is_refused(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("config.json", "{", "config.json: is not valid JSON"),
-        ("config.json", "[1]", "config.json: is no JSON object"),
+        ("config.json", "[1]", "config.json: is not a JSON object"),
         ("config.json", "[" * 100_000, "config.json: is not valid JSON"),
         ("config.json", '{"hidden_size": 1, "hidden_size": 2}', "config.json: the key 'hidden_size' appears twice"),
         ("config.json", " " * (1 << 24) + "{}", "config.json: has 16777218 bytes"),

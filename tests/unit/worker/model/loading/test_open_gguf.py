@@ -216,7 +216,7 @@ def test_paths_that_hold_no_model_are_named(tmp_path: Path) -> None:
     (folder / "a.gguf").write_bytes(tiny_gguf())
     assert open_model(str(folder), tmp_path / "cache").default_name == "a"
     (folder / "b.gguf").write_bytes(tiny_gguf())
-    with pytest.raises(ConfigurationError, match=r"two holds 2 \.gguf files"):
+    with pytest.raises(ConfigurationError, match=r"two contains 2 \.gguf files"):
         open_model(str(folder), tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelFileError, match=r"empty: config\.json is missing"):

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from shared.errors import ModelFileError
-from worker.model.loading.safetensors_reader import SafetensorsFile, open_checkpoint, read_index
+from worker.model.loading.checkpoint import open_checkpoint, read_index
+from worker.model.loading.safetensors_reader import SafetensorsFile
 
 GOOD: dict[str, Any] = {"w": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}}
 
@@ -114,7 +115,7 @@ def test_a_file_that_shrinks_after_opening_gives_an_error(tmp_path: Path) -> Non
     path, _ = _saved(tmp_path)
     file = SafetensorsFile(path)
     os.truncate(path, file.data_start + 4)
-    with pytest.raises(ModelFileError, match="tensor a: ends at byte"):
+    with pytest.raises(ModelFileError, match="tensor a: the file shrank from"):
         file.read_rows(file.tensors["a"], None)
     file.close()
 
@@ -136,7 +137,7 @@ def test_a_file_that_shrinks_after_opening_gives_an_error(tmp_path: Path) -> Non
 def test_an_index_cannot_leave_its_folder(tmp_path: Path, name: object) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ModelFileError, match=r"tensor w is said to be in .*, no safetensors file of this folder"):
+    with pytest.raises(ModelFileError, match="tensor w is said to be in .*, which is not a safetensors file"):
         read_index(path)
 
 

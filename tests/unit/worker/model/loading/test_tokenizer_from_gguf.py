@@ -197,7 +197,7 @@ def test_sentencepiece_vocabularies_merge_by_score_and_fall_back_to_bytes(tmp_pa
 
 def test_a_piece_too_long_to_cut_up_is_refused_at_once(tmp_path: Path) -> None:
     tokens = [*SPM["tokenizer.ggml.tokens"][:-1], "h" * 1_000_000]  # type: ignore[index]
-    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.tokens holds a piece of 1000000 characters"):
+    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.tokens contains a piece of 1000000 characters"):
         _spm_tokenizer(tmp_path, tokens=tokens)
 
 
@@ -234,14 +234,14 @@ def test_a_text_ends_with_the_end_token_where_the_file_says_so(tmp_path: Path, a
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens is missing or no array"),
+        ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens is missing or not an array"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
         ({"tokenizer.ggml.merges": ["q x z"]}, "the tokenizer cannot be used"),
         ({"tokenizer.ggml.merges": ["h nonsense"]}, "the tokenizer cannot be used"),
-        ({"tokenizer.ggml.token_type": [1, 2]}, "tokenizer.ggml.token_type does not hold"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "tokenizer.ggml.token_type does not contain"),
         ({"tokenizer.ggml.eos_token_id": 1 << 20}, "tokenizer.ggml.eos_token_id is 1048576"),
         ({"tokenizer.ggml.add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token is 'yes'"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores does not hold"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores does not contain"),
         ({"tokenizer.chat_template": 3}, "tokenizer.chat_template is 3"),
         ({"tokenizer.chat_template": "x" * (1 << 20) + "x"}, "tokenizer.chat_template is longer"),
     ],
