@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from gateway.http.aiohttp_internals import ConnectionProtocol, ProtocolRunner, ProtocolServer, has_begun
+from gateway.http.aiohttp_internals import ConnectionProtocol, ProtocolRunner, ProtocolServer, has_started
 from gateway.http.app_keys import log
 from gateway.http.errors import (
     dump_json,
@@ -140,7 +141,7 @@ class HttpProtocol(ConnectionProtocol):
 
         aiohttp's messages may contain raw input and are not sent.
         """
-        if has_begun(request):
+        if has_started(request):
             raise ConnectionError("the response has already begun")
         request_id = request_id_of(request)
         if status >= 500:
@@ -171,11 +172,9 @@ def _add_common_headers(response: web.Response, request_id: str) -> None:
 class HttpServer(ProtocolServer):
     """Factory of HttpProtocol objects, one per connection."""
 
-    def __init__(
-        self, server: web.Server, *, header_timeout: float, write_timeout: float, max_connections: int
-    ) -> None:
+    def __init__(self, server: web.Server, *, max_connections: int, **timeouts: float) -> None:
         super().__init__(server)
-        self._timeouts = {"header_timeout": header_timeout, "write_timeout": write_timeout}
+        self._timeouts = timeouts
         self._max_connections = max_connections
 
     @property
@@ -200,7 +199,7 @@ class HttpRunner(ProtocolRunner):
             workers and files.
     """
 
-    __slots__ = ("_header_timeout", "_max_connections", "_write_timeout")
+    __slots__ = ("_wrap",)
 
     def __init__(
         self,
@@ -223,15 +222,10 @@ class HttpRunner(ProtocolRunner):
             lingering_time=5.0,
             shutdown_timeout=2.0,
         )
-        self._header_timeout = header_timeout
-        self._write_timeout = write_timeout
-        self._max_connections = max_connections
+        self._wrap = partial(
+            HttpServer, header_timeout=header_timeout, write_timeout=write_timeout, max_connections=max_connections
+        )
 
     def wrap_server(self, server: web.Server) -> HttpServer:
         """Return the server that makes HttpProtocol objects."""
-        return HttpServer(
-            server,
-            header_timeout=self._header_timeout,
-            write_timeout=self._write_timeout,
-            max_connections=self._max_connections,
-        )
+        return self._wrap(server)

@@ -26,7 +26,7 @@ from gateway.cluster.registry import SCAN_INTERVAL, Registry
 from gateway.flow.admission import Admission
 from gateway.flow.generation import Generator
 from gateway.flow.routing import Router
-from gateway.flow.salt import Salts, kept_secret
+from gateway.flow.salt import Salts, load_or_create_secret
 from gateway.http.app_keys import Limits
 from gateway.http.auth import KeyRing, load_keys
 from gateway.http.drain import Drain
@@ -119,7 +119,7 @@ class Service:
     def _build(self) -> web.Application:
         settings = self._settings
         directory = runtime_dir(settings.runtime_dir)
-        secret = settings.cache_secret.encode() if settings.cache_secret else kept_secret(directory)
+        secret = settings.cache_secret.encode() if settings.cache_secret else load_or_create_secret(directory)
         key_ring = KeyRing(load_keys(settings))
         loopback = is_loopback_host(settings.host) or is_loopback_host(f"[{settings.host}]")
         if key_ring.empty and not loopback:

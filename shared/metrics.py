@@ -51,16 +51,6 @@ WORKER_COUNTERS = {
 ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 """Metric of WorkerStats.accepted_per_position, with the label `position` from 0."""
 
-WORKER_GAUGES = {
-    "num_requests_running": "choices that the worker is running",
-    "num_requests_waiting": "choices that are waiting for the worker",
-    "num_waiting_tokens": "prompt tokens not yet computed",
-    "kv_cache_usage_perc": "share of the KV cache's pages that live requests hold, 0 to 1",
-    "kv_cache_num_cached_pages": "pages that no request holds but that later requests may reuse",
-    "kv_cache_num_pages": "pages of the KV cache",
-    "worker_ready": "1 if the worker answers in time, else 0",
-}
-
 
 class TokenHistogram(Collector):
     """Histogram for values of each token. prometheus_client's own takes a lock and 2 us per observation.
@@ -174,6 +164,29 @@ class WorkerSnapshot:
     num_pages: int
     stats: WorkerStats
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pages that live requests hold."""
+        return self.stats.pages_in_use / self.num_pages if self.num_pages else 0.0
+
+
+WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerSnapshot], float]]] = {
+    "num_requests_running": ("choices that the worker is running", lambda worker: worker.stats.num_running),
+    "num_requests_waiting": ("choices that are waiting for the worker", lambda worker: worker.stats.num_waiting),
+    "num_waiting_tokens": ("prompt tokens not yet computed", lambda worker: worker.stats.num_waiting_tokens),
+    "kv_cache_usage_perc": (
+        "share of the KV cache's pages that live requests hold, 0 to 1",
+        lambda worker: worker.kv_cache_usage,
+    ),
+    "kv_cache_num_cached_pages": (
+        "pages that no request holds but that later requests may reuse",
+        lambda worker: worker.stats.num_cached_pages,
+    ),
+    "kv_cache_num_pages": ("pages of the KV cache", lambda worker: worker.num_pages),
+    "worker_ready": ("1 if the worker answers in time, else 0", lambda worker: float(worker.ready)),
+}
+"""Documentation and value of each gauge."""
+
 
 class WorkerCollector(Collector):
     """Collector that exports each worker's last report at each scrape; register it with `registry.register`.
@@ -189,10 +202,10 @@ class WorkerCollector(Collector):
         """Yield one family per name, with a sample per worker."""
         snapshots = list(self._snapshots())
         labels = ["model_name", "worker"]
-        for name, doc in WORKER_GAUGES.items():
+        for name, (doc, value_of) in WORKER_GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, doc, labels=labels)
             for snapshot in snapshots:
-                gauge.add_metric([snapshot.model_name, snapshot.worker], _gauge_value(name, snapshot))
+                gauge.add_metric([snapshot.model_name, snapshot.worker], value_of(snapshot))
             yield gauge
         for name, doc in WORKER_COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, doc, labels=labels)
@@ -200,35 +213,12 @@ class WorkerCollector(Collector):
                 value = snapshot.stats.counters.get(f"{name}_total", 0.0)
                 counter.add_metric([snapshot.model_name, snapshot.worker], value)
             yield counter
-        yield _accepted_per_position(snapshots)
-
-
-def _accepted_per_position(snapshots: Iterable[WorkerSnapshot]) -> CounterMetricFamily:
-    doc = "accepted drafts by position in the draft"
-    counter = CounterMetricFamily(PREFIX + ACCEPTED_PER_POSITION, doc, labels=["model_name", "worker", "position"])
-    for snapshot in snapshots:
-        for position, value in enumerate(snapshot.stats.accepted_per_position):
-            counter.add_metric([snapshot.model_name, snapshot.worker, str(position)], value)
-    return counter
-
-
-def _gauge_value(name: str, snapshot: WorkerSnapshot) -> float:
-    stats = snapshot.stats
-    if name == "num_requests_running":
-        return stats.num_running
-    if name == "num_requests_waiting":
-        return stats.num_waiting
-    if name == "num_waiting_tokens":
-        return stats.num_waiting_tokens
-    if name == "kv_cache_usage_perc":
-        return stats.pages_in_use / snapshot.num_pages if snapshot.num_pages else 0.0
-    if name == "kv_cache_num_cached_pages":
-        return stats.num_cached_pages
-    if name == "kv_cache_num_pages":
-        return snapshot.num_pages
-    if name == "worker_ready":
-        return float(snapshot.ready)
-    raise KeyError(name)
+        doc = "accepted drafts by position in the draft"
+        accepted = CounterMetricFamily(PREFIX + ACCEPTED_PER_POSITION, doc, labels=[*labels, "position"])
+        for snapshot in snapshots:
+            for position, count in enumerate(snapshot.stats.accepted_per_position):
+                accepted.add_metric([snapshot.model_name, snapshot.worker, str(position)], count)
+        yield accepted
 
 
 def metric_names() -> list[str]:

@@ -47,8 +47,8 @@ class ChildSpec:
 
     Attributes:
         name: Name of the child.
-        command: Command line.
-        environment: Environment variables.
+        argv: Command line.
+        env: Environment variables.
         stop_order: Children with a lower number are stopped first; the next follow when those are gone.
         stop_seconds: Seconds after SIGTERM at which the child gets SIGKILL.
     """

@@ -188,11 +188,6 @@ class WorkerLink:
         return not self.lost and self.facts is not None and self._silent_seconds() <= self._liveness.not_ready_after
 
     @property
-    def num_streams(self) -> int:
-        """Number of requests that this gateway has at the worker."""
-        return len(self._submissions)
-
-    @property
     def num_sequences(self) -> int:
         """Number of this gateway's choices at the worker, or the number that the worker reported if it is larger."""
         return max(self._num_sequences, self.stats.num_running + self.stats.num_waiting)
@@ -335,17 +330,14 @@ class WorkerLink:
         """Check EVENTS again after a send, which may have consumed the edge of an incoming message."""
         if not self._drain_scheduled and self._events() & zmq.POLLIN:
             self._drain_scheduled = True
-            self._loop.call_soon(self._scheduled_drain)
-
-    def _scheduled_drain(self) -> None:
-        self._drain_scheduled = False
-        self._drain()
+            self._loop.call_soon(self._drain)
 
     def _events(self) -> int:
         return 0 if self._socket is None or self.lost else int(self._socket.getsockopt(zmq.EVENTS))
 
     def _drain(self) -> None:
         """Read until the socket is empty or MAX_FRAMES_PER_TURN frames were read."""
+        self._drain_scheduled = False
         for _ in range(MAX_FRAMES_PER_TURN):
             if self.lost or self._socket is None:
                 return
@@ -365,7 +357,7 @@ class WorkerLink:
                 return
         if not self._drain_scheduled and not self.lost:
             self._drain_scheduled = True
-            self._loop.call_soon(self._scheduled_drain)
+            self._loop.call_soon(self._drain)
 
     def _drain_monitor(self) -> None:
         while not self.lost and self._monitor is not None:
@@ -390,7 +382,9 @@ class WorkerLink:
         except WireError:
             self.counters.malformed += 1
             return
-        if isinstance(message, Steps):
+        if isinstance(message, Steps | Pong) and (self.facts is None or message.epoch != self.epoch):
+            self._on_wrong_epoch()
+        elif isinstance(message, Steps):
             self._on_steps(message)
         elif isinstance(message, Pong):
             self._on_pong(message)
@@ -418,9 +412,6 @@ class WorkerLink:
         self._on_welcome(self)
 
     def _on_steps(self, message: Steps) -> None:
-        if self.facts is None or message.epoch != self.epoch:
-            self._on_wrong_epoch()
-            return
         expected = self._sequence + 1
         if message.sequence < expected:
             self.counters.repeated += 1
@@ -451,9 +442,6 @@ class WorkerLink:
             self._cancel(Cancel(output.request_id))
 
     def _on_pong(self, message: Pong) -> None:
-        if self.facts is None or message.epoch != self.epoch:
-            self._on_wrong_epoch()
-            return
         if message.nonce not in self._unanswered:
             self.counters.malformed += 1
             return

@@ -40,6 +40,9 @@ _COARSE_NS = 100_000_000
 Two changes within some milliseconds may leave the same timestamp.
 """
 
+_IDENTITY = ("model_hash", "bundle_hash", "model_names", "tool_call_parser", "reasoning_parser")
+"""Facts that all workers of a model share."""
+
 log = get_logger("gateway.cluster")
 
 
@@ -117,18 +120,7 @@ class ModelEntry:
 
     def matches(self, facts: WorkerFacts) -> bool:
         """Return True if a worker with these facts serves the same model."""
-        mine = self._first_facts
-        return _identity(mine) == _identity(facts)
-
-
-def _identity(facts: WorkerFacts) -> tuple[object, ...]:
-    return (
-        facts.model_hash,
-        facts.bundle_hash,
-        facts.model_names,
-        facts.tool_call_parser,
-        facts.reasoning_parser,
-    )
+        return all(getattr(self._first_facts, name) == getattr(facts, name) for name in _IDENTITY)
 
 
 class Registry:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
@@ -66,8 +67,7 @@ class BeamSearcher:
 
         Raises:
             InvalidRequestError: Workers do not report enough alternatives for so many beams, or stop strings are
-                combined with a model
-                that reasons, because stop strings do not apply to reasoning.
+                combined with a model that reasons, because stop strings do not apply to reasoning.
         """
         sampling = request.sampling
         new_scanner = scanners_of(request)
@@ -124,29 +124,20 @@ class BeamSearcher:
         return self._generator.reserve(request, num_sequences=num_sequences, num_tokens=num_tokens)
 
 
+@dataclass(eq=False)
 class BeamSearch(ClosedOnExit):
     """Running search; see flow.requests.GenerationLike. All deltas arrive at the end, one per choice."""
 
-    def __init__(
-        self,
-        room: ReservationLike,
-        request: GenerationRequest,
-        params: BeamParams,
-        state: BeamState,
-        pages: BeamPages,
-        choices: Sequence[Choice | EmbeddingChoice],
-        vocab_size: int,
-    ) -> None:
-        self._room = room
-        self._request = request
-        self._params = params
-        self._state = state
-        self._pages = pages
-        self._choices = choices
-        self._vocab_size = vocab_size
-        self._parts: list[GenerationLike] = []
-        self._first: TextDelta | None = None
-        self._results: deque[TextDelta] | None = None
+    _room: ReservationLike
+    _request: GenerationRequest
+    _params: BeamParams
+    _state: BeamState
+    _pages: BeamPages
+    _choices: Sequence[Choice | EmbeddingChoice]
+    _vocab_size: int
+    _parts: list[GenerationLike] = field(default_factory=list)
+    _first: TextDelta | None = None
+    _results: deque[TextDelta] | None = None
 
     def close(self) -> None:
         """Cancel running steps and release the room. Idempotent."""

@@ -68,20 +68,6 @@ class Choice:
         scanner: Scanner for the request's stop strings, for this choice.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_drafts",
-        "_include_stop",
-        "_max_tokens",
-        "_min_tokens",
-        "_scanner",
-        "_stop_token_ids",
-        "_wants_logprobs",
-        "finished",
-        "index",
-        "token_ids",
-    )
-
     def __init__(
         self, index: int, request: GenerationRequest, scanner: Scanner | None, detokenizer: Detokenizer
     ) -> None:
@@ -187,18 +173,6 @@ class FormattedChoice(Choice):
     Stop strings apply to the visible text, including tool calls. Everything that one token completes is part of one
     delta.
     """
-
-    __slots__ = (
-        "_calls",
-        "_named_tool",
-        "_num_calls",
-        "_num_reasoning_tokens",
-        "_only_calls",
-        "_parser",
-        "_reasoning",
-        "_shown_ids",
-        "_splitter",
-    )
 
     def __init__(
         self,
@@ -307,8 +281,6 @@ class FormattedChoice(Choice):
 
 class EmbeddingChoice:
     """The single "choice" of an embedding request, which has no tokens and no text."""
-
-    __slots__ = ("finished", "index", "token_ids")
 
     def __init__(self) -> None:
         self.index = 0

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import structlog
@@ -344,15 +345,15 @@ class Generation(ClosedOnExit):
         )
 
 
+@dataclass(eq=False)
 class Reservation:
     """Room for a request that its caller runs in parts. See flow.requests.ReservationLike."""
 
-    def __init__(self, generator: Generator, entry: ModelEntry, permit: Permit, measure: Measure) -> None:
-        self._generator = generator
-        self._entry = entry
-        self._permit = permit
-        self._measure = measure
-        self._sent = False
+    _generator: Generator
+    _entry: ModelEntry
+    _permit: Permit
+    _measure: Measure
+    _sent: bool = False
 
     def submit(self, part: GenerationRequest) -> Generation:
         """Send a part."""

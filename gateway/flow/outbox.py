@@ -120,20 +120,6 @@ class Outbox:
             ready, the consumer takes those too.
     """
 
-    __slots__ = (
-        "_full_timer",
-        "_is_due",
-        "_num_tokens",
-        "_on_slow",
-        "_patience",
-        "_pending",
-        "_single",
-        "_turn",
-        "_urgent",
-        "_waiter",
-        "receiver",
-    )
-
     def __init__(self, patience: float, on_slow: Callable[[], None], turn: FlushScheduler) -> None:
         self._patience = patience
         self._on_slow = on_slow

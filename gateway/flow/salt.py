@@ -24,7 +24,7 @@ class Salts:
     """Derivation of salts. They are equal in every gateway with the same secret, and after a restart.
 
     Args:
-        secret: The setting `cache_secret`, or the result of `kept_secret`.
+        secret: The setting `cache_secret`, or the result of `load_or_create_secret`.
         shared: All keys share one cache (`shared_prefix_cache`).
     """
 
@@ -47,7 +47,7 @@ class Salts:
         return hmac.digest(self._secret, message, "sha256")[:_SALT_BYTES]
 
 
-def kept_secret(directory: Path) -> bytes:
+def load_or_create_secret(directory: Path) -> bytes:
     """Return the secret of this runtime directory. The first process creates it, in a file with mode 0600.
 
     Raises:

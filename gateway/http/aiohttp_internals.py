@@ -87,7 +87,7 @@ async def send_continue(request: web.Request) -> None:
     request.writer.output_size = 0  # the interim response does not belong to the response
 
 
-def has_begun(request: web.BaseRequest) -> bool:
+def has_started(request: web.BaseRequest) -> bool:
     """Return True if bytes of the response have been written."""
     return request.writer.output_size > 0
 

@@ -3,49 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shared.errors import InvalidRequestError, PeltonError, RateLimitError, UnavailableError
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightSlot:
-    """A task's slot in the in-flight counter, as a context manager."""
-
-    _drain: Drain
-    _task: asyncio.Task[object]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._drain.leave(self._task)
-
-
-class Named:
-    """Context in which the running task can be aborted by the names that its client knows.
-
-    Args:
-        drain: Registry of requests in flight.
-        names: Id of the response and id of the HTTP request.
-        owner: Hash of the key that sent the request.
-    """
-
-    __slots__ = ("_drain", "names", "owner", "task")
-
-    def __init__(self, drain: Drain, names: Sequence[str], owner: bytes) -> None:
-        self._drain = drain
-        self.names = names
-        self.owner = owner
-        self.task: asyncio.Task[object] | None = None
-
-    def __enter__(self) -> None:
-        self.task = asyncio.current_task()
-        self._drain.add_named(self)
-
-    def __exit__(self, *_: object) -> None:
-        self._drain.remove_named(self)
 
 
 class Drain:
@@ -53,14 +14,13 @@ class Drain:
 
     Args:
         max_requests: Number of requests above which new ones get status 429.
-        retry_after: Seconds after which a client may try again.
     """
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._tasks: set[asyncio.Task[object]] = set()
-        # Clients choose the ids of HTTP requests, so several requests may have the same id.
-        self._named: dict[str, list[Named]] = {}
+        # Owner and task by id. Clients choose the ids of HTTP requests, so several requests may have the same id.
+        self._named: dict[str, list[tuple[bytes, asyncio.Task[object] | None]]] = {}
         self._aborted: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -73,8 +33,9 @@ class Drain:
         """Number of requests that were admitted and have not ended."""
         return len(self._tasks)
 
-    def admit(self) -> InFlightSlot:
-        """Reserve a slot for the running task.
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count the running task as a request in flight inside the context.
 
         Raises:
             UnavailableError: The server is shutting down.
@@ -92,30 +53,32 @@ class Drain:
             raise RuntimeError("admit must be called from a task")
         self._tasks.add(task)
         self._idle.clear()
-        return InFlightSlot(self, task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            self._aborted.discard(task)
+            if not self._tasks:
+                self._idle.set()
 
-    def leave(self, task: asyncio.Task[object]) -> None:
-        """Release a task's slot; called by InFlightSlot."""
-        self._tasks.discard(task)
-        self._aborted.discard(task)
-        if not self._tasks:
-            self._idle.set()
+    @contextmanager
+    def named(self, names: Sequence[str], owner: bytes) -> Iterator[None]:
+        """Let the running task be aborted by names that its client knows inside the context.
 
-    def named(self, names: Sequence[str], owner: bytes) -> Named:
-        """Return a context in which the running task can be aborted by any of the names."""
-        return Named(self, names, owner)
-
-    def add_named(self, named: Named) -> None:
-        """Register names; called by Named."""
-        for name in named.names:
-            self._named.setdefault(name, []).append(named)
-
-    def remove_named(self, named: Named) -> None:
-        """Remove names; called by Named."""
-        for name in named.names:
-            self._named[name].remove(named)
-            if not self._named[name]:
-                del self._named[name]
+        Args:
+            names: Id of the response and id of the HTTP request.
+            owner: Hash of the key that sent the request.
+        """
+        entry = (owner, asyncio.current_task())
+        for name in names:
+            self._named.setdefault(name, []).append(entry)
+        try:
+            yield
+        finally:
+            for name in names:
+                self._named[name].remove(entry)
+                if not self._named[name]:
+                    del self._named[name]
 
     def abort(self, name: str, owner: bytes | None) -> int:
         """Abort the requests with a name and return their number. They answer with an error.
@@ -124,10 +87,10 @@ class Drain:
             name: Id of a response or of an HTTP request.
             owner: Hash of the key whose requests are meant; None for all keys.
         """
-        found = [named for named in self._named.get(name, ()) if owner in (None, named.owner)]
-        for task in {named.task for named in found}:
+        found = [task for sender, task in self._named.get(name, ()) if owner in (None, sender)]
+        for task in set(found):
             # A second cancellation would hide how the request ended.
-            if task in self._tasks and task not in self._aborted:
+            if task is not None and task in self._tasks and task not in self._aborted:
                 self._aborted.add(task)
                 task.cancel()
         return len(found)

@@ -40,7 +40,7 @@ def dump_json(value: object) -> bytes:
     return data
 
 
-def kept_json(value: object) -> bytes:
+def cached_json(value: object) -> bytes:
     """Encode a value for storage in a bytes object of exactly its length.
 
     orjson's own bytes object keeps its write buffer, which may be 16 times larger.

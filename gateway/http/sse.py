@@ -66,18 +66,6 @@ class SseResponse:
         keep_alive: Function that returns the bytes to send instead of the comment.
     """
 
-    __slots__ = (
-        "_interval",
-        "_keep_alive_bytes",
-        "_keepalive",
-        "_last_write",
-        "_prepare_lock",
-        "_protocol",
-        "_request",
-        "_timer",
-        "response",
-    )
-
     def __init__(self, request: web.Request, keep_alive: Callable[[], bytes] | None = None) -> None:
         self._request = request
         self._keep_alive_bytes = keep_alive

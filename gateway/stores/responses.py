@@ -37,7 +37,7 @@ _LOOK_UPS = 256
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
     """One response. Responses that continue one another share the texts of their conversation.
 
-    The texts occupy exactly their length (see gateway.http.errors.kept_json), so that the counted size is the real
+    The texts occupy exactly their length (see gateway.http.errors.cached_json), so that the counted size is the real
     one. All fields are strings and bytes, so that the garbage collector need not track the object: there may be a
     hundred thousand.
 

@@ -190,7 +190,7 @@ async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(
     async with running_core(directory) as core:
         await asyncio.sleep(0.1)
         assert core.registry.ready() == (False, "no worker has joined")
-        with pytest.raises(UnavailableError, match="may still load"):
+        with pytest.raises(UnavailableError, match="may still be loading"):
             core.registry.model("fake")
         socket_file.unlink()
         with FakeWorker(directory, epoch="00000002"):

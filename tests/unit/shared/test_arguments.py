@@ -1,4 +1,4 @@
-"""What is said of flags that a parser does not know."""
+"""Messages about unknown flags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_unknown_flags_are_named_with_the_closest(parser, argv, message, capsys)
 
 
 def test_the_value_of_an_unknown_flag_is_not_shown(parser, capsys):
-    # A key of base64 may begin with a dash, and is no flag then.
+    # A base64 key may begin with a dash; it is not a flag.
     values = (["--api-key=sk-secret"], ["--api-key", "sk-secret"], ["--api-key", "-secret"], ["-ksecret"])
     for argv in (*values, ["a", "--api-key", "sk-secret"]):
         with pytest.raises(SystemExit):

@@ -48,7 +48,7 @@ def test_salts_never_share_a_hash():
 
 
 def test_salt_is_not_confused_with_token_bytes():
-    # The length in front separates them: 4 bytes of salt are not one more token.
+    # The length prefix distinguishes 4 bytes of salt from one more token.
     assert page_hashes([2, 3], 2, struct.pack("<I", 1)) != page_hashes([1, 2, 3], 3, b"")
 
 

@@ -151,7 +151,7 @@ def test_help_shows_every_setting_with_its_documentation(capsys):
         load(argv=["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    # Each below the side that takes it.
+    # Each setting is listed below the side that uses it.
     marks = [
         *("\nboth sides:\n", "  --log-level ", "\nthe gateway:\n", "  --port "),
         *("\nworkers:\n", "  --max-num-seqs ", "\nserve:\n", "  --data-parallel-size "),

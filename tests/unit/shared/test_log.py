@@ -1,4 +1,4 @@
-"""Logging: never waits, counts what it drops, keeps private things to itself."""
+"""Logging: it never blocks, counts dropped lines and blanks private fields."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_full_pipe_blocks_nobody_and_is_counted(pipe):
     _, write = pipe
     os.set_blocking(write, True)
     writer = log.LogWriter(write, max_lines=10)
-    # Nobody reads: 64 KiB fit the pipe, ten lines the queue. If put() waited, the test would hang in its time limit.
+    # The pipe is not read: it holds 64 KiB, and the queue ten lines. If put() blocked, the test would time out.
     for _ in range(200):
         writer.put(b"x" * 1000)
         time.sleep(0)

@@ -1,4 +1,4 @@
-"""Metrics: one registration each, workers once each, names bounded."""
+"""Metrics: one registration each, one sample per worker, bounded names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.messages import WorkerStats
 from shared.metrics import WORKER_COUNTERS, GatewayMetrics, WorkerCollector, WorkerSnapshot, metric_names
 from worker.stats import Counters
 
-# Names that dashboards made for vLLM ask for, under our prefix.
+# Names that dashboards for vLLM use, with our prefix.
 PROMISED = [
     "num_requests_running",
     "num_requests_waiting",

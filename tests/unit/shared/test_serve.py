@@ -88,7 +88,7 @@ def read_greeting(process: subprocess.Popen[str]) -> str:
 def test_greets_and_stops_in_order(serve):
     process = serve("--data-parallel-size", "2", PELTON_API_KEY="sk-secret")
     greeting = read_greeting(process)
-    # The gateway got the runtime directory and the key, which the model's name shows.
+    # The name of the model shows that the gateway received the runtime directory and the key.
     assert "Pelton serves model-in-/run at http://127.0.0.1:" in greeting
     assert "curl -N" in greeting
     process.send_signal(signal.SIGTERM)

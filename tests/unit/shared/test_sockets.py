@@ -1,4 +1,4 @@
-"""The runtime directory's permissions, endpoints, and the options that the sockets are made with."""
+"""Permissions of the runtime directory, endpoints, and socket options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.messages import MAX_MESSAGE_BYTES
 
 
 class Plane:
-    """Makes sockets as Pelton does and closes them after the test."""
+    """Factory of Pelton's sockets that closes them after the test."""
 
     def __init__(self):
         self.context = zmq.Context()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,7 +68,7 @@ RUNNER = """
 
 
 class Running:
-    """A supervisor process and the journal of its children."""
+    """Supervisor process and the journal of its children."""
 
     def __init__(self, process: subprocess.Popen[bytes], journal: Path) -> None:
         self.process = process
@@ -148,7 +152,7 @@ def test_second_sigterm_kills(run):
     running = run(gateway=STAY, worker=KEEP_RUNNING)
     running.wait_for(lambda: running.pids("gateway") and running.pids("worker"))
     running.process.send_signal(signal.SIGTERM)
-    # Two signals that are pending at the same time are one: the first must have been dealt with.
+    # Two pending signals of the same kind count as one: wait until the first one was handled.
     running.wait_for(lambda: "gateway terminated" in running.lines())
     assert running.process.poll() is None
     running.process.send_signal(signal.SIGTERM)
@@ -267,3 +271,73 @@ def test_second_supervisor_in_the_same_directory_is_refused(tmp_path):
     with supervisor._lock(tmp_path), pytest.raises(ConfigurationError, match="another pelton serve"):
         with supervisor._lock(tmp_path):
             pytest.fail("the lock was given twice")
+
+
+class _GatewayHandler(http.server.BaseHTTPRequestHandler):
+    num_refusals = 2
+
+    def do_GET(self) -> None:
+        if self.path == "/ready" and type(self).num_refusals > 0:
+            type(self).num_refusals -= 1
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.end_headers()
+        name = "tiny" if self.headers.get("Authorization") in (None, "Bearer sk-right") else "wrong key"
+        self.wfile.write(json.dumps({"data": [{"id": name}]}).encode())
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _GatewayHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_greets_once_ready_answers_200(port, capsys):
+    _GatewayHandler.num_refusals = 2
+    supervisor.announce_when_ready(ServeSettings(port=port, host="0.0.0.0"), threading.Event())
+    shown = capsys.readouterr().out
+    assert _GatewayHandler.num_refusals == 0
+    assert f"Pelton serves tiny at http://127.0.0.1:{port}/v1" in shown
+
+
+def test_finds_the_model_with_a_key_of_the_file(port, capsys, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\n\nsk-boss name=boss scope=admin\nsk-right name=me\n")
+    supervisor.announce_when_ready(ServeSettings(port=port, api_key_file=str(keys)), threading.Event())
+    shown = capsys.readouterr().out
+    assert "Pelton serves tiny" in shown
+    assert "sk-right" not in shown
+
+
+def test_says_nothing_when_stopped_first(capsys):
+    stopped = threading.Event()
+    stopped.set()
+    supervisor.announce_when_ready(ServeSettings(port=1), stopped)
+    assert capsys.readouterr().out == ""
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours(port, capsys):
+    _GatewayHandler.num_refusals = 0
+    stopped = threading.Event()
+    threading.Timer(0.5, stopped.set).start()
+    supervisor.announce_when_ready(ServeSettings(port=port), stopped, lambda: False)
+    assert capsys.readouterr().out == ""
+
+
+def test_curl_line_is_a_shell_command_without_keys():
+    settings = ServeSettings(port=8000, api_key=("sk-secret",), host="::")
+    text = supervisor.greeting(settings, "it's")
+    assert "sk-secret" not in text and "page for chat and status is at http://[::1]:8000/\n" in text
+    command = shlex.split(text.split("Try it:")[1].replace("\\\n", " "))
+    assert command[:3] == ["curl", "-N", "http://[::1]:8000/v1/chat/completions"]
+    assert "Authorization: Bearer $PELTON_API_KEY" in command
+    assert json.loads(command[-1])["model"] == "it's"

@@ -1,4 +1,4 @@
-"""What a link does when its queue is full, and that nothing is done twice."""
+"""Worker link: full queues, and actions that are not repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.gateway_core import FAST, until
 
 
 class Recorder:
-    """A stream that keeps what it is told."""
+    """Stream that records its calls."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []
@@ -82,14 +82,14 @@ async def test_a_full_queue_refuses_requests_and_keeps_cancels(
             for _ in range(100):
                 link.submit(submit(sent), stream)
                 sent += 1
-        assert (link.num_streams, link.num_sequences, link.waiting_tokens) == (sent, 2 * sent, 3 * sent)
+        assert (link.num_sequences, link.waiting_tokens) == (2 * sent, 3 * sent)
         for number in range(sent):
             link.forget(f"r{number}", cancel=True)
             link.forget(f"r{number}", cancel=True)
         assert link.counters.send_failures == 1 + sent
-        assert (link.num_streams, link.num_sequences, link.waiting_tokens) == (0, 0, 0)
+        assert (link.num_sequences, link.waiting_tokens) == (0, 0)
         monkeypatch.undo()
-        # Once the worker is there it hears of each of them, in the end.
+        # The worker receives all of them once it is connected.
         with worker:
             await until(lambda: len(worker.cancels()) == sent)
             assert {cancel.request_id for cancel in worker.cancels()} == {f"r{number}" for number in range(sent)}

@@ -1,4 +1,4 @@
-"""Admission: both limits, permits that are given back once, and a Retry-After that follows the learned speed."""
+"""Admission: both limits, permits that are released once, and a Retry-After from the learned speed."""
 
 from __future__ import annotations
 

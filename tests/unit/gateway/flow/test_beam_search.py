@@ -1,4 +1,4 @@
-"""Beam search: the search itself against transformers', and what it asks of the generator."""
+"""Beam search: results compared with those of transformers, and the requests to the generator."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ STOPS = (5, 7, 12, 19, 23, 41)
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("as_regex", [False, True])
 def test_stop_strings_end_hypotheses_as_stop_tokens_do(model, as_regex, early):
-    """Each token is one character, so that both can say the same."""
+    """Detokenizer whose tokens are one character each."""
     detokenizer = BytePipeline().detokenizer(skip_special_tokens=True)
     chars = [chr(token_id) for token_id in STOPS]
     regexes = StopRegexes([f"[{re.escape(''.join(chars))}]"])
@@ -121,7 +121,7 @@ def test_one_beam_that_stops_early_is_greedy(model):
 
 
 def test_a_full_width_finds_the_best_of_all_sequences(model):
-    """With as many beams as there are beginnings, nothing is missed."""
+    """As many beams as there are prefixes find the best hypotheses."""
     allowed = 5  # of the vocabulary, so that all sequences can be tried
 
     def of(ids):
@@ -155,7 +155,7 @@ def test_min_tokens_and_masked_tokens():
 
 
 def successors(table):
-    """Plays a model whose next tokens depend on the last one: {last: {next: probability}}."""
+    """Generator of a model whose next token depends on the last one: {last: {next: probability}}."""
 
     def script(request):
         ranked = sorted(table[request.prompt_token_ids[-1]].items(), key=lambda entry: -entry[1])
@@ -192,7 +192,7 @@ async def test_parts_and_deltas():
     sampling = SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)
     searching = searcher(generator, length_penalty=0.0)
     deltas = await run(searching, make_request([9, 0], sampling=sampling, n=2, salt=b"s"))
-    # 0.4 * 0.9 before 0.6 * 0.55, though the first step prefers the latter.
+    # 0.4 * 0.9 is better than 0.6 * 0.55, although the first step prefers the latter.
     assert [delta.text for delta in deltas] == ["B", "AC"] and [delta.choice for delta in deltas] == [0, 1]
     assert [delta.token_ids for delta in deltas] == [[66, EOS], [65, 67, EOS]]
     assert all(delta.finish_reason == "stop" and delta.num_cached_tokens == 3 for delta in deltas)

@@ -1,4 +1,4 @@
-"""Outputs of a worker to deltas: stop strings against tokens, limits and logprobs."""
+"""Conversion of a worker's outputs to deltas: stop strings, tokens, limits and logprobs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_drafts_are_told_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("counts", "num_cut"),
     [
-        # Of "hello!" the stop string leaves 5 tokens; how many of the 6 were drafts, and how many of those are cut.
+        # The stop string leaves 5 of the 6 tokens of "hello!"; the cases differ in drafts and cut drafts.
         (DraftCounts(6, 0), 1),
         (DraftCounts(5, 2), 0),
         (DraftCounts(0, 7), 0),

@@ -60,7 +60,7 @@ def feed(choice: FormattedChoice, token_ids: list[int], finish: Finish | None = 
 
 
 def say(choice: FormattedChoice, text: str, finish: Finish = STOP, size: int = 1) -> TextDelta:
-    """All of a text, so many tokens at a time."""
+    """Return all deltas of a text that arrives in groups of this many tokens."""
     ids = ids_of(text) + ([END] if finish is STOP else [])
     deltas: list[TextDelta] = []
     for start in range(0, len(ids), size):
@@ -107,7 +107,7 @@ def test_a_call_that_the_limit_cuts_off_ends_with_length(choice: str) -> None:
 
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_the_beginning_of_an_enforced_call_is_no_content(choice: str) -> None:
-    """A page that shows content would show the syntax of a call that the limit cut off."""
+    """Content must not contain the syntax of a call that the limit cut off."""
     for text in ("<tool", '<tool_call>\n{"na', CALL + "\n<tool_call>"):
         delta = say(make(choice=choice), text, LENGTH)
         assert (delta.text, delta.finish_reason) == ("", "length")
@@ -137,7 +137,7 @@ def test_a_call_that_a_stop_string_cuts_off_is_none_to_act_upon() -> None:
 
 
 def test_a_mark_that_ends_the_choice_is_read() -> None:
-    """As gpt-oss ends with the mark behind a call; a hidden token that is no mark has no text."""
+    """gpt-oss ends with the mark after a call; a hidden token that is not a mark has no text."""
     closing = tokenizer().token_to_id("</tool_call>")
     choice = make(special=True)
     delta = feed(choice, ids_of(CALL), Finish(FinishReason.STOP, stop_token_id=closing))

@@ -1,4 +1,4 @@
-"""A request's life without sockets: how a worker's ends are told to the client, moving on, deadlines."""
+"""Life of a request without sockets: reported ends, moves to another worker, deadlines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FACTS = WorkerFacts(
 
 
 class Link:
-    """Stands for a WorkerLink: keeps what it was asked."""
+    """Replacement of WorkerLink that records its calls."""
 
     page_size = 16
     max_num_seqs = 8
@@ -81,7 +81,7 @@ class Link:
 
 
 class World:
-    """A generator over links of one model."""
+    """Return a generator over links of one model."""
 
     def __init__(self, num_links: int = 1, **options: Any) -> None:
         table = build_token_bytes(json.loads(byte_level_json()), Tokenizer.from_buffer(byte_level_json()).get_vocab())
@@ -223,7 +223,7 @@ async def test_a_stream_that_stands_still_ends_too() -> None:
     world = World(request_timeout=0.05)
     async with world.generator.submit(make_request([1])) as generation:
         generation.on_output(output([70]))
-        # The worker is told how long it may wait, though the request says nothing of it.
+        # The worker receives a deadline although the request has none.
         assert world.links[0].submitted[0].deadline == pytest.approx(time.time() + 0.05, abs=30)
         assert (await anext(generation)).token_ids == [70]
         with pytest.raises(UnavailableError, match="next token"):
@@ -271,7 +271,7 @@ async def test_an_empty_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize("how", ["ended", "left", "failed"])
 async def test_one_that_is_over_does_not_wait_for_the_garbage_collector(how):
-    """It holds its prompt, of perhaps a million tokens, which the collector does not count."""
+    """A generation refers to its prompt, which may have a million tokens that the collector does not count."""
     world = World()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The outbox: merging, waking, and patience with a slow consumer."""
+"""The outbox: merging, waking, and the timeout of a slow consumer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_full_outbox_is_reported_once_unless_something_is_taken() -> Non
 
 
 class Taker:
-    """A receiver that keeps what it gets, and the task that waits beside it.
+    """Receiver that records deltas, and the waiting consumer task.
 
     Attributes:
         passed, taken: deltas that the receiver, and the task, got.
@@ -175,7 +175,7 @@ async def test_a_receiver_that_is_not_ready_leaves_it_to_the_consumer_until_that
     outbox.put(TextDelta(0, "a", [1]))
     await turns()
     taker.is_ready = True
-    # The consumer is at it: what comes now must not overtake it.
+    # The consumer is busy: later deltas must not overtake it.
     outbox.put(TextDelta(0, "b", [2]))
     await turns()
     assert taker.log == [TextDelta(0, "a", [1])]

@@ -1,4 +1,4 @@
-"""Room for a request that runs in parts: admitted and measured once, over a real link to a fake worker."""
+"""Reservation for a request that runs in parts: admitted and measured once, over a link to a fake worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPORT = TokenLogprobs(65, -0.5, 1, [65, 66, 2, 67], [-0.5, -1.5, -2.0, -9.0])
 
 
 class ReportingWorker(FakeWorker):
-    """Reports the same likely tokens everywhere."""
+    """Worker that reports the same likely tokens at every position."""
 
     def _next_output(self, one):
         output = super()._next_output(one)

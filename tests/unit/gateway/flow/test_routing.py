@@ -1,4 +1,4 @@
-"""Routing: least work to the first token, with what was sent where before."""
+"""Routing: least work until the first token, given the earlier prompts of each worker."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_same_key_goes_to_the_same_of_equal_workers() -> None:
     first = {key: Router().choose(workers, PROMPT, b"", key).name for key in map(str, range(40))}
     assert len(set(first.values())) == 4
     for key, name in first.items():
-        # Another gateway, another order; and fewer workers move only those that lose theirs.
+        # Another gateway may list the workers in another order. Without a worker, only its own requests move.
         assert Router().choose(workers[::-1], PROMPT, b"", key).name == name
         fewer = [worker for worker in workers if worker.name != "2"]
         assert name == "2" or Router().choose(fewer, PROMPT, b"", key).name == name

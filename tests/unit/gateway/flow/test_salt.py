@@ -1,4 +1,4 @@
-"""Cache salts: separate per key and per wish, stable, and their secret kept private."""
+"""Cache salts: different per key and per cache_salt, stable, with a private secret."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.flow.salt import Salts, kept_secret
+from gateway.flow.salt import Salts, load_or_create_secret
 from shared.errors import ConfigurationError
 
 
@@ -36,24 +36,24 @@ def test_a_shared_cache_is_shared_unless_the_client_wants_its_own() -> None:
 
 
 def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:
-    secret = kept_secret(tmp_path)
+    secret = load_or_create_secret(tmp_path)
     assert len(secret) == 32
-    assert kept_secret(tmp_path) == secret
+    assert load_or_create_secret(tmp_path) == secret
     (file,) = tmp_path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_secrets_that_others_could_read_or_that_are_cut_are_refused(tmp_path: Path) -> None:
-    kept_secret(tmp_path)
+    load_or_create_secret(tmp_path)
     (file,) = tmp_path.iterdir()
     file.chmod(0o644)
     with pytest.raises(ConfigurationError, match="0600"):
-        kept_secret(tmp_path)
+        load_or_create_secret(tmp_path)
     file.chmod(0o600)
     file.write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="32 bytes"):
-        kept_secret(tmp_path)
+        load_or_create_secret(tmp_path)
     file.unlink()
     file.symlink_to("/etc/hostname")
     with pytest.raises(ConfigurationError):
-        kept_secret(tmp_path)
+        load_or_create_secret(tmp_path)

@@ -12,7 +12,7 @@ from gateway.http.aiohttp_internals import (
     ConnectionProtocol,
     ProtocolRunner,
     ProtocolServer,
-    has_begun,
+    has_started,
     send_continue,
     write_chunk,
 )
@@ -80,9 +80,9 @@ async def test_continue_is_not_counted_as_a_part_of_the_response() -> None:
     writer = StreamWriter(protocol, asyncio.get_running_loop())
     request = make_mocked_request("POST", "/", writer=writer)
     await send_continue(request)
-    assert transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n" and not has_begun(request)
+    assert transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n" and not has_started(request)
     await writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    assert has_begun(request)
+    assert has_started(request)
 
 
 async def test_chunk_has_the_framing_of_the_stream_writer() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.http.errors import dump_json, kept_json
+from gateway.http.errors import cached_json, dump_json
 from gateway.stores.responses import ResponseStore, StoredResponse, find_items
 from shared.errors import InvalidRequestError, NotFoundError
 
@@ -184,7 +184,8 @@ def test_counted_bytes_cover_allocated_bytes(length):
         name = f"resp_{index:030}"
         put_in = store.continued(f"resp_{index - 1:030}", OWNER) if index % 50 else ()
         store.put(
-            name, StoredResponse(OWNER, kept_json({"output": items}), (*put_in, kept_json(items)), kept_json(items))
+            name,
+            StoredResponse(OWNER, cached_json({"output": items}), (*put_in, cached_json(items)), cached_json(items)),
         )
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

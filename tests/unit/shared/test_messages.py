@@ -1,4 +1,4 @@
-"""Whatever arrives on a socket is a message or a WireError: never another exception, never unbounded memory."""
+"""Decoding of arbitrary frames: a message or a WireError, never another exception, never unbounded memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_worker_messages_survive(message):
 
 
 def decode_or_error(decode, frame):
-    """The only two outcomes there are."""
+    """Check that decoding returns a message or raises WireError."""
     try:
         return decode(frame)
     except WireError:

@@ -1,4 +1,4 @@
-"""In which groups beams run where the KV cache is small, against a cache that drops what was used longest ago."""
+"""Groups of beams for a small KV cache, run against a cache that evicts the least recently used pages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PAGE = 4
 
 
 class Cache:
-    """Pages of a worker by what they hold, as worker.kv keeps them: full ones are found until others drive them out."""
+    """Cache of full pages by content, like that of worker.kv: pages are found until they are evicted."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
         self._pages: OrderedDict[tuple[int, ...], None] = OrderedDict()
 
     def run(self, texts: list[tuple[int, ...]]) -> list[int]:
-        """Runs texts, as many at a time as fit; returns how many tokens of each were found."""
+        """Run texts, as many at a time as fit, and return the number of cached tokens of each."""
         found: list[int] = []
         running: list[tuple[int, ...]] = []
         held: set[tuple[int, ...]] = set()
@@ -56,7 +56,7 @@ def token(token_id: int) -> TokenLogprobs:
 def search(
     num_pages: int, *, width: int, num_tokens: int, num_prompt_tokens: int, grouped: bool = True, keep: int = 1
 ) -> int:
-    """Plays a search of which every `keep`-th step drops a beam for another's second child; how many tokens ran."""
+    """Run a search that replaces a beam at every `keep`-th step; return the number of computed tokens."""
     pages = BeamPages(
         num_pages=num_pages, page_size=PAGE, num_prompt_tokens=num_prompt_tokens, max_tokens=num_tokens, width=width,
         param="n",
@@ -90,7 +90,7 @@ def test_where_all_fits_there_is_one_group() -> None:
 
 
 def test_shared_pages_count_once() -> None:
-    """Five pages of the prompt, ten that all have in common and one of each: 19, and one each to write."""
+    """Five pages of the prompt, ten common pages and one per beam are 19; each beam writes one more."""
     shared = tuple(token(number) for number in range(40))
     beams = [Beam((*shared, *(token(number) for _ in range(5))), 0.0) for number in range(4)]
     for num_pages, sizes in ((23, [4]), (22, [3, 1]), (20, [1, 1, 1, 1]), (10, [1, 1, 1, 1])):
@@ -118,7 +118,7 @@ def test_what_costs_too_much_is_refused_with_the_numbers() -> None:
 
 
 def test_what_is_computed_for_other_reasons_is_not_counted() -> None:
-    """A cache that finds nothing, as one that is switched off, or one of another worker."""
+    """A cache that finds nothing, because it is disabled or belongs to another worker."""
     pages = BeamPages(num_pages=10_000, page_size=PAGE, num_prompt_tokens=4, max_tokens=40, width=4, param="n")
     beams = [Beam(tuple(token(number) for _ in range(30)), 0.0) for number in range(4)]
     pages.groups(beams)
