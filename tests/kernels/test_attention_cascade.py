@@ -145,17 +145,17 @@ def test_work_list_covers_every_query_and_key_once() -> None:
 
 def test_what_does_not_fit_is_named(device: torch.device) -> None:
     block_tables, counts = tables(*([*prefix(100, 40), i] for i in range(4)))
-    with pytest.raises(ValueError, match="at least 256 keys"):
+    with pytest.raises(ValueError, match="at least 256"):
         shared_prefixes(block_tables, counts, 16, min_keys=16)
-    with pytest.raises(ValueError, match="page counts"):
+    with pytest.raises(ValueError, match="num_full_pages"):
         shared_prefixes(block_tables, counts[:2], 16)
-    with pytest.raises(ValueError, match="request 1 has two"):
+    with pytest.raises(ValueError, match="request 1 is in two"):
         cascade_work([SharedPrefix((0, 1), 512), SharedPrefix((1, 2), 512)], [1] * 3, 4, device)
     case = Case(DecodeCase("window", THREE), CASES[0].groups)
     tensors = case.make_tensors(device)
     work, scratch = run_cascade(case, tensors)
     geometry = dataclasses.replace(case.batch.geometry(), window=8)
-    with pytest.raises(ValueError, match="window of 8"):
+    with pytest.raises(ValueError, match="window, got 8"):
         attention_cascade(
             tensors.query, tensors.pages, tensors.inputs, geometry, work, case.make_cascade(4, device), scratch
         )

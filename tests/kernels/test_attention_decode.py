@@ -150,10 +150,10 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
         launch(query=tensors.query.transpose(1, 2).contiguous().transpose(1, 2))
     with pytest.raises(ValueError, match="output must be contiguous"):
         launch(out=out[:, :4])
-    with pytest.raises(ValueError, match="window of None, the layer has 8"):
+    with pytest.raises(ValueError, match="window of None, but the layer has 8"):
         launch(window=8)
     with pytest.raises(ValueError, match="too small for 64 rows"):
         launch(scratch=make_scratch(63, case.num_heads, case.head_dim, device))
     many = dataclasses.replace(case, max_queries=33)
-    with pytest.raises(ValueError, match="33 query tokens of 4 heads exceed a tile of 128"):
+    with pytest.raises(ValueError, match="33 query tokens of 4 heads exceed the tile limit of 128"):
         run(many, tensors)

@@ -140,9 +140,9 @@ def test_what_is_refused(device: torch.device) -> None:
     queries = rotated_queries(step)
     out = torch.empty((70, 256), device=device)
     work = make_work(1, 70, device, max_decode_queries=0, prefill_tile=5)
-    with pytest.raises(ValueError, match="cut into 5 queries"):
+    with pytest.raises(ValueError, match="tiles of 5 queries"):
         attention_prefill(queries, step.pages, step.inputs, step.geometry, None, work, out)
-    with pytest.raises(ValueError, match="contiguous queries"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         work = work_of(step, step.inputs)
         attention_prefill(queries.transpose(0, 1), step.pages, step.inputs, step.geometry, None, work, out)
     many = dataclasses.replace(step.geometry, num_heads=256, num_kv_heads=1)

@@ -103,11 +103,11 @@ def test_bound_of_prefill_tiles_holds_the_tiles() -> None:
 def test_what_does_not_fit_is_named(device: torch.device) -> None:
     work = make_work(1, 2, device, max_decode_queries=1, prefill_tile=8, window=4)
     bounds = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="for 1 requests was given 2"):
+    with pytest.raises(ValueError, match="supports 1 requests, got 2"):
         build_work(bounds, bounds[1:], work)
     with pytest.raises(ValueError, match="window"):
         build_work(bounds[:2], bounds[1:2], work, bounds[1:2])
-    with pytest.raises(ValueError, match="window of 0"):
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         make_work(1, 1, device, max_decode_queries=1, prefill_tile=8, window=0)
-    with pytest.raises(ValueError, match="a tile"):
+    with pytest.raises(ValueError, match="prefill_tile"):
         make_work(1, 1, device, max_decode_queries=1, prefill_tile=0)

@@ -1,1 +1,1 @@
-"""Attention of sequences with a shared prefix, which is read once for all of them."""
+"""Partial attention over a prefix that several requests share, which reads the prefix once for all of them."""

@@ -1,4 +1,4 @@
-"""Batches that share prefixes, for the cascade's test and benchmark."""
+"""Batches with shared prefixes for the test and the benchmark of cascade attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Case:
     groups: tuple[SharedPrefix, ...]
 
     def make_tensors(self, device: torch.device, seed: int = 0) -> Tensors:
-        """Tensors whose block tables begin with the pages of each group's first request."""
+        """Return tensors in which the block tables of a group begin with the pages of the group's first request."""
         tensors = make_tensors(self.batch, device, seed=seed)
         table = tensors.inputs.block_table.clone()
         for group in self.groups:
@@ -32,7 +32,7 @@ class Case:
         return dataclasses.replace(tensors, inputs=dataclasses.replace(tensors.inputs, block_table=table))
 
     def make_cascade(self, members_per_tile: int, device: torch.device) -> CascadeWork:
-        """The work list of the groups."""
+        """Return the work list of the groups."""
         queries = [queries for queries, _ in self.batch.requests]
         return cascade_work(self.groups, queries, members_per_tile, device)
 
@@ -44,12 +44,12 @@ CASES = [
     Case(DecodeCase("one group", THREE), (SharedPrefix((0, 1, 2), 272),)),
     Case(DecodeCase("two groups", TWO_GROUPS, sinks=True), (SharedPrefix((0, 3), 512), SharedPrefix((1, 5, 6), 528))),
     Case(DecodeCase("soft cap", THREE, softcap=8.0), (SharedPrefix((0, 1, 2), 256),)),
-    Case(DecodeCase("scratch for one", THREE, scratch_rows=4), (SharedPrefix((0, 1, 2), 272),)),
+    Case(DecodeCase("scratch for one request", THREE, scratch_rows=4), (SharedPrefix((0, 1, 2), 272),)),
     Case(DecodeCase("no scratch", THREE, scratch_rows=0), (SharedPrefix((0, 1, 2), 272),)),
     Case(DecodeCase("heads of 80", THREE, head_dim=80), (SharedPrefix((0, 1, 2), 272),)),
     Case(DecodeCase("heads of 256", THREE, head_dim=256), (SharedPrefix((0, 1, 2), 272),)),
-    Case(DecodeCase("one query a KV head", THREE, num_heads=2), (SharedPrefix((0, 1, 2), 272),)),
-    Case(DecodeCase("20 queries a KV head", THREE[:2], num_heads=20, num_kv_heads=1), (SharedPrefix((0, 1), 272),)),
+    Case(DecodeCase("one query per KV head", THREE, num_heads=2), (SharedPrefix((0, 1, 2), 272),)),
+    Case(DecodeCase("20 queries per KV head", THREE[:2], num_heads=20, num_kv_heads=1), (SharedPrefix((0, 1), 272),)),
     Case(DecodeCase("bf16", THREE, dtype=torch.bfloat16), (SharedPrefix((0, 1, 2), 272),)),
     Case(DecodeCase("fp8", THREE, kv_format="fp8", dtype=torch.bfloat16), (SharedPrefix((0, 1, 2), 272),)),
     Case(DecodeCase("int8", THREE, kv_format="int8", dtype=torch.float16), (SharedPrefix((0, 1, 2), 272),)),
@@ -58,7 +58,10 @@ CASES = [
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama-3.1-8B's heads: 128 requests behind a prompt of 32k, with 256 keys of their own."""
+    """Return benchmarks with the heads of Llama-3.1-8B.
+
+    128 requests share a prompt of 32k tokens and have 256 keys of their own.
+    """
     from kernels.ops.attention_cascade.triton import attention_cascade, members_per_tile
     from kernels.ops.attention_decode.triton import attention_decode
     from kernels.ops.attention_work.triton import build_work

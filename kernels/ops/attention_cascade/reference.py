@@ -1,4 +1,4 @@
-"""Partial results over shared prefixes by torch, one query token at a time, in float64."""
+"""Partial results over shared prefixes in plain torch, one query token at a time, in float64."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def partial_results(
     request: int,
     i_query: int,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(maxima [num_heads], weights [num_heads], sums [num_heads, head_dim]) of each split of the group's prefix.
+    """Return the partial results (maxima, weights, sums) for each split of the group's prefix.
 
-    In float64, as kernels/ops/attention_decode/inputs.py has them.
+    The shapes are [num_heads], [num_heads] and [num_heads, head_dim]. The values are float64 and have the meaning given
+    in kernels/ops/attention_decode/inputs.py.
     """
     keys, values = cells_of_request(pages, inputs.block_table[request], group.num_keys, geometry.page_size)
     row = query[int(inputs.cu_seqlens_q[request]) + i_query].double()

@@ -1,4 +1,4 @@
-"""One pass over a prefix that requests share: their query tokens are rows of one tile, and the prefix is read once."""
+"""Kernel that reads a shared prefix once; the query tokens of all its requests are rows of one tile."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def attention_cascade_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One program an item and KV head; rows are (query token of any member, head of the group).
+    """Compute one item for one KV head per program; rows are (query token of any member, head of the group).
 
-    Every row sees every key, and each writes a partial result where the work list has a place for it. A request that
-    found no room in scratch (0 results) walks through the prefix itself and is left out here.
+    Every row sees every key and writes a partial result to its row of scratch. A request without room in scratch (0
+    results) processes the prefix in its own decode item and is skipped here.
     """
     p_item = p_items + tl.program_id(0) * 4
     i_head = tl.program_id(1)
@@ -138,7 +138,11 @@ def attention_cascade_kernel(
 
 
 def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, hip: bool = False) -> Tile:
-    """The table: half a prefill tile of rows, as there is no second accumulator; keys as in decoding with many rows."""
+    """Return the launch configuration for a dtype and cell format.
+
+    A tile has half the rows of a prefill tile, because there is no second accumulator, and as many keys as a decode
+    tile with many rows.
+    """
     if dtype is torch.float32:
         return Tile(keys=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
     if hip:
@@ -149,12 +153,12 @@ def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, hip: bool = Fal
 
 
 def tile_rows(dtype: torch.dtype, group: int) -> int:
-    """Rows of a tile: at least one query token of a group."""
+    """Return the rows of a tile, which hold at least one query token of a group."""
     return max(16 if dtype is torch.float32 else 64, int(triton.next_power_of_2(group)))
 
 
 def members_per_tile(dtype: torch.dtype, geometry: AttentionGeometry) -> int:
-    """Query tokens that one item takes, for cascade_work."""
+    """Return the number of query tokens per item, an argument of cascade_work."""
     group = geometry.num_heads // geometry.num_kv_heads
     return tile_rows(dtype, group) // group
 
@@ -168,18 +172,27 @@ def attention_cascade(
     cascade: CascadeWork,
     scratch: DecodeScratch,
 ) -> None:
-    """Writes the partial results over shared prefixes to scratch; attention_decode merges them afterwards.
+    """Write the partial results over shared prefixes to scratch; attention_decode merges them afterwards.
 
     Args:
         query: [T, num_heads, head_dim], rotated, contiguous.
-        work: of build_work with the cascade's shared_lens.
+        pages: Pages that contain the prefixes.
+        inputs: Inputs of the step.
+        geometry: Shapes and constants.
+        work: Work list of build_work with the cascade's shared_lens.
+        cascade: Work list of the shared prefixes.
+        scratch: Receives the partial results.
 
-    Raises ValueError for a window, which does not see a prefix as a whole, and for queries that do not fit.
+    Raises:
+        ValueError: The layer has a window, which does not cover a whole prefix, or the queries have the wrong
+            shape.
     """
     if geometry.window is not None:
-        raise ValueError(f"a shared prefix is attended to as a whole, which a window of {geometry.window} does not")
+        raise ValueError(
+            f"cascade attention does not support a window, got {geometry.window}; attend without shared prefixes"
+        )
     if query.shape[1:] != (geometry.num_heads, geometry.head_dim) or not query.is_contiguous():
-        raise ValueError(f"queries must be contiguous and of {geometry}, not {tuple(query.shape)}")
+        raise ValueError(f"queries must be contiguous with the heads of {geometry}, got shape {tuple(query.shape)}")
     num_items = cascade.items.shape[0]
     if num_items == 0:
         return
@@ -233,7 +246,7 @@ def _variant(
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Llama's heads in every format, and the other head sizes and dtypes."""
+    """Return the compilations for Llama's heads in every format, and for the other head sizes and dtypes."""
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
     found = [_compilation(target, torch.bfloat16, kv_format, 128) for kv_format in formats]
     found += [_compilation(target, torch.bfloat16, "dense", size) for size in (64, 80, 96, 256)]

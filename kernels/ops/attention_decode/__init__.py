@@ -1,1 +1,1 @@
-"""Attention of one or a few new tokens of each sequence over its paged keys and values."""
+"""Decode attention: one or a few query tokens of each request over its paged keys and values."""

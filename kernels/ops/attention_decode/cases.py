@@ -1,4 +1,4 @@
-"""Shapes of decoding for its test and its benchmark."""
+"""Shapes of decode attention for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.ops.attention_work.inputs import AttentionWork, make_work, max_deco
 
 @dataclass(frozen=True)
 class Case:
-    """Requests as (query tokens, context including them); 0 context: padding of a captured graph."""
+    """Requests as pairs (query tokens, context including them); context 0 is padding of a captured graph."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ class Case:
     scratch_rows: int = 64
 
     def geometry(self) -> AttentionGeometry:
-        """The constants of the op."""
+        """Return the constants of the op."""
         return AttentionGeometry(
             self.num_heads,
             self.num_kv_heads,
@@ -45,7 +45,7 @@ class Case:
         )
 
     def make_work(self, device: torch.device) -> AttentionWork:
-        """Buffers of the case's work list."""
+        """Return the buffers of the case's work list."""
         queries = self.max_queries
         return make_work(
             len(self.requests),
@@ -64,21 +64,21 @@ CASES = [
     Case("one token", ((1, 1),)),
     Case("mixed", MIXED),
     Case("no scratch", MIXED, scratch_rows=0),
-    Case("scratch for some", MIXED, scratch_rows=10),
+    Case("scratch for some requests", MIXED, scratch_rows=10),
     Case("padding only", ((1, 0), (1, 0))),
     Case("heads of 80", ((1, 300), (2, 17)), head_dim=80),
     Case("heads of 96", ((1, 300), (2, 17)), head_dim=96),
     Case("heads of 128", ((1, 300), (2, 17)), head_dim=128),
     Case("heads of 256", ((1, 300), (2, 17)), head_dim=256),
-    Case("one query a KV head", ((1, 300), (11, 280)), num_heads=3, num_kv_heads=3),
+    Case("one query per KV head", ((1, 300), (11, 280)), num_heads=3, num_kv_heads=3),
     Case("one KV head", ((1, 300), (1, 20)), num_heads=20, num_kv_heads=1),
-    Case("three queries a KV head", ((1, 300), (5, 290)), num_heads=6),
+    Case("three queries per KV head", ((1, 300), (5, 290)), num_heads=6),
     Case("many queries", ((8, 300), (5, 257), (1, 9)), max_queries=8),
     Case("pages of 24", ((1, 300), (3, 100)), page_size=24),
     Case("pages of 256", ((1, 300), (3, 100)), page_size=256),
     Case("window", MIXED, window=100),
     Case("window of one", ((1, 300), (3, 300)), window=1),
-    Case("window over splits", ((1, 900), (2, 520)), window=512),
+    Case("window across splits", ((1, 900), (2, 520)), window=512),
     Case("soft cap", ((1, 300), (3, 100)), softcap=5.0),
     Case("sinks", MIXED, sinks=True),
     Case("window, soft cap and sinks", MIXED, window=300, softcap=20.0, sinks=True),
@@ -87,7 +87,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the launcher takes; cells that no request holds are NaN, or the format's worst."""
+    """Arguments of the launcher; cells that belong to no request are NaN, or have a scale of NaN."""
 
     query: torch.Tensor
     pages: KVPages
@@ -98,10 +98,15 @@ class Tensors:
 def make_tensors(
     case: Case, device: torch.device, num_spare_pages: int = 2, seed: int = 0, *, cells_on: torch.device | None = None
 ) -> Tensors:
-    """Random tensors in pages of random order, the same on every device.
+    """Return random tensors in pages of random order, the same on every device.
 
     Args:
-        cells_on: makes keys and values there, where a benchmark's gigabytes take no time; they are others then.
+        case: Shapes and constants.
+        device: Device of the tensors.
+        num_spare_pages: Number of pages that belong to no request.
+        seed: Seed of the random numbers.
+        cells_on: Device on which keys and values are generated, which saves time for gigabytes of benchmark data.
+            The values then differ from those of the default, the CPU.
     """
     generator = torch.Generator().manual_seed(seed)
     values = generator if cells_on is None else torch.Generator(cells_on).manual_seed(seed)
@@ -136,7 +141,7 @@ def make_tensors(
 
 
 def _store(cells: list[torch.Tensor], free: torch.Tensor, kv_format: KVFormat, device: torch.device) -> KVPages:
-    """Pages on the device whose free cells are poisoned: NaN, or a scale of NaN."""
+    """Return pages on the device whose unused cells are poisoned with NaN, or with a scale of NaN."""
     places = free.unsqueeze(1).expand(cells[0].shape[:3])
     if kv_format == "dense":
         keys, values = (tensor.masked_fill(places.unsqueeze(-1), float("nan")) for tensor in cells)
@@ -150,7 +155,10 @@ def _store(cells: list[torch.Tensor], free: torch.Tensor, kv_format: KVFormat, d
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama-3.1-8B's heads: even batches in every format, one long request, and a long one among short ones."""
+    """Return benchmarks with the heads of Llama-3.1-8B.
+
+    The batches are uniform ones in every format, one long request, and one long request among short ones.
+    """
     long = 131_072 if scale == 1 else 300
     batches: list[tuple[str, KVFormat, tuple[tuple[int, int], ...]]] = [
         ("1 x 1k", "dense", ((1, 1024 // scale),)),

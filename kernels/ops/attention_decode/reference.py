@@ -1,4 +1,4 @@
-"""Attention of requests with few query tokens by torch, one query token at a time, in float64."""
+"""Decode attention in plain torch, one query token at a time, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.ops.attention.kv_pages import KVPages, dequantize_cells
 
 
 def cells_of_request(pages: KVPages, table: torch.Tensor, length: int, page_size: int) -> list[torch.Tensor]:
-    """Keys and values [num_kv_heads, length, head_dim] in float64 of the request whose pages are `table`."""
+    """Return the keys and values [num_kv_heads, length, head_dim] in float64 of the request whose pages are `table`."""
     own = table[: -(-length // page_size)].long()
     gathered = []
     for cells, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
@@ -28,10 +28,14 @@ def attention_decode(
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Writes the rows of `out` whose requests have a context and at most `max_decode_queries` query tokens.
+    """Write the rows of `out` for requests with a context and at most `max_decode_queries` query tokens.
 
     Args:
         query: [T, num_heads, head_dim], rotated.
+        pages: Keys and values.
+        inputs: Inputs of the step.
+        geometry: Shapes and constants.
+        max_decode_queries: Maximum number of query tokens of a decoding request.
         out: [T, num_heads * head_dim].
         sinks: [num_heads] float32, a score that each head adds to its softmax.
     """

@@ -1,4 +1,4 @@
-"""Attention of requests with few query tokens over their pages: one program an item of the work list and KV head."""
+"""Decode attention over paged keys and values: each program processes a work item of one KV head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kernels.ops.attention_decode.inputs import DecodeScratch
 from kernels.ops.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork
 
 MAX_ROWS = 128
-"""Query tokens times heads of a group that a tile can have."""
+"""Maximum number of rows of a tile: query tokens times heads of a group."""
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -79,10 +79,10 @@ def attention_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """A static grid walks through (item, KV head); rows of a tile are (query token, head of the group).
+    """Process the pairs (item, KV head) with a static grid; rows of a tile are (query token, head of the group).
 
-    Each split of an item begins anew and is merged into the ones before it, as the reduction does, so that a result has
-    the same bits whether its splits were items of their own or not.
+    Each split of an item starts with empty sums and is then merged into the previous splits, exactly as the reduction
+    kernel does. A result is therefore bitwise the same whether or not its splits were separate items.
     """
     o_row = tl.arange(0, ROWS)
     query = o_row // GROUP
@@ -176,7 +176,7 @@ def attention_reduce_kernel(
     WIDTH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merges the partial results of one query token's heads of one KV head, in order."""
+    """Merge the partial results for the heads of one query token and one KV head, in order."""
     request = tl.program_id(0)
     i_query = tl.program_id(1)
     num_results = tl.load(p_partials + request * 2 + 1)
@@ -208,7 +208,7 @@ def attention_reduce_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What the table chooses: keys of a tile, warps, stages of the pipeline, programs a multiprocessor."""
+    """Launch configuration: keys of a tile, warps, pipeline stages and programs per multiprocessor."""
 
     keys: int
     num_warps: int
@@ -217,8 +217,10 @@ class Tile:
 
 
 def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip: bool = False) -> Tile:
-    """The table. Tiles are small and several programs share a multiprocessor, so that one streams while another begins
-    or ends an item; of the stages, every second one waits for the block table, the others for keys and values.
+    """Return the launch configuration for a dtype, cell format and number of rows.
+
+    Tiles are small and several programs share a multiprocessor, so that one streams data while another starts or ends
+    an item. Every second pipeline stage waits for the block table, the others for keys and values.
     """
     wide = head_dim > 128
     if dtype is torch.float32:
@@ -235,29 +237,33 @@ def tile(dtype: torch.dtype, kv_format: KVFormat, head_dim: int, rows: int, hip:
 
 
 def tile_rows(max_queries: int, group: int) -> int:
-    """Rows of a tile that holds the query tokens and heads that share a KV head; at least DECODE_ROWS."""
+    """Return the rows of a tile for the query tokens and heads that share a KV head; at least DECODE_ROWS."""
     return max(DECODE_ROWS, 1 << (max_queries * group - 1).bit_length())
 
 
 def _check(
     query: torch.Tensor, out: torch.Tensor, geometry: AttentionGeometry, work: AttentionWork, scratch: DecodeScratch
 ) -> None:
-    """Raises ValueError for what the kernels would read or write wrongly."""
+    """Raise ValueError for arguments that would cause out-of-bounds accesses or wrong results."""
     shape = (query.shape[0], geometry.num_heads, geometry.head_dim)
     if query.shape != shape or not query.is_contiguous():
-        raise ValueError(f"queries must be contiguous {shape}, not {tuple(query.shape)}")
+        raise ValueError(f"queries must be contiguous with shape {shape}, got {tuple(query.shape)}")
     if out.numel() != query.numel() or not out.is_contiguous():
-        raise ValueError(f"attention's output must be contiguous and of the queries' size, not {tuple(out.shape)}")
+        raise ValueError(f"the output must be contiguous and as large as the queries, got shape {tuple(out.shape)}")
     if geometry.head_dim % 2 or geometry.num_heads % geometry.num_kv_heads:
-        raise ValueError(f"{geometry} has halves or groups of unequal size")
+        raise ValueError(f"the head size must be even and num_heads a multiple of num_kv_heads, got {geometry}")
     group = geometry.num_heads // geometry.num_kv_heads
     if work.max_decode_queries * group > MAX_ROWS:
-        raise ValueError(f"{work.max_decode_queries} query tokens of {group} heads exceed a tile of {MAX_ROWS} rows")
+        raise ValueError(
+            f"{work.max_decode_queries} query tokens of {group} heads exceed the tile limit of {MAX_ROWS} rows"
+        )
     if work.window != geometry.window:
-        raise ValueError(f"the work list is of a window of {work.window}, the layer has {geometry.window}")
+        raise ValueError(f"the work list was built for a window of {work.window}, but the layer has {geometry.window}")
     rows = scratch.sums.shape[0]
     if rows < work.scratch_rows or scratch.sums.shape[1:] != query.shape[1:]:
-        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is too small for {work.scratch_rows} rows of {shape}")
+        raise ValueError(
+            f"scratch of shape {tuple(scratch.sums.shape)} is too small for {work.scratch_rows} rows of {shape}"
+        )
 
 
 def attention_decode(
@@ -270,15 +276,20 @@ def attention_decode(
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attends for the requests that `work` lists as decoding, over keys and values that the pages hold already.
+    """Compute attention for the decoding requests of `work` over keys and values that are already in the pages.
 
     Args:
         query: [T, num_heads, head_dim], rotated, contiguous.
-        work: of build_work for the same inputs and the geometry's window.
-        out: [T, num_heads * head_dim] of any float dtype, contiguous; rows of other requests are left as they are.
+        pages: Keys and values, including those of this step.
+        inputs: Inputs of the step.
+        geometry: Shapes and constants.
+        work: Work list of build_work for the same inputs and the geometry's window.
+        scratch: Memory for partial results.
+        out: [T, num_heads * head_dim] of any float dtype, contiguous; rows of other requests are unchanged.
         sinks: [num_heads] float32 (see LayerConstants).
 
-    Raises ValueError for shapes that do not fit each other.
+    Raises:
+        ValueError: The shapes are inconsistent.
     """
     _check(query, out, geometry, work, scratch)
     if work.max_decode_queries == 0:
@@ -350,7 +361,7 @@ def _reduce(
     out: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Merges partial results; where no request is longer than a split there are none."""
+    """Merge the partial results; there are none if no request is longer than a split."""
     queries = min(work.max_decode_queries, inputs.max_seqlen_q)
     variant = _reduce_variant(geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, sinks is not None)
     variant(
@@ -389,7 +400,10 @@ def _reduce_constants(num_heads: int, num_kv_heads: int, head_dim: int, has_sink
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Every head size with every format in bfloat16, the other dtypes and features at Llama's shapes, and the merge."""
+    """Return the compilations for every head size and format in bfloat16, and for the merge kernel.
+
+    The other dtypes and the features are compiled at Llama's shapes.
+    """
     plain = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
     found = [

@@ -1,1 +1,1 @@
-"""Attention of a chunk of new tokens over paged keys and values."""
+"""Prefill attention: a chunk of new tokens of each request over its paged keys and values."""

@@ -1,4 +1,4 @@
-"""Shapes of the attention of prompts and chunks, for its test and its benchmark."""
+"""Shapes of prefill attention for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CASES = [
     Case("a prompt", [(70, 0)], num_heads=4, num_kv_heads=2),
     Case("one token", [(1, 0)], num_heads=4, num_kv_heads=2),
     Case("ragged", [(1, 70), (33, 0), (1, -1), (0, 20), (5, 130), (1, -1)], num_heads=3, num_kv_heads=1),
-    Case("a tile and its edges", [(31, 1), (32, 0), (65, 63)], num_heads=4, num_kv_heads=4),
-    Case("seven heads a KV head", [(9, 40)], num_heads=7, num_kv_heads=1),
+    Case("around the tile size", [(31, 1), (32, 0), (65, 63)], num_heads=4, num_kv_heads=4),
+    Case("seven heads per KV head", [(9, 40)], num_heads=7, num_kv_heads=1),
     Case("window", [(40, 0), (3, 90), (1, 150)], num_heads=2, num_kv_heads=1, window=20),
     Case("window of one", [(3, 40)], num_heads=2, num_kv_heads=1, window=1),
     Case("window of a tile", [(40, 100)], num_heads=2, num_kv_heads=1, window=64),
     Case("soft cap", [(20, 50)], num_heads=2, num_kv_heads=1, softcap=3.0),
     Case("sinks", [(20, 50), (1, 3)], num_heads=4, num_kv_heads=2, sinks=True),
-    Case("sinks beside a window", [(20, 80)], num_heads=2, num_kv_heads=1, window=9, sinks=True, softcap=20.0),
+    Case("sinks with a window", [(20, 80)], num_heads=2, num_kv_heads=1, window=9, sinks=True, softcap=20.0),
     Case("heads of 80", [(5, 70)], num_heads=2, num_kv_heads=1, head_dim=80, rotary_dim=80),
     Case("heads of 96", [(5, 70)], num_heads=2, num_kv_heads=1, head_dim=96, rotary_dim=96),
     Case("heads of 128", [(5, 70)], num_heads=2, num_kv_heads=1, head_dim=128, rotary_dim=128),
@@ -33,7 +33,10 @@ CASES = [
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama 3.1 8B: prompts of 2048 and 8192, many short ones, a chunk behind a long context, and fp8 cells."""
+    """Return benchmarks with the shapes of Llama 3.1 8B.
+
+    The batches are prompts of 2048 and 8192 tokens, many short prompts, a chunk after a long context, and fp8 cells.
+    """
     from kernels.ops.attention_prefill.triton import attention_prefill, prefill_tile
     from kernels.ops.attention_work.inputs import make_work
     from kernels.ops.attention_work.triton import build_work
@@ -52,7 +55,8 @@ def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
         runs = []
         for _ in range(2):
             step = make_step(case, torch.bfloat16, kv_format, device)
-            # The step's own keys and values are not written here. Zeros would cost less power, and so less time.
+            # The step's own keys and values are not written here, so random data is stored. Zeros would take less
+            # power, and therefore less time.
             for memory in (step.pages.keys, step.pages.values):
                 memory.copy_(torch.randn(memory.shape, dtype=torch.bfloat16, device=device))
             for scales in (step.pages.key_scales, step.pages.value_scales):

@@ -1,4 +1,4 @@
-"""Attention of prompts and chunks over the pages of the cache: one program a tile of queries and KV head."""
+"""Prefill attention over paged keys and values: each program computes one tile of queries of one KV head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.ops.attention_work.inputs import AttentionWork
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one program works: rows of queries, keys at a time, and how it is launched."""
+    """Launch configuration: rows of queries, keys per tile, warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -32,9 +32,9 @@ class Tile:
 
 
 def tile(target: Target, head_dim: int, kv_format: KVFormat, *, wide: bool) -> Tile:
-    """The table. `wide`: products of float32, which are plain multiply-adds.
+    """Return the launch configuration. `wide`: products are float32, computed with ordinary multiply-adds.
 
-    Nothing here depends on the step: a query's result may not depend on what else is computed in it.
+    It does not depend on the step, because the result of a query must not depend on the rest of its batch.
     """
     large, dense = head_dim > 128, kv_format == "dense"
     if wide:
@@ -53,7 +53,10 @@ def tile(target: Target, head_dim: int, kv_format: KVFormat, *, wide: bool) -> T
 @triton.jit
 def load_part(p_cells, o_cell, key_mask, BEGIN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
               STRIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Dimensions BEGIN .. BEGIN + WIDTH of cells at o_cell: [KEYS, PADDED], zero beyond; masked keys are zero."""
+    """Load dimensions BEGIN .. BEGIN + WIDTH of the cells at o_cell as [KEYS, PADDED].
+
+    Padding dimensions and masked keys are zero.
+    """
     o_dim = tl.arange(0, PADDED)
     pointers = p_cells + o_cell[:, None] + ((BEGIN + o_dim) * STRIDE)[None, :]
     if WIDTH < PADDED:
@@ -72,7 +75,7 @@ def load_part(p_cells, o_cell, key_mask, BEGIN: tl.constexpr, WIDTH: tl.constexp
 def load_cells(p_cells, o_cell, key_mask, STRIDE: tl.constexpr, FIRST: tl.constexpr, FIRST_PADDED: tl.constexpr,
                SECOND: tl.constexpr, SECOND_PADDED: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
                TYPE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """The two parts of cells, of TYPE; without a second part (SECOND 0) the first one twice."""
+    """Load the two parts of cells as TYPE. Without a second part (SECOND 0), return the first part twice."""
     codes = load_part(p_cells, o_cell, key_mask, 0, FIRST, FIRST_PADDED, STRIDE, MASKED)
     if FORMAT == "int4":
         first, second = decode_int4_low(codes, TYPE), decode_int4_high(codes, TYPE)
@@ -94,7 +97,10 @@ def attend_tile(
     FIRST: tl.constexpr, FIRST_PADDED: tl.constexpr, SECOND: tl.constexpr, SECOND_PADDED: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys key .. key + KEYS: the new maximum, total and sums. Not MASKED: every row sees all of them."""
+    """Process keys key .. key + KEYS and return the new maximum, total and sums.
+
+    If not MASKED, every row sees all of these keys.
+    """
     o_key = key + tl.arange(0, KEYS)
     key_mask = o_key < end
     if PAGE_SIZE % KEYS == 0:
@@ -129,9 +135,9 @@ def attend_tile(
             visible = visible & (o_key[None, :] > o_position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
-    # A row that has seen nothing yet keeps -inf as its maximum; it is subtracted as 0.
+    # A row that has seen no keys yet keeps a maximum of -inf, for which 0 is subtracted.
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    # One rounding whether the tile is masked or not: nothing else may be fused (enable_fp_fusion is off).
+    # One rounding in both the masked and the unmasked loop. No other operations may be fused (enable_fp_fusion is off).
     weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - shift[:, None]))
     kept = tl.exp2(maximum - shift)
     total = total * kept + tl.sum(weights, axis=1)
@@ -158,10 +164,10 @@ def attention_prefill_kernel(
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """See `attention_prefill`. A row of the tile is one of QUERIES query tokens and one head of the group.
+    """Compute one tile of `attention_prefill`. A row is one of QUERIES query tokens and one head of the group.
 
-    Keys are taken in tiles that begin at multiples of KEYS, in ascending order, so that a query's result is the same in
-    whatever chunk and beside whatever other queries it is computed.
+    Key tiles begin at multiples of KEYS and are processed in ascending order. The result of a query is therefore the
+    same for any chunk size and any other queries in the batch.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     i_tile = tl.program_id(0)
@@ -243,10 +249,10 @@ def attention_prefill_kernel(
 
 
 def prefill_tile(geometry: AttentionGeometry, pages: KVPages, dtype: torch.dtype, device: torch.device) -> int:
-    """Query tokens of one tile: what the work list has to be cut into (AttentionWork.prefill_tile).
+    """Return the query tokens of one tile, by which the work list must be divided (AttentionWork.prefill_tile).
 
     Raises:
-        ValueError: for more heads a KV head than a tile has rows.
+        ValueError: More heads share a KV head than a tile has rows.
     """
     return _queries_of(_tile_of(geometry, pages, dtype, device), geometry)
 
@@ -259,7 +265,7 @@ def _tile_of(geometry: AttentionGeometry, pages: KVPages, dtype: torch.dtype, de
 def _queries_of(chosen: Tile, geometry: AttentionGeometry) -> int:
     group = geometry.num_heads // geometry.num_kv_heads
     if group > chosen.rows:
-        raise ValueError(f"{group} heads share a KV head; attention takes at most {chosen.rows}")
+        raise ValueError(f"{group} heads share a KV head, but prefill attention supports at most {chosen.rows}")
     return chosen.rows // group
 
 
@@ -272,16 +278,19 @@ def attention_prefill(
     work: AttentionWork,
     out: torch.Tensor,
 ) -> None:
-    """`attend` of kernels/ops/attention/reference.py for the tiles of the work list.
+    """Compute `attend` of kernels/ops/attention/reference.py for the tiles of the work list.
 
     Args:
         queries: [T, num_heads, head_dim], rotated, contiguous.
-        pages: with the step's keys and values.
+        pages: Keys and values, including those of this step.
+        inputs: Inputs of the step.
+        geometry: Shapes and constants.
         sinks: [num_heads] float32, or None.
-        out: [T, num_heads * head_dim], contiguous; rows of requests that are not in the list stay as they are.
+        work: Work list with tiles of the size that `prefill_tile` returns.
+        out: [T, num_heads * head_dim], contiguous; rows of requests that are not in the list are unchanged.
 
     Raises:
-        ValueError: for tensors with gaps, and a work list of other tiles than `prefill_tile` says.
+        ValueError: A tensor is not contiguous, or the work list has tiles of another size.
     """
     num_tokens, num_requests = queries.shape[0], inputs.seq_lens.shape[0]
     num_tiles = work.most_prefill_tiles(num_tokens, num_requests)
@@ -290,9 +299,12 @@ def attention_prefill(
     device = queries.device
     chosen = _tile_of(geometry, pages, queries.dtype, device)
     if work.prefill_tile != _queries_of(chosen, geometry):
-        raise ValueError(f"the work list is cut into {work.prefill_tile} queries, the kernel takes others")
+        raise ValueError(
+            f"the work list has tiles of {work.prefill_tile} queries, which is not the kernel's tile size; use "
+            "prefill_tile()"
+        )
     if not (queries.is_contiguous() and out.is_contiguous() and inputs.block_table.stride(1) == 1):
-        raise ValueError("attention takes contiguous queries, output and rows of the block table")
+        raise ValueError("queries, output and the rows of the block table must be contiguous")
     native = native_fp8(device)
     keys, values = cells_of(pages.keys, pages.format, native), cells_of(pages.values, pages.format, native)
     wide = torch.float32 in (queries.dtype, pages.keys.dtype)
@@ -326,9 +338,10 @@ def _variant(
 
 
 def _parts(head_dim: int, kv_format: KVFormat) -> tuple[int, int, int, int]:
-    """FIRST, FIRST_PADDED, SECOND, SECOND_PADDED: a head in one or two parts, each padded to a power of two.
+    """Return FIRST, FIRST_PADDED, SECOND, SECOND_PADDED: a head in one or two parts, each padded to a power of two.
 
-    80 is 64 and 16 instead of 128; the parts of int4 are the dimensions in either half of its bytes.
+    A head of 80 is divided into 64 and 16 instead of being padded to 128. The parts of int4 are the dimensions in the
+    low and high halves of its bytes.
     """
     first = head_dim // 2 if kv_format == "int4" else 1 << head_dim.bit_length() - 1
     second = head_dim - first
@@ -364,7 +377,7 @@ _FORMATS: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Llama 3.1 8B's shape in every dtype and format, the other head sizes, then features."""
+    """Return the compilations for Llama 3.1 8B in every dtype and format, for other head sizes and for features."""
     llama = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
     types: tuple[Product, ...] = ("bf16", "fp16", "fp32")
     found = [_compilation(target, dtype, kv, llama) for dtype in types for kv in _FORMATS]

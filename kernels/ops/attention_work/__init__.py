@@ -1,1 +1,1 @@
-"""Division of a step's attention into work items of about equal cost."""
+"""Work list of a step's attention: division of the step into decode items and prefill tiles of similar cost."""

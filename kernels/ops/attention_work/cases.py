@@ -1,4 +1,4 @@
-"""Batches for the work list's test and benchmark."""
+"""Batches for the test and the benchmark of the work list."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Case:
     scratch_rows: int = 4096
 
     def lengths(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """cu_seqlens_q [R + 1], seq_lens [R], shared_lens [R] or None where nothing is shared."""
+        """Return cu_seqlens_q [R + 1], seq_lens [R], and shared_lens [R] or None if there are no shared prefixes."""
         queries, contexts, shared = (torch.tensor(column, dtype=torch.int32) for column in zip(*self.requests))
         bounds = torch.zeros(len(self.requests) + 1, dtype=torch.int32)
         bounds[1:] = queries.cumsum(0)
         return bounds.to(device), contexts.to(device), shared.to(device) if bool(shared.any()) else None
 
     def make_work(self, device: torch.device) -> AttentionWork:
-        """Buffers that just hold the case."""
+        """Return buffers that are just large enough for the case."""
         return make_work(
             len(self.requests),
             max(1, sum(queries for queries, _, _ in self.requests)),
@@ -48,20 +48,20 @@ CASES = [
     Case("one token", ((1, 1, 0),)),
     Case("mixed", MIXED),
     Case("nothing decodes", MIXED, max_decode_queries=0),
-    Case("only one query decodes, small tiles", MIXED, max_decode_queries=1, prefill_tile=8),
+    Case("only single queries decode, small tiles", MIXED, max_decode_queries=1, prefill_tile=8),
     Case("padding only", ((1, 0, 0),) * 3),
     Case("long", LONG),
     Case("window", MIXED + LONG, window=300),
     Case("window of one", MIXED + LONG, window=1),
-    Case("scratch for some", LONG, scratch_rows=100),
+    Case("scratch for some requests", LONG, scratch_rows=100),
     Case("no scratch", MIXED + LONG, scratch_rows=0),
     Case("shared", ((1, 1000, 512), (2, 700, 512), (1, 300, 0), (40, 600, 0), (1, 40_000, 32_768), (1, 513, 512))),
-    Case("shared, scratch for some", ((1, 1000, 512), (2, 700, 512), (1, 20_000, 512)), scratch_rows=82),
+    Case("shared, scratch for some requests", ((1, 1000, 512), (2, 700, 512), (1, 20_000, 512)), scratch_rows=82),
 ]
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """256 requests that decode, and a prefill of 8192 tokens beside some."""
+    """Return benchmarks: 256 decoding requests, and a prefill of 8192 tokens together with some decoding requests."""
     from kernels.ops.attention_work.triton import build_work
 
     batches = {

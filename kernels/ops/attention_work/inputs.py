@@ -1,6 +1,6 @@
-"""The work list of a step's attention: which queries decode over which keys, and which tiles of queries prefill.
+"""Work list of a step's attention: key ranges of the decoding requests, and query tiles of the prefill requests.
 
-It is built on the device from lengths alone, so that a captured graph serves every length.
+It is built on the device from lengths alone, so that a captured graph supports all lengths.
 """
 
 from __future__ import annotations
@@ -10,43 +10,44 @@ from dataclasses import dataclass
 import torch
 
 SPLIT = 256
-"""Keys of the smallest split; every kernel's key tile divides it."""
+"""Number of keys of the smallest split, a multiple of every kernel's key tile."""
 
 MAX_SPLITS = 64
-"""A request whose visible keys would make more splits has them doubled until they do not."""
+"""Maximum number of splits of a request. The split size doubles until this limit is met."""
 
 DECODE_ROWS = 16
-"""Rows of the smallest tile of a matrix product; queries times heads of a group that fill it cost nothing more."""
+"""Rows of the smallest tile of a matrix product. Using all of them costs no more than using one."""
 
 
 def max_decode_queries(num_heads: int, num_kv_heads: int) -> int:
-    """Query tokens of one request that decode in the smallest tile of rows: 4 for four heads a KV head."""
+    """Return the number of query tokens of a request that fit the smallest tile of rows: 4 for 4 heads per KV head."""
     return max(1, DECODE_ROWS // (num_heads // num_kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Buffers that `build_work` fills for R <= max_requests requests, and the constants it fills them by.
+    """Buffers that `build_work` fills for R <= max_requests requests, and the constants of the division.
 
-    A request without context (seq_len 0: padding of a captured graph) or without queries has no work. One with at most
-    `max_decode_queries` query tokens decodes, any other prefills. The keys of a decoding request are cut at multiples
-    of its split size, which depends on nothing but its own length. Each split has a partial result for each of its
-    query tokens in scratch, merged in order afterwards; a request with one split, or one that scratch has no room for,
-    is one item that walks through all its splits, with the same arithmetic, and writes its result itself. Long
-    requests come first, so that what is left for the end is short.
+    A request without context (seq_len 0: padding of a captured graph) or without query tokens has no work. A request
+    with at most `max_decode_queries` query tokens is a decoding request; any other is a prefill request. The keys of a
+    decoding request are divided at multiples of its split size, which depends only on its own length. Each split has
+    one partial result in scratch for each query token of the request, and the partial results are merged in order
+    afterwards. A request with a single split, or without room in scratch, is one item that processes all its splits
+    with the same arithmetic and writes the result itself. Long requests come first, so that the last items are short.
 
     Attributes:
-        max_decode_queries: query tokens up to which a request decodes; 0: every request prefills.
-        prefill_tile: query tokens of a prefill tile.
-        window: a query sees the last `window` keys including its own; None: all.
-        scratch_rows: rows of partial results that there is room for.
+        max_decode_queries: Maximum number of query tokens of a decoding request; 0 makes every request a prefill
+            request.
+        prefill_tile: Query tokens of a prefill tile.
+        window: A query sees the last `window` keys including its own; None for all keys.
+        scratch_rows: Capacity of scratch in rows of partial results.
         decode_items: [scratch_rows + max_requests, 4] int32: request, first key, split size (keys), first row of
-            scratch. A row of -1: all splits from the first key to the end of the context, no scratch.
-        prefill_tiles: [max_tokens // prefill_tile + max_requests, 2] int32: request, first query token counted from the
-            request's first of this step. Of each request the last tile, which sees most keys, comes first.
-        counts: [2] int32: decode items, prefill tiles. What follows in the lists is undefined.
+            scratch. A row of -1 denotes all splits from the first key to the end of the context, without scratch.
+        prefill_tiles: [max_tokens // prefill_tile + max_requests, 2] int32: request, first query token relative to
+            the request's first token of this step. The last tile of a request, which sees the most keys, comes first.
+        counts: [2] int32: number of decode items, number of prefill tiles. The rest of the lists is undefined.
         partials: [max_requests, 2] int32: first row of scratch and number of partial results of each query token;
-            0 results where nothing is to be merged. Result i of query token j is row first + i * query tokens + j.
+            0 results if there is nothing to merge. Result i of query token j is in row first + i * query tokens + j.
     """
 
     max_decode_queries: int
@@ -60,11 +61,14 @@ class AttentionWork:
 
     @property
     def max_requests(self) -> int:
-        """Requests that the buffers have room for."""
+        """Maximum number of requests."""
         return self.partials.shape[0]
 
     def most_prefill_tiles(self, num_tokens: int, num_requests: int) -> int:
-        """Bound of the number of prefill tiles, known without reading the device: the grid of the prefill kernel."""
+        """Return an upper bound of the number of prefill tiles, which is the grid size of the prefill kernel.
+
+        It is known without reading from the device.
+        """
         return min(num_tokens // self.prefill_tile + num_requests, num_tokens)
 
 
@@ -78,11 +82,14 @@ def make_work(
     window: int | None = None,
     scratch_rows: int = 4096,
 ) -> AttentionWork:
-    """Buffers for steps of up to `max_requests` requests and `max_tokens` query tokens."""
+    """Return buffers for steps of up to `max_requests` requests and `max_tokens` query tokens."""
     if min(max_requests, max_tokens, prefill_tile) < 1 or min(max_decode_queries, scratch_rows) < 0:
-        raise ValueError("attention work needs a request, a token and a tile; queries and rows are not negative")
+        raise ValueError(
+            "max_requests, max_tokens and prefill_tile must be at least 1, max_decode_queries and scratch_rows at "
+            "least 0"
+        )
     if window is not None and window < 1:
-        raise ValueError(f"an attention window of {window} keys hides a query's own")
+        raise ValueError(f"window must be at least 1, got {window}")
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -100,7 +107,10 @@ def make_work(
 
 
 def split_size(num_keys: int) -> int:
-    """Keys of a split of a request that sees `num_keys` keys: SPLIT, doubled while that makes more than MAX_SPLITS."""
+    """Return the keys per split of a request that sees `num_keys` keys.
+
+    The size is SPLIT, doubled until there are at most MAX_SPLITS splits.
+    """
     size = SPLIT
     while size * MAX_SPLITS < num_keys:
         size *= 2

@@ -1,4 +1,4 @@
-"""The work list by a plain loop over requests, on the host."""
+"""Reference implementation of the work list as a loop over requests, on the host."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kernels.ops.attention_work.inputs import AttentionWork, split_size
 def build_work(
     cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, work: AttentionWork, shared_lens: torch.Tensor | None = None
 ) -> None:
-    """Fills the buffers of `work`; see AttentionWork.
+    """Fill the buffers of `work`; see AttentionWork.
 
     Args:
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32, context including this step's tokens.
-        shared_lens: [R] int32, keys at the start of a decoding request that kernels/ops/attention_cascade computes
-        for it:
-            before its first query and, where not 0, without a window. Its partial results come first.
+        work: Buffers to fill.
+        shared_lens: [R] int32, number of keys at the start of a decoding request that
+            kernels/ops/attention_cascade processes. They are before the request's first query. A nonzero value
+            requires that there is no window. Their partial results come first.
     """
     num_requests = seq_lens.shape[0]
     bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()

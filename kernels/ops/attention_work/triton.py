@@ -1,4 +1,4 @@
-"""The work list of a step's attention, built on the device by a few programs that each write every nth entry."""
+"""Kernel that builds the work list of a step's attention on the device."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def build_work_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SHARED: tl.constexpr,
 ):
-    """Every program finds the place of every request's entries; program i writes entries i, i + PROGRAMS, ... of each.
+    """Find the positions of every request's entries; program i writes entries i, i + PROGRAMS, ... of each request.
 
-    Of the powers of two that splits can have, the largest comes first, so that long requests lead the list.
+    Among the powers of two that occur as split sizes, the largest comes first, so that long requests start the list.
     """
     i_program = tl.program_id(0)
     o_request = tl.arange(0, REQUESTS)
@@ -112,7 +112,7 @@ def build_work_kernel(
 
 @triton.jit
 def _level(num_keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, REQUESTS: tl.constexpr):
-    """How often SPLIT doubles until `num_keys` make no more than MAX_SPLITS."""
+    """Return how often SPLIT doubles until `num_keys` keys make at most MAX_SPLITS splits."""
     level = tl.zeros([REQUESTS], dtype=tl.int32)
     for i in tl.static_range(_LEVELS):
         level += (num_keys > (SPLIT * MAX_SPLITS << i)).to(tl.int32)
@@ -131,22 +131,24 @@ def _constants(max_requests: int, has_window: bool, has_shared: bool) -> dict[st
 
 
 def _num_warps(max_requests: int) -> int:
-    """Some four requests a thread."""
+    """Return the number of warps for about four requests per thread."""
     return min(max(int(triton.next_power_of_2(max_requests)) // 128, 1), 16)
 
 
 def build_work(
     cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, work: AttentionWork, shared_lens: torch.Tensor | None = None
 ) -> None:
-    """Fills the buffers of `work`: one launch, nothing is read back; see reference.py for the arguments.
+    """Fill the buffers of `work` in one launch, without reading anything back; reference.py describes the arguments.
 
-    Raises ValueError where the buffers are too small for the number of requests, or a window meets shared prefixes.
+    Raises:
+        ValueError: The buffers are too small for the number of requests, or a window is combined with shared
+            prefixes.
     """
     num_requests = seq_lens.shape[0]
     if num_requests > work.max_requests:
-        raise ValueError(f"attention work for {work.max_requests} requests was given {num_requests}")
+        raise ValueError(f"the work list supports {work.max_requests} requests, got {num_requests}")
     if shared_lens is not None and work.window is not None:
-        raise ValueError("a shared prefix is attended to as a whole, which a window does not")
+        raise ValueError("shared prefixes do not support a window; pass shared_lens=None")
     variant = _variant(work.max_requests, work.window is not None, shared_lens is not None)
     variant(
         (PROGRAMS,),
@@ -177,7 +179,7 @@ def _variant(max_requests: int, has_window: bool, has_shared: bool) -> Variant:
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Few and many requests, with and without window and shared prefixes."""
+    """Return the compilations for few and many requests, with and without window and shared prefixes."""
     pointers = ("cu_seqlens_q", "seq_lens", "shared_lens", "items", "tiles", "counts", "partials")
     integers = ("num_requests", "max_decode_queries", "window", "scratch_rows", "prefill_tile")
     signature = {f"p_{name}": "*i32" for name in pointers} | dict.fromkeys(integers, "i32")

@@ -1,1 +1,1 @@
-"""All layers of a small decode step on the CPU in one parallel region."""
+"""All decoder layers of a small decode step on the CPU, fused into one parallel region."""

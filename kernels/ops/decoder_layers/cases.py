@@ -1,4 +1,4 @@
-"""Models and steps for the test of all layers as one op."""
+"""Models and steps for the test of the fused decoder layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.ops.linear_panels.cases import random_weight
 
 @dataclass(frozen=True)
 class Case:
-    """A model of `num_layers` and a step; attention's shapes and requests are those of `attention`."""
+    """A model with `num_layers` layers and a step; `attention` defines the attention shapes and the requests."""
 
     attention: AttentionCase
     hidden: int = 192
@@ -34,20 +34,20 @@ _OTHER_SHAPES = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128, "rotary_dim
 _OTHER_SIZES: dict[str, Any] = {"hidden": 320, "intermediate": 192, "num_layers": 5}
 
 
-# Sizes, weights and pages of a kind are a kernel to compile, so there are five of them in all.
+# Every combination of sizes, weight kind and page kind is a kernel to compile, so there are only five of them.
 CASES = [
     Case(_step("one token", [(1, 190)])),
-    Case(_step("first token of all", [(1, 0)])),
+    Case(_step("first token of all requests", [(1, 0)])),
     Case(_step("three requests", [(1, 15), (1, 16), (1, 300)])),
     Case(_step("eight requests", [(1, 7 * i) for i in range(8)])),
     Case(_step("a short prompt", [(8, 0)])),
-    Case(_step("more rows than threads normalise for themselves", [(9, 0), (1, 40)])),
+    Case(_step("more rows than each thread normalizes by itself", [(9, 0), (1, 40)])),
     Case(_step("a prompt", [(70, 5)])),
-    Case(_step("a chunk beside a decode", [(5, 33), (1, 128)])),
+    Case(_step("prefill chunk and decode in one step", [(5, 33), (1, 128)])),
     Case(_step("two chunks of rows", [(530, 0)]), num_layers=1),
-    Case(_step("two chunks of rows, the second of a few", [(515, 0)])),
+    Case(_step("two chunks of rows, the second one small", [(515, 0)])),
     Case(
-        _step("a prompt beside decodes, 8 bits, pairs", [(1, 30), (57, 0), (1, 3)]),
+        _step("prompt and decodes, 8 bits, pairs", [(1, 30), (57, 0), (1, 3)]),
         bits=8, minimum=False, bias=True, kv_dtype=torch.bfloat16,
     ),
     Case(_step("8 bits, pairs", [(1, 40), (1, 9)]), bits=8, minimum=False, kv_dtype=torch.bfloat16),
@@ -61,7 +61,7 @@ CASES = [
 
 
 def make_layers(case: Case, seed: int = 0) -> list[LayerWeights]:
-    """Random weights of a size that keeps the residual near 1."""
+    """Return random weights, scaled so that the residual stays near 1."""
     generator = torch.Generator().manual_seed(seed)
     heads, dim = case.attention.num_heads, case.attention.head_dim
     inner, width = heads * dim, (heads + 2 * case.attention.num_kv_heads) * dim

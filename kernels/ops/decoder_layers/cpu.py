@@ -1,7 +1,7 @@
 """All layers of a step in one parallel region: norms, projections, attention, SiLU.
 
-At one row a layer's eight ops cost as much to enter and leave as to compute, and at sixteen still a third. Here threads
-enter once and meet five times a layer, or seven.
+With one row, entering and leaving the eight ops of a layer takes as long as computing them, and with sixteen rows
+still a third of the time. Here the threads enter once and synchronize five or seven times per layer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kernels.ops.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, Result, scratch_
 from kernels.ops.linear_panels.cpu import supported as linear_supported
 from kernels.ops.linear_panels.micro import BLOCK
 
-# Where in a layer's words of the table its addresses are, in bytes; a linear has two words.
+# Byte offsets of the addresses within a layer's row of the table; a linear layer has two words.
 _QKV, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN, _KEYS, _VALUES = 8, 24, 40, 48, 64, 80, 88
 _LAYER_BYTES = 128
 _PHASE_BYTES = 64
-"""Counters of a phase, a cache line."""
+"""Size of a phase's counters in bytes, one cache line."""
 _ATTENDED = 32
-"""Bytes to attention's counter of tiles that are done."""
+"""Byte offset of attention's counter of finished tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +46,17 @@ class Shape:
 
     @property
     def inner(self) -> int:
-        """Width of what attention gives."""
+        """Width of the attention output."""
         return self.geometry.num_heads * self.geometry.head_dim
 
     @property
     def qkv(self) -> int:
-        """Width of queries, keys and values."""
+        """Combined width of queries, keys and values."""
         return (self.geometry.num_heads + 2 * self.geometry.num_kv_heads) * self.geometry.head_dim
 
 
 def supported(shape: Shape, layers: Sequence[LayerWeights]) -> bool:
-    """Whether the op covers the model, on this processor."""
+    """Return True if the op supports the model on this processor."""
     inputs = shape.hidden, shape.inner, shape.intermediate
     return (
         attention_supported(shape.geometry, torch.bfloat16, shape.kv_dtype)
@@ -79,7 +79,10 @@ def compile_layers(
     kv_bf16: int,
     paired: int,
 ) -> Any:
-    """The kernel for one model's shapes; the closure holds integers only, so that numba finds it in its cache again."""
+    """Compile the kernel for one model's shapes.
+
+    The closure contains only integers, so that numba finds the kernel in its cache.
+    """
     few_rows, stride, page_bytes, slot_bytes = cell_sizes(num_heads, num_kv_heads, dim, page, kv_bf16)
     width = (num_heads + 2 * num_kv_heads) * dim
     inner = num_heads * dim
@@ -93,7 +96,7 @@ def compile_layers(
         own = block[19] + atomic_add(block[31], 1) * block[20]
         own_x, sums = own + block[24], own + block[25]
         tickets = block[11] * num_kv_heads
-        # As values, not as constants: for each constant numba would compile all of a projection anew.
+        # Passed as values, because numba would compile a projection again for each constant.
         wide, between = types.int64(hidden), types.int64(intermediate)
         qkv_out, attention_out = types.int64(width), types.int64(inner)
         plain, add, gate = types.int64(rounded), types.int64(added), types.int64(gated_result)
@@ -145,7 +148,7 @@ def compile_layers(
 
 
 def compile_for(shape: Shape, bits: int, minimum: bool) -> Any:
-    """The kernel for layers of these sizes and weights of this kind."""
+    """Compile the kernel for layers of these sizes and this kind of weights."""
     geometry = shape.geometry
     return compile_layers(
         bits,
@@ -163,11 +166,11 @@ def compile_for(shape: Shape, bits: int, minimum: bool) -> Any:
 
 
 class DecoderLayers:
-    """The op for one model.
+    """Fused decoder layers of one model.
 
     Args:
-        layers: kept; their tensors must stay where they are.
-        fixed: sum up in the same order for any number of rows.
+        layers: Weights of the layers, which the op keeps; their tensors must not move.
+        fixed: Sum in the same order for any number of rows.
     """
 
     def __init__(self, shape: Shape, layers: Sequence[LayerWeights], *, fixed: bool = False) -> None:
@@ -194,10 +197,15 @@ class DecoderLayers:
         self._make_room(FEW_ROWS)
 
     def __call__(self, residual: torch.Tensor, pages: Sequence[KVPages], prepared: PreparedAttention) -> None:
-        """Adds all layers to the [T, hidden] float32 residual, T at least 1, and writes keys and values.
+        """Add the output of all layers to the residual and write keys and values.
 
         Args:
-            pages: each layer's. Raises ValueError where they are not of the kind that the op is compiled for.
+            residual: [T, hidden] float32 with T >= 1, updated in place.
+            pages: Pages of each layer.
+            prepared: Inputs of the step.
+
+        Raises:
+            ValueError: The pages are not of the kind for which the op was compiled.
         """
         if self._pages is not pages[0].keys:
             self._use(pages)
@@ -212,19 +220,19 @@ class DecoderLayers:
         self._kernel.run(self._threads)
 
     def _use(self, pages: Sequence[KVPages]) -> None:
-        """Takes down where they are. The tensors must stay there while steps use them."""
+        """Store the addresses of the pages. The tensors must not move while steps use them."""
         geometry, dtype = self._shape.geometry, self._shape.kv_dtype
         paired = stored_in_pairs(dtype, geometry.head_dim, geometry.page_size)
         cells = geometry.num_kv_heads * geometry.page_size * geometry.head_dim
         kinds = {(one.keys.dtype, one.paired, one.keys.stride(0), one.values.stride(0)) for one in pages}
         if len(pages) != len(self._layers) or kinds != {(dtype, paired, cells, cells)}:
-            raise ValueError("the pages are not of the kind that the layers were fused for")
+            raise ValueError("the KV pages must have the dtype and storage kind for which the layers were compiled")
         for row, one in zip(self._table, pages):
             row[_KEYS // 8], row[_VALUES // 8] = one.keys.data_ptr(), one.values.data_ptr()
         self._pages = pages[0].keys
 
     def _make_room(self, rows: int) -> None:
-        """Memory for steps of as many rows: what threads share, and each thread's own."""
+        """Allocate memory for steps of up to `rows` rows, both the memory that threads share and each thread's own."""
         shape, block = self._shape, self._kernel.block
         widest = max(shape.hidden, shape.inner, shape.intermediate)
         at_a_time = min(rows, CHUNK_ROWS)
@@ -236,7 +244,7 @@ class DecoderLayers:
         size = sums + (at_a_time if self._fixed else min(rows, FEW_ROWS)) * widest // BLOCK * 4
         own = torch.zeros((self._threads, -(-size // 64) * 64), dtype=torch.uint8)
         block[19], block[20], block[24], block[25] = own.data_ptr(), own.stride(0), own_x, sums
-        # Of a layer attention, and of each chunk of rows two norms and four projections.
+        # Per layer: one attention, and two norms and four projections for each chunk of rows.
         phases = 1 + 6 * -(-rows // CHUNK_ROWS)
         self._counters = torch.zeros(len(self._layers) * phases * _PHASE_BYTES // 8, dtype=torch.int64)
         block[18] = self._counters.data_ptr()
@@ -245,7 +253,10 @@ class DecoderLayers:
 
 
 def _table(layers: Sequence[LayerWeights]) -> torch.Tensor:
-    """[layers, 16] int64 addresses: a norm's weight and two linears, twice; keys and values come later."""
+    """Return a [layers, 16] int64 table of addresses: a norm's weight and two linears, twice.
+
+    The addresses of keys and values are stored later.
+    """
     table = torch.zeros((len(layers), _LAYER_BYTES // 8), dtype=torch.int64)
     for row, layer in zip(table, layers):
         words = [layer.attention_norm.data_ptr()]

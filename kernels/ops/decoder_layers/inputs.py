@@ -1,4 +1,4 @@
-"""What the op reads of a model's layers."""
+"""Weights of a model's layers as read by the fused decoder layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.ops.linear_panels.layout import PanelWeight
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight in panels and its bias, [out] bfloat16 or None."""
+    """Weight in panels and its bias, which is [out] bfloat16 or None."""
 
     weight: PanelWeight
     bias: torch.Tensor | None = None
@@ -19,10 +19,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. qkv: query, key and value heads, one after the other; gate_up: both halves.
+    """Weights of one layer. qkv: query, key and value heads, in this order; gate_up: both halves.
 
     Attributes:
-        attention_norm, mlp_norm: [hidden] float32.
+        attention_norm: [hidden] float32.
+        mlp_norm: [hidden] float32.
     """
 
     attention_norm: torch.Tensor
@@ -34,11 +35,11 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """In the order in which a step multiplies by them."""
+        """Linear layers in the order in which a step uses them."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
 def uniform(layers: list[LayerWeights]) -> bool:
-    """Whether one kernel serves them all: the same bits, and minimums in all or in none."""
+    """Return True if one kernel supports all layers: equal bits, and minimums in all layers or in none."""
     kinds = {one.weight.kind for layer in layers for one in layer.linears}
     return len(kinds) == 1

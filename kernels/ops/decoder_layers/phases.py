@@ -1,8 +1,8 @@
-"""The parts of a layer that threads share out, and how they wait for each other.
+"""Phases of a layer that threads divide among themselves, and their synchronization.
 
-A thread takes pieces of a phase by a counter and counts those that are done; everybody waits until all are, however
-many threads there are and however late one comes: what a late one computes from a residual that has moved on is for
-pieces that are taken already, and is never used.
+A thread takes pieces of a phase from a counter and counts the pieces that are done. All threads wait until all pieces
+are done, whatever the number of threads and however late one starts. A late thread may read a residual that has
+already changed, but the pieces it computes have already been taken, so its results are never used.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from kernels.ops.linear_panels.cpu import block_sums, num_pieces, share_out
 from kernels.ops.norm.cpu import norm_row
 
 OWN_ROWS = 8
-"""Up to these every thread normalises for itself."""
+"""Maximum number of rows that every thread normalizes by itself."""
 _SHARED_ROWS = 4
-"""Beyond, it takes so many at a time."""
+"""Number of rows per piece when the threads divide the normalization."""
 _DONE = 8
-"""Bytes from a phase's counter of pieces that are taken to that of pieces that are done."""
+"""Offset in bytes from a phase's counter of taken pieces to its counter of finished pieces."""
 
 
 @inner
 def normalise(
     residual: Any, weight: Any, own: Any, shared: Any, rows: Any, hidden: Any, eps: Any, counters: Any
 ) -> Any:
-    """kernels/ops/norm of rows of the float32 residual, to which nothing is added; returns where they are, as bfloat16.
+    """Normalize rows of the float32 residual and return the address of the bfloat16 result.
 
-    A few rows every thread normalises for itself, which is cheaper than waiting for another to do it.
+    The operation is kernels/ops/norm without addition. Every thread normalizes a small number of rows by itself, which
+    is cheaper than waiting for another thread.
     """
     if rows <= OWN_ROWS:
         for row in range(rows):
@@ -64,9 +65,9 @@ def project(
     counters: Any,
     scratch: Any,
 ) -> None:
-    """`share_out` of x @ weight.T + bias; ends when all of it is there.
+    """Compute x @ weight.T + bias with `share_out` and wait until all of it is done.
 
-    linear: address of two int64, the addresses of panels and bias. counters: two int64 of zeros.
+    linear: address of two int64, the addresses of panels and bias. counters: two int64 zeros.
     """
     literally(bits)
     literally(minimum)

@@ -1,4 +1,4 @@
-"""Layers of a decoder in plain torch, in float64: see README.md."""
+"""Decoder layers in plain torch, in float64; see README.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.ops.linear_panels.reference import linear as multiply_panels
 
 
 def multiply(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """X @ weight.T + bias."""
+    """Return x @ weight.T + bias."""
     return multiply_panels(x, linear.weight, linear.bias)
 
 
@@ -26,7 +26,7 @@ def layers(
     geometry: AttentionGeometry,
     eps: float,
 ) -> torch.Tensor:
-    """[T, hidden] float64 -> the same with all layers added; writes keys and values."""
+    """Add all layers to a [T, hidden] float64 residual and return it; write keys and values."""
     for layer, cells in zip(weights, pages):
         qkv = multiply(_norm(residual, layer.attention_norm, eps), layer.qkv)
         attended = attention.paged_attention(qkv, cells, inputs, geometry, LayerConstants(), torch.float64)

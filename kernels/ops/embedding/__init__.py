@@ -1,1 +1,1 @@
-"""Lookup of token embeddings, also in quantized tables."""
+"""Lookup of token embeddings, including quantized tables."""

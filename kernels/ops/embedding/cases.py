@@ -1,4 +1,4 @@
-"""Shapes of the embedding look-up for its test and its benchmark."""
+"""Shapes of the embedding lookup for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kernels.common.triton.benchmark import Benchmark
 
 # (tokens, rows of the table, width)
 SHAPES = [(3, 0, 40), (0, 5, 64), (1, 1, 1), (7, 11, 127), (33, 50, 576), (3, 9, 5000)]
-# (dtype of the table, of the stream)
+# (dtype of the table, dtype of the residual stream)
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -18,7 +18,7 @@ DTYPES = [
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama-3.1-8B: rows of 4096 out of 128256."""
+    """Return benchmarks with the shape of Llama-3.1-8B: rows of 4096 out of 128256."""
     from kernels.ops.embedding.triton import embed
 
     found = []

@@ -1,4 +1,4 @@
-"""Token embedding look-up in plain torch."""
+"""Token embedding lookup in plain torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of the table, scaled.
+    """Return rows of the table, scaled.
 
     Args:
-        token_ids: [T] int32; an id outside the table gives a row of zeros: another rank holds it.
+        token_ids: [T] int32; an id outside the table gives a row of zeros, because another rank holds its row.
         weight: [rows, hidden], any float dtype.
-        scale: factor, applied in float32; None: 1.
+        scale: Factor, applied in float32; None for 1.
+        dtype: Dtype of the result.
 
     Returns:
         [T, hidden] of `dtype`.

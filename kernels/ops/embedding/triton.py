@@ -1,4 +1,4 @@
-"""Token embedding look-up: a program copies a tile of one row of the table."""
+"""Token embedding lookup: each program copies a tile of one row of the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.common.triton.rounding import rounded
 
 @functools.cache
 def tile(width: int, num_lanes: int = 32) -> tuple[int, int]:
-    """(TILE, num_warps) for rows of `width`."""
+    """Return (TILE, num_warps) for rows of `width`."""
     padded = min(max(triton.next_power_of_2(width), 128), 2048)
     return padded, max(padded // 8 // num_lanes, 1)
 
@@ -31,7 +31,7 @@ def embed_kernel(
     TILE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):
-    """See kernels/ops/embedding/reference.py. Grid: (tokens, tiles of a row)."""
+    """Copy one tile of a row; see kernels/ops/embedding/reference.py. Grid: (tokens, tiles of a row)."""
     i_token = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = o_column < WIDTH
@@ -44,13 +44,13 @@ def embed_kernel(
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
-    """See the reference; the tensors are contiguous.
+    """Compute the reference for contiguous tensors.
 
     Raises:
-        ValueError: for tensors with gaps.
+        ValueError: A tensor is not contiguous.
     """
     if not (token_ids.is_contiguous() and weight.is_contiguous()):
-        raise ValueError("the embedding takes contiguous token ids and a contiguous table")
+        raise ValueError("token ids and embedding table must be contiguous")
     tokens, width = token_ids.shape[0], weight.shape[1]
     out = torch.empty((tokens, width), dtype=dtype, device=weight.device)
     if tokens:
@@ -75,7 +75,7 @@ def _variant(width: int, size: int, num_warps: int, has_scale: bool) -> Variant:
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """The dtypes of table and stream, with and without a scale."""
+    """Return the compilations for the dtypes of table and residual stream, with and without a scale."""
     found = []
     for table, dtype, width, has_scale in (
         ("bf16", "bf16", 4096, False),

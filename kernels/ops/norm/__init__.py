@@ -1,1 +1,1 @@
-"""RMS normalization, alone or with the residual sum and quantization of its result."""
+"""RMS normalization, with optional residual addition before it and quantization of its result."""

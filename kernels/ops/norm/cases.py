@@ -1,4 +1,4 @@
-"""Shapes of the RMS norm for its test and its benchmark."""
+"""Shapes of the RMS norm for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPU_SHAPES = [(0, 64), (1, 1), (3, 127), (5, 576), (2, 5000)]
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """Llama-3.1-8B: rows of 4096, bfloat16 stream; alone and for FP8 linear layers."""
+    """Return benchmarks with the shape of Llama-3.1-8B: rows of 4096 in bfloat16, with and without FP8 results."""
     from kernels.ops.norm.triton import add_rms_norm
 
     found = []

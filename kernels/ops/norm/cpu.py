@@ -1,4 +1,4 @@
-"""RMS normalisation with residual addition on the CPU: one pass over the residual, rows shared out over threads."""
+"""RMS normalization with residual addition on the CPU: one pass over the residual, with rows divided among threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numba import cfunc, literally, types
 from kernels.common.cpu.pool import Kernel, num_threads
 from kernels.common.cpu.simd import WIDTH, atomic_add, inner, load_f32, vadd, vfma, vload, vmul, vsplat, vstore, vsum
 
-# Below this many values one thread is done before another has woken up.
+# Below this number of values, one thread finishes before another one has woken up.
 _MIN_PARALLEL = 65536
 
 
 def supported(hidden_size: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel covers rows of this width."""
+    """Return True if the kernel supports rows of this width."""
     return hidden_size % WIDTH == 0 and dtype in (torch.float32, torch.bfloat16)
 
 
@@ -23,7 +23,7 @@ def supported(hidden_size: int, dtype: torch.dtype) -> bool:
 def norm_row(
     has_delta: Any, delta: Any, residual: Any, weight: Any, out: Any, hidden: Any, eps: Any, bf16: Any
 ) -> None:
-    """One row; bf16 is a literal."""
+    """Process one row; bf16 is a literal."""
     literally(bf16)
     element = 2 if bf16 else 4
     squares = vsplat(0.0)
@@ -40,7 +40,10 @@ def norm_row(
 
 
 def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
-    """A kernel for rows of `hidden` values; bf16: 1 where delta and result are bfloat16. The residual is float32."""
+    """Compile the kernel for rows of `hidden` values.
+
+    bf16 is 1 if delta and result are bfloat16. The residual is float32.
+    """
     element = 2 if bf16 else 4
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True)
@@ -61,7 +64,7 @@ def compile_add_rms_norm(hidden: int, bf16: int) -> Any:
 
 
 class AddRMSNorm:
-    """The op for one row width and dtype."""
+    """RMS normalization for one row width and dtype."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         self._function = compile_add_rms_norm(hidden, int(dtype is torch.bfloat16))
@@ -74,7 +77,7 @@ class AddRMSNorm:
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See the reference; tensors are contiguous, the residual and the weight float32."""
+        """Compute the reference for contiguous tensors; the residual and the weight are float32."""
         if eps != self._eps_value:
             self._eps.fill_(eps)
             self._eps_value = eps

@@ -1,4 +1,4 @@
-"""RMS normalisation with the residual addition before it, in plain torch."""
+"""RMS normalization with preceding residual addition, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ def add_rms_norm(
     dtype: torch.dtype,
     quantization: ActivationQuantization | None = None,
 ) -> Activations:
-    """Residual += delta (in place), then residual / sqrt(mean(residual^2) + eps) * weight (Zhang and Sennrich 2019).
+    """Add delta to the residual in place and return residual / sqrt(mean(residual^2) + eps) * weight.
+
+    The norm is that of Zhang and Sennrich (2019).
 
     Args:
-        delta: [T, hidden] output of the last block, any float dtype; None: nothing to add.
-        residual: [T, hidden] residual stream; updated in its own dtype.
+        delta: [T, hidden] output of the last block, any float dtype; None to add nothing.
+        residual: [T, hidden] residual stream, updated in its own dtype.
         weight: [hidden] float32.
-        dtype: of the result [T, hidden]; the arithmetic is float32.
-        quantization: how the linear layer behind it wants the result, if not as it is.
+        eps: Epsilon of the norm.
+        dtype: Dtype of the result [T, hidden]; the arithmetic is float32.
+        quantization: Format in which the next linear layer reads the result; None for no quantization.
     """
     if delta is not None:
         residual.add_(delta)

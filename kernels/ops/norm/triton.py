@@ -1,4 +1,4 @@
-"""RMS normalisation with the residual addition before it and quantization behind it: one program a row."""
+"""RMS normalization with preceding residual addition and optional quantization: one program per row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from kernels.common.triton.launch import NAMED_TYPES, TRITON_TYPES, Variant
 from kernels.common.triton.rounding import rounded
 
 MAX_WIDTH = 32768
-"""Widest row: it is held in registers between the two passes of the mean and the scaling."""
+"""Maximum row width. A row stays in registers between the computation of the mean and the scaling."""
 
 
 @functools.cache
 def tile(width: int, num_lanes: int = 32) -> tuple[int, int]:
-    """(TILE, num_warps) for rows of `width`. Not of their number: the order of the sum may not depend on the batch."""
+    """Return (TILE, num_warps) for rows of `width`.
+
+    The result does not depend on the number of rows, because the order of the sum must not depend on the batch.
+    """
     padded = max(128, triton.next_power_of_2(width))
     threads = min(max(padded // 16, 64), 1024)
     return padded, max(threads // num_lanes, 1)
@@ -42,7 +45,7 @@ def add_rms_norm_kernel(
     LARGEST_CODE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """See kernels/ops/norm/reference.py. DTYPE: of the result; it is rounded to it before it is quantized."""
+    """Process one row; see kernels/ops/norm/reference.py. The result is rounded to DTYPE before it is quantized."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, TILE)
     mask = o_column < WIDTH
@@ -67,20 +70,24 @@ def add_rms_norm(
     dtype: torch.dtype,
     quantization: ActivationQuantization | None = None,
 ) -> Activations:
-    """See the reference; all tensors are contiguous.
+    """Compute the reference for contiguous tensors.
 
     Raises:
-        ValueError: for rows wider than MAX_WIDTH, tensors of other shapes or with gaps.
+        ValueError: A row is wider than MAX_WIDTH, or a tensor has the wrong shape or is not contiguous.
     """
     rows, width = residual.shape
     if width > MAX_WIDTH:
-        raise ValueError(f"the RMS norm takes rows of at most {MAX_WIDTH} values, not {width}")
+        raise ValueError(f"the RMS norm supports rows of at most {MAX_WIDTH} values, got {width}")
     if delta is not None and delta.shape != residual.shape:
-        raise ValueError(f"delta is {list(delta.shape)}, the residual {list(residual.shape)}")
+        raise ValueError(
+            f"delta and residual must have the same shape, got {list(delta.shape)} and {list(residual.shape)}"
+        )
     if weight.shape != (width,) or weight.dtype is not torch.float32:
-        raise ValueError(f"the weight of the RMS norm is {weight.dtype} {list(weight.shape)}, not float32 [{width}]")
+        raise ValueError(
+            f"the weight of the RMS norm must be float32 [{width}], got {weight.dtype} {list(weight.shape)}"
+        )
     if not (residual.is_contiguous() and weight.is_contiguous() and (delta is None or delta.is_contiguous())):
-        raise ValueError("the RMS norm takes contiguous tensors")
+        raise ValueError("the tensors of the RMS norm must be contiguous")
     outs = outputs(rows, width, dtype, residual.device, quantization)
     if rows:
         padded, num_warps = tile(width, 64 if torch.version.hip else 32)
@@ -115,7 +122,7 @@ _OTHER_WIDTHS = (576, 5120, 8192, 18432)
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Each format of the result at 4096, and odd, wide and widest rows."""
+    """Return the compilations for each format of the result at 4096, and for odd, wide and maximum widths."""
     found = [_compilation(target, *dtypes, 4096, format, True) for dtypes in _STREAMS for format in _FORMATS]
     found += [
         _compilation(target, "bf16", "bf16", width, format, True) for width in _OTHER_WIDTHS for format in _FORMATS[:3]

@@ -1,4 +1,4 @@
-"""Shapes of the quantization of activations for its test and its benchmark."""
+"""Shapes of activation quantization for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ FORMATS: tuple[ActivationFormat, ...] = ("fp8_tensor", "fp8_token", "fp8_block",
 # (rows, width)
 SHAPES = [(0, 64), (1, 1), (3, 127), (2, 128), (5, 576), (2, 2500)]
 WIDE = (2, 16384 + 300)
-"""More than the tile of a row."""
+"""Row width above the tile size."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def quantization(format: ActivationFormat, device: torch.device) -> ActivationQuantization:
-    """The format; with a scale that lets some values saturate where it is fixed."""
+    """Return the quantization of a format. A fixed scale makes some values saturate."""
     scale = torch.full((1, 1), 0.004, device=device) if format == "fp8_tensor" else None
     return ActivationQuantization(format, scale)
 
 
 def benchmarks(device: torch.device, scale: int = 1) -> list[Benchmark]:
-    """The input of Llama-3.1-8B's output projection, [T, 4096]."""
+    """Return benchmarks for the input of Llama-3.1-8B's output projection, [T, 4096]."""
     from kernels.ops.quantize.triton import quantize
 
     found = []

@@ -1,4 +1,4 @@
-"""Quantizing activations in plain torch: see kernels/common/quantized.py for the formats."""
+"""Quantization of activations in plain torch; kernels/common/quantized.py describes the formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _LARGEST = {"fp8_tensor": 448.0, "fp8_token": 448.0, "fp8_block": 448.0, "int8_t
 
 
 def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> QuantizedActivation:
-    """[T, n] floats -> codes and scales; rows or blocks of zeros have scale 0. Values beyond a fixed scale saturate."""
+    """Convert [T, n] floats to codes and scales.
+
+    Rows or blocks of zeros have scale 0. Values beyond the range of a fixed scale saturate.
+    """
     largest = _LARGEST[quantization.format]
     rows, width = x.shape
     wide = x.float()
@@ -30,12 +33,15 @@ def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> Quantized
 
 
 def _quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """X / divisor, rounded once: by a number, torch on a GPU multiplies with the reciprocal, itself rounded."""
+    """Return x / divisor, rounded once.
+
+    On a GPU, torch divides by a number by multiplying with its rounded reciprocal.
+    """
     return x / torch.full_like(x, divisor)
 
 
 def dequantize(activation: QuantizedActivation) -> torch.Tensor:
-    """[T, n] float32."""
+    """Return the [T, n] float32 values of codes and scales."""
     scales = activation.scales
     if scales.shape[1] > 1:
         scales = scales.repeat_interleave(BLOCK, dim=1)[:, : activation.codes.shape[1]]

@@ -1,4 +1,7 @@
-"""Quantizing activations that no norm or activation did: see kernels/common/quantized.py for the formats."""
+"""Quantization of activations that no norm or activation kernel has quantized.
+
+kernels/common/quantized.py describes the formats.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from kernels.common.triton.launch import Variant
 
 @functools.cache
 def tile(width: int, format: str, num_lanes: int = 32) -> tuple[int, int]:
-    """(TILE, num_warps) for rows of `width`."""
+    """Return (TILE, num_warps) for rows of `width`."""
     widest = 16384 if format in ROW_FORMATS else 2048
     padded = min(max(triton.next_power_of_2(width), 128), widest)
     threads = min(max(padded // 16, 64), 1024)
@@ -35,7 +38,7 @@ def tile(width: int, format: str, num_lanes: int = 32) -> tuple[int, int]:
 
 @triton.jit
 def load_tile(p_x, i_row, o_column, stride, WIDTH: tl.constexpr):
-    """[TILE] float32 of one row; 0 beyond WIDTH."""
+    """Load [TILE] float32 values of one row, with 0 beyond WIDTH."""
     return tl.load(p_x + i_row * stride + o_column, mask=o_column < WIDTH, other=0.0).to(tl.float32)
 
 
@@ -51,7 +54,10 @@ def quantize_kernel(
     LARGEST_CODE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """See kernels/ops/quantize/reference.py. stride: elements from one row of x to the next. Grid: (rows, tiles)."""
+    """Quantize one tile; see kernels/ops/quantize/reference.py. stride: elements between rows of x.
+
+    Grid: (rows, tiles).
+    """
     i_row = tl.program_id(0).to(tl.int64)
     i_tile = tl.program_id(1)
     b_x = load_tile(p_x, i_row, i_tile * TILE + tl.arange(0, TILE), stride, WIDTH)
@@ -70,7 +76,7 @@ def wide_row_kernel(
     LARGEST_CODE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One scale a row, for rows wider than a tile, which are read twice. Grid: (rows,)."""
+    """Quantize one row wider than a tile with a single scale, reading it twice. Grid: (rows,)."""
     i_row = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, TILE)
     b_largest = tl.zeros([TILE], dtype=tl.float32)
@@ -86,10 +92,10 @@ def wide_row_kernel(
 
 
 def quantize(x: torch.Tensor, quantization: ActivationQuantization) -> QuantizedActivation:
-    """See the reference; the values of a row of x [T, n] are contiguous.
+    """Compute the reference; the values of each row of x [T, n] are contiguous.
 
     Raises:
-        ValueError: for rows whose values have gaps between them.
+        ValueError: The values of a row are not contiguous.
     """
     rows, width = x.shape
     if width > 1 and x.stride(1) != 1:
@@ -122,7 +128,7 @@ _FORMATS = ("fp8_token", "fp8_block", "int8_token", "fp8_tensor")
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Each format at 4096, wide rows, and narrow ones."""
+    """Return the compilations for each format at 4096, and for wide and narrow rows."""
     found = [_compilation(target, dtype, 4096, format) for dtype in ("bf16", "fp16", "fp32") for format in _FORMATS]
     found += [_compilation(target, "bf16", 28672, format) for format in ROW_FORMATS]
     return found + [_compilation(target, "bf16", 576, format) for format in _FORMATS]

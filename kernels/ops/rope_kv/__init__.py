@@ -1,1 +1,1 @@
-"""Rotary position embedding and storage of new keys and values in their pages."""
+"""Rotary position embedding, and storage of new keys and values in their pages."""

@@ -1,4 +1,4 @@
-"""The first half of kernels/ops/attention/reference.py, where it is computed: a kernel of its own on the GPU."""
+"""Re-export of the first half of the attention reference, which is a separate kernel on GPUs."""
 
 from kernels.ops.attention.reference import rotate_and_write
 

@@ -1,4 +1,4 @@
-"""Norm of query and key heads, rotation, and the write to the KV cache: one program a token and KV head."""
+"""Norm of query and key heads, rotation, and the write to the KV cache: one program per token and KV head."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from kernels.ops.attention.kv_pages import LARGEST, KVFormat, KVPages
 from kernels.ops.attention.triton_cells import cell_pointer, cells_of, scale_strides
 
 NUM_WARPS = 1
-"""One warp holds the queries of a group; many programs share a processor. Never by the number of tokens: the order of a
-norm's sum may not depend on the batch."""
+"""One warp holds the queries of a group, and many programs share a multiprocessor.
+
+The value does not depend on the number of tokens, because the order of a norm's sum must not depend on the batch.
+"""
 
 
 @triton.jit
 def partner_of(o_dim, ROTARY: tl.constexpr):
-    """The dimension that each dimension rotates with, in pairs (i, i + ROTARY / 2)."""
+    """Return the rotation partner of each dimension, in pairs (i, i + ROTARY / 2)."""
     return tl.where(o_dim < ROTARY // 2, o_dim + ROTARY // 2, o_dim - ROTARY // 2)
 
 
 @triton.jit
 def rotated(x, partner, p_row, o_dim, ROTARY: tl.constexpr):
-    """X * cos -+ partner * sin: the sine's sign is minus in the first half of the rotary dimensions."""
+    """Return x * cos -+ partner * sin, with a minus in the first half of the rotary dimensions."""
     rotates = o_dim < ROTARY
     o_angle = o_dim % (ROTARY // 2)
     cos = tl.load(p_row + o_angle, mask=rotates, other=1.0)
@@ -43,7 +45,10 @@ def rotate_heads(
     p_heads, o_head, head_mask, p_norm, eps, p_row,
     DIM: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """The two halves [heads, HALF] of heads at p_heads + o_head * DIM, normed and rotated, in float32."""
+    """Load heads at p_heads + o_head * DIM, then normalize and rotate them in float32.
+
+    Return their two halves, each [heads, HALF].
+    """
     o_low = tl.arange(0, HALF)
     o_high = o_low + DIM // 2
     in_half = o_low < DIM // 2
@@ -84,7 +89,7 @@ def write_cell(
     p_cell, p_scale, low, high, stride_dim,
     DIM: tl.constexpr, HALF: tl.constexpr, FORMAT: tl.constexpr, LARGEST_CODE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One cell, given in halves [1, HALF] of float32, in its format; its scale goes to p_scale."""
+    """Write one cell, given as float32 halves [1, HALF], in its format, and its scale to p_scale."""
     o_low = tl.arange(0, HALF)[None, :]
     mask = o_low < DIM // 2
     p_low = p_cell + o_low * stride_dim
@@ -94,13 +99,13 @@ def write_cell(
         tl.store(p_high, rounded(high, p_cell.dtype.element_ty), mask=mask)
     else:
         largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)))
-        # Maxima pass over NaN; a cell that has one must read back as NaN.
+        # The maximum ignores NaN, but a cell that contains NaN must read back as NaN.
         bad = tl.max(((low != low) | (high != high)).to(tl.int32))
         scale = tl.where(bad > 0, float("nan"), tl.div_rn(largest, LARGEST_CODE))
         divisor = tl.where(largest > 0.0, scale, 1.0)
         low = tl.div_rn(low, tl.zeros_like(low) + divisor)
         high = tl.div_rn(high, tl.zeros_like(high) + divisor)
-        # NaN is in the scale then, and codes are numbers.
+        # The scale is NaN in that case, and the codes must be numbers.
         low, high = tl.where(low == low, low, 0.0), tl.where(high == high, high, 0.0)
         tl.store(p_scale, scale)
         if FORMAT == "int4":
@@ -122,7 +127,7 @@ def rope_kv_kernel(
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
     HAS_NORM: tl.constexpr, FORMAT: tl.constexpr, LARGEST_CODE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """See `rope_kv`. *_STRIDES: of page, head, slot (and dimension)."""
+    """Process one token and KV head; see `rope_kv`. *_STRIDES: strides of page, head, slot (and dimension)."""
     i_token = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -161,23 +166,30 @@ def rope_kv_kernel(
 def rope_kv(
     qkv: torch.Tensor, pages: KVPages, inputs: AttentionInputs, geometry: AttentionGeometry, layer: LayerConstants
 ) -> torch.Tensor:
-    """`rotate_and_write` of kernels/ops/attention/reference.py: writes keys and values, returns the rotated queries.
+    """Write keys and values and return the rotated queries: `rotate_and_write` of kernels/ops/attention/reference.py.
 
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], contiguous.
-        pages: updated in place; a token of slot -1 is not written.
+        pages: Updated in place; a token with slot -1 is not written.
+        inputs: Inputs of the step.
+        geometry: Shapes and constants.
+        layer: Constants of the layer.
 
     Returns:
-        [T, num_heads, head_dim] of qkv's dtype.
+        [T, num_heads, head_dim] in the dtype of qkv.
 
     Raises:
-        ValueError: for a qkv of another shape or with gaps, and an odd head or rotary size.
+        ValueError: qkv has the wrong shape or is not contiguous, or the head or rotary size is odd.
     """
     num_tokens, dim = qkv.shape[0], geometry.head_dim
     if qkv.shape[1] != (geometry.num_heads + 2 * geometry.num_kv_heads) * dim or not qkv.is_contiguous():
-        raise ValueError(f"qkv is {list(qkv.shape)} with strides {list(qkv.stride())}; wanted are contiguous heads")
+        raise ValueError(
+            f"qkv must consist of contiguous heads, got shape {list(qkv.shape)} with strides {list(qkv.stride())}"
+        )
     if dim % 2 or geometry.rotary_dim % 2 or not 0 < geometry.rotary_dim <= dim:
-        raise ValueError(f"heads of {dim} of which {geometry.rotary_dim} rotate: both are even, the second not larger")
+        raise ValueError(
+            f"head_dim and rotary_dim must be even and rotary_dim <= head_dim, got {dim} and {geometry.rotary_dim}"
+        )
     queries = torch.empty((num_tokens, geometry.num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return queries
@@ -225,7 +237,10 @@ def _shape_constants(geometry: AttentionGeometry) -> dict[str, Any]:
 
 
 def compilations(target: Target) -> list[Compilation]:
-    """Each dtype and cell format at Llama 3.1 8B's shape, then norms, partial rotation, odd heads."""
+    """Return the compilations for each dtype and cell format at the shape of Llama 3.1 8B, and for other features.
+
+    The features are norms, partial rotation and odd head counts.
+    """
     llama = AttentionGeometry(32, 8, 128, 128, 16, 128**-0.5)
     formats: tuple[KVFormat, ...] = ("dense", "fp8", "int8", "int4")
     found = [_compilation(target, dtype, kv, llama, False) for dtype in ("bf16", "fp16", "fp32") for kv in formats]
