@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from shared import sockets
-from shared.messages import MAX_MESSAGE_BYTES, Cancel, Hello, Ping, Pong, Steps, Submit, WorkerStats, encode_message
+from shared import messages
+from shared.messages import Cancel, Hello, Ping, Pong, Steps, Submit, WorkerStats, encode_message
 from tests.unit.worker.engine.harness import EPOCH, Worker, make_submit
 
 VALID = encode_message(make_submit("v"))
@@ -170,10 +170,10 @@ def test_frames_changed_at_random_reach_nobody_else(worker: Worker) -> None:
 def test_a_frame_above_the_limit_is_not_decoded(start, monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Worker = start()
     client, large = worker.client(), worker.client(b"large")
-    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 1 << 20)
     live = client.submit("live", max_tokens=40, ignore_eos=True)
     large.submit("mine", max_tokens=100, ignore_eos=True)
-    large.send_frames(b"x" * (MAX_MESSAGE_BYTES + 1))
+    large.send_frames(b"x" * (messages.MAX_MESSAGE_BYTES + 1))
     worker.pump(lambda: worker.counters.malformed_messages_total == 1, "counted")
     client.check(live)
 
