@@ -26,7 +26,7 @@ import torch
 from kernels.backends.select import sampling_ops
 from kernels.common.cpu.pool import use_cache_directory, use_huge_pages
 from scripts._bench import engine_host, engine_memory, engine_prefix, engine_speculation, engine_steps
-from scripts._bench.engine_loop import FreeModel, Loop, OpClock, engine_loop, timed_executor
+from scripts._bench.engine_loop import Loop, NullModel, OpClock, engine_loop, timed_executor
 from scripts.ceiling import LinearShapes, Matrices
 from shared import log
 from shared.arguments import Parser
@@ -130,9 +130,9 @@ class Bench:
         options, vocab_size = self._options, self._decoder.spec.vocab_size
         settings = self._settings(max(options.host_counts))
         ops = self._sampling_ops()
-        free = FreeModel(vocab_size, settings.max_num_seqs)
+        free = NullModel(vocab_size, settings.max_num_seqs)
         times: dict[str, dict[int, float]] = {}
-        for name, model, kv in (("the model", self._decoder, self._kv), ("a model without cost", free, free)):
+        for name, model, kv in (("the model", self._decoder, self._kv), ("an empty model", free, free)):
             clock = OpClock()
             built = timed_executor(settings, self._decoder.spec, model, kv, ops, clock)
             with engine_loop(settings, self._files, built) as loop:

@@ -99,7 +99,7 @@ class TimedSampler(Sampler):
         return self.clock.timed(super().sample, logits, sampled)
 
 
-class FreeModel:
+class NullModel:
     """Model that computes nothing and gives all tokens the same probability; also its own empty KV cache."""
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:

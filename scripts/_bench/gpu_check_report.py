@@ -122,7 +122,7 @@ def failures(report: Mapping[str, Any]) -> list[str]:
     if "error" in tests:
         found.append(f"tests: {tests['error']}")
     for name, file in tests.get("files", {}).items():
-        if file['failed']:
+        if file["failed"]:
             found.append(f"{name}: failed tests: {file['failed']}, the first is {file['failures'][0]}")
     for kernel, timed in report.get("kernels", {}).items():
         found += _errors(f"time of {kernel}", timed["rows"])

@@ -187,9 +187,13 @@ def report_load(name: str, summary: Summary, ceilings: Ceilings, rows: int) -> t
     ]
     if ceilings:
         tokens = summary.prompt_tokens, summary.output_tokens
-        ideal, least = (ideal_seconds(ceilings, *tokens, rows, head=head) for head in (True, False))
+        ideal, ideal_without_head = (ideal_seconds(ceilings, *tokens, rows, head=head) for head in (True, False))
         share = ideal / summary.seconds
-        figures |= {"ideal_seconds": ideal, "share_of_ideal": share, "without_prompt_head": least / summary.seconds}
+        figures |= {
+            "ideal_seconds": ideal,
+            "share_of_ideal": share,
+            "without_prompt_head": ideal_without_head / summary.seconds,
+        }
         goal = _LOAD_GOAL if rows > 1 else None
         figures |= goal.entry(share) if goal is not None else {}
         value = f"{share:.1%} ({ideal:.2f} of {summary.seconds:.2f} s)"
@@ -201,11 +205,11 @@ def report_single(summary: Summary, ceilings: Ceilings) -> tuple[list[Line], dic
     """Return table lines and JSON figures of one stream of 128 tokens beside the ceilings of 128 rows and of one."""
     if not ceilings or summary.ttft.p50 is None or summary.tpot.p50 is None:
         return [], {}
-    first, least = (ideal_first_token(ceilings, head=head) * 1e3 for head in (True, False))
+    first, first_without_head = (ideal_first_token(ceilings, head=head) * 1e3 for head in (True, False))
     token = 1e3 / float(ceilings[1]["tokens_per_second"])
     ttft_ratio, token_ratio = summary.ttft.p50 / first, summary.tpot.p50 / token
     figures = {
-        "ttft": {"ideal_ms": first, "ratio": ttft_ratio, "without_prompt_head": summary.ttft.p50 / least}
+        "ttft": {"ideal_ms": first, "ratio": ttft_ratio, "without_prompt_head": summary.ttft.p50 / first_without_head}
         | _TTFT_GOAL.entry(ttft_ratio),
         "token": {"ideal_ms": token, "ratio": token_ratio} | _TOKEN_GOAL.entry(token_ratio),
     }
@@ -273,9 +277,9 @@ def report(measured: Measured, ceilings: Ceilings) -> tuple[list[Line], dict[str
 
 def report_memory(pid: int) -> tuple[list[Line], dict[str, Any]]:
     """Return table lines and JSON figures of the resident memory of the server's processes."""
-    held = {name: size / 2**20 for name, size in children_by_module(pid).items()}
-    lines: list[Line] = [(f"RSS after the loads, {name}: MB", number(size), "") for name, size in held.items()]
-    return lines, {"rss_mb": held}
+    sizes = {name: size / 2**20 for name, size in children_by_module(pid).items()}
+    lines: list[Line] = [(f"RSS after the loads, {name}: MB", number(size), "") for name, size in sizes.items()]
+    return lines, {"rss_mb": sizes}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -329,9 +333,9 @@ async def run(options: argparse.Namespace) -> None:
         target = Target(url, "completions", model, options.api_key, ignore_eos=True, temperature=0.0)
         bench = Bench(target, options.processes, options.max_token_id, random.Random(options.seed))
         measured = await measure(bench, options)
-        held = report_memory(server.pid) if server is not None else ([], {})
+        memory = report_memory(server.pid) if server is not None else ([], {})
     after = {} if options.no_ceiling else await measure_ceilings(rows)
-    for more, found in (report(measured, faster(ceilings, after)), held):
+    for more, found in (report(measured, faster(ceilings, after)), memory):
         lines, figures = lines + more, figures | found
     if ceilings:
         figures |= {"ceilings": ceilings, "ceilings_after": after}

@@ -22,7 +22,7 @@ from scripts._bench import (
     engine_steps,
     measurements,
 )
-from scripts._bench.engine_loop import FreeModel, LoopError, OpClock, engine_loop, timed_executor
+from scripts._bench.engine_loop import LoopError, NullModel, OpClock, engine_loop, timed_executor
 from scripts._bench.engine_memory import SPEC, tiny_files
 from scripts._bench.engine_speculation import Load, LoadRun, by_position, figures
 from scripts._bench.gpu_check_child import ROOT
@@ -157,7 +157,7 @@ def test_sampling_part_measures_all_kinds(bench):
 
 def test_host_part_uses_both_models(bench, capsys):
     entries = bench.host()
-    assert [entry["beside"] for entry in entries] == ["the model", "a model without cost"]
+    assert [entry["beside"] for entry in entries] == ["the model", "an empty model"]
     for entry in entries:
         assert list(entry["ms"]) == [2, 16]
         assert all(value > 0 for value in entry["ms"].values())
@@ -197,7 +197,7 @@ def test_prefix_part_measures_cost_and_gain(bench, capsys):
 
 def test_failed_requests_raise_loop_error(bench):
     clock, settings = OpClock(), bench._settings(2)
-    free = FreeModel(6000, 2)
+    free = NullModel(6000, 2)
     built = timed_executor(settings, bench._files.spec, free, free, bench._sampling_ops(), clock)
     load = engine_prefix.Load(1, 1, prompt=4, output=1000)
     with engine_loop(settings, bench._files, built) as loop:
@@ -221,7 +221,7 @@ def test_idle_engine_is_not_stepped_before_last_output_arrives(bench, monkeypatc
         def poll(self, milliseconds):
             return self._inner.poll(milliseconds) if milliseconds > 500 else 0
 
-    settings, free = bench._settings(2), FreeModel(6000, 2)
+    settings, free = bench._settings(2), NullModel(6000, 2)
     built = timed_executor(settings, bench._files.spec, free, free, bench._sampling_ops(), OpClock())
     with engine_loop(settings, bench._files, built) as loop:
         monkeypatch.setattr(loop, "_socket", Late(loop._socket))
