@@ -1,7 +1,7 @@
-"""Looks the end of a text up in the text itself: what followed the same tokens before may follow them again.
+"""Drafts that repeat the text: the tokens that followed an earlier occurrence of the text's last tokens.
 
-The method is that of LZ77 compressors (Ziv and Lempel 1977) with hash chains, here of pairs of tokens: every position
-knows the one before it that ends with the same two tokens. So nothing is ever scanned.
+The method is that of LZ77 compressors (Ziv and Lempel 1977) with hash chains of token pairs: every position links to the
+previous position that ends with the same two tokens, so the text is never scanned.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_MATCH = 32
-"""Tokens compared at most: longer matches count as equally good, and the latest of them is taken."""
+"""Maximum number of compared tokens. Longer matches count as equally good, and the latest of them is used."""
 
 ID_BITS = 21
-"""Bits of a token id that tell pairs apart. Candidates are compared token by token, so larger ids cost time only."""
+"""Bits of a token id in the key of a pair. Candidates are compared token by token, so larger ids cost only time."""
 
 POSITION_BITS = 63 - 2 * ID_BITS
 MAX_TOKENS = 1 << POSITION_BITS
-"""Tokens of a text that are indexed when it is given as a whole: the last ones."""
+"""Maximum number of tokens, the last ones, that are indexed of an initial text."""
 
 _ID_MASK = (1 << ID_BITS) - 1
 _POSITION_MASK = MAX_TOKENS - 1
 
 
 def pair_key(first: int, second: int) -> int:
-    """What stands for two tokens in a row; below 2**(2 * ID_BITS)."""
+    """Return the key of two consecutive tokens, less than 2**(2 * ID_BITS)."""
     return (first & _ID_MASK) << ID_BITS | second & _ID_MASK
 
 
 def sorted_pairs(tokens: array[int]) -> npt.NDArray[np.int64]:
-    """All pairs of a text: pair_key << POSITION_BITS | position of the second token; ascending, [num_tokens - 1]."""
+    """Return all pairs of a text, [num_tokens - 1] ascending: pair_key << POSITION_BITS | position of the second token."""
     ids = np.frombuffer(tokens, np.int32).astype(np.int64) & _ID_MASK
     keys = ids[:-1] << ID_BITS | ids[1:]
     keys <<= POSITION_BITS
@@ -44,7 +44,7 @@ def sorted_pairs(tokens: array[int]) -> npt.NDArray[np.int64]:
 
 
 def as_int64_array(values: npt.NDArray[np.int64]) -> array[int]:
-    """A copy whose single elements are cheap to read."""
+    """Return a copy whose single elements are cheap to read."""
     result = array("q")
     result.frombytes(values.tobytes())
     return result
@@ -53,31 +53,31 @@ def as_int64_array(values: npt.NDArray[np.int64]) -> array[int]:
 class NgramIndex:
     """Index of a text that grows at its end.
 
-    Appending costs the same whatever the length; proposing compares at most max_candidates places, and none as long as
-    the text goes on as it did at the place found before.
+    The cost of `append` does not depend on the length. `propose` compares at most max_candidates positions, and none
+    while the text continues as it did after the match that was found before.
 
-    On one core of a Xeon with CPython 3.11, in microseconds: a text of 2,000 tokens is indexed in 53, one of 128,000
-    in 3,900; append 0.45; append and propose 2 to 3, at worst some 60. Memory: up to 24 bytes for a token given at the
-    start, some 25 to 150 for one appended, by whether its pair is new.
+    On one core of a Xeon with CPython 3.11, in microseconds: indexing takes 53 for 2,000 tokens and 3,900 for 128,000;
+    append takes 0.45; append and propose take 2 to 3, at most about 60. A token of the initial text takes up to 24 bytes
+    of memory, an appended one about 25 to 150, depending on whether its pair is new.
 
     Args:
-        token_ids: the text so far; copied.
-        min_match: fewest equal tokens that make a match, at least 2.
-        max_candidates: places compared at most, the latest first.
+        token_ids: Initial text; copied.
+        min_match: Minimum number of equal tokens in a match, at least 2.
+        max_candidates: Maximum number of compared positions, the latest first.
     """
 
     def __init__(self, token_ids: Sequence[int], *, min_match: int = 2, max_candidates: int = 16) -> None:
         if min_match < 2:
-            raise ValueError("a match is at least a pair of tokens")
+            raise ValueError(f"min_match is {min_match}; at least 2 is allowed")
         self._min_match = min_match
         self._max_candidates = max_candidates
         self._tokens = array("i", token_ids[-MAX_TOKENS:])
-        # For each position the one before it that ends with the same pair; -1: none.
+        # For each position, the previous one that ends with the same pair; -1 if there is none.
         self._links = array("i")
-        # Last position of each pair: of pairs in the text given (as sorted_pairs has them), and of those appended.
+        # Last position of each pair: in the initial text (in the form of sorted_pairs), and in the appended tokens.
         self._given: array[int]
         self._lasts: dict[int, int] = {}
-        # The text's end equals what ends at this position, for so many tokens; -1: no such place.
+        # The last `_length` tokens of the text equal those that end at position `_place`; -1 if there is no match.
         self._place = -1
         self._length = 0
         self._searched = False
@@ -87,12 +87,12 @@ class NgramIndex:
         return len(self._tokens)
 
     def append(self, token_id: int) -> None:
-        """One more token."""
+        """Add a token."""
         tokens = self._tokens
         end = len(tokens)
         place = self._place + 1
         if place and tokens[place] == token_id:
-            # The longest match stays the longest when it goes on, so it need not be searched again.
+            # The longest match remains the longest while it continues, so no search is needed.
             self._place = place
             self._length += 1
         else:
@@ -108,9 +108,9 @@ class NgramIndex:
         self._lasts[key] = end
 
     def propose(self, max_tokens: int) -> tuple[list[int], int]:
-        """What followed the longest match of the text's end, and the length of that match in tokens.
+        """Return the tokens that followed the longest match of the text's end, and the match's length in tokens.
 
-        Where that runs into the text's own end it goes on periodically. ([], 0) where nothing matches.
+        If they reach the end of the text, they repeat periodically. Return ([], 0) if nothing matches.
         """
         if self._place < 0 and not self._searched:
             self._search()
@@ -123,7 +123,7 @@ class NgramIndex:
         return found, self._length
 
     def _search(self) -> None:
-        """Finds the longest match among the latest candidates, of equal ones the latest."""
+        """Find the longest match among the latest candidates; of equal ones, the latest."""
         self._searched = True
         tokens, links = self._tokens, self._links
         end = len(tokens) - 1
@@ -133,9 +133,9 @@ class NgramIndex:
         candidate = links[end]
         for _ in range(self._max_candidates):
             if candidate < best:
-                # No candidate, or one so near the beginning that it cannot be longer; later ones are nearer still.
+                # No candidate, or one too close to the beginning to be longer. The next candidates are even closer.
                 break
-            # A longer match must agree where the best one so far ends.
+            # A longer match must also match the token at which the best one ends.
             if tokens[candidate - best] == tokens[end - best]:
                 most = min(MAX_MATCH, candidate + 1)
                 length = 0

@@ -1,8 +1,8 @@
-"""Follows an output through the text that the client predicted for it.
+"""Position of an output in the text that the client predicted for it.
 
-After a difference the place is found again by the output's last tokens, in an index of the prediction's pairs: places
-after the last certain one before places in front of it, so that lines that were added, left out or replaced are passed
-quickly, and repeated lines in order.
+After a difference, the position is found again by looking up the output's last tokens in an index of the prediction's
+token pairs. Positions after the last certain one are preferred to earlier ones, so that added, omitted and replaced lines
+are passed quickly and repeated lines are matched in order.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from collections.abc import Sequence
 from worker.drafting.ngram import MAX_MATCH, POSITION_BITS, as_int64_array, pair_key, sorted_pairs
 
 _MAX_CANDIDATES = 8
-"""Places compared at most, in each direction."""
+"""Maximum number of compared positions in each direction."""
 
 _MIN_AHEAD = 2
 _MIN_BEHIND = 3
-"""Equal tokens that make a place, after the last certain one and before it: an output seldom goes back."""
+"""Minimum numbers of equal tokens for a position after and before the last certain one; an output seldom goes back."""
 
 _CERTAIN = 3
-"""Equal tokens after which a place is certain."""
+"""Number of equal tokens after which a position is certain."""
 
 
 class PredictionCursor:
-    """Where in its prediction an output is.
+    """Position of an output in its prediction.
 
     Args:
-        prediction: tokens that the client expects; they may have been cut from the text otherwise than the model
-            does, which only makes differences.
+        prediction: Tokens that the client expects. If they divide the text differently than the model does, only more
+            differences result.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._tokens = array("i", prediction)
         self._output = array("i")
-        # Index in the prediction of the token expected next, -1: not known; and how many tokens before it came so.
+        # Index in the prediction of the next expected token, -1 if unknown, and the number of tokens matched before it.
         self._next = 0
         self._matched = 0
-        # Index after the last token whose place was certain.
+        # Index after the last token whose position was certain.
         self._certain = 0
-        # As sorted_pairs has them; made when the output first differs.
+        # In the form of sorted_pairs; built when the output differs for the first time.
         self._pairs: array[int] | None = None
 
     def append(self, token_id: int) -> None:
-        """One more token of the output."""
+        """Add a token of the output."""
         self._output.append(token_id)
         expected = self._next
         if 0 <= expected < len(self._tokens) and self._tokens[expected] == token_id:
@@ -57,17 +57,17 @@ class PredictionCursor:
         self._next, self._matched = -1, 0
         self._find()
         if self._next < 0 and was_certain:
-            # Nothing tells yet what the difference is: most often one token was replaced.
+            # The kind of difference is not known yet; most often one token was replaced.
             self._next = expected + 1
 
     def propose(self, max_tokens: int) -> tuple[list[int], int]:
-        """What the prediction says comes next, and how many tokens before that the output has from it in a row."""
+        """Return the next predicted tokens, and the number of consecutive output tokens before them that matched."""
         if self._next < 0 or max_tokens <= 0:
             return [], 0
         return self._tokens[self._next : self._next + max_tokens].tolist(), self._matched
 
     def _find(self) -> None:
-        """Finds the output's last tokens in the prediction: the longest match, of equal ones the nearest ahead."""
+        """Find the longest match of the output's end in the prediction; of equal ones, the nearest ahead."""
         if len(self._output) < _MIN_AHEAD or len(self._tokens) < _MIN_AHEAD:
             return
         if self._pairs is None:
@@ -89,7 +89,7 @@ class PredictionCursor:
             best = self._try(position, best)
 
     def _try(self, position: int, best: int) -> int:
-        """Takes the place that ends at `position` if its match is longer than `best`; returns the longer length."""
+        """Move to `position` if the match that ends there is longer than `best`; return the longer length."""
         tokens, output = self._tokens, self._output
         end = len(output) - 1
         if position < best or end < best or tokens[position - best] != output[end - best]:

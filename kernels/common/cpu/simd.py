@@ -41,7 +41,7 @@ def inner_numpy(function: Callable[..., Any]) -> Any:
     return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
-class _VectorType(types.Type):
+class _VectorType(types.Type):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(name=f"float32x{WIDTH}")
 
