@@ -1,4 +1,4 @@
-"""What holds for every test: slow ones run with --all only, and no test sees the settings of who runs it."""
+"""Settings for all tests: slow tests need --all, and no test sees the user's settings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import signal
 import hypothesis
 import pytest
 
-# No time is asserted anywhere: a busy machine must not fail a test. The same examples everywhere, so that a failure
-# can be seen again; --all looks for new ones.
+# No test asserts a time, since the machine may be busy. Property tests draw the same examples every time so that
+# failures repeat; --all draws new ones.
 _COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
 hypothesis.settings.register_profile("same", derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("search", derandomize=False, max_examples=1000, **_COMMON)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses how property tests draw examples; no proxy is asked for what listens here, and SIGINT is not ignored."""
+    """Configure property tests, disable proxies for loopback and restore the default handling of SIGINT."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As a shell starts what runs in the background; processes that tests start would inherit it.
+        # A shell starts background processes with SIGINT ignored; child processes of tests would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("search" if config.getoption("--all") else "same")
     for name in ("no_proxy", "NO_PROXY"):
@@ -26,12 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --all."""
+    """Add the option --all."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what is marked slow unless --all is given."""
+    """Skip tests marked slow unless --all is given."""
     if config.getoption("--all"):
         return
     skip = pytest.mark.skip(reason="slow: runs with --all")

@@ -1,4 +1,4 @@
-"""Servers are shared by the tests of a module: starting one loads the default model."""
+"""Shared fixtures. A module's tests share a server, because loading the default model takes long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.server import Server
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The default model in float32, where answers can be compared to the token."""
+    """Run the default model in float32, which gives exactly comparable tokens."""
     arguments = ("--dtype", "float32", "--api-key", "sk-one", "--api-key", "sk-two", "--api-key", "none")
     with Server(arguments) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A real `pelton serve` as a subprocess, for tests: started on a free port, asked over HTTP, ended by its own id."""
+"""`pelton serve` as a subprocess: started on a free port, queried over HTTP and ended by its own pid."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ import openai
 from tests.fakes.processes import end, plain_environment
 
 READY_TIMEOUT = 600.0
-"""The first server compiles the kernels, for minutes on a slow machine; tests do not count it as their time."""
+"""The first server compiles kernels, which takes minutes on a slow machine; this does not count as test time."""
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, below those that the kernel gives to connections of clients (where it leaves
-    some): such a connection might begin there before a server listens."""
+    """Return a free port, below the ephemeral range if possible.
+
+    A client connection could otherwise take the port before the server listens.
+    """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(10_000, max(first_given, 20_000))
@@ -35,7 +37,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Any, timeout: float, what: str) -> Any:
-    """Polls until the condition holds and returns its value; fails the test with `what` otherwise."""
+    """Poll until the condition holds and return its value; fail the test with `what` on timeout."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = condition()
@@ -47,7 +49,7 @@ def wait_until(condition: Any, timeout: float, what: str) -> Any:
 
 @dataclass
 class Server:
-    """`pelton serve ARGS`. Use as a context manager."""
+    """Context manager that runs `pelton serve ARGS`."""
 
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
@@ -82,11 +84,11 @@ class Server:
         self.directory.cleanup()
 
     def log(self) -> str:
-        """What the processes wrote."""
+        """Return the log of the processes."""
         return self.log_path.read_text(errors="replace")
 
     def ready_or_dead(self) -> bool:
-        """Ends the wait for a server that exited."""
+        """Return True if the server is ready or has exited."""
         assert self.process is not None
         return self.process.poll() is not None or self.status("/ready") == 200
 
@@ -95,21 +97,21 @@ class Server:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def client(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
-        """The official client, without retries so that failures show."""
+        """Return the official client without retries, so that failures are visible."""
         return openai.OpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=240, **options)
 
     def async_client(self, api_key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=api_key, max_retries=0, timeout=240)
 
     def status(self, path: str) -> int:
-        """Status of a GET, 0 where nothing listens."""
+        """Return the status of a GET request, or 0 if the connection is refused."""
         try:
             return self.request("GET", path)[0]
         except (OSError, http.client.HTTPException):
             return 0
 
     def request(self, method: str, path: str, body: Any = None, api_key: str | None = None) -> tuple[int, Any]:
-        """Status and body (decoded where it is JSON)."""
+        """Return the status and the body, parsed if it is JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)
         headers = {"Content-Type": "application/json"}
         if api_key:
@@ -125,7 +127,7 @@ class Server:
         return response.status, raw.decode()
 
     def metric(self, name: str) -> float:
-        """Sum over all label sets of one metric."""
+        """Return the sum of a metric over all label sets."""
         status, text = self.request("GET", "/metrics", api_key="none")
         assert status == 200, text
         values = [
@@ -137,15 +139,16 @@ class Server:
         return sum(values)
 
     def idle(self) -> bool:
-        """Nothing runs, waits or holds pages, by the workers' last reports."""
+        """Return True if no request runs or waits and no page is in use, by the last reports of the workers."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return all(self.metric(name) == 0 for name in names)
 
     def await_report(self) -> None:
-        """Returns when the worker, which is the only one, has reported what was before this call.
+        """Wait until the only worker has reported everything before this call.
 
-        Reports come each second: what a worker counts is not in the metrics when its answer is there, and they may
-        show a time when nothing had begun yet. So it is given one more step to count.
+        Reports come each second, so an answer can arrive before its counts. One more step is run, because the next
+        report
+        may be older than this call.
         """
         num_steps = self.metric("engine_steps_total")
         status, models = self.request("GET", "/v1/models", api_key="none")
@@ -156,16 +159,16 @@ class Server:
         wait_until(lambda: self.metric("engine_steps_total") > num_steps, 60, "a report")
 
     def await_idle(self) -> None:
-        """Fails the test unless the worker, which is the only one, soon has nothing left of what was asked so far."""
+        """Fail the test unless the only worker becomes idle soon."""
         self.await_report()
         wait_until(self.idle, 60, "idle")
 
     def worker_pids(self) -> list[int]:
-        """Process ids of this server's workers."""
+        """Return the process ids of this server's workers."""
         return self._children("-m worker")
 
     def gateway_pids(self) -> list[int]:
-        """Process ids of this server's gateways."""
+        """Return the process ids of this server's gateways."""
         return self._children("-m gateway")
 
     def _children(self, command: str) -> list[int]:

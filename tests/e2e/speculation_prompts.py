@@ -1,4 +1,4 @@
-"""Fifty prompts of several kinds, short ones: what is asked for may be in the prompt, or not at all."""
+"""Fifty short prompts of several kinds; the requested text may be part of the prompt or not."""
 
 CODE = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\nprint(add(3, 4))\nprint(add(5, 6))"
 POEM = "The rain came down, the rain went by,\nthe rain came down and so did I."

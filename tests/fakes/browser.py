@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol; what it logs and asks for is kept."""
+"""Headless Chromium driven by the DevTools protocol, with a record of its log and its requests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _FLAGS = (
     "--remote-debugging-port=0", "--window-size=1280,800", "--lang=en-US",
 )  # fmt: skip
 _PATIENCE = 50.0
-"""Seconds."""
+"""Timeout of one command, in seconds."""
 
 
 class Page:
-    """One tab.
+    """Browser tab.
 
     Attributes:
-        problems: errors of the console, exceptions, and what the Content-Security-Policy forbade.
-        urls: everything that was requested.
+        problems: Console errors, exceptions and violations of the Content-Security-Policy.
+        urls: All URLs that the tab requested.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -44,7 +44,7 @@ class Page:
         self._reading = asyncio.create_task(self._read())
 
     async def attach(self) -> None:
-        # Of its own, like a new profile.
+        # A browser context of its own, like a new profile.
         self._context = (await self.send("Target.createBrowserContext"))["browserContextId"]
         created = await self.send("Target.createTarget", url="about:blank", browserContextId=self._context)
         target = created["targetId"]
@@ -65,7 +65,7 @@ class Page:
             news = message.json()
             if "id" in news:
                 future = self._answers.pop(news["id"])
-                if future.done():  # given up
+                if future.done():  # the caller timed out
                     continue
                 if "error" in news:
                     future.set_exception(AssertionError(news["error"]))
@@ -89,13 +89,13 @@ class Page:
         await self.until("document.readyState === 'complete'")
 
     async def run(self, expression: str) -> Any:
-        """The value of an expression, which may be a promise."""
+        """Return the value of an expression; a promise is awaited."""
         result = await self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     async def until(self, expression: str, seconds: float = _PATIENCE) -> Any:
-        """Its value once that is true."""
+        """Wait until the expression is true and return its value."""
         end = asyncio.get_running_loop().time() + seconds
         while not (value := await self.run(expression)):
             assert asyncio.get_running_loop().time() < end, f"{expression} did not become true; {self.problems}"
@@ -103,7 +103,7 @@ class Page:
         return value
 
     async def type(self, text: str) -> None:
-        """Into what has the focus, as a keyboard does."""
+        """Type text into the focused element."""
         await self.send("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:
@@ -114,7 +114,7 @@ class Page:
         await self.send("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def scheme(self, name: str) -> None:
-        """`light` or `dark`."""
+        """Emulate the color scheme `light` or `dark`."""
         await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     async def screenshot(self, path: Path) -> None:
@@ -122,13 +122,13 @@ class Page:
         await asyncio.to_thread(path.write_bytes, base64.b64decode(data))
 
     async def size(self, width: int, height: int) -> None:
-        """Of the window, in pixels."""
+        """Set the size of the window in pixels."""
         await self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
     async def close(self) -> None:
-        """Closes the tab and forgets what it kept."""
+        """Close the tab and delete its browser context."""
         self._session = ""
         if self._context:
             await self.send("Target.disposeBrowserContext", browserContextId=self._context)
@@ -138,9 +138,9 @@ class Page:
 
 @contextmanager
 def chromium() -> Iterator[str | None]:
-    """The address of a browser's DevTools, for the time of the context; None where there is no browser that starts."""
+    """Start a browser and yield the address of its DevTools; yield None if no working browser is installed."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
-    # What is half installed, or a stub of another package, does not even say its version.
+    # A stub or a broken installation fails even for --version.
     if program is None or subprocess.run([program, "--version"], capture_output=True, check=False).returncode:
         yield None
         return
@@ -158,7 +158,7 @@ def chromium() -> Iterator[str | None]:
 
 @asynccontextmanager
 async def new_page(address: str) -> AsyncIterator[Page]:
-    """A tab with nothing kept from others, for the time of the context."""
+    """Open a tab with an empty profile."""
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(address, max_msg_size=1 << 26) as socket,
@@ -176,6 +176,6 @@ def _address(process: subprocess.Popen[bytes], file: Path) -> str:
         lines = file.read_text().splitlines() if file.exists() else []
         if len(lines) == 2:
             return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
-        assert process.poll() is None, "chromium ended as soon as it was started"
+        assert process.poll() is None, "chromium exited during start"
         time.sleep(0.02)
-    raise AssertionError("chromium does not start")
+    raise AssertionError("chromium did not start in time")

@@ -1,4 +1,4 @@
-"""Chat over HTTP with a worker that sends prepared texts, and assembly of streamed messages."""
+"""Gateway with a worker that sends prepared texts, and assembly of streamed messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = "talker"
 async def chat_gateway(
     directory: Path, text: str | Callable[[Submit], list[int]], **options: Any
 ) -> AsyncIterator[tuple[Gateway, FakeWorker]]:
-    """Run the real gateway in this process, with a worker that answers every request with this text."""
+    """Run the real gateway in this process, with a worker that answers every request with `text`."""
     script = text if callable(text) else lambda _: ids_of(text)
     fields = {"bundle": hermes_bundle(), "model_names": (MODEL,), "script": script, **options}
     with FakeWorker(directory, **fields) as worker:
@@ -37,7 +37,7 @@ async def ask(gateway: Gateway, **fields: Any) -> dict[str, Any]:
 
 
 async def ask_streamed(gateway: Gateway, **fields: Any) -> list[dict[str, Any]]:
-    """Return the messages of a stream in the shape of the choices of a whole response."""
+    """Return the choices of a stream in the shape of the choices of a whole response."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
     events = parse_events(await gateway.stream_raw("/v1/chat/completions", body))
     assert events[-1] == "[DONE]"
@@ -49,7 +49,7 @@ async def ask_streamed(gateway: Gateway, **fields: Any) -> list[dict[str, Any]]:
 
 
 def _add(choices: dict[int, dict[str, Any]], news: dict[str, Any]) -> None:
-    """Apply one chunk (reports 14, 26, 27): one role, no null, an index per call delta, id and name once."""
+    """Apply one chunk (reports 14, 26, 27). The role, and the id and name of a call, come once; no field is null."""
     delta = news["delta"]
     if (choice := choices.get(news["index"])) is None:
         assert delta == {"role": "assistant", "content": ""}

@@ -1,9 +1,9 @@
-"""An executor without a model that still notices every mistake in plans.
+"""Executor without a model that detects mistakes in plans.
 
-It keeps a KV cache whose slots hold token ids. A row's next token is a hash of the tokens that its block table leads
-to, so a page that was shared, copied, evicted or written wrongly changes the text, as it would with a model. So does
-what a step verifies: a draft that was wrong leaves its token in a slot. The draft model, whose half of each page holds
-tokens too, knows what comes next two times out of three.
+It keeps a KV cache whose slots hold token ids. A row's next token is a hash of the tokens that its block table refers
+to. A page that is shared, copied, evicted or written wrongly therefore changes the text, as it would with a model. A
+rejected draft leaves its token in a slot. The fake draft model has its own half of each page; it predicts the next
+token correctly two times out of three.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from worker.plan import (
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 2
 POISON_TOKEN_ID = 96
-"""A sequence with this token in it has no finite logits."""
+"""A sequence that contains this token has non-finite logits."""
 HIDDEN_SIZE = 4
 
 
 def next_token(tokens: list[int], num_prompt_tokens: int, sampling: SamplingParams, choice: int) -> int:
-    """The token after `tokens`; -1 for poisoned ones. About one in sixteen ends the text."""
+    """Return the token after `tokens`, or -1 if they are poisoned. About one token in sixteen ends the text."""
     if POISON_TOKEN_ID in tokens:
         return -1
     text = f"{tokens} {sampling.seed} {choice}"
@@ -45,26 +45,29 @@ def next_token(tokens: list[int], num_prompt_tokens: int, sampling: SamplingPara
     masked = sampling.ignore_eos or len(tokens) - num_prompt_tokens < sampling.min_tokens
     if number % 16 == 0 and not masked:
         return EOS_TOKEN_ID
-    # Never the end, a stop token that min_tokens would mask, or the poison.
+    # Never the end token, a stop token that min_tokens would mask, or the poison token.
     return 3 + (number >> 8) % (VOCAB_SIZE - 4)
 
 
 def hidden_state(tokens: list[int]) -> list[float]:
-    """Of the last of these tokens, with all of them in it; not finite for poisoned ones. Sums of many are exact."""
+    """Return the hidden state of the last token; it depends on all tokens and is not finite for poisoned ones.
+
+    Sums are exact.
+    """
     if POISON_TOKEN_ID in tokens:
         return [float("nan")] * HIDDEN_SIZE
     return [byte / 256 for byte in blake2b(f"{tokens}".encode(), digest_size=HIDDEN_SIZE).digest()]
 
 
 def embed(prompt: list[int], pooling: Pooling) -> bytes:
-    """The embedding of a prompt, without any scheduler."""
+    """Return the embedding of a prompt, computed without a scheduler."""
     ends = range(1, len(prompt) + 1) if pooling == "mean" else (len(prompt),)
     states = np.array([hidden_state(prompt[:end]) for end in ends])
     return states.mean(axis=0).astype("<f4").tobytes()
 
 
 def masked(token: int, mask: bytes) -> int:
-    """The token, or where it is not allowed another that is and does not end the text."""
+    """Return the token if the mask allows it, else another allowed token that does not end the text."""
     if token < 0 or allows(mask, token):
         return token
     others = [other for other in range(EOS_TOKEN_ID + 1, VOCAB_SIZE - 1) if allows(mask, other)]
@@ -79,7 +82,7 @@ def generate(
     num_prompt_tokens: int | None = None,
     grammar: str = "",
 ) -> list[int]:
-    """The text of a request that runs alone, as token ids, without any scheduler."""
+    """Return the token ids of a request that runs alone, computed without a scheduler."""
     state = FakeState(grammar) if grammar else None
     boundary = num_prompt_tokens if num_prompt_tokens is not None else len(prompt)
     tokens = list(prompt)
@@ -106,7 +109,7 @@ class _Row:
 
 
 class FakeHandle:
-    """A step whose result is known, but may be asked for only in order."""
+    """Step whose result is known at once, but must be requested in order."""
 
     def __init__(self, result: StepResult | Exception, ready_at: float) -> None:
         self._result = result
@@ -123,14 +126,15 @@ class FakeHandle:
 
 
 class FakeExecutor:
-    """Runs plans on token ids.
+    """Executor of plans on token ids.
 
     Args:
-        depth: what the engine may have in flight.
-        seconds_per_step: how long a step seems to take.
-        fail: called with each plan; an exception that it returns is what the step's result raises.
-        corrupt: called with each plan; what the rows that it returns compute in this step is not finite, and so is
-            everything that is computed from it.
+        depth: Maximum number of steps in flight.
+        seconds_per_step: Duration that each step reports.
+        fail: Function of a plan; the result of the step raises the exception that it returns.
+        corrupt: Function of a plan; the rows that it returns compute non-finite values in this step, which spread
+            to
+              everything computed from them.
     """
 
     def __init__(
@@ -184,13 +188,13 @@ class FakeExecutor:
             if copy.group == 0:
                 self._draft_pages[copy.target] = list(self._draft_pages[copy.source])
         if plan.drafting:
-            assert not (plan.scheduled or plan.new_rows), "a step of the draft model has others in it"
+            assert not (plan.scheduled or plan.new_rows), "a step of the draft model contains other rows"
             return StepResult(
                 step=plan.step, sampled=[], drafted=[self._draft(row) for row in plan.drafting if self._catch_up(row)]
             )
         assert len({item.row for item in plan.scheduled}) == len(plan.scheduled), "a row is scheduled twice in a step"
         assert all(item.count > 0 for item in plan.scheduled)
-        # All rows write before any row reads: what a step shares with itself would go wrong on a device too.
+        # All rows write before any row reads, so a page shared within a step gives wrong text, as on a device.
         corrupted = self._corrupt(plan)
         written = {slot for item in plan.scheduled for slot in self._write(item, item.row in corrupted)}
         sampled: list[SampledToken] = []
@@ -208,17 +212,17 @@ class FakeExecutor:
         return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=prompt_logprobs, pooled=pooled)
 
     def _catch_up(self, drafted: DraftedRow) -> int:
-        """Reads the tokens that the draft model does not know; how many it shall propose."""
+        """Feed the draft model the tokens that it has not read; return the number of tokens it shall propose."""
         row, size = self._rows[drafted.row], self._page_size
         table, end = row.tables[0], drafted.start + drafted.count
         assert drafted.count > 0
         assert end == len(row.tokens) if drafted.num_drafts else end <= len(row.tokens)
         for position in range(drafted.start):
             known = self._draft_pages[table[position // size]][position % size]
-            assert known == row.tokens[position], "the draft model has read something else"
+            assert known == row.tokens[position], "the draft model has read other tokens"
         for position in range(drafted.start, end):
             self._draft_pages[table[position // size]][position % size] = row.tokens[position]
-        assert end + drafted.num_drafts - 1 < len(table) * size, "drafts have no place"
+        assert end + drafted.num_drafts - 1 < len(table) * size, "there is no slot for the drafts"
         return drafted.num_drafts
 
     def _draft(self, drafted: DraftedRow) -> DraftedTokens:
@@ -227,7 +231,7 @@ class FakeExecutor:
         for _ in range(drafted.num_drafts):
             token = next_token(tokens, row.num_prompt_tokens, row.sampling, row.choice)
             tokens.append(token if sum(tokens) % 3 else POISON_TOKEN_ID)
-        # It reads what it proposes, but for the last.
+        # It reads its own proposals except the last one.
         table, size = row.tables[0], self._page_size
         for position in range(len(row.tokens), len(tokens) - 1):
             self._draft_pages[table[position // size]][position % size] = tokens[position]
@@ -236,7 +240,7 @@ class FakeExecutor:
     def _write(self, item: ScheduledTokens, corrupted: bool) -> list[tuple[int, int, int]]:
         row = self._rows[item.row]
         if item.drafts:
-            assert item.sample and item.start + 1 == len(row.tokens), "drafts follow the last known token"
+            assert item.sample and item.start + 1 == len(row.tokens), "drafts do not follow the last known token"
             row.tokens += item.drafts
         slots = []
         for position in range(item.start, item.start + item.count):
@@ -247,20 +251,20 @@ class FakeExecutor:
         return slots
 
     def _check_reads(self, item: ScheduledTokens, written: set[tuple[int, int, int]]) -> None:
-        """No row reads, as its past, what another row computes in the same step."""
+        """Check that no row reads, as its past, a page that another row writes in the same step."""
         for position in range(item.start):
             for group, table in enumerate(self._rows[item.row].tables):
                 slot = (group, table[position // self._page_size], position % self._page_size)
-                assert slot not in written, "a row reads a page that this very step writes"
+                assert slot not in written, "a row reads a page that is written in the same step"
 
     def _context(self, item: ScheduledTokens) -> list[int]:
-        """The tokens that the row's pages hold, up to the last that is computed."""
+        """Return the tokens in the row's pages, up to the last computed one."""
         end, size = item.start + item.count, self._page_size
         contexts = [
             [group[table[position // size]][position % size] for position in range(end)]
             for group, table in zip(self._pages, self._rows[item.row].tables, strict=True)
         ]
-        assert all(context == contexts[0] for context in contexts), "the KV groups hold different texts"
+        assert all(context == contexts[0] for context in contexts), "the KV groups hold different tokens"
         return [token if token is not None else -1 for token in contexts[0]]
 
     def _read(
@@ -280,7 +284,7 @@ class FakeExecutor:
                 for position in range(item.start + 1, last + 1)
             ]
         if item.sample:
-            assert end == len(row.tokens), "a token is sampled that is not the next one"
+            assert end == len(row.tokens), "the sampled token is not the next one"
             sampled += self._sample(row, item, masks, tokens)
 
     def _sample(
@@ -289,7 +293,7 @@ class FakeExecutor:
         first = item.start + item.count - len(item.drafts)
         foreseen = True
         for index in range(1 + len(item.drafts)):
-            # What is sampled after a draft that was wrong means nothing.
+            # Samples after a rejected draft are not meaningful.
             token = next_token(tokens[: first + index], row.num_prompt_tokens, row.sampling, row.choice)
             token = masked(token, masks[item.mask + index]) if item.mask >= 0 else token
             token = token if foreseen else -1
@@ -298,7 +302,7 @@ class FakeExecutor:
             yield SampledToken(item.row, token, logprobs)
             if foreseen and item.drafts[index : index + 1] != [token]:
                 foreseen = False
-                # A failure with drafts in the step may have come of them: the row is computed again without.
+                # The drafts may have caused the failure: the row is computed again without drafts.
                 row.tokens[first + index :] = [max(token, 0)] if token >= 0 or not item.drafts else []
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Stands in for the gateway's core: a byte tokenizer, one model, and generations that play prepared events."""
+"""Replacement of the gateway's core: a byte tokenizer, one model, and generations that play prepared events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Script = Callable[[GenerationRequest], Iterable[Step]]
 
 
 def facts(**changes: Any) -> WorkerFacts:
-    """Facts of the fake model."""
+    """Return the facts of the fake model."""
     values: dict[str, Any] = {
         "model_names": [MODEL, "org/alias"],
         "max_model_len": 4096,
@@ -45,7 +45,7 @@ def facts(**changes: Any) -> WorkerFacts:
 
 
 class BytePipeline:
-    """Token id = byte; 256 and 257 are special."""
+    """Text pipeline whose token ids are bytes; 256 and 257 are special tokens."""
 
     template: str | None = None
     template_variables = frozenset(["enable_thinking"])
@@ -101,7 +101,7 @@ class BytePipeline:
 
 @dataclass
 class FakeEntry:
-    """The one model."""
+    """Registry entry of the only model."""
 
     facts: WorkerFacts = field(default_factory=facts)
     pipeline: BytePipeline = field(default_factory=BytePipeline)
@@ -117,7 +117,7 @@ class FakeEntry:
 
 
 class FakeModels:
-    """Serves one model; `is_ready` and `reason` are what /ready shows."""
+    """Registry with one model; `is_ready` and `reason` determine the answer of /ready."""
 
     def __init__(self, entry: FakeEntry | None = None) -> None:
         self.entry = entry or FakeEntry()
@@ -136,7 +136,7 @@ class FakeModels:
 
 
 class FakeGeneration:
-    """Plays steps: a TextDelta is yielded, a number slept, an Event awaited, an exception raised."""
+    """Generation that plays steps: it yields a TextDelta, sleeps for a number, awaits an Event, raises an exception."""
 
     def __init__(self, owner: FakeGenerator, request: GenerationRequest, steps: Iterable[Step]) -> None:
         self._owner = owner
@@ -156,7 +156,7 @@ class FakeGeneration:
         self.cancelled = self.cancelled or not self.ended
 
     def pass_to(self, receiver: Receiver) -> None:
-        """All is yielded."""
+        """Pass all events to the receiver."""
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for step in self._steps:
@@ -174,7 +174,7 @@ class FakeGeneration:
 
 
 class FakeReservation:
-    """Room for a request in parts; remembers what became of it."""
+    """Reservation for a request in parts, which records how it ended."""
 
     def __init__(
         self, owner: FakeGenerator, request: GenerationRequest, num_sequences: int | None, num_tokens: int | None
@@ -205,13 +205,13 @@ class FakeReservation:
 
 
 class FakeGenerator:
-    """Plays `script` for each request that generates; remembers all of them.
+    """Generator that plays `script` for each generation request and records all requests.
 
     Attributes:
-        embedding_script: played for each request for an embedding.
-        submit_error: raised by the next submit calls, where set.
-        live: generations that were submitted and not closed.
-        request_timeout: see GeneratorLike.
+        embedding_script: Events played for each embedding request.
+        submit_error: Error raised by the next submit calls, if set.
+        live: Generations that were submitted and not closed.
+        request_timeout: See GeneratorLike.
     """
 
     def __init__(self, script: Script | None = None) -> None:
@@ -249,13 +249,13 @@ class FakeGenerator:
 
 
 def logprob(token_id: int, value: float | None = -0.5, alternatives: int = 0) -> TokenLogprobs:
-    """A report whose alternatives are this token and those after it."""
+    """Return log probabilities whose alternatives are this token and the following ids."""
     ids = [(token_id + offset) % 256 for offset in range(alternatives)]
     return TokenLogprobs(token_id, value, 1, ids, [(value or 0.0) - offset for offset in range(alternatives)])
 
 
 def spell(text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts | None = None) -> Script:
-    """Each choice answers with `text`, a code point per event; reports logprobs as asked for, `drafts` at the end."""
+    """Return a script in which each choice yields `text`, one code point per event, and reports `drafts` at the end."""
 
     def script(request: GenerationRequest) -> Iterable[Step]:
         wanted = request.sampling.logprobs
@@ -278,7 +278,7 @@ def spell(text: str, finish: str = "stop", cached: int = 0, drafts: DraftCounts 
 
 
 def embed(request: GenerationRequest) -> Iterable[Step]:
-    """Answers with the prompt's embedding."""
+    """Return a script that yields the prompt's embedding."""
     vector = vector_of(request.prompt_token_ids, request.pooling)
     return [TextDelta(0, "", [], finish_reason="stop", num_cached_tokens=0, embedding=vector)]
 

@@ -1,7 +1,8 @@
-"""Fake grammars without a library, which are compiled when a test decides.
+"""Fake grammars without a library, compiled when the test decides.
 
-In the source `mod 5 for 9`, the n-th token is a multiple of 5 plus n modulo 5, nine tokens are a complete text, and the
-text may end from the fifth token on. `bad` does not compile.
+In the source `mod 5 for 9`, the n-th token is a multiple of 5 plus n modulo 5, nine tokens are a complete text, and
+the
+text may end from the fifth token on. The source `bad` does not compile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _IDS = range(3, 96)
 
 
 class FakeState:
-    """State of one text in such a grammar."""
+    """State of one text in a fake grammar."""
 
     def __init__(self, source: str) -> None:
         _, modulus, _, length = source.split()
@@ -82,12 +83,13 @@ class FakePending:
 
 
 class FakeGrammars:
-    """
+    """Set of fake grammars.
+
     Args:
-        is_ready: Function that tells whether a source is compiled at the n-th query for one choice.
+        is_ready: Function that returns True if a source is compiled at the n-th query for one choice.
 
     Attributes:
-        num_pending: Number of choices that wait.
+        num_pending: Number of choices that wait for a grammar.
         states: All states that were opened.
     """
 

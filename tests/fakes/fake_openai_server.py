@@ -1,6 +1,6 @@
-"""A small OpenAI-compatible server without a model, with faults on order.
+"""Small OpenAI-compatible server without a model, with configurable faults.
 
-Also a null server to measure what a load generator itself costs: python -m tests.fakes.fake_openai_server
+It is also a null server that shows the cost of a load generator: python -m tests.fakes.fake_openai_server
 """
 
 from __future__ import annotations
@@ -33,18 +33,22 @@ MODEL = "fake-model"
 
 
 def tokens_of(text: str) -> int:
-    """The fake's tokenizer: a begin token, then one token per word, two for words of more than five letters."""
+    """Return the fake's tokens: a begin token, then one token per word, or two for words of more than five letters."""
     return 1 + sum(1 if len(word) <= 5 else 2 for word in text.split())
 
 
 @dataclass
 class FakeOpenAIServer:
-    """Args:
-    faults: what goes wrong with the n-th generation request.
-    ttft, tpot: seconds before the first and between later frames.
-    tokenize: False answers /tokenize with 404, as servers without it do.
-    llama_cpp: /tokenize knows `content` only and gives no `count`; /apply-template gives a chat's text.
-    on_request: called with the number of each generation request.
+    """OpenAI-compatible server with configurable faults.
+
+    Args:
+        faults: Fault of the n-th generation request.
+        ttft, tpot: Seconds before the first frame and between later ones.
+        tokenize: False answers /tokenize with 404, as servers without this route do.
+        llama_cpp: True for llama.cpp's API: /tokenize accepts only `content` and returns no `count`;
+            /apply-template
+              returns the text of a chat.
+        on_request: Function called with the number of each generation request.
     """
 
     faults: Mapping[int, Fault] = field(default_factory=dict)
@@ -59,7 +63,7 @@ class FakeOpenAIServer:
     peak_open: int = 0
 
     def app(self) -> web.Application:
-        """The routes."""
+        """Return the application with its routes."""
         app = web.Application(client_max_size=1 << 26)
         app.add_routes([
             web.get("/v1/models", self._models),
@@ -72,7 +76,7 @@ class FakeOpenAIServer:
 
     @asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[str]:
-        """Serves on loopback; gives the base URL."""
+        """Serve on the loopback interface and yield the base URL."""
         runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         try:

@@ -1,6 +1,6 @@
-"""A worker without a model, over real ZeroMQ: in a thread (`FakeWorker`) or as a process of its own (`python -m`).
+"""Worker without a model over real ZeroMQ, in a thread (`FakeWorker`) or as a process (`python -m`).
 
-It answers each prompt with a scripted list of token ids, one per tick, and can be told to misbehave.
+It answers each prompt with a scripted list of token ids, one per tick, and has configurable faults.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from tests.fakes.vectors import HIDDEN_SIZE, vector_of
 
 @dataclass
 class Misbehaviour:
-    """Each field is one fault; they may be set while the worker runs.
+    """Faults of a worker; they may be set while it runs.
 
     Attributes:
-        silent: nothing is read or sent, as under SIGSTOP.
-        stalled: requests are taken and pings answered, and no token comes.
-        no_pong: pings get no answer, all else goes on.
-        skip_sequence: so many step messages are numbered but not sent.
-        repeat_steps: step messages are sent twice.
-        wrong_epoch: step messages carry another epoch.
-        bad_token_id: this id is sent in place of the scripted ones.
-        no_finish: the last output has no finish, and more follow.
-        ignore_cancel: cancelled requests run on.
+        silent: Read and send nothing, as under SIGSTOP.
+        stalled: Accept requests and answer pings, but send no tokens.
+        no_pong: Do not answer pings; everything else continues.
+        skip_sequence: Number of step messages that are numbered but not sent.
+        repeat_steps: Send step messages twice.
+        wrong_epoch: Send step messages with another epoch.
+        bad_token_id: Token id sent in place of the scripted ones.
+        no_finish: Send the last output without a finish, and more outputs after it.
+        ignore_cancel: Continue cancelled requests.
     """
 
     silent: bool = False
@@ -85,39 +85,41 @@ class _Running:
 
 
 def echo(submit: Submit) -> list[int]:
-    """The default script: the prompt again, then the end-of-text id 2."""
+    """Return the default script: the prompt again, then the end-of-text id 2."""
     return [*submit.token_ids, 2]
 
 
 _ENDLESS = [40] * 400_000
 MANY_TOKENS = len(_ENDLESS)
 LONG_CONTEXT: dict[str, Any] = {"max_model_len": 1 << 20, "num_pages": 1 << 17}
-"""Fields of a FakeWorker that lets a request have so many."""
+"""Fields of a FakeWorker that allows MANY_TOKENS tokens per request."""
 
 
 def endless(_: Submit) -> list[int]:
-    """A script that lasts longer than any test, where a request has MANY_TOKENS and there is some delay."""
+    """Return a script longer than any test, for a request with MANY_TOKENS tokens and some delay."""
     return _ENDLESS
 
 
 def embedded(submit: Submit) -> bytes:
-    """The default embedding."""
+    """Return the default embedding."""
     return vector_of(submit.token_ids, submit.pooling)
 
 
 @dataclass
 class FakeWorker:
-    """`with FakeWorker(directory) as worker:` binds in `directory` and serves from a thread.
+    """Worker that binds in `directory` and serves from a thread while its context is entered.
 
     Attributes:
-        script: the ids with which a prompt is answered; ends early at id 2 (STOP) or at max_tokens (LENGTH).
-        failure: called for each prompt; what it returns ends each of its choices when the script is over.
-        drafts: for each prompt, how many drafts each of its first steps accepts and rejects: such a step gives the
-            accepted ones and a token more. The counts so far go with it and with the end.
-        embedding: called for each prompt whose embedding is asked for; a Finish ends it instead.
-        delay: seconds between tokens of a request.
-        pace: called for each prompt: so many times the delay lie between its tokens.
-        received: every message, in order.
+        script: Function of a prompt that returns the answer's ids; it ends early at id 2 (STOP) or at max_tokens
+            (LENGTH).
+        failure: Function of a prompt; the error that it returns ends each choice after the script.
+        drafts: Function of a prompt that returns the accepted and rejected drafts of its first steps. Such a step
+            sends
+              the accepted tokens and one more, with the counts so far; the finish has the counts too.
+        embedding: Function of a prompt to embed; it returns the embedding, or a Finish that ends the request.
+        delay: Seconds between tokens of a request.
+        pace: Function of a prompt that returns the factor applied to its delay.
+        received: All received messages, in order.
     """
 
     directory: Path
@@ -163,7 +165,7 @@ class FakeWorker:
         self.stop()
 
     def stop(self) -> None:
-        """Closes the socket as a process that ends does. Idempotent."""
+        """Close the socket as an exiting process does. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -171,16 +173,16 @@ class FakeWorker:
             self._context.term()
 
     def send_raw(self, frames: list[bytes]) -> None:
-        """Sends frames as they are, to every gateway that said hello."""
+        """Send frames unchanged to every connected gateway."""
         self._raw.append(frames)
 
     def send(self, message: WorkerMessage) -> None:
-        """Sends a message of the test's own."""
+        """Send a message chosen by the test."""
         self.send_raw([encode_message(message)])
 
     @property
     def num_running(self) -> int:
-        """Choices not yet ended."""
+        """Number of unfinished choices."""
         return len(self._running)
 
     def cancels(self) -> list[Cancel]:
@@ -207,10 +209,10 @@ class FakeWorker:
             hidden_size=self.hidden_size,
         )
 
-    # ---- the loop, in the thread or the process ---------------------------------------------------------------
+    # ---- Loop of the thread or process ----
 
     def serve(self) -> None:
-        """Runs until stopped."""
+        """Run until stopped."""
         next_tick = 0.0
         while not self._stop.is_set():
             if self.faults.silent:
@@ -278,7 +280,7 @@ class FakeWorker:
         return Output(one.submit.request_id, 0, [], Finish(FinishReason.STOP), num_cached_tokens=0, embedding=result)
 
     def _next_output(self, one: _Running) -> Output:
-        """One token, or several where drafts are accepted."""
+        """Return one token, or several if drafts are accepted."""
         verified = one.drafts.pop(0) if one.drafts else None
         output = self._with_one_token(one)
         for _ in range(0 if verified is None else verified.num_accepted):
@@ -343,7 +345,7 @@ def _joined(first: Output, second: Output) -> Output:
 
 
 def main() -> None:
-    """A process of its own, for signals: `python -m tests.fakes.fake_worker --dir DIR`."""
+    """Run the worker as a process that a test can signal: `python -m tests.fakes.fake_worker --dir DIR`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--index", type=int, default=0)

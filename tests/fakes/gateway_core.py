@@ -1,4 +1,4 @@
-"""The gateway's core around fake workers: registry, admission, router and generator with short times."""
+"""Gateway core with fake workers: registry, admission, router and generator with short timeouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shared.metrics import GatewayMetrics
 from shared.sampling_params import SamplingParams
 
 FAST = Liveness(ping_interval=0.05, not_ready_after=1.5, lost_after=3.0)
-"""For workers that shall be lost because they are silent."""
+"""Timeouts for workers that shall be lost through silence."""
 _PATIENT = Liveness(ping_interval=0.05, not_ready_after=30.0, lost_after=50.0)
-"""For all others: a busy machine is silent for seconds, too."""
+"""Timeouts for all other workers: on a busy machine a worker may be silent for seconds."""
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Core:
     metrics: CollectorRegistry
 
     def sample(self, name: str, **labels: str) -> float:
-        """The value of a metric, 0 where it has none yet."""
+        """Return the value of a metric, or 0 if it has none."""
         return self.metrics.get_sample_value(f"pelton:{name}", labels) or 0.0
 
 
 @asynccontextmanager
 async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
-    """Started and closed; `options` override the limits below."""
+    """Run the core; `options` override the limits below."""
     threads = TextThreads()
     gateway_id = options.get("gateway_id", "gw-1")
     collected = CollectorRegistry()
@@ -78,22 +78,22 @@ async def running_core(directory: Path, **options: Any) -> AsyncIterator[Core]:
 
 
 async def until(condition: Callable[[], object], seconds: float = 40.0) -> None:
-    """Waits for something to become true; fails the test if it does not."""
+    """Wait until the condition is true; fail the test on timeout."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "what was waited for did not happen"
+        assert time.monotonic() < end, "the condition did not become true in time"
         await asyncio.sleep(0.005)
 
 
 def make_request(ids: list[int], *, max_tokens: int = 64, **changes: Any) -> GenerationRequest:
-    """A request to the model "fake"."""
+    """Return a request to the model "fake"."""
     sampling = changes.pop("sampling", SamplingParams(max_tokens=max_tokens))
     fields: dict[str, Any] = {"request_id": "request", "model": "fake", **changes}
     return GenerationRequest(prompt_token_ids=ids, sampling=sampling, **fields)
 
 
 async def collect(generation: Generation) -> list[TextDelta]:
-    """All deltas, in order."""
+    """Return all deltas, in order."""
     async with generation:
         return [delta async for delta in generation]
 

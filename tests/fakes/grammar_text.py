@@ -1,4 +1,4 @@
-"""Matching of texts against grammars, byte by byte, and random texts that a grammar allows."""
+"""Byte-wise matching of texts against grammars, and random texts that a grammar allows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _tokenizer(special: tuple[tuple[str, int], ...]) -> tuple[LLTokenizer, ByteV
 
 
 def allows(grammar: str | Fragment, text: str, special_ids: Mapping[str, int] | None = None) -> bool:
-    """Return True if a grammar accepts this text, in which the text of special tokens stands for these tokens."""
+    """Return True if a grammar accepts this text; the text of a special token stands for the token."""
     return reads(grammar, text, special_ids) == (True, True)
 
 
 def reads(grammar: str | Fragment, text: str, special_ids: Mapping[str, int] | None = None) -> tuple[bool, bool]:
-    """Return whether a text may begin with this one, and whether it may end there."""
+    """Return (True if an accepted text may begin with this one, True if it may end here)."""
     special_ids = special_ids or {}
     tokenizer, vocabulary = _tokenizer(tuple(special_ids.items()))
     matcher = LLMatcher(tokenizer, grammar if isinstance(grammar, str) else grammar_source(grammar), log_level=0)
@@ -41,7 +41,7 @@ def reads(grammar: str | Fragment, text: str, special_ids: Mapping[str, int] | N
 
 
 def random_text(matcher: LLMatcher, tokenizer: LLTokenizer, rng: random.Random, max_tokens: int) -> str | None:
-    """Return a text of random tokens that the grammar allows; None if it does not end within max_tokens.
+    """Return a text of random tokens that the grammar allows, or None if it does not end within max_tokens.
 
     Tokens that begin with a closing character of JSON are preferred, so that texts end.
     """

@@ -1,6 +1,4 @@
-"""Whether work grows in proportion to what it is done on, told on a machine that may be busy with something else; and
-whether something is kept of work that is over.
-"""
+"""Assertions on growth: processor time proportional to the input size, and no objects retained after the work."""
 
 from __future__ import annotations
 
@@ -15,15 +13,18 @@ _CONTAINERS = (dict, list, set, deque)
 _ATTEMPTS = 6
 _SLACK = 2.0
 _ROUNDING = 0.01
-"""Seconds."""
+"""Rounding allowance in seconds."""
 
 
 def expect_linear(work: Callable[[int], object], small: int, large: int) -> None:
-    """Fails where the processor's time for `large` is beyond twice what the proportion to `small` says, in all
-    attempts: a disturbance is over by then, and growth with the square is not.
+    """Fail if the processor time for `large` is over twice the proportion to `small` in all attempts.
+
+    Repetition excludes temporary disturbances by other processes, but not quadratic growth.
 
     Args:
-        large: at least four times `small`.
+        work: Function of a size.
+        small: Small size.
+        large: Large size, at least four times `small`.
     """
     assert large >= 4 * small
     work(small)
@@ -46,12 +47,10 @@ def _seconds(work: Callable[[int], object], size: int) -> float:
 
 
 def held() -> Counter[str]:
-    """What this process holds: how many objects that refer to others, by their type, and how many elements are in
-    containers, where texts, bytes and numbers are.
-    """
+    """Return the number of live container objects by type, and the number of elements in containers."""
     gc.collect()
     objects = gc.get_objects()
-    # Not Counter(iterable): it asks whether that is a Mapping, which each of the hundred kinds of those remembers.
+    # Not Counter(iterable): it tests for Mapping, and each of the hundred types would stay in the ABC cache.
     counts: Counter[str] = Counter()
     for one in objects:
         counts[f"{type(one).__module__}.{type(one).__qualname__}"] += 1
@@ -60,11 +59,11 @@ def held() -> Counter[str]:
 
 
 def kept(before: Counter[str], after: Counter[str], *, most: int) -> dict[str, int]:
-    """Of which types, and whether of elements, there are more than `most` that were not there before."""
+    """Return the types (or elements) of which there are more than `most` new ones."""
     return {name: count for name, count in (after - before).items() if count > most}
 
 
 def expect_nothing_kept(before: Counter[str], after: Counter[str], *, most: int) -> None:
-    """Fails where there are such."""
+    """Fail if more than `most` objects of a type are new."""
     grown = kept(before, after, most=most)
     assert not grown, f"kept: {grown}"

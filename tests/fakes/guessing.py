@@ -1,4 +1,4 @@
-"""Speculation that guesses well, badly and at random, for schedulers with a fake executor behind them."""
+"""Speculation with correct, wrong and random drafts, for schedulers with a fake executor."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_DRAFTS = 5
 
 
 def speculation(draft_len: int = 0, *, rejection: bool = False) -> SpeculationConfig:
-    """Look-ups, or a draft model alone."""
+    """Return a configuration with prompt lookup, or with a draft model only."""
     return SpeculationConfig(look_up=not draft_len, draft_len=draft_len, max_drafts=MAX_DRAFTS, rejection=rejection)
 
 
 class Guesses:
-    """Replacement of a speculator's sources and of its policy.
+    """Replacement of a speculator's draft sources and policy.
 
     Args:
-        skill: share of the guessed tokens that are what the fake model says next, were it not for masks.
-        draft_model: let the fake draft model propose where nothing is guessed.
+        skill: Share of drafted tokens that equal the fake model's next token, ignoring masks.
+        draft_model: True lets the fake draft model propose if there is no other draft.
     """
 
     def __init__(self, harness: Harness, seed: int, *, skill: float = 0.7, draft_model: bool = False) -> None:

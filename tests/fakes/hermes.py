@@ -1,4 +1,4 @@
-"""Fake model with ChatML, Hermes tool calls and `<think>`: its text bundle, and a worker's answers to prompts."""
+"""Fake model with ChatML, Hermes tool calls and `<think>`: its text bundle and a worker's answers to prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.messages import Bundle, Finish, FinishReason, Submit
 from tests.fakes.tokenizers import byte_level_json, make_bundle
 
 END = 2
-"""<|im_end|>."""
+"""The token <|im_end|>."""
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 TEMPLATE = """\
@@ -59,7 +59,7 @@ def _tokenizer_json() -> bytes:
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Return a byte-level tokenizer of about 350 tokens; each mark is one token, which is not special."""
+    """Return a byte-level tokenizer of about 350 tokens; each mark is one token that is not special."""
     return Tokenizer.from_str(_tokenizer_json().decode())
 
 
@@ -105,7 +105,7 @@ def conversation(token_ids: Sequence[int]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Answer that ends with an error of the worker after some text."""
+    """Answer that ends with a worker error after some text."""
 
     text: str
     finish: Finish
@@ -116,7 +116,7 @@ Answer = str | Sequence[int] | Callable[[list[str]], str] | Failure
 
 
 class Answers:
-    """Answers by question; a plain prompt is the question itself. An unprepared question is an error."""
+    """Answers by question; a plain prompt is itself the question. An unknown question is an error."""
 
     def __init__(self, answers: Mapping[str, Answer]) -> None:
         self._answers = answers
@@ -143,5 +143,5 @@ class Answers:
         question = turns[place][1]
         answer = self._answers.get(question)
         if answer is None:
-            answer = Failure("", Finish(FinishReason.ERROR, message=f"nothing is prepared for {question!r}"))
+            answer = Failure("", Finish(FinishReason.ERROR, message=f"there is no prepared answer to {question!r}"))
         return answer, [content for role, content in turns[place:] if role == "tool"]

@@ -1,4 +1,4 @@
-"""The real application on a real socket of the loopback, over a fake generator."""
+"""The real application on a loopback socket, over a fake generator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RING = (
     ApiKey.of(OTHER_KEY, Scope.INFERENCE, "other"),
     ApiKey.of(ADMIN_KEY, Scope.ADMIN, "admin"),
 )
-# Times are so long that a busy machine does not reach them; tests of what happens then have shorter ones.
+# Timeouts are so long that a busy machine does not reach them; tests of timeouts pass shorter ones.
 _PATIENCE = 50.0
 _LIMITS = {
     "max_body_size": 1_048_576,
@@ -48,7 +48,7 @@ _LIMITS = {
 
 @dataclass
 class Gateway:
-    """A running server and a client for it."""
+    """Running server and a client for it."""
 
     port: int
     session: aiohttp.ClientSession
@@ -64,7 +64,7 @@ class Gateway:
         return f"http://127.0.0.1:{self.port}"
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
-        """Status, parsed body and headers. `body`: bytes go out as they are."""
+        """Return the status, the parsed body and the headers. A `body` of bytes is sent unchanged."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         all_headers = {"Content-Type": "application/json", **self.headers, **headers}
         async with self.session.post(self.url + path, data=io.BytesIO(data), headers=all_headers) as response:
@@ -79,7 +79,7 @@ class Gateway:
         return await self.post("/v1/completions", {"model": MODEL, "prompt": "hi", **fields})
 
     async def stream_raw(self, path: str, body: dict[str, Any]) -> bytes:
-        """All bytes of an event stream."""
+        """Return all bytes of an event stream."""
         async with self.session.post(self.url + path, json={**body, "stream": True}, headers=self.headers) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
@@ -97,7 +97,7 @@ class Gateway:
             return response.status, await response.read(), response.headers
 
     async def raw(self, data: bytes, *, timeout: float = 40.0) -> bytes:
-        """Sends bytes on a connection of its own and reads until the server closes."""
+        """Send bytes on a new connection and read until the server closes it."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(data)
@@ -108,7 +108,7 @@ class Gateway:
             writer.close()
 
     async def generations_left(self) -> int:
-        """Live generations once those that are ending have ended."""
+        """Return the number of live generations, after those that are ending have ended."""
         for _ in range(4000):
             if not self.generator.live:
                 break
@@ -117,7 +117,7 @@ class Gateway:
 
 
 def parse_events(raw: bytes) -> list[Any]:
-    """Parsed data of each event; comments are dropped, the end marker stays as a string."""
+    """Return the parsed data of each event, without comments; the end marker stays a string."""
     assert raw.endswith(b"\n\n")
     events: list[Any] = []
     for block in raw.decode().split("\n\n")[:-1]:
@@ -150,7 +150,7 @@ async def run_gateway(
     relay: Relay | None = None,
     **limits: Any,
 ) -> AsyncIterator[Gateway]:
-    """A gateway for the time of the context; with `keys` it knows USER_KEY, OTHER_KEY and ADMIN_KEY."""
+    """Run a gateway; with `keys` it accepts USER_KEY, OTHER_KEY and ADMIN_KEY."""
     generator = generator or FakeGenerator()
     models = models or FakeModels()
     ring = [ApiKey.of(USER_KEY, Scope.INFERENCE, "user"), ApiKey.of(OTHER_KEY, Scope.INFERENCE, "other")]

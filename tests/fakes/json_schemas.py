@@ -130,4 +130,4 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-"""Name -> (question, schema)."""
+"""Questions and schemas by name."""

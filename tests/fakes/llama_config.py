@@ -1,4 +1,4 @@
-"""Configuration of transformers for a decoder of the Llama family."""
+"""Transformers configuration of a decoder of the Llama family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one does on the gateway's page in a browser."""
+"""User actions on the gateway's page in a browser."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ _SHOTS = os.environ.get("PAGE_SCREENSHOTS")
 
 
 class Server(Protocol):
-    """What serves the page."""
+    """Server of the page."""
 
     @property
     def url(self) -> str:
-        """Without a path."""
+        """Base URL without a path."""
 
 
 async def opened(page: Page, gateway: Server) -> None:
-    """Opens it, and waits until it has asked for what it shows first."""
+    """Open the page and wait until its first requests are finished."""
     await page.open(gateway.url + "/")
     await page.until("document.getElementById('version').textContent")
 
 
 async def say(page: Page, text: str) -> None:
-    """Sends a message, as a keyboard does."""
+    """Send a message with the keyboard."""
     await page.run("document.getElementById('prompt').focus()")
     await page.type(text)
     await page.press("Enter")
 
 
 async def answered(page: Page, number: int = 1) -> None:
-    """Waits until as many answers are over."""
+    """Wait until this number of answers is complete."""
     await page.until(f"document.querySelectorAll('.assistant .figures:not(:empty)').length === {number}")
 
 
 async def shot(page: Page, name: str, *, narrow: bool = False) -> None:
-    """For looking at: PAGE_SCREENSHOTS names a folder."""
+    """Save a screenshot in the folder PAGE_SCREENSHOTS, if that is set."""
     if not _SHOTS:
         return
     if narrow:
@@ -49,6 +49,6 @@ async def shot(page: Page, name: str, *, narrow: bool = False) -> None:
 
 
 def no_surprises(page: Page, gateway: Server, *expected: str) -> None:
-    """Fails where anything was asked of another server, or the console has an error but the expected ones."""
+    """Check that the page asked no other server and that the console has only expected errors."""
     assert {url.split("/")[2] for url in page.urls} == {gateway.url.split("/")[2]}
     assert [problem for problem in page.problems if not any(words in problem for words in expected)] == []

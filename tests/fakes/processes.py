@@ -1,4 +1,4 @@
-"""Pelton's programs as child processes of tests: their environment, where they listen, their end."""
+"""Pelton's programs as child processes of tests: environment, listening address and termination."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def plain_environment(**changes: str) -> dict[str, str]:
-    """The tests' environment without settings of Pelton's, and without the notifications that systemd asks for."""
+    """Return the environment without Pelton's settings and without systemd's notification variables."""
     systemds = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PELTON_")}
     return {name: value for name, value in kept.items() if name not in systemds} | changes
@@ -21,7 +21,7 @@ def plain_environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def shared_port() -> Iterator[int]:
-    """A port that only those who share ports can listen on, and that no connection is given, during the context."""
+    """Reserve a port on which only SO_REUSEPORT sockets can listen and which receives no connections."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
@@ -29,8 +29,9 @@ def shared_port() -> Iterator[int]:
 
 
 def alive(pids: Iterable[int]) -> set[int]:
-    """Those of the processes that have not ended. One that nobody has waited for yet, as where the first process of a
-    container waits for none, has ended too.
+    """Return the processes that have not ended.
+
+    A zombie counts as ended, because pid 1 of a container may not reap it.
     """
     found = set()
     for pid in pids:
@@ -44,13 +45,13 @@ def alive(pids: Iterable[int]) -> set[int]:
 
 
 def listening_url(log: str) -> str | None:
-    """Where a gateway listens, from what it has logged as JSON; None before it does."""
+    """Return the gateway's URL from its JSON log, or None if it does not listen yet."""
     found = re.search(r'"url":"([^"]+)"', log)
     return None if found is None else found[1]
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """SIGTERM, and SIGKILL where that is not enough within some seconds. Does nothing to what has ended."""
+    """Send SIGTERM, then SIGKILL after a timeout. Do nothing if the process has ended."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

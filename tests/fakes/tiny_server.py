@@ -1,4 +1,4 @@
-"""Tiny random model served by the real scheduler and runner without sockets, on a late device."""
+"""Tiny random model served by the real scheduler and runner, without sockets, on a simulated asynchronous device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from worker.scheduler.speculator import SpeculationConfig
 
 CPU = torch.device("cpu")
 VOCAB = 96
-"""Vocabulary of FakeExecutor, whose harness this uses."""
+"""Vocabulary of FakeExecutor, whose harness is used here."""
 MAX_MODEL_LEN = 96
 
 

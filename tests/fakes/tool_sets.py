@@ -182,7 +182,7 @@ FUNCTIONS: list[tuple[str, dict[str, Any]]] = [
         ),
     ),
 ]
-"""A question, and a tool that might answer it."""
+"""Questions and tools that could answer them."""
 
 _OTHERS = [
     (question, {"type": "function", "function": {"name": name, "description": question, "parameters": schema}})
@@ -196,5 +196,5 @@ TOOL_SETS: list[tuple[str, list[dict[str, Any]]]] = [
     (_POOL[index][0], [_POOL[(index + 5 * place) % len(_POOL)][1] for place in range((1, 1, 2, 1, 3)[index % 5])])
     for index in range(NUM_SETS)
 ]
-"""A question, and one to three tools; the first of each set is no other set's first."""
+"""Questions with one to three tools; the first tool of each set is unique."""
 assert len(_POOL) >= NUM_SETS

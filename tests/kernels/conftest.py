@@ -1,4 +1,4 @@
-"""Kernels run on a GPU where there is one, else in Triton's interpreter; so this folder has a process of its own."""
+"""Fixtures for kernels, which run on a GPU if there is one, else in Triton's interpreter in a separate test process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kernels.common.cpu.pool import use_cache_directory
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernel_cache() -> None:
-    """Compiled kernels of the CPU are kept where numba would keep them, but by the hash of all sources."""
+    """Cache compiled CPU kernels in numba's cache folder, keyed by the hash of all sources."""
     use_cache_directory(Path(__file__).parents[2] / ".pytest_cache" / "numba")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where Triton's kernels run, with the index that a worker gives: tensors of the CPU in the interpreter."""
+    """Return the device for Triton kernels with its index as a worker sets it; the CPU for the interpreter."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
 def cpu() -> CpuSamplingOps:
-    """Compiled sampling operations of the CPU."""
+    """Return compiled CPU sampling operations."""
     ops = CpuSamplingOps(2)
     ops.compile()
     return ops
