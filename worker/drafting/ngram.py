@@ -1,7 +1,7 @@
 """Drafts that repeat the text: the tokens that followed an earlier occurrence of the text's last tokens.
 
-The method is that of LZ77 compressors (Ziv and Lempel 1977) with hash chains of token pairs: every position links to the
-previous position that ends with the same two tokens, so the text is never scanned.
+The method is that of LZ77 compressors (Ziv and Lempel 1977) with hash chains of token pairs: every position links to
+the previous position that ends with the same two tokens, so the text is never scanned.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pair_key(first: int, second: int) -> int:
 
 
 def sorted_pairs(tokens: array[int]) -> npt.NDArray[np.int64]:
-    """Return all pairs of a text, [num_tokens - 1] ascending: pair_key << POSITION_BITS | position of the second token."""
+    """Return all pairs of a text, [num_tokens - 1] ascending: pair_key << POSITION_BITS | position of second token."""
     ids = np.frombuffer(tokens, np.int32).astype(np.int64) & _ID_MASK
     keys = ids[:-1] << ID_BITS | ids[1:]
     keys <<= POSITION_BITS
@@ -57,8 +57,8 @@ class NgramIndex:
     while the text continues as it did after the match that was found before.
 
     On one core of a Xeon with CPython 3.11, in microseconds: indexing takes 53 for 2,000 tokens and 3,900 for 128,000;
-    append takes 0.45; append and propose take 2 to 3, at most about 60. A token of the initial text takes up to 24 bytes
-    of memory, an appended one about 25 to 150, depending on whether its pair is new.
+    append takes 0.45; append and propose take 2 to 3, at most about 60. A token of the initial text takes up to 24
+    bytes of memory, an appended one about 25 to 150, depending on whether its pair is new.
 
     Args:
         token_ids: Initial text; copied.

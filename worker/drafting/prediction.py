@@ -1,8 +1,8 @@
 """Position of an output in the text that the client predicted for it.
 
 After a difference, the position is found again by looking up the output's last tokens in an index of the prediction's
-token pairs. Positions after the last certain one are preferred to earlier ones, so that added, omitted and replaced lines
-are passed quickly and repeated lines are matched in order.
+token pairs. Positions after the last certain one are preferred to earlier ones, so that added, omitted and replaced
+lines are passed quickly and repeated lines are matched in order.
 """
 
 from __future__ import annotations
