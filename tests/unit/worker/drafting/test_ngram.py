@@ -71,7 +71,7 @@ def test_a_longer_match_may_be_asked_for():
     tokens = [1, 2, 3, 7, 2, 3]
     assert NgramIndex(tokens).propose(1) == ([7], 2)
     assert NgramIndex(tokens, min_match=3).propose(1) == ([], 0)
-    with pytest.raises(ValueError, match="pair"):
+    with pytest.raises(ValueError, match="at least 2 is allowed"):
         NgramIndex(tokens, min_match=1)
 
 
