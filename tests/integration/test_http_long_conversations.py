@@ -42,13 +42,13 @@ def on_loop(monkeypatch):
     return calls
 
 
-def messages(num_turns: int) -> list[dict[str, str]]:
+def conversation_of(num_turns: int) -> list[dict[str, str]]:
     said = [{"role": role, "content": "Well."} for _ in range(num_turns) for role in ("user", "assistant")]
     return [*said, {"role": "user", "content": "And?"}]
 
 
 async def all_routes(gateway: Gateway, num_turns: int) -> None:
-    said = messages(num_turns)
+    said = conversation_of(num_turns)
     status, first = await create(gateway, input=said)
     assert status == 200, first
     assert (await create(gateway, previous_response_id=first["id"]))[0] == 200

@@ -10,8 +10,9 @@ import torch
 from kernels.common.tolerances import TOLERANCES
 from kernels.common.triton.compilations import Target
 from kernels.ops.linear_weight_only import reference
-from kernels.ops.linear_weight_only.cases import CASES, Case, make
+from kernels.ops.linear_weight_only.cases import CASES
 from kernels.ops.linear_weight_only.triton import compilations, linear, split_blocks, tile, values_step
+from kernels.ops.weight_values.cases import Case, make
 from kernels.ops.weight_values.layout import PackedWeight, empty_words, new_counters, num_groups, pack_rows
 from kernels.ops.weight_values.reference import codes as stored_codes
 from tests.kernels.last_program import run_only_the_last_program

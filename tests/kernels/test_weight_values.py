@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.ops.linear_weight_only.cases import Case, make
 from kernels.ops.weight_values import reference
-from kernels.ops.weight_values.cases import CASES
+from kernels.ops.weight_values.cases import CASES, Case, make
 from kernels.ops.weight_values.triton import compilations, values_of
 
 
