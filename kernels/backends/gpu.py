@@ -149,7 +149,7 @@ class TritonAttention:
         work = self._works.get(key)
         if work is not None:
             room = work.prefill_tiles.shape[0]
-            if max_requests <= work.max_requests and work.most_prefill_tiles(max_tokens, max_requests) <= room:
+            if max_requests <= work.max_requests and work.max_prefill_tiles(max_tokens, max_requests) <= room:
                 return work
             self._replaced.append(work)
             max_tokens = max(max_tokens, (room - work.max_requests) * tile)

@@ -1,4 +1,4 @@
-"""Paged attention: the CPU's kernel against the reference in float64, and the reference against torch's attention."""
+"""Tests of paged attention: the CPU kernel against a float64 reference, and the reference against torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 needs_pairs = pytest.mark.skipif(not bf16.supported(), reason="the processor has no AVX512-BF16")
-# Each is a kernel to compile, so that every size stands in one of few.
+# Every combination is a kernel to compile, so each size appears in only a few of them.
 GEOMETRIES = [
     Case(
-        f"{group} queries a KV head of {dim}, pages of {page}",
+        f"{group} queries per KV head of {dim}, pages of {page}",
         [(1, 255), (40, 101), (1, 4)],
         num_heads=2 * group,
         num_kv_heads=2,
@@ -41,7 +41,7 @@ GEOMETRIES = [
 ]  # fmt: skip
 CELL_GEOMETRIES = [
     Case(
-        f"{heads} heads of {dim}, {kv_heads} KV heads, {rotary} dimensions rotate, pages of {page}",
+        f"{heads} heads of {dim}, {kv_heads} KV heads, {rotary} rotary dimensions, pages of {page}",
         [(1, 277), (20, 9), (1, 40)],
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -57,7 +57,7 @@ LIMITED = [
     Case("window", [(1, 0), (1, 300), (1, 136), (50, 0), (37, 250)], window=40),
     Case("window of a block", [(1, 300), (1, 127), (150, 20)], window=128),
     Case("window of one", [(1, 33), (20, 0)], window=1),
-    Case("window of pages of 8", [(1, 177), (40, 99)], page_size=8, window=21, num_heads=12, num_kv_heads=2),
+    Case("window with pages of 8", [(1, 177), (40, 99)], page_size=8, window=21, num_heads=12, num_kv_heads=2),
     Case("soft cap", [(1, 190), (60, 100)], softcap=5.0),
     Case("soft cap and window", [(1, 190), (60, 100)], softcap=30.0, window=70),
 ]
@@ -88,7 +88,7 @@ def test_windows_and_soft_caps(case: Case) -> None:
 
 
 def check(case: Case, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Pages of single cells, which every processor has."""
+    """Check pages of single cells, which every processor supports."""
     actual, expected = (make_tensors(case, dtype, kv_dtype, paired=False) for _ in range(2))
     out = run_cpu(case, dtype, kv_dtype, actual)
     wanted = reference.paged_attention(
@@ -118,19 +118,21 @@ def check_pairs(case: Case, dtype: torch.dtype) -> None:
     out = run_cpu(case, dtype, torch.bfloat16, actual)
     geometry = case.geometry()
     query = reference.rotate_and_write(expected.qkv, expected.pages(), expected.inputs, geometry, LayerConstants())
-    # The kernel rounds queries once they are scaled, by this factor: scores are in units of log 2, or those of tanh.
+    # The kernel rounds queries after scaling them by this factor: scores are in units of log 2, or in those of tanh.
     factor = geometry.scale / math.log(2) if geometry.softcap is None else geometry.scale * 2 / geometry.softcap
     factor *= 1.0 if geometry.softcap is None else 1 / math.log(2)
     rounded = (query * factor).bfloat16().double() / factor
     wanted = reference.attend(rounded, expected.pages(), expected.inputs, geometry, LayerConstants())
-    # Each weight is rounded by at most a 2^-9th of it, and their sum with them, so a weighted mean is moved by at most
-    # a 2^-8th of the largest value. A query that the two rotate to either side of a tie is rounded apart, which is rare
-    # and moves a score by a few thousandths; the result in bfloat16 is rounded once more.
+    # Each weight, and their sum, is rounded by at most 2^-9 of its value, which moves a weighted mean by at most 2^-8
+    # of the largest value. If the two implementations rotate a query to different sides of a tie, it is rounded
+    # differently, which is rare and moves a score by a few thousandths. The bfloat16 result is rounded once more.
     largest = float(value_cells(expected.values).nan_to_num(0).abs().max())
     torch.testing.assert_close(out.double(), wanted, rtol=2**-8 if dtype is torch.bfloat16 else 0, atol=2**-8 * largest)
     keys, wanted_keys = actual.keys.float(), expected.keys.float()
     torch.testing.assert_close(keys, wanted_keys, rtol=2**-7, atol=1e-6, equal_nan=True)
-    assert float((keys != wanted_keys).logical_and(~keys.isnan()).float().mean()) < 1e-3, "more than ties are apart"
+    assert float((keys != wanted_keys).logical_and(~keys.isnan()).float().mean()) < 1e-3, (
+        "more keys differ than ties explain"
+    )
     torch.testing.assert_close(actual.values, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
@@ -146,7 +148,7 @@ LAYOUTS = [
 def test_a_row_is_the_same_in_any_batch_and_chunk(
     dtype: torch.dtype, kv_dtype: torch.dtype, paired: bool, window: int | None
 ) -> None:
-    """Bit for bit: every token alone, and in chunks that begin anywhere, as in one step with others beside it."""
+    """Check bitwise equality of tokens computed alone, in chunks, and in one step with other requests."""
     case = Case("mixed", [(1, 200), (45, 0), (1, 3), (7, 121), (140, 30)], window=window)
     together = make_tensors(case, dtype, kv_dtype, paired=paired)
     whole = run_cpu(case, dtype, kv_dtype, together)
@@ -172,10 +174,10 @@ def test_a_row_is_the_same_in_any_batch_and_chunk(
 
 @pytest.mark.parametrize(("dtype", "kv_dtype", "paired"), LAYOUTS)
 @pytest.mark.parametrize("stale", [float("nan"), float("inf"), -1e38])
-def test_what_a_page_held_before_does_not_show(
+def test_stale_page_contents_do_not_affect_results(
     dtype: torch.dtype, kv_dtype: torch.dtype, paired: bool, stale: float
 ) -> None:
-    """Odd and even ends of contexts, also of one block of keys and a page exactly."""
+    """Test contexts with odd and even ends, including those that fill one block of keys or one page exactly."""
     case = Case("ends", [(1, n) for n in (0, 1, 14, 15, 16, 126, 127, 128)] + [(18, 0), (19, 108)])
     clean, dirty = (make_tensors(case, dtype, kv_dtype, paired=paired) for _ in range(2))
     for tensor in (clean.keys, clean.values):
@@ -189,7 +191,7 @@ def test_what_a_page_held_before_does_not_show(
 
 @needs_pairs
 def test_threads_that_share_a_pair_of_slots_do_not_lose_a_value() -> None:
-    """Blocks of tokens end within pairs; what each writes must stay."""
+    """Test that concurrent writes keep each other's values when blocks of tokens end within pairs."""
     case = Case("odd starts", [(8, 1), (8, 3), (8, 5), (64, 7)] * 4, num_heads=2, num_kv_heads=2)
     for _ in range(20):
         actual, expected = (make_tensors(case, torch.float32, torch.bfloat16, paired=True) for _ in range(2))
@@ -233,7 +235,7 @@ def test_reference_is_causal_attention_over_rotated_heads() -> None:
     "change",
     [{"head_dim": 24, "rotary_dim": 24}, {"page_size": 4}, {"rotary_dim": 16}],
 )
-def test_what_the_kernel_does_not_cover_is_left_to_the_reference(change: dict) -> None:
+def test_unsupported_shapes_use_the_reference(change: dict) -> None:
     geometry = dataclasses.replace(CASES[0].geometry(), **change)
     assert not cpu.supported(geometry, torch.float32, torch.float32)
 

@@ -1,4 +1,4 @@
-"""The cascade: shared prefixes are found, computed once, and give what each request would have found for itself."""
+"""Tests of cascade attention: detection of shared prefixes, the work list, and results equal to separate attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_with_decoding_it_is_attention_over_everything(case: Case, device: torch
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=lambda case: case.batch.name)
 def test_partial_results(case: Case, device: torch.device) -> None:
-    """Each where the work list says, and nothing anywhere else."""
+    """Check that each partial result is in the row that the work list gives, and that no other row is written."""
     work, scratch = run_cascade(case, case.make_tensors(device))
     tensors = case.make_tensors(torch.device("cpu"))
     written = torch.zeros(work.scratch_rows, dtype=torch.bool)
@@ -80,7 +80,7 @@ def test_partial_results(case: Case, device: torch.device) -> None:
 
 
 def tables(*rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Block tables padded with garbage, and the number of pages of each."""
+    """Return block tables padded with garbage, and the number of pages of each."""
     counts = np.array([len(row) for row in rows])
     found = np.full((len(rows), counts.max() + 1), 7, dtype=np.int32)
     for i, row in enumerate(rows):
@@ -106,7 +106,7 @@ def test_a_shared_prefix_is_found_wherever_its_requests_are() -> None:
 
 
 def test_groups_are_as_many_as_save_most() -> None:
-    """A short prefix of all, and a long one of some."""
+    """Test a batch in which all requests share a short prefix and some share a long one."""
     long, short = prefix(100, 200), prefix(100, 40)
     block_tables, counts = tables(*([*long, i] for i in range(4)), *([*short, 5000 + i] for i in range(4)))
     assert shared_prefixes(block_tables, counts, 16) == [
@@ -115,13 +115,13 @@ def test_groups_are_as_many_as_save_most() -> None:
     ]
 
 
-def test_a_loose_neighbour_does_not_shorten_a_group() -> None:
+def test_an_unrelated_neighbour_does_not_shorten_a_group() -> None:
     long = prefix(100, 200)
     block_tables, counts = tables([*prefix(100, 40), 1], *([*long, 300 + i] for i in range(4)))
     assert shared_prefixes(block_tables, counts, 16) == [SharedPrefix((1, 2, 3, 4), 200 * 16)]
 
 
-def test_nothing_is_shared_by_too_few_or_for_too_short() -> None:
+def test_small_groups_and_short_prefixes_are_not_shared() -> None:
     block_tables, counts = tables(*([*prefix(100, 40), i] for i in range(3)))
     assert shared_prefixes(block_tables, counts, 16) == []
     assert shared_prefixes(block_tables, counts, 8) == []
@@ -143,7 +143,7 @@ def test_work_list_covers_every_query_and_key_once() -> None:
     assert (covered == 1).all()
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_rejected(device: torch.device) -> None:
     block_tables, counts = tables(*([*prefix(100, 40), i] for i in range(4)))
     with pytest.raises(ValueError, match="at least 256"):
         shared_prefixes(block_tables, counts, 16, min_keys=16)

@@ -1,4 +1,4 @@
-"""Decoding attention: the kernel against the reference in float64, and what its results may not depend on."""
+"""Tests of decode attention against the float64 reference, and of the independence of a row from its batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.ops.attention_work.triton import build_work
 
 
 def run(case: Case, tensors: Tensors) -> torch.Tensor:
-    """The kernels' output, poisoned beforehand, as the scratch is."""
+    """Run the kernels with poisoned output and scratch, and return the output."""
     device = tensors.query.device
     work = case.make_work(device)
     scratch = make_scratch(work.scratch_rows, case.num_heads, case.head_dim, device)
@@ -49,7 +49,7 @@ def check(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case: Case, device: torch.device) -> None:
-    """Rows of requests that prefill, and of padding, stay as they were: NaN."""
+    """Check results, and that rows of prefill requests and of padding stay NaN."""
     check(case, device)
 
 
@@ -68,7 +68,7 @@ def test_formats_of_other_heads(kv_format: KVFormat, head_dim: int, device: torc
 
 @pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
 def test_small_values_beside_float16(kv_format: KVFormat, device: torch.device) -> None:
-    """A weight times the scale of a value may be too small for float16."""
+    """Test weights that are too small for float16 after multiplication with the scale of a value."""
     case = Case("small", ((1, 700), (2, 40)), kv_format=kv_format, dtype=torch.float16)
     tensors = make_tensors(case, device)
     wanted = run(case, tensors).double()
@@ -80,7 +80,7 @@ def test_small_values_beside_float16(kv_format: KVFormat, device: torch.device) 
 
 
 def test_e4m3_by_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs without the format read its bits."""
+    """Test the conversion of e4m3fn from bits, for GPUs without native support."""
     monkeypatch.setattr("kernels.ops.attention_decode.triton.native_fp8", lambda device: False)
     check(Case("bits", ((1, 40), (2, 300)), kv_format="fp8"), device)
 
@@ -98,7 +98,9 @@ def test_reference_is_torch_attention() -> None:
 
 @pytest.mark.parametrize("scratch_rows", [64, 0])
 def test_a_row_has_the_same_bits_in_any_batch_and_scratch(scratch_rows: int, device: torch.device) -> None:
-    """Alone with its splits merged from scratch, or beside others, walking through them itself."""
+    """Compare a request alone, with its splits merged from scratch, and in a batch, with its splits merged in one
+    item.
+    """
     requests = ((1, 700), (4, 259), (2, 513))
     case = Case("together", requests, sinks=True, scratch_rows=scratch_rows)
     tensors = make_tensors(case, device)
@@ -117,7 +119,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_scratch(scratch_rows: int, dev
 
 
 def test_offsets_beyond_32_bits(device: torch.device) -> None:
-    """Pages whose stride times their number wraps in 32 bits; of the memory between them nothing is touched."""
+    """Test pages whose byte offsets overflow 32 bits; the memory between the pages is never touched."""
     case = Case("far", ((1, 20),), page_size=32, dtype=torch.float16)
     tensors = make_tensors(case, device)
     own = int(tensors.inputs.block_table[0, 0])
@@ -133,7 +135,7 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
     assert torch.equal(actual, run(case, tensors))
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_rejected(device: torch.device) -> None:
     case = Case("one", ((1, 20),))
     tensors = make_tensors(case, device)
     work = case.make_work(device)

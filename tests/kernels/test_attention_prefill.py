@@ -1,4 +1,4 @@
-"""Attention of prompts and chunks against the reference in float64."""
+"""Tests of prefill attention against the float64 reference."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def work_of(step: Step, inputs: AttentionInputs) -> AttentionWork:
     size = prefill_tile(step.geometry, step.pages, step.qkv.dtype, device)
     num_requests = inputs.seq_lens.shape[0]
     work = make_work(num_requests, step.qkv.shape[0] + 3, device, max_decode_queries=0, prefill_tile=size)
-    work.prefill_tiles.fill_(-(2**30))  # what follows in the list is not to be read
+    work.prefill_tiles.fill_(-(2**30))  # the rest of the list must not be read
     build_work(inputs.cu_seqlens_q, inputs.seq_lens, work)
     return work
 
 
 def run(step: Step, queries: torch.Tensor, inputs: AttentionInputs | None = None) -> torch.Tensor:
-    """The kernel's result, poisoned before, for queries that are a part of the step's where `inputs` are."""
+    """Run the kernel with poisoned output and return the output.
+
+    The queries are those of `inputs` if given, which may be a part of the step, else those of the whole step.
+    """
     inputs = inputs or step.inputs
     out = torch.full((queries.shape[0], step.qkv.shape[1]), float("nan"), dtype=queries.dtype, device=queries.device)
     out = out[:, : queries.shape[1] * queries.shape[2]].contiguous()
@@ -44,12 +47,12 @@ def run(step: Step, queries: torch.Tensor, inputs: AttentionInputs | None = None
 
 
 def rotated_queries(step: Step) -> torch.Tensor:
-    """After this the pages hold the step's keys and values."""
+    """Return the rotated queries; the pages then hold the step's keys and values."""
     return rotate_and_write(step.qkv, step.pages, step.inputs, step.geometry, step.layer).to(step.qkv.dtype)
 
 
 def rows_of_requests(step: Step) -> torch.Tensor:
-    """Rows of the output that belong to a request, not to padding."""
+    """Return the rows of the output that belong to a request rather than to padding."""
     counts = step.inputs.cu_seqlens_q.diff()
     return (step.inputs.seq_lens > 0).repeat_interleave(counts)
 
@@ -92,7 +95,7 @@ def test_float32_cells_beside_bfloat16(device: torch.device) -> None:
 def test_a_row_is_the_same_in_any_chunk_and_batch(
     dtype: torch.dtype, kv_format: KVFormat, window: int | None, device: torch.device
 ) -> None:
-    """Bit for bit: all tokens at once beside another request, in chunks of odd sizes, and one at a time."""
+    """Check bitwise equality of tokens computed with another request, in chunks of odd sizes, and one at a time."""
     case = Case("", [(90, 3), (17, 0)], num_heads=4, num_kv_heads=2, window=window, sinks=True)
     step = make_step(case, dtype, kv_format, device)
     queries = rotated_queries(step)
@@ -108,7 +111,7 @@ def test_a_row_is_the_same_in_any_chunk_and_batch(
 
 
 def test_pages_beyond_the_range_of_32_bits(device: torch.device) -> None:
-    """Only touched pages of the memory are real; offsets of page 1 would wrap in 32 bits."""
+    """Test pages whose offsets overflow 32 bits; only the touched pages of the memory are allocated."""
     step = make_step(Case("", [(3, 14)], num_heads=1, num_kv_heads=1), torch.float16, "dense", device)
     queries = rotated_queries(step)
     near = run(step, queries)
@@ -135,7 +138,7 @@ def test_a_nan_stays_in_its_request(device: torch.device) -> None:
     assert out[63:].isfinite().all()
 
 
-def test_what_is_refused(device: torch.device) -> None:
+def test_invalid_arguments_are_rejected(device: torch.device) -> None:
     step = make_step(CASES[0], torch.float32, "dense", device)
     queries = rotated_queries(step)
     out = torch.empty((70, 256), device=device)

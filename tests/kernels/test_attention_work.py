@@ -1,4 +1,4 @@
-"""The work list: the kernel against a plain loop, and what every list must be."""
+"""Tests of the attention work list: the kernel against a loop, and invariants of every list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def filled(case: Case, build, device: torch.device) -> AttentionWork:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_gives_the_list_of_the_loop(case: Case, device: torch.device) -> None:
-    """Everything, and nothing is written behind the lists."""
+    """Check that all lists are equal and that nothing is written after their ends."""
     actual = filled(case, build_work, device)
     expected = filled(case, reference.build_work, torch.device("cpu"))
     for name in ("counts", "partials", "decode_items", "prefill_tiles"):
@@ -34,7 +34,7 @@ def test_kernel_gives_the_list_of_the_loop(case: Case, device: torch.device) -> 
 
 
 def keys_of(work: AttentionWork, case: Case) -> dict[int, list[tuple[int, int]]]:
-    """Key ranges of each request's items."""
+    """Return the key ranges of each request's items."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for request, first, size, row in work.decode_items[: work.counts[0]].tolist():
         length = case.requests[request][1]
@@ -96,11 +96,11 @@ def test_bound_of_prefill_tiles_holds_the_tiles() -> None:
     for case in CASES:
         work = filled(case, reference.build_work, torch.device("cpu"))
         num_tokens = sum(queries for queries, _, _ in case.requests)
-        bound = work.most_prefill_tiles(num_tokens, len(case.requests))
+        bound = work.max_prefill_tiles(num_tokens, len(case.requests))
         assert work.counts[1] <= bound <= work.prefill_tiles.shape[0]
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_rejected(device: torch.device) -> None:
     work = make_work(1, 2, device, max_decode_queries=1, prefill_tile=8, window=4)
     bounds = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="supports 1 requests, got 2"):

@@ -1,4 +1,4 @@
-"""All layers of a step as one op, against layers in float64."""
+"""Tests of the fused decoder layers against layers in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _copies(pages: KVPages, count: int) -> list[KVPages]:
 
 
 def _cells(pages: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [page, kv_head, slot, head_dim]."""
+    """Return keys and values as [page, kv_head, slot, head_dim]."""
     return (key_cells(pages.keys), value_cells(pages.values)) if pages.paired else (pages.keys, pages.values)
 
 
@@ -59,7 +59,7 @@ def test_layers_are_those_of_the_reference(case: Case) -> None:
     first = residual.clone()
     layers(first, mine, prepared)
     error = (first.double() - expected).norm() / expected.norm()
-    # Separate ops in bfloat16 are as far away: 0.1 to 1.4 % after two layers.
+    # Separate bfloat16 ops have the same distance: 0.1 to 1.4 % after two layers.
     assert error < 2.5e-2 and bool(first.isfinite().all())
     slots = inputs.slot_mapping
     size = geometry.page_size
@@ -70,15 +70,17 @@ def test_layers_are_those_of_the_reference(case: Case) -> None:
             cells[slots // size, :, slots % size] = 0
             others[slots // size, :, slots % size] = 0
             torch.testing.assert_close(cells.double(), others, rtol=0, atol=0, equal_nan=True)
-    # The same step again, on the same op: counters and buffers hold nothing of the last one.
+    # Repeat the step with the same op: counters and buffers must not keep state of the previous step.
     again = residual.clone()
     layers(again, mine, prepared)
     assert torch.equal(again, first)
 
 
 @pytest.mark.parametrize("requests", [[(1, 190)], [(9, 0), (1, 40)], [(200, 5)]])
-def test_any_number_of_threads_gives_the_same(requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than there are processors too, which come late to most phases."""
+def test_results_do_not_depend_on_the_number_of_threads(
+    requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test thread counts above the number of processors as well, where threads arrive late at most phases."""
     attention = dataclasses.replace(CASES[0].attention, requests=requests)
     case = dataclasses.replace(CASES[0], attention=attention)
     tensors = make_tensors(attention, torch.bfloat16, case.kv_dtype)
@@ -102,7 +104,7 @@ def test_layers_of_different_formats_are_not_one_op() -> None:
     assert not supported(shape, [])
 
 
-def test_pages_of_another_kind_are_refused() -> None:
+def test_pages_of_another_kind_are_rejected() -> None:
     case = CASES[0]
     layers = DecoderLayers(shape_of(case), make_layers(case))
     tensors = make_tensors(case.attention, torch.bfloat16, torch.float32)

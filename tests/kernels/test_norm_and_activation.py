@@ -1,4 +1,4 @@
-"""RMS norm and gated activation on the CPU against their references in float64."""
+"""Tests of the RMS norm and the gated activation on the CPU against float64 references."""
 
 from __future__ import annotations
 

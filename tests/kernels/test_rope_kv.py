@@ -1,4 +1,4 @@
-"""Norm, rotation and the write to the KV cache against the reference in float64."""
+"""Tests of the norm, rotation and KV-cache write against the float64 reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.ops.rope_kv.cases import CASES, FORMATS
 from kernels.ops.rope_kv.triton import rope_kv
 
 LARGEST_ERROR = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7}
-"""Two neighbouring codes, in parts of a cell's largest value: a float32 sum may fall on the other side of a tie."""
+"""Difference of two adjacent codes, relative to a cell's largest value: a float32 sum may round a tie the other way."""
 
 
 def values_of(pages: KVPages) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ def test_dtypes(dtype: torch.dtype, kv_format: KVFormat, device: torch.device) -
 
 @pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4"])
 def test_codes_of_values_are_the_references(kv_format: KVFormat, device: torch.device) -> None:
-    """Values are not computed with, only quantized: bit for bit."""
+    """Check values, which are only quantized, for bitwise equality."""
     step = make_step(CASES[0], torch.float32, kv_format, device)
     expected = step.copy_of_pages()
     rotate_and_write(step.qkv, expected, step.inputs, step.geometry, step.layer)
@@ -91,10 +91,10 @@ def test_cells_of_zeros_and_of_nan(kv_format: KVFormat, device: torch.device) ->
 
 
 def test_pages_beyond_the_range_of_32_bits(device: torch.device) -> None:
-    """The strides of pages are so large that an offset in 32 bits would wrap to another place of the memory."""
+    """Test strides for which a 32-bit offset would overflow to another place of the memory."""
     step = make_step(Case("", [(2, 0)], num_heads=1, num_kv_heads=1), torch.float16, "dense", device)
-    stride = 2**31 + 64  # offsets of page 1 wrap to 64 - 2**31 in 32 bits
-    memory = torch.empty(stride + 16 * 64, dtype=torch.float16, device=device)  # only pages that are touched are real
+    stride = 2**31 + 64  # offsets of page 1 overflow 32 bits to 64 - 2**31
+    memory = torch.empty(stride + 16 * 64, dtype=torch.float16, device=device)  # only the touched pages are allocated
     far = memory.as_strided((2, 1, 16, 64), (stride, 1024, 64, 1))
     inputs = dataclasses.replace(step.inputs, slot_mapping=torch.tensor([16, 17], device=device))
     far[1] = float("nan")

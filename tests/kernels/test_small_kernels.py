@@ -1,4 +1,4 @@
-"""Triton's norm, activation, embedding and quantization against their references in higher precision."""
+"""Tests of Triton's norm, activation, embedding and quantization against higher-precision references."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sc
 
 
 def _assert_codes(actual: QuantizedActivation, wanted: QuantizedActivation, moved: float = 0.01) -> None:
-    """Check that scales are equal and few codes differ, by one step, where a reciprocal rounds differently."""
+    """Check that scales are equal, and that few codes differ, by one step, because a reciprocal rounds differently."""
     assert actual.codes.dtype == wanted.codes.dtype
     assert actual.dtype == wanted.dtype
     assert actual.scales.shape == wanted.scales.shape
@@ -55,7 +55,7 @@ def _assert_codes(actual: QuantizedActivation, wanted: QuantizedActivation, move
 
 
 def _ordered(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes as integers in the order of their values, with neighbouring values one apart."""
+    """Return codes as integers in the order of their values, so that adjacent values differ by one."""
     if codes.dtype is torch.int8:
         return codes.int()
     bits = codes.view(torch.uint8).int()

@@ -9,8 +9,7 @@ from typing import Any
 
 from numba import literally, types
 
-from kernels.common.cpu.inner import inner
-from kernels.common.cpu.simd import load_f32, load_i32, vload, vmul, vsplat, vstore
+from kernels.common.cpu.simd import inner, load_f32, load_i32, vload, vmul, vsplat, vstore
 from kernels.ops.attention.micro import add_page, score_page
 from kernels.ops.attention.rows import ROWS, cap_scores, clear_rows, key_block, load_query, tile_rows, weigh
 

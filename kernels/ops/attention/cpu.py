@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numba import cfunc, literally, types
 
-from kernels.common.cpu.inner import inner
 from kernels.common.cpu.pool import Kernel, num_threads
 from kernels.common.cpu.simd import (
     WIDTH,
     atomic_add,
+    inner,
     load_f32,
     load_i32,
     load_i64,
@@ -30,7 +30,7 @@ from kernels.common.cpu.simd import (
 from kernels.ops.attention.cells import attend_to_cells
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import stored_in_pairs
-from kernels.ops.attention.micro_pairs import MOST_FEW, line_keys
+from kernels.ops.attention.micro_pairs import MAX_FEW_QUERIES, line_keys
 from kernels.ops.attention.pairs import attend_to_pairs, write_paired_key, write_paired_value
 from kernels.ops.attention.rows import ROWS, TILE_TOKENS, key_block, tile_rows, write_key
 
@@ -53,8 +53,8 @@ def scratch_size(geometry: AttentionGeometry) -> int:
     rows = tile_rows(geometry.num_heads // geometry.num_kv_heads)
     stride = -(-key_block(geometry.page_size) // WIDTH) * WIDTH
     cells = rows * (2 * geometry.head_dim + stride + 2 * WIDTH)
-    lines = MOST_FEW * line_keys(geometry.page_size)
-    pairs = (rows + MOST_FEW) * (3 * geometry.head_dim // 2 + 2 * WIDTH) + lines
+    lines = MAX_FEW_QUERIES * line_keys(geometry.page_size)
+    pairs = (rows + MAX_FEW_QUERIES) * (3 * geometry.head_dim // 2 + 2 * WIDTH) + lines
     return max(cells, pairs)
 
 
@@ -203,7 +203,7 @@ class PreparedAttention:
     geometry: AttentionGeometry
     tiles: np.ndarray[Any, np.dtype[np.int32]]
 
-    def tell(self, block: Any) -> None:
+    def write_step(self, block: Any) -> None:
         """Write the part of an argument block that describes the step to `attend`: block[4:12]."""
         inputs, geometry = self.inputs, self.geometry
         self.tiles[0, 0] = _NO_WINDOW if geometry.window is None else geometry.window
@@ -282,7 +282,7 @@ class PagedAttention:
         """Compute the reference; keys and values have the CPU layout (kernels/ops/attention/kv_pages.py)."""
         block = self._kernel.block
         if prepared is not self._prepared:
-            prepared.tell(block)
+            prepared.write_step(block)
             self._prepared = prepared
         out = torch.empty((qkv.shape[0], self._geometry.num_heads * self._geometry.head_dim), dtype=qkv.dtype)
         block[0] = qkv.data_ptr()

@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
 from numba.extending import intrinsic
 
+from kernels.common.cpu import numba_internals as llvm
 from kernels.common.cpu.simd import F32, I64, WIDTH, const, fma, load, pointer, prefetch, splat, store
 from kernels.common.cpu.simd import vector as vector_type
 
 
 def _accumulators(builder: Any, count: int, kind: Any) -> list[Any]:
     """Return stack slots that LLVM promotes to registers."""
-    return [cgutils.alloca_once(builder, kind) for _ in range(count)]
+    return [llvm.alloca_once(builder, kind) for _ in range(count)]
 
 
 def slot_width(page_size: int) -> int:
@@ -72,7 +73,7 @@ def score_page(
         for first in range(0, slots, width):
             for slot in sums:
                 builder.store(const(kind, 0.0), slot)
-            with cgutils.for_range_slice(builder, I64(0), I64(head_dim), I64(2), I64) as (d, _):
+            with llvm.for_range_slice(builder, I64(0), I64(head_dim), I64(2), I64) as (d, _):
                 if prefetched and first == 0:
                     reach = builder.mul(d, I64(slots * size))
                     for base in (values[9], values[10]):
@@ -116,11 +117,11 @@ def add_page(
         vectors = head_dim // WIDTH
         for start in range(0, vectors, per_block):
             columns = range(start, min(start + per_block, vectors))
-            cells = {(r, c): cgutils.alloca_once(builder, kind) for r in range(num_rows) for c in columns}
+            cells = {(r, c): llvm.alloca_once(builder, kind) for r in range(num_rows) for c in columns}
             places = {(r, c): builder.add(out_address, I64((r * head_dim + c * WIDTH) * 4)) for r, c in cells}
             for cell, slot in cells.items():
                 builder.store(load(builder, places[cell], False), slot)
-            with cgutils.for_range(builder, slots, intp=I64) as loop:
+            with llvm.for_range(builder, slots, intp=I64) as loop:
                 base = builder.add(value_address, builder.mul(loop.index, I64(head_dim * size)))
                 line = {c: load(builder, builder.add(base, I64(c * WIDTH * size)), narrow) for c in columns}
                 weight_at = builder.add(weight_address, builder.mul(loop.index, I64(4)))

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
 from numba.extending import intrinsic, register_jitable
 
 from kernels.common.cpu import bf16
+from kernels.common.cpu import numba_internals as llvm
 from kernels.common.cpu.simd import I16, I32, I64, VEC, WIDTH, const, load, pointer, prefetch, splat, to_bf16
 from kernels.common.cpu.simd import vector as vector_type
 from kernels.ops.attention.rows import KEY_BLOCK, ROWS, key_block
 
-MOST_FEW = 8
+MAX_FEW_QUERIES = 8
 """Maximum number of queries of a KV head for which the queries of one token are processed together."""
 _REGISTERS = 24
 INTS = ir.VectorType(I32, WIDTH)
@@ -53,7 +54,7 @@ class Shape:
     def __init__(self, few: Any, num_heads: Any, num_kv_heads: Any, dim: Any, page: Any) -> None:
         group = num_heads.literal_value // num_kv_heads.literal_value
         self.few = few.literal_value == 1
-        self.rows = min(group, MOST_FEW) if self.few else ROWS
+        self.rows = min(group, MAX_FEW_QUERIES) if self.few else ROWS
         self.dim, self.page = dim.literal_value, page.literal_value
         self.page_bytes = 2 * self.page * self.dim
         self.step = num_kv_heads.literal_value * self.page_bytes  # between a head's cells in one page and the next
@@ -83,9 +84,9 @@ def _score_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     query, keys, pages, scores, first, end, low, last, final, values = arguments
     columns, halves = _score_columns(shape.rows), 1 if shape.page % WIDTH == 0 else 2
     unit, pair_bytes = WIDTH // halves, 4 * shape.page
-    sums = [[cgutils.alloca_once(builder, VEC) for _ in range(columns)] for _ in range(shape.rows)]
+    sums = [[llvm.alloca_once(builder, VEC) for _ in range(columns)] for _ in range(shape.rows)]
     start = builder.mul(builder.udiv(first, I64(columns * WIDTH)), I64(columns * WIDTH))
-    with cgutils.for_range_slice(builder, start, end, I64(columns * WIDTH), I64) as (key, _):
+    with llvm.for_range_slice(builder, start, end, I64(columns * WIDTH), I64) as (key, _):
         for slot in (slot for row in sums for slot in row):
             builder.store(const(VEC, 0.0), slot)
         places, fetched = [], []
@@ -98,7 +99,7 @@ def _score_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
                 after = builder.add(slot, I64(columns * WIDTH))
                 page, within = shape.slot_at(builder, keys, pages, after, (low, final))
                 fetched.append(builder.add(page, builder.mul(within, I64(4))))
-        with cgutils.for_range_slice(builder, I64(0), I64(shape.dim // 2), I64(4), I64) as (pair, _):
+        with llvm.for_range_slice(builder, I64(0), I64(shape.dim // 2), I64(4), I64) as (pair, _):
             for step in range(4):
                 index = builder.add(pair, I64(step))
                 for number, place in enumerate(fetched):
@@ -143,7 +144,7 @@ def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     )
     for start in range(0, vectors, width):
         columns = range(start, min(start + width, vectors))
-        cells = {(r, c): cgutils.alloca_once(builder, VEC) for r in range(shape.rows) for c in columns}
+        cells = {(r, c): llvm.alloca_once(builder, VEC) for r in range(shape.rows) for c in columns}
         places = {(r, c): builder.add(out, I64((r * shape.dim + c * WIDTH) * 4)) for r, c in cells}
         for cell, slot in cells.items():
             builder.store(load(builder, places[cell], False), slot)
@@ -162,12 +163,12 @@ def _add_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
                     slot = cells[row, c]
                     builder.store(bf16.multiply_add(builder, builder.load(slot), line[c], factor), slot)
 
-        with cgutils.for_range_slice(builder, low, end, I64(1), I64) as (page, _):
+        with llvm.for_range_slice(builder, low, end, I64(1), I64) as (page, _):
             base = shape.page_at(builder, values, pages, page)
             passed = builder.mul(page, I64(half))
             left = builder.sub(pairs, passed)
             count = builder.select(builder.icmp_signed("<", left, I64(half)), left, I64(half))
-            with cgutils.for_range(builder, count, intp=I64) as loop:
+            with llvm.for_range(builder, count, intp=I64) as loop:
                 weight = builder.add(weights, builder.mul(builder.add(passed, loop.index), I64(4)))
                 add(builder.add(base, builder.mul(loop.index, I64(4 * shape.dim))), weight, lambda line: line)
         with builder.if_then(odd):
@@ -204,7 +205,7 @@ def function(
         result: Type of the result.
     """
     kind = ir.FunctionType(ir.VoidType() if result is None else result, [I64] * count)
-    found = cgutils.get_or_insert_function(module, kind, f"{name}_{shape.rows}_{int(shape.few)}")
+    found = llvm.get_or_insert_function(module, kind, f"{name}_{shape.rows}_{int(shape.few)}")
     if found.is_declaration:
         found.linkage = "internal"
         found.attributes.add("noinline")
@@ -312,7 +313,7 @@ def store_half(typing: Any, address: Any, values: Any, second: Any) -> Any:
         anything = ir.PointerType(ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [shorts, anything, I32, chosen.type])
         # One masked store, because another thread may be writing the other half of the pair.
-        write = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v32i16.p0")
+        write = llvm.get_or_insert_function(builder.module, kind, "llvm.masked.store.v32i16.p0")
         builder.call(write, [both, builder.inttoptr(target, anything), I32(2), chosen])
         return context.get_dummy_value()
 

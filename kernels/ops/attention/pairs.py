@@ -11,8 +11,8 @@ from typing import Any
 
 from numba import literally, types
 
-from kernels.common.cpu.inner import inner
 from kernels.common.cpu.simd import (
+    inner,
     load_f32,
     load_i32,
     store_f32,
@@ -26,7 +26,7 @@ from kernels.common.cpu.simd import (
     vsum,
 )
 from kernels.ops.attention.micro_pairs import (
-    MOST_FEW,
+    MAX_FEW_QUERIES,
     add_pairs,
     line_keys,
     scatter_pairs,
@@ -136,7 +136,7 @@ def attend_to_pairs(
     element = 2 if bf16 else 4
     group = num_heads // num_kv_heads
     width = (num_heads + 2 * num_kv_heads) * dim
-    max_rows = tile_rows(group) + MOST_FEW
+    max_rows = tile_rows(group) + MAX_FEW_QUERIES
     block_keys = key_block(page)
     line_bytes = line_keys(page) * 4
     log2e = types.float32(1.4426950408889634)
@@ -147,7 +147,7 @@ def attend_to_pairs(
     shifts = totals + max_rows * 64
     lines = shifts + max_rows * 64
     rows = count * group
-    few = count == 1 and group <= MOST_FEW
+    few = count == 1 and group <= MAX_FEW_QUERIES
     at_once = group if few else ROWS
     factor = scale * log2e
     if softcap > types.float32(0.0):

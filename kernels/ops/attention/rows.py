@@ -10,8 +10,8 @@ from typing import Any
 from numba import literally, types
 from numba.extending import register_jitable
 
-from kernels.common.cpu.inner import inner
 from kernels.common.cpu.simd import (
+    inner,
     load_f32,
     store_f32,
     vadd,

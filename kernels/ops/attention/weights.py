@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
 from numba.extending import intrinsic
 
 from kernels.common.cpu import bf16
+from kernels.common.cpu import numba_internals as llvm
 from kernels.common.cpu.simd import F32, I16, I32, I64, VEC, WIDTH, call, const, fma, fold, load, pointer, splat
 from kernels.common.cpu.simd import vector as vector_type
 from kernels.ops.attention.micro_pairs import INTS, Shape, function
@@ -41,7 +42,7 @@ def _exp2(builder: Any, x: Any, power: tuple[float, ...]) -> Any:
     for factor in (*power[-2::-1], 1.0):
         series = fma(builder, series, rest, const(VEC, factor))
     kind = ir.FunctionType(VEC, [VEC, VEC, VEC, I16, I32])
-    scale = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
+    scale = llvm.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
     return builder.call(scale, [series, whole, const(VEC, 0.0), I16(-1), I32(4)])
 
 
@@ -63,10 +64,10 @@ def _shift_of(builder: Any, shifts: Any, row: int) -> Any:
 
 def _tops_body(builder: Any, shape: Shape, arguments: list[Any]) -> Any:
     lines, first, end, shifts = arguments
-    tops = [cgutils.alloca_once(builder, VEC) for _ in range(shape.rows)]
+    tops = [llvm.alloca_once(builder, VEC) for _ in range(shape.rows)]
     for slot in tops:
         builder.store(const(VEC, HIDDEN), slot)
-    with cgutils.for_range_slice(builder, first, end, I64(2 * WIDTH), I64) as (key, _):
+    with llvm.for_range_slice(builder, first, end, I64(2 * WIDTH), I64) as (key, _):
         address = builder.add(lines, builder.mul(key, I64(4)))
         for row, slot in enumerate(tops):
             top = _higher(builder, *_pair_of_lines(builder, shape, address, row))
@@ -83,7 +84,7 @@ def _tops_body(builder: Any, shape: Shape, arguments: list[Any]) -> Any:
 def _weigh_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
     lines, first, end, shifts, totals = arguments
     places = [builder.add(totals, I64(4 * WIDTH * row)) for row in range(shape.rows)]
-    sums = [cgutils.alloca_once(builder, VEC) for _ in places]
+    sums = [llvm.alloca_once(builder, VEC) for _ in places]
     shift_by = []
     for row, slot in enumerate(sums):
         builder.store(load(builder, places[row], False), slot)
@@ -91,7 +92,7 @@ def _weigh_body(builder: Any, shape: Shape, arguments: list[Any]) -> None:
         shift = _higher(builder, _shift_of(builder, shifts, row), ir.Constant(F32, HIDDEN / 3))
         shift_by.append(splat(builder, shift))
     ones = builder.bitcast(const(INTS, 0x3F803F80), bf16.PAIRS)
-    with cgutils.for_range_slice(builder, first, end, I64(2 * WIDTH), I64) as (key, _):
+    with llvm.for_range_slice(builder, first, end, I64(2 * WIDTH), I64) as (key, _):
         source = builder.add(lines, builder.mul(key, I64(4)))
         target = builder.add(lines, builder.mul(key, I64(2)))
         for row, slot in enumerate(sums):
@@ -165,8 +166,8 @@ def highest_score(typing: Any, line: Any, first: Any, end: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line_at, low, high = arguments
-        top = cgutils.alloca_once_value(builder, const(VEC, HIDDEN))
-        with cgutils.for_range_slice(builder, low, high, I64(WIDTH), I64) as (key, _):
+        top = llvm.alloca_once_value(builder, const(VEC, HIDDEN))
+        with llvm.for_range_slice(builder, low, high, I64(WIDTH), I64) as (key, _):
             scores = load(builder, builder.add(line_at, builder.mul(key, I64(4))), False)
             builder.store(_higher(builder, scores, builder.load(top)), top)
         return fold(builder, builder.load(top), lambda x, y: _higher(builder, x, y))

@@ -293,7 +293,7 @@ def attention_prefill(
         ValueError: A tensor is not contiguous, or the work list has tiles of another size.
     """
     num_tokens, num_requests = queries.shape[0], inputs.seq_lens.shape[0]
-    num_tiles = work.most_prefill_tiles(num_tokens, num_requests)
+    num_tiles = work.max_prefill_tiles(num_tokens, num_requests)
     if not num_tiles:
         return
     device = queries.device

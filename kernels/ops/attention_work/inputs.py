@@ -64,7 +64,7 @@ class AttentionWork:
         """Maximum number of requests."""
         return self.partials.shape[0]
 
-    def most_prefill_tiles(self, num_tokens: int, num_requests: int) -> int:
+    def max_prefill_tiles(self, num_tokens: int, num_requests: int) -> int:
         """Return an upper bound of the number of prefill tiles, which is the grid size of the prefill kernel.
 
         It is known without reading from the device.

@@ -216,7 +216,7 @@ class DecoderLayers:
         block = self._kernel.block
         block[0] = residual.data_ptr()
         block[22] = int(self._fixed or rows <= FEW_ROWS)
-        prepared.tell(block)
+        prepared.write_step(block)
         self._kernel.run(self._threads)
 
     def _use(self, pages: Sequence[KVPages]) -> None:
