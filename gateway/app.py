@@ -106,11 +106,11 @@ def _delete(path: str, handler: Handler, answer: type[msgspec.Struct]) -> Route:
     return Route("DELETE", path, handler, Scope.INFERENCE, None, answer)
 
 
-_STREAMS_EVENTS = {"streams": True, "events": ResponseEvent}
+_RESPONSE_EVENTS = {"streams": True, "events": ResponseEvent}
 
 FOLLOW_UPS = (
     _delete("/v1/requests/{id}", abort_request, AbortAnswer),
-    _get("/v1/responses/{id}", get_response, ResponseAnswer, **_STREAMS_EVENTS, query=RetrieveQuery),
+    _get("/v1/responses/{id}", get_response, ResponseAnswer, **_RESPONSE_EVENTS, query=RetrieveQuery),
     _delete("/v1/responses/{id}", delete_response, ResponseDeletedAnswer),
     _post("/v1/responses/{id}/cancel", cancel_response, None, ResponseAnswer),
     _get("/v1/responses/{id}/input_items", list_input_items, InputItemsAnswer, query=ItemsQuery),
@@ -128,7 +128,7 @@ ROUTES = (
     _post("/v1/completions/render", render_completion, CompletionFields, RenderAnswer),
     _post("/v1/messages", create_message, MessagesFields, MessageAnswer, **_GENERATES, query=BetaQuery),
     _post("/v1/messages/count_tokens", count_tokens, ConversationFields, TokenCountAnswer, query=BetaQuery),
-    _post("/v1/responses", create_response, ResponseFields, ResponseAnswer, **_STREAMS_EVENTS, admitted=True),
+    _post("/v1/responses", create_response, ResponseFields, ResponseAnswer, **_RESPONSE_EVENTS, admitted=True),
     _post("/v1/responses/input_tokens", count_input_tokens, InputTokensFields, InputTokensAnswer),
     _get("/v1/models", list_models, ModelListAnswer, anthropic_answer=ModelPageAnswer, query=ModelsQuery),
     _get("/v1/models/{model:.+}", get_model, ModelAnswer, anthropic_answer=ModelInfoAnswer, query=BetaQuery),

@@ -75,21 +75,6 @@ class Permit:
         self._admission.on_release(self._num_sequences)
 
 
-class PartPermit(Permit):
-    """Permit of a part of a request that is admitted as a whole; counts nothing."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        pass
-
-    def first_token(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
 class Admission:
     """Counts of one gateway process, compared with the limits.
 

@@ -136,7 +136,7 @@ class Choice:
                 raise InternalError("The worker sent a token id outside the vocabulary.")
         if len(self.token_ids) + len(token_ids) > self._max_tokens:
             raise InternalError("The worker sent more tokens than requested, without an end.")
-        if self._wants_logprobs and _length(logprobs) != len(token_ids):
+        if self._wants_logprobs and len(logprobs or ()) != len(token_ids):
             raise InternalError("The worker sent tokens without their log-probabilities.")
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, int | None]:
@@ -319,10 +319,6 @@ def choices_of(request: GenerationRequest, pipeline: TextPipeline) -> Sequence[C
         else:
             choices.append(FormattedChoice(index, request, scanner, detokenizer, message_format))
     return choices
-
-
-def _length(logprobs: list[TokenLogprobs] | None) -> int:
-    return 0 if logprobs is None else len(logprobs)
 
 
 def _shown_drafts(drafts: DraftCounts, before: DraftCounts | None, num_tokens: int, num_shown: int) -> DraftCounts:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.cluster.client import Stream, WorkerLink
 from gateway.cluster.registry import ModelEntry, Registry
-from gateway.flow.admission import Admission, PartPermit, Permit, Reported, Room
+from gateway.flow.admission import Admission, Permit, Reported, Room
 from gateway.flow.choice import choices_of
 from gateway.flow.events import GenerationRequest, TextDelta
 from gateway.flow.measure import Measure, ModelMeasures
@@ -78,9 +78,9 @@ class Generator:
         self.write_timeout = write_timeout
         self._metrics = metrics or GatewayMetrics(CollectorRegistry())
         self._measures: dict[str, ModelMeasures] = {}
-        self._nobody = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
+        self._discarded_measures = ModelMeasures(GatewayMetrics(CollectorRegistry()), "")
         self._numbers = itertools.count(1)
-        self.turn = FlushScheduler()
+        self.flush_scheduler = FlushScheduler()
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Admit, route and send a request; enter the result at once. See flow.requests.GeneratorLike for the errors."""
@@ -153,7 +153,7 @@ class Generator:
 
     def unmeasured(self, request: GenerationRequest) -> Measure:
         """Return a timer that counts nothing, for the parts of a request that is measured as one."""
-        return Measure(self._nobody, request.arrival, request.n)
+        return Measure(self._discarded_measures, request.arrival, request.n)
 
     def dispatch(self, request: GenerationRequest, entry: ModelEntry, stream: Stream) -> tuple[WorkerLink, str]:
         """Send a request to the best worker that accepts it; return the link and the request's id there.
@@ -188,7 +188,12 @@ class Generation(ClosedOnExit):
     """
 
     def __init__(
-        self, generator: Generator, request: GenerationRequest, entry: ModelEntry, permit: Permit, measure: Measure
+        self,
+        generator: Generator,
+        request: GenerationRequest,
+        entry: ModelEntry,
+        permit: Permit | None,
+        measure: Measure,
     ) -> None:
         self.request = request
         # Callbacks run outside the route's task, whose log lines carry the request's id by themselves.
@@ -196,11 +201,12 @@ class Generation(ClosedOnExit):
         self._generator = generator
         self._entry = entry
         self._vocab_size = entry.facts.vocab_size
+        # None for a part of a request that is admitted as a whole.
         self._permit = permit
         self._choices = choices_of(request, entry.pipeline)
         self._num_unfinished = request.n
         self._measure = measure
-        self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer, generator.turn)
+        self._outbox = Outbox(generator.write_timeout, self._on_slow_consumer, generator.flush_scheduler)
         self._error: PeltonError | None = None
         self._worker: WorkerLink | None = None
         self._worker_request_id = ""
@@ -236,7 +242,8 @@ class Generation(ClosedOnExit):
         self._measure.end(self._error, complete=self._num_unfinished == 0)
         self._leave_worker()
         self._outbox.close()
-        self._permit.release()
+        if self._permit is not None:
+            self._permit.release()
 
     @property
     def emitted_token_ids(self) -> list[list[int]]:
@@ -292,7 +299,8 @@ class Generation(ClosedOnExit):
         self._last_progress = now = time.monotonic()
         if not self._started:
             self._started = True
-            self._permit.first_token()
+            if self._permit is not None:
+                self._permit.first_token()
         finish = output.finish
         if finish is not None and finish.reason not in _SUCCESSES:
             raise _failure(finish)
@@ -358,7 +366,7 @@ class Reservation:
     def submit(self, part: GenerationRequest) -> Generation:
         """Send a part."""
         generator, entry = self._generator, self._entry
-        generation = Generation(generator, part, entry, PartPermit(), generator.unmeasured(part))
+        generation = Generation(generator, part, entry, None, generator.unmeasured(part))
         generation.send()
         if not self._sent:
             self._sent = True

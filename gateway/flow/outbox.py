@@ -15,7 +15,7 @@ import msgspec
 from gateway.flow.events import TextDelta
 from gateway.text.message_parser import ToolCallDelta
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 FULL_AT_TOKENS = 256
 """Number of tokens from which on the consumer must take deltas within the write timeout."""
@@ -65,11 +65,11 @@ def _merged_calls(news: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
     return result
 
 
-def _last_known(values: Sequence[T | None]) -> T | None:
+def _last_known(values: Sequence[_T | None]) -> _T | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     """Do nothing; callback of a closed outbox."""
 
 
@@ -116,14 +116,13 @@ class Outbox:
 
     Attributes:
         receiver: Takes deltas while the consumer waits, except the ends of choices and reports on prompts. When it
-            is not
-            ready, the consumer takes those too.
+            is not ready, the consumer takes all deltas.
     """
 
-    def __init__(self, patience: float, on_slow: Callable[[], None], turn: FlushScheduler) -> None:
+    def __init__(self, patience: float, on_slow: Callable[[], None], flush_scheduler: FlushScheduler) -> None:
         self._patience = patience
         self._on_slow = on_slow
-        self._turn = turn
+        self._flush_scheduler = flush_scheduler
         self._pending: dict[int, list[TextDelta]] = {}
         # Choices with a delta worth delivering, in the order in which they became so.
         self._urgent: dict[int, None] = {}
@@ -185,7 +184,7 @@ class Outbox:
     def _plan_hand_over(self) -> None:
         # Deferred, so that outputs of several steps that were read together are delivered together.
         self._is_due = True
-        self._turn.add(self)
+        self._flush_scheduler.add(self)
 
     def hand_over(self) -> None:
         """Pass deltas to the receiver if the consumer is still waiting; called by FlushScheduler."""
@@ -242,7 +241,7 @@ class Outbox:
 
         Otherwise both, and a whole prompt, would wait for the garbage collector.
         """
-        self._on_slow = _nobody
+        self._on_slow = _do_nothing
         self.receiver = self._single = None
         self._pending.clear()
         self._urgent.clear()
