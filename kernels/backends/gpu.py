@@ -14,10 +14,9 @@ from kernels.ops.attention.cascade import CascadeWork
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs, LayerConstants
 from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.attention_cascade.triton import attention_cascade
-from kernels.ops.attention_decode.inputs import DecodeScratch, make_scratch
 from kernels.ops.attention_decode.triton import attention_decode
 from kernels.ops.attention_prefill.triton import attention_prefill, prefill_tile
-from kernels.ops.attention_work.inputs import AttentionWork, make_work, max_decode_queries
+from kernels.ops.attention_work.inputs import AttentionWork, DecodeScratch, make_scratch, make_work, max_decode_queries
 from kernels.ops.attention_work.triton import build_work
 from kernels.ops.embedding import triton as embedding
 from kernels.ops.norm import triton as norm

@@ -16,9 +16,8 @@ from kernels.ops.attention_cascade.triton import attention_cascade, members_per_
 from kernels.ops.attention_decode import reference as decode_reference
 from kernels.ops.attention_decode.cases import Case as DecodeCase
 from kernels.ops.attention_decode.cases import Tensors
-from kernels.ops.attention_decode.inputs import DecodeScratch, make_scratch
 from kernels.ops.attention_decode.triton import attention_decode
-from kernels.ops.attention_work.inputs import AttentionWork
+from kernels.ops.attention_work.inputs import AttentionWork, DecodeScratch, make_scratch
 from kernels.ops.attention_work.triton import build_work
 
 POISON = float("nan")

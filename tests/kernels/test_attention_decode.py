@@ -12,8 +12,8 @@ from kernels.common.tolerances import TOLERANCES, of_attention
 from kernels.ops.attention.kv_pages import KVFormat, KVPages
 from kernels.ops.attention_decode import reference
 from kernels.ops.attention_decode.cases import CASES, Case, Tensors, make_tensors
-from kernels.ops.attention_decode.inputs import DecodeScratch, make_scratch
 from kernels.ops.attention_decode.triton import attention_decode
+from kernels.ops.attention_work.inputs import DecodeScratch, make_scratch
 from kernels.ops.attention_work.triton import build_work
 
 

@@ -11,7 +11,7 @@ from kernels.common.triton.benchmark import Benchmark
 from kernels.ops.attention.cascade import CascadeWork, SharedPrefix, cascade_work
 from kernels.ops.attention_decode.cases import Case as DecodeCase
 from kernels.ops.attention_decode.cases import Tensors, make_tensors
-from kernels.ops.attention_decode.inputs import make_scratch
+from kernels.ops.attention_work.inputs import make_scratch
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def partial_results(
     """Return the partial results (maxima, weights, sums) for each split of the group's prefix.
 
     The shapes are [num_heads], [num_heads] and [num_heads, head_dim]. The values are float64 and have the meaning given
-    in kernels/ops/attention_decode/inputs.py.
+    in kernels/ops/attention_work/inputs.py.
     """
     keys, values = cells_of_request(pages, inputs.block_table[request], group.num_keys, geometry.page_size)
     row = query[int(inputs.cu_seqlens_q[request]) + i_query].double()

@@ -23,9 +23,8 @@ from kernels.ops.attention.triton_cells import (
     weight_type,
 )
 from kernels.ops.attention.triton_split import attend_keys, load_queries, store_rows
-from kernels.ops.attention_decode.inputs import DecodeScratch
 from kernels.ops.attention_decode.triton import Tile
-from kernels.ops.attention_work.inputs import AttentionWork
+from kernels.ops.attention_work.inputs import AttentionWork, DecodeScratch
 
 
 @triton.jit

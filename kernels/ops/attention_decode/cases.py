@@ -9,8 +9,7 @@ import torch
 from kernels.common.triton.benchmark import Benchmark
 from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
 from kernels.ops.attention.kv_pages import KVFormat, KVPages, quantize_cells
-from kernels.ops.attention_decode.inputs import DecodeScratch, make_scratch
-from kernels.ops.attention_work.inputs import AttentionWork, make_work, max_decode_queries
+from kernels.ops.attention_work.inputs import AttentionWork, DecodeScratch, make_scratch, make_work, max_decode_queries
 
 
 @dataclass(frozen=True)

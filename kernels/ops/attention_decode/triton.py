@@ -24,8 +24,7 @@ from kernels.ops.attention.triton_cells import (
     weight_type,
 )
 from kernels.ops.attention.triton_split import attend_keys, load_queries, merge_weights, normalizer, store_rows
-from kernels.ops.attention_decode.inputs import DecodeScratch
-from kernels.ops.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork
+from kernels.ops.attention_work.inputs import DECODE_ROWS, SPLIT, AttentionWork, DecodeScratch
 
 MAX_ROWS = 128
 """Maximum number of rows of a tile: query tokens times heads of a group."""

@@ -20,7 +20,7 @@ from kernels.ops.attention.cpu import supported as attention_supported
 from kernels.ops.attention.inputs import AttentionGeometry
 from kernels.ops.attention.kv_pages import KVPages, stored_in_pairs
 from kernels.ops.decoder_layers.inputs import LayerWeights, uniform
-from kernels.ops.decoder_layers.phases import OWN_ROWS, normalise, project
+from kernels.ops.decoder_layers.phases import OWN_ROWS, normalize, project
 from kernels.ops.linear_panels.cpu import CHUNK_ROWS, FEW_ROWS, Result, scratch_bytes
 from kernels.ops.linear_panels.cpu import supported as linear_supported
 from kernels.ops.linear_panels.micro import BLOCK
@@ -105,7 +105,7 @@ def compile_layers(
             for start in range(0, rows, CHUNK_ROWS):
                 count = min(rows - start, CHUNK_ROWS)
                 r = residual + start * wide * 4
-                x = normalise(r, load_i64(layer), own_x, normed, count, wide, eps, sync)
+                x = normalize(r, load_i64(layer), own_x, normed, count, wide, eps, sync)
                 target = qkv + start * qkv_out * 2
                 project(
                     bits, minimum, plain, few, count, x, wide, sums, layer + _QKV, target, qkv_out, threads,
@@ -132,7 +132,7 @@ def compile_layers(
                     bits, minimum, add, few, count, x, attention_out, sums, layer + _OUTPUT, r, wide, threads, sync, own
                 )
                 sync += _PHASE_BYTES
-                x = normalise(r, load_i64(layer + _MLP_NORM), own_x, normed, count, wide, eps, sync)
+                x = normalize(r, load_i64(layer + _MLP_NORM), own_x, normed, count, wide, eps, sync)
                 sync += _PHASE_BYTES
                 project(
                     bits, minimum, gate, few, count, x, wide, sums, layer + _GATE_UP, gated, 2 * between, threads, sync,

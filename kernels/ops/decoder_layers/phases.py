@@ -24,7 +24,7 @@ _DONE = 8
 
 
 @inner
-def normalise(
+def normalize(
     residual: Any, weight: Any, own: Any, shared: Any, rows: Any, hidden: Any, eps: Any, counters: Any
 ) -> Any:
     """Normalize rows of the float32 residual and return the address of the bfloat16 result.
