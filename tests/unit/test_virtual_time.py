@@ -16,7 +16,7 @@ from worker.plan import StepPlan, StepResult
 from worker.scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.scheduler.speculator import SpeculationConfig
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 200
 PAGE_SIZE = 4
 NUM_PAGES = 40
 MAX_NUM_SEQS = 6
