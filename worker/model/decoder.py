@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from kernels.backends.reference import DecoderOps
 from kernels.backends.select import select_ops
 from kernels.common.quantized import ActivationQuantization, Activations, dense
-from kernels.ops.attention.inputs import AttentionGeometry, AttentionInputs
+from kernels.ops.attention.inputs import AttentionInputs
 from kernels.ops.attention.kv_pages import KVPages
 from kernels.ops.decoder_layers.cpu import DecoderLayers, Shape, supported
 from kernels.ops.decoder_layers.inputs import LayerWeights, Linear
@@ -27,66 +26,32 @@ from worker.parallel import ParallelContext
 
 
 class RMSNorm:
-    """Addition of a block's output to the residual stream, and normalization."""
+    """Addition of a block's output to the residual stream, and normalization.
+
+    Attributes:
+        weight: [hidden] float32.
+    """
 
     def __init__(
         self,
-        weight: torch.Tensor,
-        eps: float,
-        dtype: torch.dtype,
+        weights: WeightSource,
+        name: str,
+        spec: DecoderSpec,
+        place: Placement,
         ops: DecoderOps,
         quantization: ActivationQuantization | None = None,
     ) -> None:
-        """Create the layer.
-
-        Args:
-            weight: [hidden] float32.
-            eps: Epsilon of the norm.
-            dtype: Dtype of the result, or of the activations that `quantization` converts to codes.
-            ops: Operations of the device.
-            quantization: Quantization of the result; None for none.
-        """
-        self.weight = weight
-        self._quantization = quantization
-        self._eps = eps
-        self._dtype = dtype
+        """Load the norm `name`. `quantization` is what the next layer expects of its input; None for none."""
+        check_shape(weights, name, (spec.hidden_size,))
+        self.weight = weights.get(name).dequantize(torch.float32).to(place.device)
+        self._eps = spec.norm_eps
+        self._dtype = place.dtype
         self._ops = ops
+        self._quantization = quantization
 
     def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor) -> Activations:
         """Add delta to the residual in place; return the normalized residual, [T, hidden]."""
         return self._ops.add_rms_norm(delta, residual, self.weight, self._eps, self._dtype, self._quantization)
-
-
-def fuse_layers(
-    spec: DecoderSpec,
-    geometry: AttentionGeometry,
-    layers: Sequence[LayerWeights | None],
-    kv: KVStorage,
-    *,
-    fixed: bool,
-) -> DecoderLayers | None:
-    """Return the layers as one operation, or None if a feature of the model is not supported.
-
-    Args:
-        spec: Specification of the model.
-        geometry: Attention geometry of all layers.
-        layers: Contribution of each layer; None for an unsupported layer.
-        kv: KV cache that the operation will use, or one of the same kind.
-        fixed: The result of a token is the same in every batch.
-    """
-    first = kv.layers[0]
-    fusable = [layer for layer in layers if layer is not None]
-    shape = Shape(
-        hidden=spec.hidden_size,
-        intermediate=spec.intermediate_size,
-        geometry=geometry,
-        eps=spec.norm_eps,
-        kv_dtype=first.keys.dtype,
-    )
-    plain = first.format == "dense" and len(spec.kv_groups) == 1 and len(fusable) == len(layers)
-    if not plain or first.keys.dtype not in (torch.float32, torch.bfloat16) or not supported(shape, fusable):
-        return None
-    return DecoderLayers(shape, fusable, fixed=fixed)
 
 
 class FeedForward:
@@ -133,9 +98,9 @@ class DecoderLayer:
         self._feed_forward = FeedForward(spec, layer, weights, place, ops)
         # Each norm writes the input of the next linear layer: codes, if that layer multiplies codes.
         name, wanted = f"layers.{layer}.attn_norm.weight", self._attention.input_quantization
-        self._attention_norm = load_norm(weights, name, spec, place, ops, wanted)
+        self._attention_norm = RMSNorm(weights, name, spec, place, ops, wanted)
         name, wanted = f"layers.{layer}.mlp_norm.weight", self._feed_forward.input_quantization
-        self._mlp_norm = load_norm(weights, name, spec, place, ops, wanted)
+        self._mlp_norm = RMSNorm(weights, name, spec, place, ops, wanted)
 
     @property
     def panels(self) -> LayerWeights | None:
@@ -159,29 +124,6 @@ class DecoderLayer:
         x = self._attention_norm(delta, residual)
         delta = self._attention(x, pages, prepared)
         return self._feed_forward(self._mlp_norm(delta, residual))
-
-
-def load_norm(
-    weights: WeightSource,
-    name: str,
-    spec: DecoderSpec,
-    place: Placement,
-    ops: DecoderOps,
-    quantization: ActivationQuantization | None = None,
-) -> RMSNorm:
-    """Load a norm whose weight stays in float32.
-
-    Args:
-        weights: Weights of the model.
-        name: Canonical name of the norm.
-        spec: Specification of the model.
-        place: Placement of the weights.
-        ops: Operations of the device.
-        quantization: Quantization that the next layer expects of its input.
-    """
-    check_shape(weights, name, (spec.hidden_size,))
-    weight = weights.get(name).dequantize(torch.float32).to(place.device)
-    return RMSNorm(weight, spec.norm_eps, place.dtype, ops, quantization)
 
 
 class Decoder:
@@ -238,17 +180,31 @@ class Decoder:
             vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
             self._embedding = VocabularyParallelEmbedding(weights, vocab_size, hidden_size, place, self._ops)
             self._layers = [DecoderLayer(spec, i, weights, place, self._ops) for i in range(spec.num_layers)]
-            self._norm = load_norm(weights, "norm.weight", spec, place, self._ops)
+            self._norm = RMSNorm(weights, "norm.weight", spec, place, self._ops)
             tied = self._embedding if spec.tie_word_embeddings else None
             self._head = VocabularyParallelHead(weights, vocab_size, hidden_size, place, tied)
 
     def fuse_layers(self, kv: KVStorage) -> None:
-        """Compute the layers of a step as one operation from now on, if that is possible with this kind of cache."""
-        if self.device.type == "cpu":
-            geometry = attention_geometry(self.spec, kv.page_size, self._groups[0].window, self._parallel)
-            self._fused = fuse_layers(
-                self.spec, geometry, [layer.panels for layer in self._layers], kv, fixed=self._deterministic
-            )
+        """Compute the layers of a step as one operation from now on, if the model and the processor support it.
+
+        `kv` is the KV cache that the operation will use, or one of the same kind.
+        """
+        self._fused = None
+        cells = kv.layers[0]
+        layers = [layer.panels for layer in self._layers]
+        fusable = [layer for layer in layers if layer is not None]
+        one_kind = len(self._groups) == 1 and len(fusable) == len(layers)
+        if self.device.type != "cpu" or not one_kind or cells.format != "dense":
+            return
+        shape = Shape(
+            hidden=self.spec.hidden_size,
+            intermediate=self.spec.intermediate_size,
+            geometry=attention_geometry(self.spec, kv.page_size, self._groups[0].window, self._parallel),
+            eps=self.spec.norm_eps,
+            kv_dtype=cells.keys.dtype,
+        )
+        if shape.kv_dtype in (torch.float32, torch.bfloat16) and supported(shape, fusable):
+            self._fused = DecoderLayers(shape, fusable, fixed=self._deterministic)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:

@@ -82,14 +82,30 @@ def check_shape(weights: WeightSource, name: str, expected: tuple[int, ...]) -> 
         )
 
 
-def _panels(scheme: LinearScheme, bias: torch.Tensor | None, parallel: ParallelContext) -> Linear | None:
-    """With a single rank, nothing is exchanged between layers."""
-    if isinstance(scheme, PanelScheme) and parallel.tp_size == 1:
-        return Linear(scheme.weight, bias)
-    return None
+class _ParallelLinear:
+    """Properties that both linear layers have."""
+
+    _scheme: LinearScheme
+    _bias: torch.Tensor | None
+    _parallel: ParallelContext
+
+    @property
+    def panels(self) -> Linear | None:
+        """The layer for the operation that computes all layers at once; None if it has no such form.
+
+        With a single rank, nothing is exchanged between layers.
+        """
+        if isinstance(self._scheme, PanelScheme) and self._parallel.tp_size == 1:
+            return Linear(self._scheme.weight, self._bias)
+        return None
+
+    @property
+    def input_quantization(self) -> ActivationQuantization | None:
+        """Quantization that the layer expects of its input; None for none."""
+        return self._scheme.input_quantization
 
 
-class ColumnParallelLinear:
+class ColumnParallelLinear(_ParallelLinear):
     """Linear layer with outputs split over ranks. Several weights (q, k and v; gate and up) form one matrix."""
 
     def __init__(
@@ -122,22 +138,12 @@ class ColumnParallelLinear:
         self._scheme.after_load()
         self._bias = torch.cat(biases).to(place.device) if bias else None
 
-    @property
-    def panels(self) -> Linear | None:
-        """The layer for the operation that computes all layers at once; None if it has no such form."""
-        return _panels(self._scheme, self._bias, self._parallel)
-
-    @property
-    def input_quantization(self) -> ActivationQuantization | None:
-        """Quantization that the layer expects of its input; None for none."""
-        return self._scheme.input_quantization
-
     def __call__(self, x: Activations) -> torch.Tensor:
         """Compute [T, in_features] -> [T, out_features of this rank]."""
         return self._scheme.apply(x, self._bias)
 
 
-class RowParallelLinear:
+class RowParallelLinear(_ParallelLinear):
     """Linear layer with inputs split over ranks. The partial products are summed over the ranks."""
 
     def __init__(
@@ -157,16 +163,6 @@ class RowParallelLinear:
             check_shape(weights, f"{name}.bias", (shape[0],))
             if place.parallel.tp_rank == 0:  # the sum over ranks must include it once
                 self._bias = weights.get(f"{name}.bias").dequantize(place.dtype).to(place.device)
-
-    @property
-    def panels(self) -> Linear | None:
-        """The layer for the operation that computes all layers at once; None if it has no such form."""
-        return _panels(self._scheme, self._bias, self._parallel)
-
-    @property
-    def input_quantization(self) -> ActivationQuantization | None:
-        """Quantization that the layer expects of its input; None for none."""
-        return self._scheme.input_quantization
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """Compute [T, in_features of this rank] -> [T, out_features], the same on every rank."""

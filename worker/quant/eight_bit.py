@@ -71,13 +71,15 @@ class Fp8Scheme(_EightBitScheme):
 
     _code_dtype = torch.float8_e4m3fn
 
+    weight: fp8_inputs.Fp8Weight
+    """Weight for the kernel, available after `after_load`."""
+
     def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
         from kernels.ops.linear_fp8.triton import linear_fp8
 
         super().__init__(dtype, device, blocks=_in_blocks(raws[0]))
         self._fixed = fixed
         self._input_scales: list[float] = []
-        self._weight: fp8_inputs.Fp8Weight | None = None
         self._linear = linear_fp8
 
     @staticmethod
@@ -110,15 +112,8 @@ class Fp8Scheme(_EightBitScheme):
                 self.input_quantization = ActivationQuantization("fp8_tensor", fixed)
         scales = scales.contiguous()
         fp8_inputs.check(self._codes, scales)
-        self._weight = fp8_inputs.Fp8Weight(self._codes, scales)
+        self.weight = fp8_inputs.Fp8Weight(self._codes, scales)
         self._codes = self._scales = torch.empty(0)
-
-    @property
-    def weight(self) -> fp8_inputs.Fp8Weight:
-        """Weight for the kernel."""
-        if self._weight is None:
-            raise RuntimeError("weight is available after after_load")
-        return self._weight
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight.T + bias; activations that are not codes are quantized first."""

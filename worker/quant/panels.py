@@ -36,25 +36,20 @@ class PanelScheme:
         fixed: The sums of a row are the same in every batch.
     """
 
+    weight: PanelWeight
+    """Weight for the kernel, available after `after_load`."""
+
     def __init__(self, raws: Sequence[RawWeight], *, result: Result = Result.BFLOAT16, fixed: bool = False) -> None:
         self.input_quantization: ActivationQuantization | None = None
         self._bits, self._minimum = kind_of(raws)
         self._result = result
         self._fixed = fixed
         self._codes = self._scales = self._minimums = torch.empty(0)
-        self._weight: PanelWeight | None = None
 
     @staticmethod
     def accepts(dtype: torch.dtype, raws: Sequence[RawWeight]) -> bool:
         """Return True if this processor supports a layer of these parts."""
         return dtype is torch.bfloat16 and len(raws) > 0 and all(supported(raw.shape[1]) for raw in raws)
-
-    @property
-    def weight(self) -> PanelWeight:
-        """Packed weight. Raises RuntimeError before `after_load`."""
-        if self._weight is None:
-            raise RuntimeError("weight is available after after_load")
-        return self._weight
 
     def create_weights(self, out_features: int, in_features: int) -> None:
         """Allocate codes and factors, which are freed in `after_load`."""
@@ -94,9 +89,9 @@ class PanelScheme:
     def after_load(self) -> None:
         """Pack the weight and free the loaded codes."""
         if self._bits == 16:
-            self._weight = pack_values(self._codes)
+            self.weight = pack_values(self._codes)
         else:
-            self._weight = pack_codes(self._codes, self._scales, self._minimums if self._minimum else None)
+            self.weight = pack_codes(self._codes, self._scales, self._minimums if self._minimum else None)
         self._codes = self._scales = self._minimums = torch.empty(0)
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:

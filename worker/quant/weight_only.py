@@ -81,6 +81,9 @@ class WeightOnlyScheme:
         fixed: The result of a row does not depend on the batch.
     """
 
+    weight: PackedWeight
+    """Weight for the kernel, available after `after_load`."""
+
     def __init__(self, dtype: torch.dtype, device: torch.device, raws: Sequence[RawWeight], fixed: bool) -> None:
         group = group_of(raws)
         if group is None:
@@ -95,7 +98,6 @@ class WeightOnlyScheme:
         self._columns = None if columns is None else columns.to(device)
         self._num_in = 0
         self._words = self._scales = self._minimums = torch.empty(0)
-        self._weight: PackedWeight | None = None
         from kernels.ops.linear_weight_only.triton import linear  # a CPU runs without triton
 
         self._linear = linear
@@ -136,7 +138,7 @@ class WeightOnlyScheme:
         narrow = bool((self._scales.half().float() == self._scales).all())
         factors = torch.float16 if narrow else torch.float32
         minimums = self._minimums.to(factors) if bool(self._minimums.any()) else None
-        self._weight = PackedWeight(
+        self.weight = PackedWeight(
             self._words,
             self._scales.to(factors),
             minimums,
@@ -146,13 +148,6 @@ class WeightOnlyScheme:
             new_counters(self._words.shape[1], self._device),
         )
         self._scales = self._minimums = torch.empty(0)
-
-    @property
-    def weight(self) -> PackedWeight:
-        """Weight for the kernel."""
-        if self._weight is None:
-            raise RuntimeError("weight is available after after_load")
-        return self._weight
 
     def apply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight.T + bias, accumulated in float32."""

@@ -17,6 +17,18 @@ from shared.messages import Bundle
 MAX_CHAT_TEMPLATE = 1 << 20
 
 _log = get_logger("worker.loading")
+# Names of tokens that end a turn. One counts if it is an added token of the vocabulary (a piece that ordinary text does
+# not merge into) and the chat template writes it.
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
+)
 
 
 def make_bundle(
@@ -85,20 +97,6 @@ def _write_atomically(path: Path, content: bytes) -> None:
                 raise
     except OSError as error:
         _log.warning("tokenizer_cache_not_written", file=path.name, reason=error.strerror)
-
-
-# Names of tokens that end a turn. One counts if it is an added token of the vocabulary (a piece that ordinary text does
-# not merge into) and the chat template writes it.
-TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|end_of_turn|>",
-    "<end_of_turn>",
-    "<|return|>",
-    "<|call|>",
-)
 
 
 def turn_end_ids(chat_template: str | None, added_token_id: Callable[[str], int | None]) -> list[int]:

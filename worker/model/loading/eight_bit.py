@@ -27,7 +27,30 @@ _EIGHT_BIT = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
 _MAX_BLOCK = 1 << 16
 
 
-class FP8:
+class _EightBit:
+    """Modules of a checkpoint with weights and activations of 8 bits.
+
+    Attributes:
+        dtype: Type of the codes.
+        leaf: Name of the tensor of scales.
+        block: Output and input features that share a scale; None for one scale in total or per output feature.
+        static: The checkpoint fixes the scale of the activations, which must then be present.
+    """
+
+    dtype = "F8_E4M3"
+    leaf = "weight_scale"
+    block: tuple[int, int] | None = None
+    static = False
+
+    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
+        """See QuantizedCheckpoint."""
+        if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
+            return None
+        weight = need(name, tensors, "weight", (self.dtype,))
+        return _module(name, tensors, weight, self.leaf, self.block, static=self.static)
+
+
+class FP8(_EightBit):
     """Checkpoints of quant_method fp8. Raises ModelFileError for unsupported variants."""
 
     def __init__(self, config: Fields) -> None:
@@ -37,22 +60,14 @@ class FP8:
         scheme = config.text("activation_scheme", "dynamic")
         if scheme not in ("dynamic", "static"):
             raise config.error("activation_scheme", f"is {scheme[:80]!r}; supported are dynamic and static")
-        self._static = scheme == "static"
-        self._block = _pair(config, "weight_block_size")
-        if self._static and self._block:
+        self.static = scheme == "static"
+        self.block = _pair(config, "weight_block_size")
+        self.leaf = "weight_scale_inv" if self.block else "weight_scale"
+        if self.static and self.block:
             raise config.error("activation_scheme", "is static beside weight_block_size; blocks have dynamic scales")
 
-    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
-        """See QuantizedCheckpoint."""
-        if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
-            return None
-        weight = need(name, tensors, "weight", ("F8_E4M3",))
-        if self._block:
-            return _module(name, tensors, weight, "weight_scale_inv", self._block, static=False)
-        return _module(name, tensors, weight, "weight_scale", None, static=self._static)
 
-
-class CompressedTensors:
+class CompressedTensors(_EightBit):
     """Checkpoints of quant_method compressed-tensors with weights and activations of 8 bits.
 
     Raises:
@@ -78,23 +93,16 @@ class CompressedTensors:
         kind = weights.text("type", "int")
         if kind not in ("int", "float") or inputs.text("type", "int") != kind:
             raise weights.error("type", f"is {kind[:80]!r}; supported are int and float, as in input_activations")
-        self._dtype = "I8" if kind == "int" else "F8_E4M3"
+        self.dtype = "I8" if kind == "int" else "F8_E4M3"
         strategy = weights.text("strategy", "tensor")
         if strategy not in ("tensor", "channel", "block"):
             raise weights.error("strategy", f"is {strategy[:80]!r}; supported are tensor, channel and block")
-        self._block = _pair(weights, "block_structure") if strategy == "block" else None
-        if strategy == "block" and (self._block is None or kind == "int"):
+        self.block = _pair(weights, "block_structure") if strategy == "block" else None
+        if strategy == "block" and (self.block is None or kind == "int"):
             raise weights.error("strategy", "is block, which needs block_structure and the type float")
         dynamic = inputs.raw("dynamic")
         # int8 activations always have a scale per row, which is finer than a fixed one.
-        self._static = dynamic is not True and kind == "float" and self._block is None
-
-    def module(self, name: str, tensors: Mapping[str, Stored]) -> QuantizedModule | None:
-        """See QuantizedCheckpoint."""
-        if "weight" not in tensors or tensors["weight"].dtype not in _EIGHT_BIT:
-            return None
-        weight = need(name, tensors, "weight", (self._dtype,))
-        return _module(name, tensors, weight, "weight_scale", self._block, static=self._static)
+        self.static = dynamic is not True and kind == "float" and self.block is None
 
 
 def _pair(config: Fields, key: str) -> tuple[int, int] | None:

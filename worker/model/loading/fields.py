@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from shared.errors import ModelFileError
 
+_REQUIRED = object()
+
 
 def open_for_reading(path: Path) -> tuple[int, int]:
     """Open a regular file and return its descriptor and size. Raises ModelFileError if that fails."""
@@ -82,9 +84,6 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 def read_json_object(path: Path, limit: int = 1 << 24) -> dict[str, Any]:
     """Return the object in a JSON file."""
     return parse_object(read_bounded(path, limit), path.name)
-
-
-_REQUIRED = object()
 
 
 class Fields:

@@ -48,6 +48,8 @@ _FORMAT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 
 `Name.Q4_1.gguf` and `Name-Q4_K_M.gguf` are formats of one model; clients use the model's name.
 """
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 
 
 def open_gguf(path: Path, cache_dir: Path) -> ModelFiles:
@@ -121,10 +123,6 @@ def _gguf_bundle(file: GGUFFile, vocabulary: Vocabulary, template: str | None, c
         if token_id is not None:
             special[name] = vocabulary.tokens[token_id]
     return make_bundle(tokenizer_json, template, special, vocabulary.add_bos_token)
-
-
-_ROPE_FREQUENCIES = "rope_freqs.weight"
-_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 
 
 class GGUFWeights(WeightSource):

@@ -40,6 +40,8 @@ _METHODS: dict[str, Callable[[Fields], QuantizedCheckpoint]] = {
     "gptq": GPTQ,
 }
 """Reader by `quant_method` of config.json; each checks its part of the configuration."""
+_MAX_FACTOR = 1e6
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def quantization_of(config: Fields) -> QuantizedCheckpoint | None:
@@ -141,10 +143,6 @@ def _kv_groups(fields: Fields, family: Family, num_layers: int, max_position: in
         if layers:
             groups.append(KVGroupSpec(layers=layers, window=size))
     return tuple(groups)
-
-
-_MAX_FACTOR = 1e6
-_ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_from_config(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:

@@ -35,46 +35,33 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class SafetensorsWeights(WeightSource):
-    """Weights of an opened checkpoint."""
+    """Weights of an opened checkpoint, by canonical name."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tensors: Mapping[str, Stored],
-        modules: Mapping[str, QuantizedModule],
-        names: Mapping[str, str],
-    ) -> None:
-        """Store the checkpoint. `names` gives the name in `tensors` or in `modules` by canonical name."""
+    def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, Stored | QuantizedModule]) -> None:
         self._checkpoint = checkpoint
-        self._tensors = {canonical: tensors[name] for canonical, name in names.items() if name in tensors}
-        self._modules = {canonical: modules[name] for canonical, name in names.items() if name in modules}
+        self._tensors = tensors
 
     def names(self) -> Iterable[str]:
         """Return all canonical names."""
-        return [*self._tensors, *self._modules]
+        return self._tensors.keys()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors or name in self._modules
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._modules[name].shape if name in self._modules else self._tensors[name].shape
+        return self._tensors[name].shape
 
     def get(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> RawWeight:
         """Read a tensor or a slice of it; see WeightSource."""
-        if name in self._modules:
-            return self._modules[name].read(rows, cols)
-        stored = self._tensors[name]
-        return slice_columns(stored.file.read_rows(stored.tensor, rows), cols)
+        tensor = self._tensors[name]
+        if isinstance(tensor, QuantizedModule):
+            return tensor.read(rows, cols)
+        return slice_columns(tensor.file.read_rows(tensor.tensor, rows), cols)
 
     def close(self) -> None:
         """Close the files."""
         self._checkpoint.close()
-
-    def check_types(self) -> None:
-        """Check that all tensors have usable types, before any is read. Raises ModelFileError."""
-        for stored in self._tensors.values():
-            stored.file.format_of(stored.tensor)
 
 
 def has_weights(folder: Path) -> bool:
@@ -121,8 +108,8 @@ def _weights(
 ) -> SafetensorsWeights:
     """Return the needed tensors by canonical name. Raises ModelFileError if the files do not contain exactly those."""
     modules, tensors = find_modules(checkpoint.tensors, quantization)
-    shapes = {name: stored.shape for name, stored in tensors.items()}
-    shapes |= {name: module.shape for name, module in modules.items()}
+    found: dict[str, Stored | QuantizedModule] = {**tensors, **modules}
+    shapes = {name: tensor.shape for name, tensor in found.items()}
 
     def ignored(name: str) -> bool:
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in modules:
@@ -130,17 +117,15 @@ def _weights(
             return not tensors[name].file.read_rows(tensors[name].tensor, None).data.any()
         if quantization is not None and name.endswith(_CACHE_SCALES):
             return True
-        return _ignored(name, spec.tie_word_embeddings)
+        # Rope tables, and the head if it is the embedding.
+        return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")
 
     names = check_tensors(spec, hf_names(spec.num_layers), shapes, ignored, where)
-    weights = SafetensorsWeights(checkpoint, tensors, modules, names)
-    weights.check_types()
-    return weights
-
-
-def _ignored(name: str, tied: bool) -> bool:
-    """Tensors that a checkpoint may hold without need: rope tables, and the head where it is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+    needed = {canonical: found[name] for canonical, name in names.items()}
+    for tensor in needed.values():
+        if isinstance(tensor, Stored):
+            tensor.file.format_of(tensor.tensor)  # raises for an unusable type, before any tensor is read
+    return SafetensorsWeights(checkpoint, needed)
 
 
 def _open_weights(folder: Path) -> Checkpoint:

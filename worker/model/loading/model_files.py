@@ -14,6 +14,9 @@ from shared.messages import Bundle
 from worker.model.spec import DecoderSpec
 from worker.quant.raw_weight import RawWeight
 
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
 
 class WeightSource(ABC):
     """Tensors of a model by canonical name.
@@ -58,7 +61,6 @@ class ModelFiles:
         spec: Specification of the model.
         weights: Reader of tensors; call `weights.close()` when all are loaded.
         bundle: Text bundle for gateways.
-        bundle_hash: Hash of the bundle.
         eos_token_ids: Union of all places in which the model declares them; the same as spec.eos_token_ids.
         default_name: Name for clients if none is configured.
         created: Unix time of the model file.
@@ -72,10 +74,6 @@ class ModelFiles:
     default_name: str
     created: int
     model_hash: str
-
-
-_NUM_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 
 
 def model_hash(files: Iterable[tuple[Path, int]], configuration: bytes = b"") -> str:

@@ -37,31 +37,9 @@ BASE: dict[str, Any] = {
 
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({"rope_type": "default", "rope_theta": 10000.0}, {}),
-    "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, {"factor": 4.0}),
     "dynamic": (
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
         {"factor": 4.0, "original_max_position": 64},
-    ),
-    "llama3": (
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 10000.0,
-        },
-        {"factor": 8.0, "original_max_position": 64},
-    ),
-    "yarn": (
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 10000.0,
-            "beta_fast": 16.0,
-        },
-        {"factor": 4.0, "original_max_position": 64, "beta_fast": 16.0},
     ),
 }
 

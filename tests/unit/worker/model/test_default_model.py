@@ -1,22 +1,19 @@
-"""The default model against transformers, built from the same dequantized weights, in float32."""
+"""The default model against transformers in float32, with weights that the gguf package dequantized."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
 
 from kernels.backends.select import sampling_ops
 from kernels.common.cpu import bf16
 from shared.settings import WorkerSettings
 from tests.fakes.engine_harness import Harness, make_submit
-from tests.fakes.llama_config import llama_config
 from tests.fakes.weights import make_batch
+from tests.unit.worker.model.loading.reference import reference_model
 from worker.executor.build import make_runner
 from worker.executor.device import CpuDevice
 from worker.executor.executor import LocalExecutor
@@ -25,8 +22,6 @@ from worker.executor.models import Models
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
-from worker.model.loading.open_model import open_model
-from worker.model.rope import half_split_rows
 from worker.parallel import ParallelContext
 
 PAGE = 16
@@ -55,37 +50,8 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFiles]:
-    opened = open_model("", Path(tmp_path_factory.mktemp("cache")))
-    yield opened
-    opened.weights.close()
-
-
-@pytest.fixture(scope="module")
-def reference(files: ModelFiles) -> LlamaForCausalLM:
-    spec = files.spec
-    config = llama_config(spec)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    model.tie_weights()
-    modules = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
-    modules |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-    modules |= {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    orders = {
-        "q": half_split_rows(spec.num_heads, spec.head_dim, spec.rope.rotary_dim),
-        "k": half_split_rows(spec.num_kv_heads, spec.head_dim, spec.rope.rotary_dim),
-    }
-    with torch.no_grad():
-        for layer in range(spec.num_layers):
-            for name, module in modules.items():
-                values = files.weights.get(f"layers.{layer}.{name}.weight").dequantize(torch.float32)
-                values = values[orders[name]] if name in orders and spec.rope.interleaved else values
-                model.get_parameter(f"model.layers.{layer}.{module}.weight").copy_(values)
-        model.model.embed_tokens.weight.copy_(files.weights.get("embed.weight").dequantize(torch.float32))
-        model.model.norm.weight.copy_(files.weights.get("norm.weight").dequantize(torch.float32))
-    return model.eval()
+def reference() -> Any:
+    return reference_model()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +77,7 @@ def decoder(files: ModelFiles) -> Decoder:
 def test_logits_and_greedy_tokens(
     files: ModelFiles,
     decoder: Decoder,
-    reference: LlamaForCausalLM,
+    reference: Any,
     prompts: list[list[int]],
     num_prompts: int,
     num_tokens: int,
@@ -147,7 +113,7 @@ def test_logits_and_greedy_tokens(
 def test_embeddings(
     files: ModelFiles,
     decoder: Decoder,
-    reference: LlamaForCausalLM,
+    reference: Any,
     prompts: list[list[int]],
     dtype: Literal["float32", "bfloat16"],
 ) -> None:

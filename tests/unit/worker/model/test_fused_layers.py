@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +10,6 @@ from tests.fakes.weights import make_batch
 from worker.kv.storage import KVStorage
 from worker.model.decoder import Decoder
 from worker.model.loading.model_files import ModelFiles
-from worker.model.loading.open_model import open_model
 
 PAGE = 16
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712] * 4
@@ -23,13 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not supported(), reason="the processor has no AVX512-BF16"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFiles]:
-    opened = open_model("", Path(tmp_path_factory.mktemp("cache")))
-    yield opened
-    opened.weights.close()
 
 
 def make_decoder(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.fakes.tiny_model import CONFIG, write_tiny_model
 from worker.model.loading import ModelFiles, open_model
 
 DOWN = "mlp.down_proj"
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 
 def pack(values: np.ndarray, bits: int, places: list[int]) -> np.ndarray:
@@ -81,6 +84,15 @@ def write(
     return values
 
 
+@contextmanager
+def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors of a checkpoint, which are saved again with the changes made to them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    yield tensors
+    save_file(tensors, path)
+
+
 def opened(folder: Path) -> ModelFiles:
     return open_model(str(folder), folder.parent / "cache")
 
@@ -141,27 +153,21 @@ def test_awq(tmp_path: Path) -> None:
 
 
 def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path: Path) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    write(tmp_path / "m", config, lambda made: {**made.gptq(4, 1), "bias": np.zeros(made.codes.shape[0], np.float16)})
+    write(tmp_path / "m", GPTQ, lambda made: {**made.gptq(4, 1), "bias": np.zeros(made.codes.shape[0], np.float16)})
     assert "layers.0.q.bias" not in opened(tmp_path / "m").weights
-    path = tmp_path / "m" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
-    save_file(tensors, path)
+    with edited(tmp_path / "m") as tensors:
+        tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
     with pytest.raises(ModelFileError, match=r"up_proj\.bias is not known"):
         opened(tmp_path / "m")
 
 
 def test_modules_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    write(tmp_path / "m", config, lambda made: made.gptq(4, 1))
-    path = tmp_path / "m" / "model.safetensors"
-    tensors = load_file(path)
-    prefix = "model.layers.0.self_attn.o_proj"
-    for leaf in ("qweight", "qzeros", "scales", "g_idx"):
-        tensors.pop(f"{prefix}.{leaf}")
-    tensors[f"{prefix}.weight"] = torch.ones(64, 64)
-    save_file(tensors, path)
+    write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
+    with edited(tmp_path / "m") as tensors:
+        prefix = "model.layers.0.self_attn.o_proj"
+        for leaf in ("qweight", "qzeros", "scales", "g_idx"):
+            tensors.pop(f"{prefix}.{leaf}")
+        tensors[f"{prefix}.weight"] = torch.ones(64, 64)
     assert opened(tmp_path / "m").weights.get("layers.0.o.weight").format == "f32"
 
 
@@ -181,8 +187,7 @@ def test_modules_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    write(tmp_path / "m", {**config, **changes}, lambda made: made.gptq(4, 1))
+    write(tmp_path / "m", {**GPTQ, **changes}, lambda made: made.gptq(4, 1))
     with pytest.raises(ModelFileError) as caught:
         opened(tmp_path / "m")
     assert message in str(caught.value)
@@ -199,25 +204,21 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
     ],
 )
 def test_wrong_tensors_are_named(tmp_path: Path, leaf: str, value: torch.Tensor | None, message: str) -> None:
-    write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
-    path = tmp_path / "m" / "model.safetensors"
-    tensors = load_file(path)
-    name = f"model.layers.0.self_attn.q_proj.{leaf}"
-    tensors.pop(name)
-    if value is not None:
-        tensors[name] = value
-    save_file(tensors, path)
+    write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
+    with edited(tmp_path / "m") as tensors:
+        name = f"model.layers.0.self_attn.q_proj.{leaf}"
+        tensors.pop(name)
+        if value is not None:
+            tensors[name] = value
     with pytest.raises(ModelFileError) as caught:
         opened(tmp_path / "m")
     assert message in str(caught.value)
 
 
 def test_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
-    path = tmp_path / "m" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.0.self_attn.q_proj.g_idx"][0] = 1
-    save_file(tensors, path)
+    write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
+    with edited(tmp_path / "m") as tensors:
+        tensors["model.layers.0.self_attn.q_proj.g_idx"][0] = 1
     with pytest.raises(ModelFileError, match="g_idx does not name groups of 32 inputs each"):
         opened(tmp_path / "m").weights.get("layers.0.q.weight")
 
@@ -227,17 +228,15 @@ def test_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
 def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, method: str, value: float) -> None:
     config = {"quant_method": method, "bits": 4, "group_size": 32}
     write(tmp_path / "m", config, lambda made: made.gptq(4, 1) if method == "gptq" else made.awq())
-    path = tmp_path / "m" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.0.self_attn.q_proj.scales"][1, 3] = value
-    save_file(tensors, path)
+    with edited(tmp_path / "m") as tensors:
+        tensors["model.layers.0.self_attn.q_proj.scales"][1, 3] = value
     with pytest.raises(ModelFileError, match=rf"q_proj.scales holds {value}; finite scales are needed"):
         opened(tmp_path / "m").weights.get("layers.0.q.weight")
 
 
 def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda made: made.gptq(4, 1))
-    path = tmp_path / "m" / "model.safetensors"
-    save_file(load_file(path) | {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}, path)
+    write(tmp_path / "m", GPTQ, lambda made: made.gptq(4, 1))
+    with edited(tmp_path / "m") as tensors:
+        tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(64, 64)
     with pytest.raises(ModelFileError, match=r"q_proj\.weight is present both quantized and unquantized"):
         opened(tmp_path / "m")

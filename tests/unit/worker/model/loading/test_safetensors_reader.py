@@ -137,7 +137,7 @@ def test_a_file_that_shrinks_after_opening_gives_an_error(tmp_path: Path) -> Non
 def test_an_index_cannot_leave_its_folder(tmp_path: Path, name: object) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ModelFileError, match="tensor w is said to be in .*, which is not a safetensors file"):
+    with pytest.raises(ModelFileError, match=r"tensor w is said to be in .*, which is not a safetensors file"):
         read_index(path)
 
 
