@@ -1,4 +1,4 @@
-"""What the prepared model says to each question that the clients' tests ask."""
+"""Answers of the prepared model to the questions of the client tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY = "sk-client-0123456789-and-more"
 HELLO = 'Hello \U0001f44b "you",\n\u2028 na\u00efve caf\u00e9!'
 PERSON = {"name": "Ada", "age": 36, "languages": ["en", "fr"]}
 WEATHER = {"city": "Z\u00fcrich", "days": 2, "detail": {"units": ["C", "}"]}}
-"""Nested, not ASCII, and with a bracket inside a string, which partial JSON is often closed at."""
+"""Nested, not ASCII, and with a bracket inside a string, where clients often close partial JSON."""
 
 
 def _weather(results: list[str]) -> str:
@@ -42,7 +42,7 @@ ANSWERS: dict[str, Answer] = {
     "half a person?": json.dumps(PERSON)[:17],
     "think": "<think>\nTwo and two.\n</think>\n\nFour.",
     "think and call": _think_and_call,
-    # The AI SDK writes conversations for plain completions this way.
+    # The AI SDK writes conversations for plain completions in this format.
     "user:\nplain\n\nassistant:\n": "As you like.",
     "endless": [72] * 100_000,
     "break": Failure("Well", Finish(FinishReason.ERROR, message="The engine ran out of luck.")),
@@ -50,5 +50,5 @@ ANSWERS: dict[str, Answer] = {
 
 
 def pace(submit: Submit) -> int:
-    """For FakeWorker: until the endless answer fills the context, minutes pass."""
+    """Return a delay at which the endless answer takes minutes to fill the context."""
     return 50 if ("user", "endless") in conversation(submit.token_ids) else 1

@@ -1,4 +1,4 @@
-"""One server for all clients of this folder, and Node's packages where there is Node."""
+"""One server for all clients of this folder, and Node's packages if Node is installed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIN_NODE = 20
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[PreparedServer]:
-    """Answers as tests.clients.answers says; wants KEY."""
+    """Run a server with the answers of tests.clients.answers; it requires KEY."""
     with PreparedServer(ANSWERS, flags=("--api-key", KEY), pace=pace) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def node() -> Callable[..., None]:
-    """Runs a test file of the folder `node` with arguments as its environment; its failures fail the test."""
+    """Return a function that runs a test file of the folder `node` with its arguments as environment variables."""
     executable, npm = shutil.which("node"), shutil.which("npm")
     if executable is None or npm is None:
         pytest.skip("node and npm are not on this machine")
@@ -50,14 +50,14 @@ def node() -> Callable[..., None]:
             env={**os.environ, **environment},
         )
         assert done.returncode == 0, done.stdout.rpartition("failing tests:")[2] + done.stderr
-        # A file without tests passes too.
+        # A file without tests would also pass.
         assert re.search(r"^. pass [1-9]", done.stdout, re.MULTILINE), done.stdout
 
     return run
 
 
 def _install(npm: str) -> None:
-    """`npm ci`, once for each state of the lock file; two test runs do not tread on each other."""
+    """Run `npm ci` once per state of the lock file; a lock excludes concurrent test runs."""
     want = hashlib.sha256((NODE_FOLDER / "package-lock.json").read_bytes()).hexdigest()
     stamp = NODE_FOLDER / "node_modules" / "pelton-stamp"
     with (NODE_FOLDER / "package.json").open() as lock:

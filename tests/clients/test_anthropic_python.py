@@ -1,4 +1,4 @@
-"""Anthropic's official Python client, sync and async, against a real gateway: what programs written for it do."""
+"""Anthropic's official Python client, sync and async, against a real gateway in typical programs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_tool_loop(client, stream):
     assert (call.type, call.name, call.input) == ("tool_use", "get_weather", WEATHER)
     assert call.id.startswith("toolu_")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"sky": "clear"}'}
-    # The SDK's own objects go back, as its documentation shows.
+    # The SDK's own objects are sent back, as its documentation shows.
     fields["messages"] += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     final = client.messages.create(**fields)
     assert final.content[0].text == "It is clear there." and final.stop_reason == "end_turn"
@@ -96,7 +96,7 @@ def test_parallel_calls_and_their_results(client):
     with client.messages.stream(**fields) as events:
         streamed = events.get_final_message()
     message = client.messages.create(**fields)
-    # White space between calls is no block.
+    # White space between calls is not a block.
     assert [block.type for block in message.content] == ["tool_use", "tool_use"]
     assert [block.input for block in message.content] == [{"city": "Bern"}, {"city": "Rome"}]
     assert [block.input for block in streamed.content] == [block.input for block in message.content]
@@ -204,7 +204,7 @@ def test_the_beta_client_asks_the_same_route(client):
 
 
 def test_what_agents_send(client, server):
-    """The way of Claude Code: every hint that it gives, on each request of a loop."""
+    """Send every hint that Claude Code sends, on each request of a loop."""
     cached: Any = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
     fields: dict[str, Any] = {
         **ask("think and call"),
@@ -237,7 +237,7 @@ def test_the_tool_runner(client, stream):
 
     @anthropic.beta_tool(name="get_weather")
     def look(city: str) -> str:
-        """The weather."""
+        """Return the weather."""
         seen.append(city)
         return "fine"
 
@@ -260,7 +260,7 @@ def test_thinking_that_is_not_shown_comes_back(client):
 
 
 def test_a_tool_that_the_client_finds(client, server):
-    """A search of the client's own: the tool that it names is shown from then on."""
+    """The client searches its own tools: the tool that it names is shown from then on."""
     deferred = {"name": "paint", "input_schema": {"type": "object"}, "defer_loading": True}
     fields = {**ask("only a call"), "tools": [TOOLS[0], deferred]}
     call = client.messages.create(**fields).content[0]

@@ -1,4 +1,4 @@
-"""Embeddings by the official Python client, sync and async, and by LangChain's OpenAIEmbeddings."""
+"""Embeddings with the official Python client, sync and async, and with LangChain's OpenAIEmbeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def last_prompts(server, number: int) -> list[list[int]]:
 
 
 def test_texts(client, server):
-    # Where a program does not say, the client asks for base64 and decodes it.
+    # By default the client requests base64 and decodes it.
     answer = client.embeddings.create(model=MODEL, input=TEXTS)
     prompts = last_prompts(server, 3)
     assert [one.index for one in answer.data] == [0, 1, 2] and answer.object == "list" and answer.model == MODEL
@@ -83,7 +83,7 @@ def test_errors(client):
 async def test_langchain(server):
     async with httpx.AsyncClient() as http_async_client:
         with httpx.Client() as http_client:
-            # Checking lengths, it would send ids of OpenAI's tokenizer, which are those of other tokens here.
+            # With its length check, it would send ids of OpenAI's tokenizer, which mean other tokens here.
             model = OpenAIEmbeddings(
                 base_url=server.url + "/v1",
                 api_key=SecretStr(KEY),

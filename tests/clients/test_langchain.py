@@ -32,7 +32,7 @@ def get_weather(city: str, days: int = 1, detail: dict | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def chat(server) -> Iterator[ChatOpenAI]:
-    # LangChain keeps one HTTP client for all models of an address: what is closed stays closed.
+    # LangChain shares one HTTP client among all models of an address; once closed, it stays closed.
     model = ChatOpenAI(
         base_url=server.url + "/v1", api_key=SecretStr(KEY), model=MODEL, temperature=0.2, max_retries=0, timeout=30
     )
@@ -98,7 +98,7 @@ def test_tool_choice(chat, server):
     assert not chat.bind_tools([get_weather], tool_choice="none").invoke("hello").tool_calls
 
 
-# The SDK declares what it parsed as None, and LangChain copies it.
+# The SDK declares its parsed value as None, and LangChain copies it.
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_structured_output_by_schema(chat, server):
     person = chat.with_structured_output(Person, method="json_schema", strict=True).invoke("person?")
@@ -124,7 +124,8 @@ def test_errors(chat):
     with pytest.raises(openai.BadRequestError) as error:
         chat.bind(temperature=7).invoke("hello")
     assert error.value.param == "temperature"
-    # LangChain tells by the message, and its users cut a conversation then. Refused by its bytes, and by its tokens.
+    # LangChain recognizes the message, and programs then shorten the conversation. Both the byte and the token limit
+    # apply.
     for question in ("hello " * 20_000, "x" * 5000):
         with pytest.raises(ContextOverflowError, match="maximum context length") as too_long:
             chat.invoke(question)

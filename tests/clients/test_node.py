@@ -1,4 +1,4 @@
-"""Clients that run on Node: of OpenAI, of Anthropic, and the Vercel AI SDK. What they do is in the folder `node`."""
+"""Clients on Node: OpenAI's, Anthropic's and the Vercel AI SDK. Their tests are in the folder `node`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_retries(node):
 
 
 def test_every_package_is_pinned():
-    """And where it was fetched from is not written down, so that each machine asks its own registry."""
+    """The lock file has no download addresses, so that each machine uses its own registry."""
     wanted = json.loads((NODE_FOLDER / "package.json").read_text("utf-8"))["dependencies"]
     packages = json.loads((NODE_FOLDER / "package-lock.json").read_text("utf-8"))["packages"]
     for name, version in wanted.items():

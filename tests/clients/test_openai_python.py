@@ -1,4 +1,4 @@
-"""The official Python client, sync and async, against a real gateway: what programs written for OpenAI do."""
+"""The official Python client, sync and async, against a real gateway in typical programs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_logprobs_spell_the_text(client):
     answer = client.chat.completions.create(model=MODEL, messages=ask("hello"), logprobs=True, top_logprobs=1)
     content = answer.choices[0].logprobs.content
     spelled = b"".join(bytes(token.bytes or []) for token in content)
-    # The token that ended the text is reported too, and is no part of it.
+    # The token that ended the text is reported too, but is not part of it.
     assert spelled.removesuffix(b"<|im_end|>").decode() == HELLO
     assert all(token.logprob == -0.5 and len(token.top_logprobs) == 1 for token in content)
     plain = client.chat.completions.create(model=MODEL, messages=ask("hello"), logprobs=True)
@@ -122,7 +122,7 @@ def test_completions(client):
 
 
 def test_completions_by_token_ids_and_with_logprobs(client, server):
-    # Not OpenAI's, so it has no method, and its path is not below /v1.
+    # Not an OpenAI route: the client has no method for it, and its path is not below /v1.
     root = client.with_options(base_url=server.url)
     ids: dict = root.post("/tokenize", cast_to=object, body={"model": MODEL, "prompt": "hello"})
     answer = client.completions.create(model=MODEL, prompt=ids["tokens"], logprobs=1, max_tokens=100)
@@ -199,13 +199,14 @@ def test_an_error_of_the_engine(client):
 
 
 def all_cancelled(server: PreparedServer, before: int, number: int) -> bool:
-    """Whether the requests that came since then are as many, and the worker was told to end each."""
+    """Return True if `number` requests arrived since `before` and the worker was told to cancel each."""
     asked = {submit.request_id for submit in server.worker.submits()[before:]}
     return len(asked) == number and asked <= {cancel.request_id for cancel in server.worker.cancels()}
 
 
 def test_a_timeout_cancels_in_the_worker(server):
-    # What times out before the gateway has read it never comes to the worker: on a slow machine 0.4 s may be too short.
+    # A request that times out before the gateway reads it never reaches the worker: 0.4 s may be too short on a slow
+    # machine.
     for timeout in (0.4, 3, 12):
         before = len(server.worker.submits())
         with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=1, timeout=timeout) as client:
@@ -224,12 +225,12 @@ def test_leaving_a_stream_cancels_in_the_worker(client, server):
 
 
 def test_rate_limits_and_retries():
-    """Two requests fill the server; the third is refused with a time, and a client that retries gets in after it."""
+    """Two requests fill the server; the third gets 429, and a client that retries is admitted later."""
     streams: list[openai.Stream] = []
     statuses: list[int] = []
 
     def make_room(response: httpx.Response) -> None:
-        """Once the patient one was refused."""
+        """Free a slot once the client without retries was refused."""
         statuses.append(response.status_code)
         for stream in streams:
             stream.close()

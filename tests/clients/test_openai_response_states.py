@@ -1,4 +1,4 @@
-"""/v1/responses by the official Python client: agents without a store, references, and responses that are ended."""
+"""/v1/responses with the official Python client: agents without a store, references, and ended responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def client(server) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_without_a_store(client, stream):
-    """As Codex asks: nothing stored, reasoning packed, all that came out sent back with the outputs of calls."""
+    """As Codex does: nothing stored, encrypted reasoning, and all output items sent back with the results of calls."""
     asked: dict[str, Any] = {
         "model": MODEL,
         "instructions": "Be kind.",
@@ -94,7 +94,7 @@ def test_a_streamed_response_is_retrieved_while_it_runs_and_after_its_client_lef
 
 
 def test_a_background_stream_is_gone_on_with_where_it_broke(client):
-    """From wherever that was, also while the response waits."""
+    """The client continues from any event, also while the response waits."""
     kinds = ["created", "queued", "in_progress"]
     for seen in range(1, 5):
         events: list[Any] = []
@@ -117,7 +117,7 @@ def test_whoever_reads_a_response_that_is_ended_is_told(client, deletes, helper)
     ending = threading.Thread(target=end, args=(made,))
 
     def read(stream: Any) -> Any:
-        """The last event."""
+        """Return the last event."""
         for event in stream:
             if event.type == "response.output_text.delta" and event.type not in kinds:
                 ending.start()

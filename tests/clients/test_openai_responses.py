@@ -1,4 +1,4 @@
-"""/v1/responses by the official Python client, against prepared answers."""
+"""/v1/responses with the official Python client, against prepared answers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_tool_loop_by_previous_response_id(client, stream):
     assert answer.output_text == "It is grey there." and answer.previous_response_id == response.id
     items = list(client.responses.input_items.list(answer.id, order="asc", limit=2))
     assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
-    # Without a store: what came out is put in again.
+    # Without a store, the output items are sent as input again.
     history = [{"role": "user", "content": "weather?"}, *(item.to_dict() for item in response.output), result]
     assert (
         client.responses.create(model=MODEL, input=history, tools=TOOLS, store=False).output_text == answer.output_text

@@ -1,4 +1,4 @@
-"""The official Python client against a server that drafts tokens: predicted outputs, and no speculation on request."""
+"""The official Python client against a server that drafts tokens: predicted outputs, and speculation switched off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools, structured output and reasoning by the official Python client, against prepared answers."""
+"""Tools, structured output and reasoning with the official Python client, against prepared answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def client(server) -> Iterator[openai.OpenAI]:
 
 
 def message_of_stream(chunks: openai.Stream) -> tuple[dict, str | None]:
-    """What a program makes of a stream by OpenAI's rules: fields of a tool call are only ever added by its index."""
+    """Assemble a stream by OpenAI's rules: fields of a tool call are only appended, by its index."""
     content, reasoning, calls, finish = "", "", {}, None
     for chunk in chunks:
         (choice,) = chunk.choices
@@ -55,7 +55,7 @@ def message_of_stream(chunks: openai.Stream) -> tuple[dict, str | None]:
                 assert raw["type"] == "function" and raw["function"]["arguments"] == "" and raw["id"], raw
                 calls[call.index] = {"id": call.id, "name": call.function.name, "arguments": ""}
             else:
-                # Reports 14 and 27: what does not change is left out, not null.
+                # Reports 14 and 27: unchanged fields are omitted, not null.
                 assert set(raw) == {"index", "function"} and set(raw["function"]) == {"arguments"}, raw
                 calls[call.index]["arguments"] += call.function.arguments
         finish = choice.finish_reason or finish
@@ -109,7 +109,7 @@ def test_results_go_back_in_their_order(client):
         {"role": "tool", "tool_call_id": call.id, "content": result}
         for call, result in zip(choice.message.tool_calls, ("12 in Bern", "20 in Rome"), strict=True)
     ]
-    # The SDK's own object is put back, null fields and all, as its documentation shows.
+    # The SDK's own object is sent back with its null fields, as its documentation shows.
     messages = [*ask("two cities?"), choice.message, *results]
     final = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
     assert final.choices[0].message.content == "12 in Bern and 20 in Rome"
@@ -183,7 +183,7 @@ async def test_parsed_output_async(server):
 
 
 def test_an_answer_that_is_cut_is_no_answer(client):
-    """Report 42: the SDK raises only where the finish reason says so."""
+    """Report 42: the SDK raises only if the finish reason says so."""
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model=MODEL, messages=ask("person?"), response_format=Person, max_tokens=5)
 

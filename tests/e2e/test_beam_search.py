@@ -1,4 +1,4 @@
-"""Beam search over HTTP on a tiny random model, token for token what transformers finds with the same weights."""
+"""Beam search over HTTP on a tiny random model, compared token for token with transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reference(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Iterator[Server]:
-    """80 tokens of cache: one text of the longest that there may be, and no more."""
+    """80 tokens of cache: exactly one sequence of maximum length."""
     options = ("--num-kv-pages", "5", "--max-model-len", "72")
     with Server(("--model", str(folder), "--dtype", "float32", "--num-threads", "1", *options)) as running:
         yield running
@@ -66,7 +66,7 @@ def expected(reference: Any, prompt: list[int], stop_ids: list[int], **options: 
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
 def test_the_hypotheses_are_those_of_transformers(server: Server, reference: Any, early: Any, penalty: float) -> None:
-    # Tokens that this model likes, so that hypotheses end.
+    # Likely tokens of this model, so that hypotheses end.
     likely = [expected(reference, prompt, [2], max_new_tokens=6)[0] for prompt in PROMPTS]
     stops = sorted({token for ids in likely for token in ids[3:]})[:4]
     for prompt in PROMPTS:

@@ -1,4 +1,4 @@
-"""Completions' own parameters on the default model: what they say must agree with what the model says elsewhere."""
+"""Parameters of completions on the default model, checked for consistency with other responses of the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_stop_expression_cuts_the_text_that_would_have_come(server: Server, ex
     fields = {"prompt": "Facts about France:\n", "max_tokens": 40, "temperature": 0}
     whole = complete(server, **fields)["choices"][0]
     cut = complete(server, stop_regex=expression, **fields)["choices"][0]
-    # By the rule: of all matches the one that ends first, of those the one that starts first.
+    # The rule: of all matches, the one that ends first; among those, the one that starts first.
     ends = {
         (end, start)
         for end in range(1, len(whole["text"]) + 1)

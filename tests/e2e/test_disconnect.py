@@ -1,4 +1,4 @@
-"""Clients that leave: pages and slots are freed, whatever the request was doing."""
+"""Clients that disconnect: pages and slots are freed in every state of the request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY_TOKENS = 8000
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Two requests run at a time, so that a third one waits."""
+    """Two requests run at a time, so a third one waits."""
     with Server(("--max-num-seqs", "2")) as running:
         yield running
 
@@ -43,7 +43,7 @@ def test_running_and_waiting_requests_end_with_their_clients(small: Server, stre
         connections[0].getresponse().read(64)
     for connection in connections:
         connection.close()
-    # The report before said otherwise.
+    # The previous report had another value.
     wait_until(small.idle, 30, "idle after the clients left")
     assert small.metric("generation_tokens_total") - num_tokens < MANY_TOKENS, "one of them ran to its end"
 

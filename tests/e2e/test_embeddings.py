@@ -1,4 +1,4 @@
-"""Embeddings of the default model, behind the real processes."""
+"""Embeddings of the default model with the real processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_batch_is_its_single_inputs_and_all_have_length_one(server: Server, po
 
 def test_similar_texts_are_nearer_than_others(server: Server) -> None:
     batch = vectors(server, TEXTS, pooling="mean")
-    # A model made for chat has a direction that all its vectors share.
+    # All vectors of a chat model share one direction.
     centred = batch - batch.mean(axis=0)
     centred /= np.linalg.norm(centred, axis=1, keepdims=True)
     likeness = centred @ centred.T
@@ -60,7 +60,7 @@ def test_token_ids_are_the_text_and_options_change_it(server: Server) -> None:
     np.testing.assert_allclose(raw / np.linalg.norm(raw), by_text, atol=1e-5)
     (short,) = vectors(server, TEXTS[0], dimensions=64)
     np.testing.assert_allclose(short, raw[:64] / np.linalg.norm(raw[:64]), atol=1e-5)
-    # The last token of a cut text is read at another position, with less before it.
+    # The last token of a truncated text has another position and a shorter context.
     (cut,) = vectors(server, TEXTS[0], truncate_prompt_tokens=4)
     (cut_ids,) = vectors(server, tokens["tokens"][-4:])
     np.testing.assert_allclose(cut, cut_ids, atol=1e-4)
@@ -84,7 +84,7 @@ async def test_chat_goes_on_beside_a_large_batch(server: Server) -> None:
         options = {"model": MODEL, "messages": question, "temperature": 0, "max_tokens": 20}
         alone = (await client.chat.completions.create(**options)).choices[0].message.content
         answers: list[str | None] = []
-        # How much a chat's time is of a batch's depends on the machine: were the batch in the way, it would be all.
+        # The ratio of the times depends on the machine. If the batch blocked the chat, the ratio would be 1.
         for num_inputs in (80, 320, 1280):
             inputs = [f"Sentence number {index} of a long list." for index in range(num_inputs)]
             asked = client.embeddings.create(model=MODEL, input=inputs, extra_body={"pooling": "mean"})
@@ -95,5 +95,5 @@ async def test_chat_goes_on_beside_a_large_batch(server: Server) -> None:
             assert len((await batch).data) == num_inputs
             if len(answers) > 2:
                 break
-        # Of the last one the batch may have ended before it.
+        # The batch may have ended before the last one.
         assert len(answers) > 2 and set(answers) == {alone}

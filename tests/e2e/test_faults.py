@@ -1,4 +1,4 @@
-"""Workers that die or freeze under load: touched streams end with one error, the others go on."""
+"""Workers that die or freeze under load: affected streams end with one error, the others continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _num_workers(server: Server) -> int:
 
 
 async def _stream(client: openai.AsyncOpenAI, index: int, tokens: int, started: asyncio.Event) -> str:
-    """ "ok" for a complete stream, else the code of the error that ended it."""
+    """Return "ok" for a complete stream, else the code of the error that ended it."""
     try:
         stream = await client.completions.create(
             model=MODEL, prompt=f"Story {index}:", max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
@@ -76,7 +76,7 @@ async def test_a_frozen_worker_is_not_ready_then_lost() -> None:
                 await asyncio.to_thread(wait_until, lambda: server.status("/ready") != 200, 60, "not ready any more")
                 assert server.status("/ready") == 503
                 assert server.status("/health") == 200
-                # For a while it may still come back.
+                # For a while the worker may still return.
                 assert not task.done()
                 assert await asyncio.wait_for(task, 60) == "worker_lost"
             finally:
@@ -87,7 +87,7 @@ async def test_a_frozen_worker_is_not_ready_then_lost() -> None:
 
 
 async def test_sigterm_lets_running_streams_finish() -> None:
-    # Time enough for a slow machine.
+    # Enough time for a slow machine.
     with Server(("--drain-timeout", "150")) as server:
         async with server.async_client() as client:
             event = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Two gateway processes on one port: they share nothing, and limits and metrics hold across them."""
+"""Two gateway processes on one port without shared state, whose limits and metrics hold across both."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BODY = {"model": "SmolLM2-135M-Instruct", "prompt": "Tell", "ignore_eos": True, 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Server]:
-    """Four requests may be there: two run, two wait."""
+    """Four requests are admitted: two run and two wait."""
     flags = "--gateway-processes 2 --max-num-seqs 2 --max-waiting-requests 2 --api-key none"
     with Server(tuple(flags.split())) as running:
         yield running
 
 
 def _responses(server: Server, route: str) -> dict[str, int]:
-    """Responses of a route by gateway, from one scrape."""
+    """Return the responses of a route by gateway, from one scrape."""
     text = wait_until(lambda: _scrape_of_both(server), 60, "both processes are in a scrape")
     pattern = rf'^pelton:http_requests_total{{gateway="(\d)",route="{re.escape(route)}",status="\d+"}} (\S+)$'
     counts: dict[str, int] = {}
@@ -39,7 +39,7 @@ def _responses(server: Server, route: str) -> dict[str, int]:
 
 
 def _scrape_of_both(server: Server) -> str:
-    """Empty where only one is in it: who does not answer its sibling within a second is left out."""
+    """Return a scrape with both gateways, or an empty value if one did not answer its sibling in time."""
     status, text = server.request("GET", "/metrics", api_key="none")
     assert status == 200
     return str(text) if len(set(re.findall(r'gateway="(\d)"', text))) == 2 else ""
@@ -56,7 +56,7 @@ def test_one_scrape_shows_what_all_of_them_count(pair: Server) -> None:
             num_sent += 1
         return len(_responses(pair, "/health")) == 2
 
-    # The kernel spreads connections by their addresses.
+    # The kernel distributes connections by address.
     wait_until(both_answered, 60, "both processes get connections")
     assert sum(_responses(pair, "/health").values()) == num_before + num_sent
     text = pair.request("GET", "/metrics", api_key="none")[1]
@@ -71,7 +71,7 @@ def _ask(server: Server, body: dict[str, Any]) -> http.client.HTTPConnection:
 
 
 def _refused(server: Server) -> bool:
-    """Whether a further request gets 429; one that is let in waits, and is given up."""
+    """Return True if a further request gets 429; an admitted request waits and is cancelled."""
     connection = _ask(server, {"max_tokens": 1})
     try:
         return connection.getresponse().status == 429
@@ -86,10 +86,10 @@ def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
         for _ in range(4):
             streams.callback(_ask(pair, {"max_tokens": 8000, "stream": True}).close)
         wait_until(lambda: pair.metric("num_requests_waiting") == 2, 60, "two wait")
-        # Whichever of the two it comes to, once both have the worker's next report.
+        # Either process refuses, once both have the worker's next report.
         wait_until(lambda: all(_refused(pair) for _ in range(8)), 90, "every further request is refused")
     wait_until(pair.idle, 60, "idle")
-    # The other process learns of it from the worker's next report, for which a refusal asks.
+    # The other process learns this from the worker's next report, which a refusal requests.
     body = BODY | {"max_tokens": 2}
     wait_until(
         lambda: all(pair.request("POST", "/v1/completions", body, api_key="none")[0] == 200 for _ in range(6)),
@@ -99,7 +99,7 @@ def test_the_limit_of_waiting_requests_is_one_for_both(pair: Server) -> None:
 
 
 def test_whichever_takes_a_connection_has_a_worker_once_one_is_ready(pair: Server) -> None:
-    # The fixture has waited for one /ready; each further connection goes to either process.
+    # The fixture waited for one /ready; each further connection reaches either process.
     assert {pair.status("/ready") for _ in range(32)} == {200}
 
 

@@ -1,5 +1,7 @@
-"""F29: each way of sampling, grammars, log-probabilities and prefix hits in one batch; each equals its solo run.
-F26: grammars made to hurt, while others stream."""
+"""Requests with different sampling methods, grammars, log probabilities and prefix hits in one batch (F29, F26).
+
+Each equals its solo run (F29), and hostile grammars do not stop other streams (F26).
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def request(index: int, name: str) -> dict[str, Any]:
 
 
 async def answer(client: openai.AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each choice what must not depend on the batch; ids of calls are drawn anew each time."""
+    """Return the parts of each choice that must not depend on the batch; ids of calls are random."""
     response: Any = await client.post("/chat/completions", cast_to=object, body=body)
     choices = []
     for choice in response["choices"]:
@@ -92,7 +94,7 @@ async def answer(client: openai.AsyncOpenAI, body: dict[str, Any]) -> list[dict[
 
 
 async def test_each_of_a_mixed_batch_equals_its_solo_run(server: Server) -> None:
-    """CVE-2026-44223, F29; with drafts in every step: unit/worker/speculative/test_exactness.py"""
+    """CVE-2026-44223, F29. With drafts in every step, see the exactness tests of tests/unit/worker."""
     bodies = {name: request(index, name) for index, name in enumerate(OPTIONS)}
     async with server.async_client() as client:
         alone = {name: await answer(client, body) for name, body in bodies.items()}
@@ -109,12 +111,14 @@ async def test_each_of_a_mixed_batch_equals_its_solo_run(server: Server) -> None
             for choice, expected in zip(choices, alone[name], strict=True):
                 assert choice["logprobs"] == pytest.approx(expected["logprobs"], abs=2e-3), name
                 assert {**choice, "logprobs": 0} == {**expected, "logprobs": 0}, name
-    # Some leave a greedy answer as it is; were most without effect, their equality would say nothing.
+    # Some parameters leave a greedy answer unchanged; if most had no effect, the equality would prove nothing.
     assert len({str(choices) for choices in alone.values()}) > len(OPTIONS) - 6
 
 
 def bombs(number: int) -> dict[str, dict[str, Any]]:
-    """Grammars that take long, or more memory than there is. Others for each number: what was compiled is kept."""
+    """Return grammars that need much time or memory; they differ for each number, because compiled grammars are
+    cached.
+    """
     deep = 20_000 + number
     return {
         "counted twice": {"regex": f"(x{{1,1000}}){{1,{1000 + number}}}"},
@@ -128,7 +132,7 @@ def bombs(number: int) -> dict[str, dict[str, Any]]:
 
 
 class Gaps:
-    """Seconds between the tokens of a stream that does not end."""
+    """Seconds between the tokens of an endless stream."""
 
     def __init__(self) -> None:
         self._lengths: list[float] = []
@@ -144,19 +148,19 @@ class Gaps:
                     last = time.monotonic()
 
     async def take(self, more: int = 1) -> list[float]:
-        """Those since the last call, when so many more have come: one may have begun long ago."""
+        """Return the gaps since the last call once `more` have arrived; the first may have begun long ago."""
         enough = len(self._lengths) + more
         await asyncio.to_thread(wait_until, lambda: len(self._lengths) >= enough, 60, "the stream runs")
         taken, self._lengths = self._lengths, []
         return taken
 
     async def limit(self) -> float:
-        """Twenty times the longest of some undisturbed ones. A compilation in the engine's loop takes seconds."""
+        """Return twenty times the longest undisturbed gap. Compiling in the engine's loop would take seconds."""
         return max(1.0, 20 * sorted(await self.take(15))[-2])
 
 
 async def explode(client: openai.AsyncOpenAI, name: str, number: int) -> int:
-    """The status of the answer to a bomb."""
+    """Return the status of the answer to a hostile grammar."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
     began = time.monotonic()
     try:
@@ -169,7 +173,7 @@ async def explode(client: openai.AsyncOpenAI, name: str, number: int) -> int:
 
 
 async def test_streams_go_on_beside_grammars_made_to_hurt(server: Server) -> None:
-    """F26: no bomb stalls the steps of others, and each is served or refused in seconds."""
+    """F26: no hostile grammar delays other streams, and each is served or refused within seconds."""
     gaps = Gaps()
     statuses: dict[str, int] = {}
     num_tokens = 0
@@ -177,7 +181,7 @@ async def test_streams_go_on_beside_grammars_made_to_hurt(server: Server) -> Non
         watcher = asyncio.create_task(gaps.watch(client))
         try:
             for name in bombs(0):
-                # The machine may stall by itself; what a bomb does, its like does again.
+                # The machine may stall by itself; a slow grammar is slow in every attempt.
                 for number in range(3):
                     limit = await gaps.limit()
                     statuses[name] = await explode(client, name, number)

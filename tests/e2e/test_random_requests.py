@@ -1,4 +1,4 @@
-"""Requests of random parameters, each valid by itself, at the default model: answered, or refused by name."""
+"""Random requests with valid parameters to the default model: each is answered, or refused by parameter name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ INPUTS = [
 
 
 def random_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Path and body."""
+    """Return the path and the body."""
     body: dict[str, Any]
     if rng.random() < 0.2:
         body = {"model": MODEL, "input": rng.choice(INPUTS)}
@@ -99,7 +99,7 @@ def random_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def check_logprobs(logprobs: dict[str, Any] | None, *, echo: bool) -> None:
-    """Each is a number: one that is none would have become null. The first token of an echoed prompt has none."""
+    """Check that each value is a number; only the first token of an echoed prompt has null."""
     if logprobs is None:
         return
     if "content" in logprobs:
@@ -110,7 +110,7 @@ def check_logprobs(logprobs: dict[str, Any] | None, *, echo: bool) -> None:
 
 
 def check_embeddings(answer: dict[str, Any], body: dict[str, Any]) -> None:
-    """A vector for each input, of the length that was asked for, and of numbers."""
+    """Check that each input has a vector of finite numbers with the requested length."""
     batch = isinstance(body["input"], list) and not isinstance(body["input"][0], int)
     assert len(answer["data"]) == (len(body["input"]) if batch else 1)
     for index, entry in enumerate(answer["data"]):
@@ -124,10 +124,10 @@ def check_embeddings(answer: dict[str, Any], body: dict[str, Any]) -> None:
 
 
 def check(status: int, raw: bytes, body: dict[str, Any]) -> bool:
-    """Fails the test for what must not be; returns whether the request was answered."""
+    """Fail the test on an invalid answer; return True if the request was served."""
     assert status in (200, 400), (body, raw)
     if status == 400 or not body.get("stream"):
-        # orjson, unlike json, refuses what JSON has not: NaN, Infinity. In a string they are what the model wrote.
+        # orjson, unlike json, refuses NaN and Infinity. Inside a string they are model output.
         events = [orjson.loads(raw)]
     else:
         *events, done = parse_events(raw)
@@ -135,7 +135,7 @@ def check(status: int, raw: bytes, body: dict[str, Any]) -> bool:
     errors = [event["error"] for event in events if "error" in event]
     if errors:
         assert "Traceback" not in str(errors)
-        # What a request asks for may leave no token: only the worker can know.
+        # The parameters may exclude every token, which only the worker can detect.
         assert errors[-1]["param"] or errors[-1]["message"].endswith(CONFLICT), (body, errors)
         return False
     if "input" in body:

@@ -1,4 +1,4 @@
-"""Reports of limits, lengths and log-probabilities, by number (docs/reliability.md), on the default model over HTTP."""
+"""Reports on limits, lengths and log probabilities by number (docs/reliability.md), on the default model over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ask(text: str) -> list:
 
 
 def test_log_probabilities_of_a_prompt_are_finite(server: Server) -> None:
-    """reliability 2.4 #45, 2.4 #50: of the raw logits, whatever top_k leaves; the first token has none."""
+    """reliability 2.4 #45, 2.4 #50: they come from raw logits, independent of top_k; the first token has none."""
     with server.client() as client:
         options: dict[str, Any] = {"temperature": 1, "extra_body": {"top_k": 1}, "max_tokens": 4}
         answer = client.completions.create(
@@ -32,13 +32,15 @@ def test_log_probabilities_of_a_prompt_are_finite(server: Server) -> None:
     assert choice.text.startswith("correct horse battery staple") and first is None
     assert choice.logprobs.top_logprobs[0] is None
     assert all(math.isfinite(value) and -9999 < value <= 0 for value in rest)
-    # What was sampled is the likeliest token, and its neighbours are not told away.
+    # The sampled token is the most likely one, and alternatives remain.
     assert all(value < 0 for value in rest)
 
 
 def test_many_log_probabilities_of_a_prompt_of_several_chunks(server: Server) -> None:
-    """reliability 2.4 #53, 2.5 #60: more tokens than a step takes (2,048), as many alternatives as there can be; one
-    more is refused."""
+    """reliability 2.4 #53, 2.5 #60: a prompt of several steps (2,048 tokens each), most alternatives allowed.
+
+    One more alternative is refused.
+    """
     prompt = "A list of words: " + "tree house " * 1050 + "tree"
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     status, answer = server.request("POST", "/v1/completions", {**body, "prompt_logprobs": 20}, api_key="none")
@@ -69,7 +71,7 @@ def test_seeds_of_chat(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
 def test_the_end_is_not_taken_where_it_is_to_be_ignored(server: Server, path: str) -> None:
-    """reliability 2.5 #62: exactly as many tokens as were asked for."""
+    """reliability 2.5 #62: the text has exactly the requested number of tokens."""
     options: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 48}
     ignoring = {"extra_body": {"ignore_eos": True}}
     with server.client() as client:
@@ -94,7 +96,7 @@ def test_a_prompt_far_too_long_is_no_fault_of_the_server(server: Server) -> None
 
 
 def test_two_systems_and_two_users_in_a_row(server: Server) -> None:
-    """reliability 2.5 #64, 2.5 #67: never a 500; an empty system message is as none."""
+    """reliability 2.5 #64, 2.5 #67: no status 500; an empty system message counts as none."""
     user = {"role": "user", "content": "Hi."}
     for messages in (
         [user, user],

@@ -1,4 +1,4 @@
-"""The default model behind the real processes, asked as users ask it."""
+"""The default model with the real processes and typical requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_seeds_decide_and_choices_differ(server: Server) -> None:
 
 
 def test_echo_with_logprobs_covers_the_prompt(server: Server) -> None:
-    """vllm#10234 and #27477: the first token is there with null, nothing is infinite."""
+    """vllm#10234 and #27477: the first token has null, and no value is infinite."""
     prompt = "correct horse battery staple"
     body = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
     status, answer = server.request("POST", "/v1/completions", body, api_key="none")
@@ -149,7 +149,7 @@ def test_a_prefix_is_found_again_but_not_by_another_key(server: Server) -> None:
     assert cold and warm and foreign and cold.prompt_tokens_details and warm.prompt_tokens_details
     assert cold.prompt_tokens > 1000
     assert cold.prompt_tokens_details.cached_tokens == 0
-    # All whole pages but the one with the last prompt token, which is always computed.
+    # All full pages except the one with the last prompt token, which is always computed.
     assert warm.prompt_tokens_details.cached_tokens == (cold.prompt_tokens - 1) // 16 * 16
     assert foreign.prompt_tokens_details and foreign.prompt_tokens_details.cached_tokens == 0
 

@@ -1,4 +1,4 @@
-"""Settings of the worker that a client can see, each in a server that was started with it."""
+"""Settings of the worker that a client can observe, each on a server started with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_names_sizes_and_a_shared_cache() -> None:
         steps = server.metric("engine_steps_total")
         cold = _complete(server, "first")
         num_prompt_tokens = cold["usage"]["prompt_tokens"]
-        # The prompt in chunks of 64, and then a token a step.
+        # The prompt in chunks of 64 tokens, then one token per step.
         assert 64 < num_prompt_tokens < 500
         wait = -(-num_prompt_tokens // 64) + 3
         _wait_for_steps(server, steps + wait)
@@ -65,8 +65,8 @@ def test_without_prefix_caching_nothing_is_found_again() -> None:
         again = _complete(server, "SmolLM2-135M-Instruct")
         assert _cached(first) == _cached(again) == 0
         assert again["choices"][0]["text"] == first["choices"][0]["text"]
-        # 30 layers x keys and values x 3 heads x 16 slots x 64 values of 4 bytes a page.
+        # 30 layers x keys and values x 3 heads x 16 slots x 64 values of 4 bytes per page.
         assert server.metric("kv_cache_num_pages") == 50_000_000 // (30 * 2 * 3 * 16 * 64 * 4)
-        # The context was lowered to what the pages hold, and says so.
+        # The context is lowered to the capacity of the pages, and the log says so.
         status, models = server.request("GET", "/v1/models", api_key="none")
         assert status == 200 and models["data"][0]["max_model_len"] == 67 * 16

@@ -1,4 +1,4 @@
-"""A cache too small for its load, and a gateway that dies while the worker lives on."""
+"""A cache too small for its load, and a gateway that dies while its worker continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """144 tokens of cache: two and a half of the requests below."""
+    """144 tokens of cache, enough for two and a half of the requests below."""
     with Server(("--dtype", "float32", "--num-kv-pages", "9", "--max-model-len", "140")) as running:
         yield running
 
@@ -44,11 +44,11 @@ def _num_preemptions(server: Server) -> float:
 
 
 async def _unfinished(client: openai.AsyncOpenAI, index: int, started: asyncio.Event) -> bool:
-    """Whether the stream broke before its end."""
+    """Return True if the stream broke before its end."""
     try:
         async for _ in await client.completions.create(**_request(index) | {"max_tokens": 128}):
             started.set()
-    # openai.APIConnectionError before the headers, httpx's own after them.
+    # openai.APIConnectionError before the headers, httpx's own errors after them.
     except (openai.APIConnectionError, httpx.TransportError):
         return True
     finally:
@@ -57,12 +57,12 @@ async def _unfinished(client: openai.AsyncOpenAI, index: int, started: asyncio.E
 
 
 async def test_preempted_requests_have_the_text_that_they_have_alone(small: Server) -> None:
-    """F15, 91: nothing is lost or sent twice."""
+    """F15, 91: no text is lost or sent twice."""
     async with small.async_client() as client:
         before = await asyncio.to_thread(_num_preemptions, small)
         alone = [await _text(client, index) for index in range(3)]
         assert await asyncio.to_thread(_num_preemptions, small) == before
-        # Each twice, so that three run at a time, however late the first and the last arrive.
+        # Each prompt twice, so that three requests run at a time however late they arrive.
         together = await asyncio.gather(*(_text(client, index % 3) for index in range(6)))
     assert list(together) == [*alone, *alone]
     assert await asyncio.to_thread(_num_preemptions, small) > before
@@ -70,7 +70,7 @@ async def test_preempted_requests_have_the_text_that_they_have_alone(small: Serv
 
 
 async def test_embeddings_that_are_preempted_have_the_vectors_that_they_have_alone(small: Server) -> None:
-    """And so have the streams beside them their texts, where prefixes of both are found again."""
+    """The vectors equal solo runs, and so do texts of concurrent streams with shared prefixes."""
     prompts = [str(_request(index)["prompt"]) + " a dog" * 20 * (index % 3) for index in range(8)]
     options: dict[str, Any] = {"model": MODEL, "encoding_format": "float"}
     async with small.async_client() as client:
@@ -98,12 +98,12 @@ def test_what_is_larger_than_the_cache_is_refused(small: Server) -> None:
 
 
 async def test_a_gateway_that_dies_leaves_no_work_behind(small: Server) -> None:
-    """F6: the worker drops what the dead gateway asked for, and the next one uses it as it is."""
+    """F6: the worker drops the requests of the dead gateway and serves the next one."""
     workers, gateways = small.worker_pids(), small.gateway_pids()
     async with small.async_client() as client:
         started = asyncio.Event()
-        # One or two run at a time, the others wait: seconds lie between the first token and the last. A gauge would be
-        # too old to be acted upon.
+        # One or two run at a time and the others wait, so seconds lie between the first and the last token. A gauge
+        # would be   too old.
         tasks = [asyncio.create_task(_unfinished(client, index, started)) for index in range(32)]
         await started.wait()
         os.kill(gateways[0], signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The default model with and without drafts: the same tokens for 50 prompts, greedy and sampled, whoever drafts.
+"""The default model with and without drafts gives the same tokens for 50 prompts with every draft source.
 
-In float32, where a row's numbers do not depend on the rows beside it.
+Runs in float32, where the values of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SETTINGS = WorkerSettings(
 )
 GREEDY = [SamplingParams(temperature=0.0, max_tokens=LENGTH)] * len(PROMPTS)
 NUM_SAMPLED = 16
-"""Of the prompts, spread over their kinds; the others have empty texts there."""
+"""Number of sampled prompts, spread over all kinds; the other prompts have empty texts."""
 SAMPLED = [
     SamplingParams(temperature=(0.7, 1.3)[i % 2], top_p=0.9, seed=i, max_tokens=LENGTH) for i in range(NUM_SAMPLED)
 ]
@@ -65,7 +65,7 @@ Texts = list[list[int]]
 
 
 class World:
-    """A model that is loaded once, and engines on it."""
+    """Model that is loaded once, and engines on it."""
 
     def __init__(self) -> None:
         use_cache_directory(cache_directory(SETTINGS))
@@ -86,21 +86,21 @@ class World:
 
     @functools.cached_property
     def draft(self) -> Decoder:
-        """The target's first layers."""
+        """The first layers of the target."""
         return self._load(DRAFT_LAYERS)
 
     @functools.cached_property
     def greedy(self) -> Texts:
-        """What the model says without drafts."""
+        """Texts without drafts."""
         return Engine(self).texts(GREEDY)
 
     @functools.cached_property
     def sampled(self) -> Texts:
-        """The same at temperatures of 0.7 and 1.3."""
+        """Texts without drafts at temperatures of 0.7 and 1.3."""
         return Engine(self).texts(SAMPLED)
 
     def scheduler(self, draft: Decoder | None, look_up: bool) -> tuple[Scheduler, Callable]:
-        """Without a draft model and look-ups: drafts come from predictions alone, or from nowhere."""
+        """Return a scheduler; without draft model and lookup, drafts come from predictions only, or there are none."""
         settings, spec = SETTINGS, self._files.spec
         models = Models(self.target, ParallelContext(), draft)
         runner = make_runner(settings, models, KVPlan(settings.num_kv_pages, MAX_LEN), self._ops, CpuDevice())
@@ -117,10 +117,10 @@ class World:
 
 
 class Engine:
-    """One scheduler with its pages.
+    """Scheduler with its pages.
 
     Args:
-        forced: verifies all that is proposed, and drafts for all rows; otherwise the controller decides.
+        forced: True drafts for all rows and verifies every draft; otherwise the policy decides.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Engine:
             controller.catch_up_pays = lambda *_: True  # type: ignore[method-assign]
 
     def texts(self, sampling: Sequence[SamplingParams], predictions: Texts | None = None) -> Texts:
-        """All prompts' outputs. Two requests arrive with each step: prompts are read beside drafts."""
+        """Return the outputs of all prompts. Two requests arrive with each step, so prefill and drafts share steps."""
         texts: Texts = [[] for _ in self._prompts]
         waiting = list(enumerate(zip(self._prompts, sampling, predictions or texts)))
         num_steps = 0
@@ -171,11 +171,11 @@ class Engine:
 
 
 def _never(*_: float) -> None:
-    """No pause."""
+    """Do not pause."""
 
 
 def _learn(learn: Callable[[float, float], None], gain: float, _: float) -> None:
-    """What looking for drafts took is the machine's; what steps take is made up as well."""
+    """Replace the measured time of drafting, and of steps, by constants that do not depend on the machine."""
     learn(gain, LOOKING_MS)
 
 
@@ -188,7 +188,7 @@ def verify_all(proposals: Sequence[Proposal | None], num_rows: int, room: int, *
 
 
 def predictions(texts: Texts) -> Texts:
-    """Of every three one that is right, one whose every other token is, and one that is wrong."""
+    """Return predictions: one in three is correct, one has every other token correct, one is wrong."""
     half = [[token if i % 2 else token + 1 for i, token in enumerate(text)] for text in texts]
     wrong = [[(token + 7) % 1000 for token in text] for text in texts]
     return [kinds[i % 3] for i, kinds in enumerate(zip(texts, half, wrong))]
@@ -205,7 +205,7 @@ def different(texts: Texts, others: Texts) -> dict[str, tuple[list[int], list[in
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_look_ups_and_predictions_change_nothing(name, world):
-    """All that is proposed is verified: what clients predict, right and wrong, and what the text says itself."""
+    """All drafts are verified: correct and wrong predictions of clients, and lookups in the text."""
     plain = getattr(world, name)
     engine = Engine(world, look_up=name == "sampled", forced=True)
     assert different(engine.texts(GREEDY if name == "greedy" else SAMPLED, predictions(plain)), plain) == {}
@@ -233,7 +233,7 @@ def test_a_draft_model_that_is_the_target_changes_nothing_and_is_right(name, wor
     assert different(texts, getattr(world, name)[:NUM_SAMPLED]) == {}
     counters = engine.counters
     num_rejected = counters.spec_decode_num_draft_tokens_total - counters.spec_decode_num_accepted_tokens_total
-    # Nothing but what was drafted to follow the end of a text.
+    # Only drafts after the end of a text remain.
     assert num_rejected < MAX_DRAFTS * sum(len(text) < LENGTH for text in texts)
     assert engine.acceptance > 0.97
 

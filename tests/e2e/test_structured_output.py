@@ -1,4 +1,4 @@
-"""The default model follows what it is asked for: schemas, expressions, choices, grammars."""
+"""The default model follows schemas, regular expressions, choices and grammars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = "SmolLM2-135M-Instruct"
 DIGIT = {"type": "regex", "pattern": "[0-9]"}
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 ENDLESS = {"person_open", "recursion", "linked_list"}
-"""Schemas that allow a weak model to go on up to max_tokens."""
+"""Schemas that let a weak model continue up to max_tokens."""
 
 
 def ask(server: Server, question: str, **fields: Any) -> Any:
@@ -34,7 +34,7 @@ def schema_format(schema: Any, name: str = "answer", **more: Any) -> dict[str, A
 
 
 def check(choice: Any, schema: Any) -> None:
-    """Valid JSON where it says that it ended by itself."""
+    """Check that a text is valid JSON if it ended by itself."""
     assert choice.finish_reason in ("stop", "length")
     if choice.finish_reason == "stop":
         jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(choice.message.content))

@@ -1,4 +1,4 @@
-"""The default model, whose template knows no tools and which is too weak to choose them: calls are enforced."""
+"""Enforced tool calls of the default model, whose template has no tools and which is too weak to choose them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parameters_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_calls(choice: Any, tools: list[dict[str, Any]]) -> None:
-    """Every call is of one of the tools, and its arguments validate."""
+    """Check that each call names one of the tools and has valid arguments."""
     schemas = parameters_of(tools)
     assert choice.message.tool_calls and not choice.message.content
     for call in choice.message.tool_calls:
@@ -43,7 +43,7 @@ def check_calls(choice: Any, tools: list[dict[str, Any]]) -> None:
 
 
 def collected(chunks: list[Any]) -> tuple[str, list[tuple[str, str]], str | None]:
-    """Content, name and arguments of each call, and the finish reason."""
+    """Return the content, the name and arguments of each call, and the finish reason."""
     content, finish = "", None
     calls: list[list[str]] = []
     for chunk in chunks:
@@ -121,7 +121,7 @@ def test_parallel_calls_validate_and_end(server):
 
 
 def test_a_truncated_call_is_length(server):
-    """vllm#53269: not `tool_calls` for JSON that is cut, streamed or not."""
+    """vllm#53269: the finish reason of truncated JSON is not `tool_calls`, streamed or not."""
     fields: dict[str, Any] = {"tool_choice": "required", "max_tokens": 16}
     whole = ask(server, "What is the weather in Oslo?", [WEATHER], **fields)
     content, calls, finish = collected(ask(server, "What is the weather in Oslo?", [WEATHER], stream=True, **fields))
@@ -142,7 +142,7 @@ def test_auto_answers_in_words_or_with_calls_that_validate(server):
 
 
 def test_a_tool_loop_goes_on_with_results(server):
-    """The template knows neither calls nor the role tool."""
+    """The template supports neither calls nor the role tool."""
     call = ask(server, "What is the weather in Oslo?", [WEATHER], tool_choice="required").message.tool_calls[0]
     messages = [
         {"role": "user", "content": "What is the weather in Oslo?"},
@@ -154,7 +154,7 @@ def test_a_tool_loop_goes_on_with_results(server):
 
 
 def test_structured_content_beside_tools(server):
-    """The message is an answer that follows response_format, or a call that validates."""
+    """The message is an answer that follows response_format, or a valid call."""
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     num_whole = 0
@@ -173,7 +173,7 @@ def test_structured_content_beside_tools(server):
 
 
 def test_a_schema_that_cannot_be_followed_is_named(server):
-    """CVE-2025-48944, and what no grammar can follow: refused where it would have to be."""
+    """CVE-2025-48944: a schema that no grammar can follow is refused where it would have to be enforced."""
     bad = json.loads(json.dumps(WEATHER))
     for change in ({"type": "stsring"}, {"type": "string", "pattern": "(unclosed"}):
         bad["function"]["parameters"]["properties"]["city"] = change

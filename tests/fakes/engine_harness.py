@@ -1,4 +1,4 @@
-"""A scheduler with a fake executor behind it, driven step by step without a socket."""
+"""Scheduler with a fake executor, driven step by step without a socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.scheduler.speculator import SpeculationConfig
 
 
 def make_submit(request_id: str, token_ids: list[int], **fields) -> Submit:
-    """A Submit; `sampling` may be given as a dict."""
+    """Return a Submit; `sampling` may be a dict."""
     sampling = fields.pop("sampling", {})
     return Submit(
         request_id=request_id,
@@ -28,7 +28,9 @@ def make_submit(request_id: str, token_ids: list[int], **fields) -> Submit:
 
 
 class Harness:
-    """Runs steps as the engine does, checks integrity after each, and collects every choice's outputs."""
+    """Loop that runs steps as the engine does, checks integrity after each one and collects the outputs of each
+    choice.
+    """
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Harness:
             depth=depth,
             corrupt=corrupt,
         )
-        # Called between any two phases of a step: what may happen to requests may happen there.
+        # Called between any two phases of a step, where requests may arrive or be aborted.
         self.interrupt = lambda: None
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finishes: dict[tuple[str, int], Finish] = {}
@@ -86,9 +88,14 @@ class Harness:
         self._collect()
 
     def step(self, milliseconds: float = 1.0) -> StepPlan | None:
-        """One pass of the engine loop: submits at most one plan, lands the oldest where the pipeline is full."""
+        """Run one pass of the engine loop.
+
+        It submits at most one plan, and applies the oldest result if the pipeline is full.
+        """
         plan = self.scheduler.schedule() if len(self._flights) < self.executor.depth else None
-        assert plan is not None or self._flights or not self.scheduler.has_computable, "requests wait and nothing runs"
+        assert plan is not None or self._flights or not self.scheduler.has_computable, (
+            "requests wait, but no step is in flight"
+        )
         self._pause()
         if plan is not None:
             self._flights.append((plan, self.executor.submit(plan)))
@@ -106,17 +113,17 @@ class Harness:
         self._collect()
 
     def drain(self, limit: int = 5000) -> None:
-        """Steps until nothing is left, then checks that everything was given back."""
+        """Run steps until no request is left, then check that all pages were freed."""
         for _ in range(limit):
             if not self.scheduler.has_requests and not self._flights:
                 break
             self.step()
-        assert not self.scheduler.has_requests, "requests are stuck"
+        assert not self.scheduler.has_requests, "requests do not finish"
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_waiting_tokens() == 0
         assert self.kv.pages_in_use == self.kv.num_live == 0
 
     def expect_solo(self, submit: Submit) -> None:
-        """Each choice ended well, with the text that it has alone."""
+        """Check that each choice finished normally, with the same text as when the request runs alone."""
         config = self.scheduler.config
         for choice in range(submit.choice, submit.choice + submit.num_choices):
             key = (submit.request_id, choice)
@@ -130,7 +137,7 @@ class Harness:
     def _collect(self) -> None:
         for _, output in self.scheduler.take_outputs():
             key = (output.request_id, output.choice)
-            assert key not in self.finishes, f"{key} has news after its end"
+            assert key not in self.finishes, f"{key} has an output after its finish"
             self.tokens[key] += output.token_ids
             self.outputs[key].append(output)
             if output.finish is not None:

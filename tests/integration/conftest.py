@@ -1,4 +1,4 @@
-"""A browser, one for all tests."""
+"""Browser shared by all tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fakes.browser import Page, chromium, new_page
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[str]:
-    """The address of its DevTools."""
+    """Return the address of the browser's DevTools."""
     with chromium() as address:
         if address is None:
             pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
@@ -20,6 +20,6 @@ def browser() -> Iterator[str]:
 
 @pytest.fixture
 async def page(browser: str) -> AsyncIterator[Page]:
-    """A new tab with nothing kept from others."""
+    """Open a tab with an empty profile."""
     async with new_page(browser) as tab:
         yield tab

@@ -1,4 +1,4 @@
-"""Model files that cannot be used: one clear sentence, exit code 1, no traceback, no crash loop."""
+"""Unusable model files: one clear message, exit code 1, no traceback and no crash loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of another origin as clients, in a browser: `fetch` for the streams of POST, `EventSource` for stored ones."""
+"""Pages of another origin as clients in a browser: `fetch` for POST streams, `EventSource` for stored streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLIENT = (Path(__file__).parents[1] / "fakes" / "browser_client.js").read_text("
 
 @asynccontextmanager
 async def serving(handler) -> AsyncIterator[str]:
-    """The origin of a server that answers everything by `handler`."""
+    """Serve `handler` and yield its origin."""
     runner = web.ServerRunner(web.Server(handler))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -73,14 +73,14 @@ async def test_fetch_that_is_aborted_ends_the_generation(page):
 
 
 async def test_event_source_goes_on_where_its_connection_broke_and_stops_at_the_end(page):
-    """Twice: with the number of the last event where the connection was cut, and at the end, where a 204 stops it."""
+    """The browser reconnects with the last event's number after a broken connection, and a 204 at the end stops it."""
     asked: list[str | None] = []
     gate = asyncio.Event()
     deltas = [TextDelta(0, character, [1]) for character in "abcdef"]
     steps: list[Step] = [*deltas[:3], gate, *deltas[3:], TextDelta(0, "", [2], finish_reason="stop")]
 
     async def cutting(request):
-        """In between: asks to come back soon, and cuts the first connection behind the third event."""
+        """Proxy: request a short reconnection time, and cut the first connection after the third event."""
         asked.append(request.headers.get("Last-Event-ID"))
         headers = {name: request.headers[name] for name in ("Origin", "Last-Event-ID") if name in request.headers}
         url = gateway.url + request.path_qs
@@ -123,7 +123,7 @@ async def test_event_source_goes_on_where_its_connection_broke_and_stops_at_the_
         found = await page.run(f"follow('{between}/v1/streams/{stream}')")
         assert found["text"] == "abcdef" and found["done"] and found["ids"] == list(range(1, len(found["ids"]) + 1))
         assert asked == [None, "3", str(found["ids"][-1])] and found["errors"] == 3
-        # And without anything in between: from the start, then a 204.
+        # Also without the proxy: from the start, then a 204.
         direct = await page.run(f"""(() => {{
             const source = new EventSource("{gateway.url}/v1/streams/{stream}");
             return new Promise(resolve => {{ source.onmessage = ({{data, lastEventId}}) => {{
@@ -142,7 +142,7 @@ async def test_a_page_of_no_named_origin_gets_nothing(page):
         await page.run(CLIENT)
         assert await page.run(f"read('{gateway.url}').catch(error => error.name)") == "TypeError"
         assert not gateway.generator.requests, "the preflight keeps it from being asked for at all"
-        # A stream that is there, whose id the page has learned.
+        # An existing stream whose id the page knows.
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream_options": {"resumable": True}}
         [stream] = set(re.findall(r"chatcmpl-\w+", (await gateway.stream_raw("/v1/chat/completions", body)).decode()))
         found = await page.run(f"follow('{gateway.url}/v1/streams/{stream}')")

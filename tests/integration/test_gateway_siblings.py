@@ -1,4 +1,4 @@
-"""Two gateway processes over one fake worker: what one of them keeps is had from the other, too."""
+"""Two gateway processes over one fake worker: each serves what the other one stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = ("sk-one-0123456789", "sk-two-0123456789")
 
 
 class Pair:
-    """A client of both, each on a port of its own, as no client can choose on a shared one."""
+    """Client of both gateways, each on its own port, because clients cannot choose on a shared port."""
 
     def __init__(
         self, session: aiohttp.ClientSession, urls: list[str], processes: list[Process], worker: FakeWorker

@@ -1,4 +1,4 @@
-"""Keys, scopes, Host headers, CORS and what other servers leaked across them. CVE numbers are in comments."""
+"""Keys, scopes, Host headers, CORS, and leaks of other servers across them. CVE numbers are in comments."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ async def test_every_route_without_a_key(gateway, route):
             assert status == 200
         else:
             assert status == 401 and headers["WWW-Authenticate"].startswith("Bearer")
-            # How busy the server is is not for everybody.
+            # The server's load is not public.
             assert not any(name.startswith("x-ratelimit") for name in headers)
 
 
 async def test_every_registered_route_declares_a_scope(gateway):
-    # A route that slipped past build_app is denied, whatever key is sent.
+    # A route added after build_app is denied for every key.
     async with run_gateway(keys=True) as other:
         declared = {(route.method, route.path) for route in ROUTES}
         for registered in other.app.router.routes():
@@ -61,7 +61,7 @@ async def test_every_registered_route_declares_a_scope(gateway):
 
 
 async def test_unauthorized_bodies_are_not_read(gateway):
-    # Note to CVE-2026-22778; CVE-2025-69223: a body that would never end, compressed on top, is answered at once.
+    # CVE-2026-22778; CVE-2025-69223: an endless compressed body is answered at once.
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(head + b"Content-Encoding: gzip\r\nContent-Length: 1000000\r\n\r\n")
@@ -113,7 +113,7 @@ async def test_non_ascii_and_repeated_keys(gateway):
 
 
 async def test_keys_with_a_common_prefix_are_distinct(gateway):
-    # CVE-2026-35030, CVE-2025-46570: other tenant, other salt.
+    # CVE-2026-35030, CVE-2025-46570: another tenant has another salt.
     for key in (USER_KEY, OTHER_KEY):
         gateway.headers = {"Authorization": f"Bearer {key}"}
         assert (await gateway.chat())[0] == 200

@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 async def gateway():
     async with run_gateway() as running:
         yield running
-        # Whatever came before, the next request is served and nothing is left over.
+        # After every case the next request is served and no generation is left.
         assert (await running.chat())[0] == 200
         assert (await running.complete())[0] == 200
         assert await running.generations_left() == 0
@@ -218,7 +218,7 @@ async def test_malformed_messages(gateway, messages, param):
     ],
 )
 async def test_parts_that_are_no_text_are_refused_by_place(gateway, part):
-    # CVE-2025-6242, CVE-2026-34755: nothing is ever fetched, there is no client in the gateway.
+    # CVE-2025-6242, CVE-2026-34755: the gateway has no HTTP client and never fetches a URL.
     content = [{"type": "text", "text": "look"}, part]
     status, body, _ = await gateway.chat(messages=[*MESSAGES, {"role": "user", "content": content}])
     assert status == 400 and is_named(body, "messages[1].content[1].type")
@@ -247,7 +247,7 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
     ids=range(24),
 )  # fmt: skip
 async def test_bodies_that_are_no_json_object(gateway, path, raw):
-    # CVE-2026-73555: on every route, and nothing of the server's insides in the answer.
+    # CVE-2026-73555: on every route, and the answer shows no internals of the server.
     status, body, headers = await gateway.post(path, raw)
     assert status == 400 and headers["x-request-id"]
     assert body["error"]["type"] == "invalid_request_error"

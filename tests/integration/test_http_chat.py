@@ -59,7 +59,7 @@ async def test_stream_chunks():
         }
         assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in chunks)
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        # 14: the role in the first delta alone, and nothing null in any.
+        # 14: the role is in the first delta only, and no field of a delta is null.
         assert deltas == [{"role": "assistant", "content": ""}, *({"content": c} for c in "Hello"), {}]
         # 12: exactly one finish reason.
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 6 + ["stop"]
@@ -153,7 +153,7 @@ async def test_keepalive_comments_before_and_between_events():
     async with run_gateway(FakeGenerator(lambda _: list(steps)), keepalive_interval=0.05) as gateway:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
         async with gateway.session.post(gateway.url + "/v1/chat/completions", json=body) as response:
-            # Headers are out although no event has come.
+            # Headers are sent before the first event.
             assert response.status == 200
             assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
             gate.set()
@@ -186,7 +186,7 @@ async def test_stream_headers_and_framing():
         assert "Content-Length" not in headers and "x-request-id" in headers
         assert b"event:" not in raw and b"\r" not in raw
         text = raw.decode()
-        # Clients that cut decoded text by str.splitlines() see the same lines.
+        # Clients that split decoded text by str.splitlines() see the same lines.
         assert text.splitlines() == text.split("\n")[:-1]
         events = parse_events(raw)
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == nasty
@@ -277,7 +277,7 @@ async def test_messages_as_the_template_gets_them():
 
 
 async def test_max_tokens():
-    # 61: of the two names the smaller holds; without any, what is left of the context.
+    # 61: the smaller of the two limits applies; without a limit, the remaining context.
     async with run_gateway() as gateway:
         prompt = len("user: hi\nassistant:")
         for fields, expected in (

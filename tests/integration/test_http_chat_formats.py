@@ -1,4 +1,4 @@
-"""Reasoning and tool calls over HTTP, from a worker that says prepared texts to the response, streamed and whole.
+"""Reasoning and tool calls over HTTP with prepared texts of a worker, streamed and whole.
 
 Numbers in docstrings are cases of the collected bug reports.
 """
@@ -83,7 +83,7 @@ async def test_a_plain_answer_to_a_request_with_tools(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_a_call_that_is_cut_off(tmp_path: Path, tool_choice: Any) -> None:
-    """34: never called complete."""
+    """34: a truncated call is never reported as complete."""
     async with chat_gateway(tmp_path, CALL) as (gateway, _):
         answer = await both(gateway, tools=TOOLS, tool_choice=tool_choice, max_tokens=40)
         assert answer["finish_reason"] == "length"
@@ -97,13 +97,13 @@ async def test_a_named_function_ends_with_stop(tmp_path: Path) -> None:
         answer = await both(gateway, tools=TOOLS, tool_choice=named)
         assert answer["finish_reason"] == "stop" and len(answer["calls"]) == 1
         assert (await both(gateway, tools=TOOLS, tool_choice="required"))["finish_reason"] == "tool_calls"
-        # One grammar has the reasoning that may come first, and the calls.
+        # One grammar covers the optional reasoning and the calls.
         grammar = worker.submits()[-1].grammar
         assert "get_weather" in grammar and f"<[{tokenizer().token_to_id('</think>')}]>" in grammar
 
 
 async def test_stop_strings_are_for_what_is_said_aloud(tmp_path: Path) -> None:
-    """11: not for reasoning; what matched is not returned."""
+    """11: they do not apply to reasoning, and the match is not returned."""
     async with chat_gateway(tmp_path, THOUGHT + "I know a song about it.") as (gateway, _):
         answer = await both(gateway, stop=["song"], tools=TOOLS)
         assert (answer["reasoning"], answer["content"]) == ("A song? Look.", "I know a ")
@@ -319,7 +319,7 @@ async def test_results_of_calls_go_back(tmp_path: Path) -> None:
 
 
 async def test_templates_that_know_null_get_it(tmp_path: Path) -> None:
-    """An empty content would be a turn of its own with some templates; with others null would be the word None."""
+    """Some templates write a turn for empty content; others write the word None for null."""
     template = (
         "{% for message in messages %}{% if message['tool_calls'] %}[call]{% endif %}"
         "{% if message['content'] is not none %}[{{ message['role'] }}: {{ message['content'] }}]{% endif %}"
@@ -405,7 +405,7 @@ async def test_arguments_of_endless_structure_are_refused() -> None:
 
 
 async def test_what_a_template_refuses_is_a_clear_400(tmp_path: Path) -> None:
-    """64, 67: roles in an order that the model does not know, a system message for a model without such."""
+    """64, 67: an unsupported order of roles, or a system message for a model without one."""
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
         "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"

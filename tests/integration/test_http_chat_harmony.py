@@ -1,4 +1,4 @@
-"""gpt-oss over HTTP: a model whose every message has a header, with channels for reasoning, content and calls."""
+"""gpt-oss over HTTP: each message has a header, with channels for reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.chat_gateway import MODEL, ask, both, chat_gateway
 from tests.fakes.tokenizers import byte_level_json, make_bundle
 
 END = 2
-"""<|im_end|>, which stands for <|return|>."""
+"""The token <|im_end|>, used for <|return|>."""
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
 TEMPLATE = (
     "{# <|channel|>analysis<|message|> #}"

@@ -1,4 +1,4 @@
-"""What completions, and chat where it has the same, show beside text: best_of, scores, ids, truncation, beams."""
+"""Completion options besides text, on completions and chat: best_of, scores, ids, truncation, beams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.http_gateway import run_gateway
 
 
 def ranked(request):
-    """Choice i writes chr(97 + i), with a mean log-probability that is best for the middle ones."""
+    """Return a script in which choice i yields chr(97 + i); the middle choices have the best mean log probability."""
     for choice in range(request.n):
         scores = [-1.0, -0.2, -0.5, -3.0][choice % 4]
         entries = None if request.sampling.logprobs is None else [logprob(97 + choice, scores)] * 2
@@ -35,7 +35,7 @@ async def test_best_of_returns_the_likeliest():
             (3, "cc", "stop"),
         ]
         assert all(one["logprobs"] is None for one in body["choices"])
-        # All that was generated is paid for; each prompt once.
+        # All generated tokens are counted; each prompt counts once.
         assert body["usage"]["completion_tokens"] == 2 * 4 * 3 and body["usage"]["prompt_tokens"] == 2
         assert [request.n for request in gateway.generator.requests] == [4, 4]
         assert gateway.generator.requests[0].sampling.logprobs == 0
@@ -89,7 +89,7 @@ async def test_prompt_logprobs_in_vllms_shape():
         assert rest[1]["226"]["decoded_token"] == "bytes:\\xe2"
         _, body, _ = await gateway.complete(prompt="ab", prompt_logprobs=0)
         assert body["choices"][0]["prompt_logprobs"][1] == {"98": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}}
-        # echo wants another number of alternatives: each shows its own.
+        # echo requests another number of alternatives: each list has its own number.
         _, body, _ = await gateway.complete(prompt="ab", prompt_logprobs=3, echo=True, logprobs=1)
         assert gateway.generator.requests[-1].sampling.prompt_logprobs == 3
         assert len(body["choices"][0]["prompt_logprobs"][1]) == 3
@@ -224,7 +224,7 @@ async def test_suffix_in_the_marks_of_a_family():
     async with run_gateway() as gateway:
         status, body, _ = await gateway.complete(suffix="end")
         assert status == 400 and body["error"]["param"] == "suffix"
-        # Where there are no marks nothing behind is what every prompt has, as the field means on chat.
+        # Without special tokens nothing is appended to the prompt, as the same field means on chat.
         assert (await gateway.complete(prompt="begin", suffix="", echo=True))[0] == 200
         assert bytes(gateway.generator.requests[-1].prompt_token_ids) == b"begin"
         marks = gateway.models.entry.pipeline.marks
@@ -281,7 +281,7 @@ async def test_tier_metadata_and_fingerprint():
         assert (await gateway.chat())[1]["system_fingerprint"] != body["system_fingerprint"]
 
 
-# ---- beams ------------------------------------------------------------------------------------------------------
+# ---- Beam search ----
 
 
 def two_ways(request):

@@ -206,7 +206,7 @@ async def test_models():
 
 
 async def test_tokenize_counts_within_bounds(monkeypatch):
-    # F28: long texts wait for each other
+    # F28: long texts wait for each other.
     monkeypatch.setattr(chat_prompt, "MAX_COUNTED_TOKENS", 100)
     monkeypatch.setattr(chat_prompt, "_CHARACTERS_PER_TOKEN", 2)
     async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=50)))) as gateway:
@@ -223,5 +223,5 @@ async def test_tokenize_counts_within_bounds(monkeypatch):
         status, answer, _ = await gateway.post("/v1/responses/input_tokens", asked)
         assert status == 400 and answer["error"]["param"] == "input"
     async with run_gateway(models=FakeModels(FakeEntry(facts(max_model_len=150)))) as gateway:
-        # What the model itself has room for is counted.
+        # The model's own capacity is counted.
         assert (await gateway.post("/v1/responses/input_tokens", asked))[0] == 200

@@ -281,7 +281,7 @@ async def test_one_that_fails_ends_the_others():
     async with run_gateway(answering(script)) as gateway:
         status, body = await post(gateway, input=[[index] for index in range(30)])
         assert status == 503 and body["error"]["code"] == "worker_lost"
-        # Three were answered, one failed, seven ran beside it; the others were never sent.
+        # Three parts were answered, one failed and seven were in flight; the others were never sent.
         assert len(gateway.generator.requests) == 3 + 1 + 7 and not gateway.generator.live
         assert sum(generation.cancelled for generation in gateway.generator.generations) == 7
         (room,) = gateway.generator.reservations
@@ -289,7 +289,7 @@ async def test_one_that_fails_ends_the_others():
 
 
 class Busy(FakeGenerator):
-    """Has no worker for the third and later parts, until it has been asked so many times."""
+    """Generator that has no worker for the third and later parts until it has been asked several times."""
 
     def __init__(self, refusals: int) -> None:
         super().__init__()

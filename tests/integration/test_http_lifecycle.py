@@ -1,4 +1,4 @@
-"""Clients that leave or do not read, the end of the server, and the official SDK. Numbers are collected bug reports."""
+"""Clients that disconnect or do not read, server shutdown, and the official SDK. Numbers are collected bug reports."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_client_that_does_not_read_is_cut_off():
 
 
 async def test_a_client_that_does_not_read_its_whole_response_is_cut_off():
-    # F9: a response of one piece is written outside of any route, and pipelined ones come one after the other
+    # F9: a one-piece response is written outside of any route; pipelined responses come in order.
     generator = FakeGenerator(lambda _: [TextDelta(0, "x" * 3_000_000, [1], finish_reason="stop")])
     async with run_gateway(generator, write_timeout=0.2) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
@@ -100,7 +100,7 @@ async def test_a_client_that_does_not_read_its_whole_response_is_cut_off():
         head = f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
         writer.write((b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + head + raw) * 20)
         await until(lambda: generator.generations)
-        # Reset or a broken pipe: what had not been sent is dropped.
+        # Reset or broken pipe: unsent data is dropped.
         with pytest.raises(ConnectionError):
             while True:
                 await asyncio.sleep(0.02)
@@ -114,7 +114,7 @@ async def test_a_client_that_does_not_read_its_whole_response_is_cut_off():
 async def test_a_client_that_reads_slowly_gets_all():
     text = "x" * 4_000_000
     generator = FakeGenerator(lambda _: [TextDelta(0, text, [1], finish_reason="stop")])
-    # It takes longer than the write timeout in all, and a twentieth of that between two reads.
+    # The whole response takes longer than the write timeout, and each read a twentieth of it.
     async with run_gateway(generator, write_timeout=1.0) as gateway:
         reader, writer = await send(gateway, "/v1/chat/completions", BODY)
         received = b""
@@ -125,7 +125,7 @@ async def test_a_client_that_reads_slowly_gets_all():
 
 
 async def test_too_many_connections():
-    # F22: file descriptors must be left for the workers
+    # F22: file descriptors must remain for the workers.
     async with run_gateway(max_connections=3) as gateway:
         idle = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(3)]
         answer = await gateway.raw(b"")
@@ -217,7 +217,7 @@ async def test_drain_ends_what_is_left_truthfully(hurried):
 
 
 class FakeRequest:
-    """Enough of a request for `spell`."""
+    """Fake request with the fields that `spell` needs."""
 
     n = 1
 

@@ -1,4 +1,4 @@
-"""Conversations of many messages: what looks at each of them does so in a thread, not on the event loop."""
+"""Conversations of many messages are examined in a thread, not on the event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOKED_AT = (
 
 @pytest.fixture
 def on_loop(monkeypatch):
-    """For each function: whether its calls were on the thread of the event loop."""
+    """Record for each function whether it was called on the event loop's thread."""
     calls: dict[str, list[bool]] = defaultdict(list)
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ async def test_long_conversations_are_looked_at_in_threads(on_loop):
         await all_routes(gateway, 100)
         assert [len(said) for said in gateway.models.entry.pipeline.messages] == [201, 203, 201, 201, 201, 1]
     assert set(on_loop) == {name for _, name in LOOKED_AT}
-    # One item is soon looked at: a string that is `input`, and what came out of the two responses.
+    # One item is cheap to examine: `input` as a string, and the outputs of two responses.
     assert {name: sum(calls) for name, calls in on_loop.items() if any(calls)} == {"input_items": 1, "stored_items": 3}
 
 

@@ -1,4 +1,4 @@
-"""/v1/messages: what becomes of a request inside, what its stream adds up to, and who may ask."""
+"""/v1/messages: translation of requests, assembled streams, and authorization."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def text(content, **more):
 async def gateway():
     async with run_gateway(models=FakeModels(FakeEntry(formats=FORMATS))) as running:
         yield running
-        # Whatever came before, the next request is served and nothing is left over.
+        # After every case the next request is served and no generation is left.
         assert (await ask(running))[0] == 200
         assert await running.generations_left() == 0
 
@@ -54,7 +54,7 @@ async def ask(gateway, headers=None, **fields):
 
 
 def events_of(raw: bytes) -> list[dict]:
-    """Each event has its type as its name."""
+    """Check that the type of each event is its name, and return the events."""
     events = []
     for block in raw.decode().split("\n\n")[:-1]:
         if block.startswith(":"):
@@ -67,7 +67,7 @@ def events_of(raw: bytes) -> list[dict]:
 
 
 def message_of(events: Iterable[dict]) -> dict:
-    """What a client makes of a stream: blocks follow each other, and nothing follows the end."""
+    """Assemble a stream as clients do: blocks follow each other, and no event follows the end."""
     message: dict = {}
     partial, open_index = "", None
     for event in events:
@@ -202,7 +202,7 @@ async def test_tool_choices(gateway):
 
 
 async def test_many_tools_with_long_names(gateway):
-    """What several servers of tools bring together, with the names that plugins give them."""
+    """Several tool servers together give many tools, with long names of plugins."""
     prefix = "mcp__plugin_chrome-devtools-mcp_chrome-devtools__get_console_messages_"
     tools = [{**TOOL, "name": f"{prefix}{number:03}"} for number in range(300)]
     choice = {"type": "tool", "name": tools[-1]["name"]}
@@ -220,7 +220,7 @@ async def test_the_former_place_of_the_format(gateway):
 
 
 async def test_what_agents_send_is_taken(gateway):
-    """The fields that Claude Code sends with every request, on a model that does not reason."""
+    """Accept the fields that Claude Code sends with every request, on a model without reasoning."""
     agent = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "fallbacks": "default",
@@ -245,7 +245,7 @@ async def test_what_agents_send_is_taken(gateway):
         status, body = await ask(gateway, **{**agent, "thinking": thinking})
         assert status == 200, body
         assert pipeline.template_kwargs[-1] == {} and gateway.generator.requests[-1].sampling.thinking is None
-    # A model that reasons and whose template has no switch cannot be kept from it.
+    # Reasoning cannot be switched off if the template has no switch for it.
     gateway.models.entry.formats = FORMATS
     status, body = await ask(gateway, thinking={"type": "disabled"})
     assert status == 400 and "thinking.type" in body["error"]["message"]
@@ -284,7 +284,7 @@ def cuts(text: str, dice: random.Random) -> list[str]:
 
 
 def random_answer(dice: random.Random) -> list[TextDelta]:
-    """Reasoning, text, calls and white space in any order, each in any pieces."""
+    """Return reasoning, text, calls and white space in any order, each split into random pieces."""
     deltas, calls = [TextDelta(0, "", [], num_cached_tokens=1)], 0
     for _ in range(dice.randrange(6)):
         match dice.choice("rtcw"):
@@ -372,7 +372,7 @@ async def test_keys():
             {"x-api-key": ""},
             {"x-api-key": USER_KEY[:-1]},
             {"x-api-key": f"Bearer {USER_KEY}"},
-            # What stands before the server may have looked at either.
+            # A proxy may have examined either header.
             {"x-api-key": USER_KEY, "Authorization": f"Bearer {OTHER_KEY}"},
             {"x-api-key": USER_KEY, "Authorization": "Basic abc"},
         ):
@@ -392,7 +392,7 @@ async def test_tokens_are_counted_as_they_are_used(gateway):
     status, answer, _ = await gateway.post("/v1/messages/count_tokens", body)
     _, used = await ask(gateway, system="Be brief.")
     assert status == 200 and answer == {"input_tokens": used["usage"]["input_tokens"]}
-    # Also beyond the context, but not beyond all bounds.
+    # Also beyond the context, within limits.
     for length, expected in ((50_000, 200), (200_000, 400)):
         long = {"model": MODEL, "messages": [{"role": "user", "content": "x" * length}]}
         status, answer, _ = await gateway.post("/v1/messages/count_tokens", long)
@@ -411,7 +411,7 @@ async def test_silence_is_filled_with_pings_and_leaving_cancels():
             async with asyncio.timeout(40):
                 while seen.count(b"event: ping") < 3:
                     seen += await response.content.readany()
-            # Before the message has begun, nothing but a comment says that the stream lives.
+            # Before message_start only a comment shows that the stream is alive.
             assert seen.startswith(b": keep-alive\n\n") and seen.index(b"event: ping") > seen.index(b"message_start")
         assert await gateway.generations_left() == 0
         assert gateway.generator.generations[0].cancelled

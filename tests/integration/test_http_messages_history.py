@@ -1,4 +1,4 @@
-"""/v1/messages: what the model is shown of a history that an agent sends, and of the tools that it names."""
+"""/v1/messages: the messages that the model receives for an agent's history and tools."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def thinking(thought, signature="s"):
 
 
 async def shown(gateway, **fields: Any) -> list[dict[str, Any]]:
-    """The messages that the template is given: role, content, reasoning."""
+    """Return the messages passed to the template: role, content, reasoning."""
     status, body = await ask(gateway, **fields)
     assert status == 200, body
     return [
@@ -96,7 +96,7 @@ async def test_what_another_server_made_is_left_out(gateway):
     )
     assert [one["content"] for one in said] == ["a", "b", "d", "", "e"]
     assert not any(one["thought"] for one in said)
-    # Places are those of the client's list.
+    # Positions refer to the client's list.
     broken = assistant({"type": "redacted_thinking", "data": "x"}, {"type": "image"})
     _, body = await ask(gateway, messages=[user(text("a")), broken])
     assert "messages[1].content[1].type" in body["error"]["message"]
@@ -167,7 +167,7 @@ async def test_tools_that_are_loaded_when_they_are_found(gateway):
     said = await shown(gateway, messages=found, **choice)
     assert said[-1]["content"] == "The tool paint is available now."
     assert "xyzzy" in gateway.generator.requests[-1].grammar
-    # The place of a fault is that in the client's list.
+    # The position of an error refers to the client's list.
     for wrong in ({"input_schema": {"type": "no"}}, {"name": "no name", "input_schema": {}}, {"name": TOOL["name"]}):
         status, body = await ask(gateway, tools=[deferred, TOOL, {**TOOL, "name": "last", **wrong}])
         assert status == 400 and body["error"]["message"].startswith("tools[2]."), body

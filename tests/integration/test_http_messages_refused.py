@@ -1,4 +1,4 @@
-"""/v1/messages: what is refused, by which name of Anthropic's, and in which shape."""
+"""/v1/messages: refused requests, with the error types and the shape of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.test_http_messages import BASE, CALLED, FORMATS, RESULT, 
 async def gateway():
     async with run_gateway(models=FakeModels(FakeEntry(formats=FORMATS))) as running:
         yield running
-        # Whatever came before, the next request is served and nothing is left over.
+        # After every case the next request is served and no generation is left.
         assert (await ask(running))[0] == 200
         assert await running.generations_left() == 0
 
@@ -185,7 +185,7 @@ async def test_what_is_refused_is_named(gateway, fields, named):
         assert set(body["error"]) == {"type", "message"} and body["error"]["type"] == "invalid_request_error"
         message = body["error"]["message"]
         assert named in message and body["request_id"].startswith("req_"), message
-        # Names of chat's own fields would send nobody anywhere.
+        # Field names of the chat API would mislead the client.
         assert not any(name in message for name in ("function", "continue_final", "reasoning_", "parallel_tool_calls"))
     assert not gateway.generator.requests
 
@@ -240,6 +240,6 @@ async def test_other_failures_have_anthropics_shape(gateway):
     assert (status, body["error"]["type"]) == (415, "invalid_request_error")
     status, body, _ = await gateway.post("/v1/messages/nothing", BASE)
     assert (status, body["error"]["type"]) == (404, "not_found_error")
-    # The paths of OpenAI's API keep its shape.
+    # OpenAI paths keep OpenAI's error shape.
     status, body, headers = await gateway.post("/v1/messagesx", BASE)
     assert status == 404 and set(body) == {"error"} and "request-id" not in headers

@@ -1,4 +1,4 @@
-"""/v1/models: the shape that the client knows, and Anthropic's pages."""
+"""/v1/models: the response shape follows the client's API, with Anthropic's pagination."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_capabilities_are_what_requests_find():
     assert types(plain) == (False, False, ["adaptive", "disabled", "enabled"])
     always = FakeEntry(formats=ModelFormats(reasoning=REASONING_FORMATS["think"]))
     always.pipeline.template_variables = frozenset(["reasoning_effort"])
-    # Marks that are no tokens: no limit can be held.
+    # The markers are not tokens, so no limit can be enforced.
     assert types(always) == (True, True, ["adaptive"])
     switched = FakeEntry(
         formats=ModelFormats(reasoning=REASONING_FORMATS["think"], added_ids={"<think>": 1, "</think>": 2})

@@ -1,4 +1,4 @@
-"""What is not there is named in the error, shortened where its name is long."""
+"""Errors for missing objects name them, shortening long names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_an_unknown_id_is_named(method, path, body):
             headers = {"Content-Type": "application/json"}
             url = gateway.url + path.replace("{}", identifier)
             async with gateway.session.request(method, url, data=data, headers=headers) as response:
-                # OpenAI's clients that then send the whole conversation look for a BadRequestError.
+                # OpenAI's clients look for a BadRequestError before they send the whole conversation again.
                 assert response.status == (400 if body is CONTINUED else 404)
                 message = orjson.loads(await response.read())["error"]["message"]
             if identifier is LONG:

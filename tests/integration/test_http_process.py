@@ -1,4 +1,4 @@
-"""The gateway as a process of its own, over real ZeroMQ to a fake worker: start, readiness, drain, exit codes."""
+"""The gateway as its own process, over real ZeroMQ to a fake worker: start, readiness, drain, exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Process:
             )
 
     async def url(self) -> str:
-        """Where it listens, once it does."""
+        """Return the URL once the gateway listens."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (url := listening_url(self.log.read_text())) is None:
                 assert self.popen.poll() is None, self.log.read_text()
@@ -56,7 +56,7 @@ class Process:
         return url
 
     async def says(self, words: str) -> None:
-        """Returns once they are in its log."""
+        """Wait until the log contains the words."""
         await until(lambda: words in self.log.read_text())
 
     async def end(self, number: int = signal.SIGTERM) -> int:
@@ -143,7 +143,7 @@ async def test_streams_of_several_choices_are_whole_in_either_version_of_http(di
 
 
 def unchunked(data):
-    """The body of HTTP/1.1's chunks."""
+    """Return the body of a chunked HTTP/1.1 response."""
     body = b""
     while True:
         size, _, data = data.partition(b"\r\n")
@@ -157,7 +157,7 @@ def unchunked(data):
 
 @pytest.mark.parametrize(("timeout", "hurried"), [("0.2", False), ("170", True)])
 async def test_sigterm_drains_and_exits_with_0(directory, timeout, hurried):
-    # An endless answer: the drain's time runs out, or a second signal ends it, and the stream is told.
+    # An endless answer: the drain's timeout or a second signal ends the stream with an error event.
     flags = ("--drain-timeout", timeout)
     with FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT):
         async with running(directory, *flags) as (process, url), aiohttp.ClientSession() as session:
@@ -178,7 +178,7 @@ async def test_sigterm_drains_and_exits_with_0(directory, timeout, hurried):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_noticed_on_the_production_loop(directory, stream):
-    # 75: uvloop, and down to the Cancel that the worker gets.
+    # 75: with uvloop, up to the Cancel that the worker receives.
     with FakeWorker(directory, delay=0.01, script=endless, **LONG_CONTEXT) as worker:
         async with running(directory) as (process, url), aiohttp.ClientSession() as session:
             await ready(session, url)
@@ -285,7 +285,10 @@ async def test_ready_and_watchdog_notifications(directory, tmp_path):
         (["--api-key", "with space"], "API key"),
         (["--port", "BUSY"], "is in use"),
         (["--gateway-processes", "2"], "--port 0 cannot be combined with --gateway-processes"),
-        (["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"], "--gateway-index is 2; it must be below"),
+        (
+            ["--gateway-processes", "2", "--gateway-index", "2", "--port", "1024"],
+            "--gateway-index is 2; it must be below",
+        ),
     ],
 )
 def test_configuration_that_cannot_be_used(directory, args, words):
@@ -316,7 +319,7 @@ async def test_keys_by_file_and_environment(directory, tmp_path):
         for key, status in (("sk-one", 200), ("sk-two", 200), ("sk-three", 200), ("sk-four", 401)):
             async with session.get(url + "/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
                 assert response.status == status
-        # With keys the Host header may be any.
+        # With keys any Host header is allowed.
         async with session.get(url + "/health", headers={"Host": "pelton.example"}) as response:
             assert response.status == 200 and json.loads(await response.read()) == {"status": "ok"}
         assert await process.end() == 0

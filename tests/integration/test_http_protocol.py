@@ -70,7 +70,7 @@ async def test_malformed_chunks(chunk):
 
 
 async def test_headers_too_large():
-    # CVE-2025-48956, CVE-2026-54277. A client that sends on after the answer would lose it to a reset, so these stop.
+    # CVE-2025-48956, CVE-2026-54277. A client that sends more after the answer could lose it to a reset, so these stop.
     async with run_gateway(max_header_size=8192) as gateway:
         assert_error(
             await gateway.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 12_000 + b"\r\n\r\n"), 400, 431
@@ -93,7 +93,7 @@ async def test_headers_that_never_end():
     # CVE-2025-48956
     async with run_gateway(header_timeout=0.2) as gateway:
         assert_error(await gateway.raw(b"GET /health HTTP/1.1\r\nHo"), 408)
-    # A request that is being served is not touched by the timer of its headers.
+    # The header timer does not affect a request that is being served.
     async with run_gateway(header_timeout=1.0) as gateway:
         raw = POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(BODY)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -120,14 +120,14 @@ async def test_body_too_large():
         status, body, headers = await gateway.complete(prompt="x" * 2000)
         assert status == 413 and body["error"]["code"] == "request_too_large" and "1000" in body["error"]["message"]
         assert headers["x-request-id"]
-        # Without a length it shows while reading.
+        # Without a declared length, the size is detected while reading.
         chunks = b"".join(b"64\r\n" + b"a" * 100 + b"\r\n" for _ in range(20)) + b"0\r\n\r\n"
         raw = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
         assert parse(await gateway.raw(raw))[0] == 413
 
 
 async def test_many_tiny_chunks():
-    # CVE-2025-69229: 100 000 chunks of a byte; a quadratic reader would not be done in time.
+    # CVE-2025-69229: 100 000 chunks of one byte; a quadratic reader would time out.
     async with run_gateway() as gateway:
         body = b'{"model":"fake-model","prompt":"x"' + b" " * 100_000 + b"}"
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -229,7 +229,7 @@ async def test_a_dropped_connection_mid_body_is_no_error_of_the_server():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_same_with_the_parser_in_python():
-    # CVE-2025-53643: aiohttp falls back to it where its compiled parser is missing.
+    # CVE-2025-53643: aiohttp uses this parser if its compiled one is missing.
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
         env={**os.environ, "AIOHTTP_NO_EXTENSIONS": "1"},

@@ -1,4 +1,4 @@
-"""Query parameters on every route: one that it does not take, or takes once, is a 400 that names it."""
+"""Query parameters on every route: an unknown or repeated parameter gives a 400 that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aborting a running request, what a prompt would be, and the version."""
+"""Aborting a running request, rendering a prompt, and the version."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_version_says_nothing_else():
 
 @pytest.fixture
 async def two_processes(tmp_path):
-    """The gateway that clients reach, and the one that runs what it is asked about."""
+    """Return the gateway that clients reach and the one that runs the request."""
     relay = Relay(tmp_path, 0, 2)
     other = run_gateway(FakeGenerator(endless), keys=True, gateway_index=1)
     async with run_gateway(keys=True, relay=relay) as reached, other as running:

@@ -1,4 +1,4 @@
-"""/v1/responses: items that are sent back, by reference or with reasoning packed, and how strictly tools are held."""
+"""/v1/responses: items sent back by reference or with encrypted reasoning, and strictness of tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def gateway():
 
 
 def said(gateway: Gateway) -> list[Any]:
-    """The last conversation."""
+    """Return the last conversation."""
     return gateway.models.entry.pipeline.messages[-1]
 
 
@@ -51,13 +51,13 @@ async def test_an_agent_without_a_store_sends_its_reasoning_back(gateway, stream
     reasoning, message = output
     packed = reasoning["encrypted_content"]
     assert packed.isascii() and "encrypted_content" not in message
-    # As agents do: without what is shown, and without ids.
+    # As agents do: without displayed items and without ids.
     back = {"type": "reasoning", "summary": [], "encrypted_content": packed}
     items = [{"role": "user", "content": "hi"}, back, message, {"role": "user", "content": "and?"}]
     assert (await create(gateway, input=items, **fields))[0] == 200
     turn = said(gateway)[1]
     assert (turn["role"], turn["content"], turn["reasoning_content"]) == ("assistant", "Four.", "Hm, ünïcode\n")
-    # As it came, too; what is packed counts.
+    # Also unchanged; the packed reasoning is used.
     both = {**reasoning, "content": [{"type": "reasoning_text", "text": "Something else."}]}
     assert (await create(gateway, input=[items[0], both, message, items[-1]]))[0] == 200
     assert said(gateway)[1]["reasoning_content"] == "Hm, ünïcode\n"
@@ -89,7 +89,7 @@ async def test_what_changes_nothing_is_checked(gateway):
 
 
 async def test_a_history_with_phases_can_go_on_here(gateway):
-    """OpenAI's models send them, and its clients are told to send them back."""
+    """OpenAI's models send phases, and its clients send them back as documented."""
     for kind in ({}, {"type": "message", "id": "msg_1", "status": "completed"}):
         asked = [
             {"role": "user", "content": "x"},
@@ -229,7 +229,7 @@ async def test_items_are_referred_to(gateway):
     status, body = await create(gateway, input=[*references, {"role": "user", "content": "three"}])
     assert status == 200, body
     assert [message["content"] for message in said(gateway)] == ["two", "Hello", "one", "three"]
-    # What was referred to is input of its own: it can be listed, and referred to again.
+    # A referenced item becomes input of the new response: it can be listed and referenced again.
     kept = (await ask(gateway, "GET", f"/v1/responses/{body['id']}/input_items?order=asc"))[1]["data"]
     assert [item["id"] for item in kept[:3]] == [reference["id"] for reference in references]
     assert (await ask(gateway, "DELETE", f"/v1/responses/{first['id']}"))[0] == 200
@@ -250,14 +250,14 @@ async def test_tokens_of_references_are_counted(gateway):
 
 
 async def test_a_prompt_that_is_too_long_is_counted(gateway):
-    """Who counts in order to shorten needs the number: a run of it would be refused."""
+    """The token count is returned, because clients need it to shorten the prompt; running it would be refused."""
     turns = [{"role": "user", "content": letter * 3000} for letter in "abc"]
     for asked, num_tokens in (("x" * 9000, 9000), (turns, 9000)):
         fields = {"model": MODEL, "input": asked}
         status, body, _ = await gateway.post("/v1/responses/input_tokens", fields)
         assert status == 200 and body["input_tokens"] >= num_tokens, body
         assert (await gateway.post("/v1/responses", fields))[1]["error"]["code"] == "context_length_exceeded"
-    # What is left where turns may be left out; if not even the last one fits, that.
+    # The count after dropping turns; if even the last turn does not fit, the count of the last turn.
     for asked, low, high in ((turns, 3000, 4096), ([*turns, {"role": "user", "content": "d" * 5000}], 5000, 6000)):
         fields = {"model": MODEL, "input": asked, "truncation": "auto"}
         status, body, _ = await gateway.post("/v1/responses/input_tokens", fields)

@@ -1,4 +1,4 @@
-"""/v1/responses: what becomes of a response while it runs, when its client leaves, and when it is ended on demand."""
+"""/v1/responses: states of a response while it runs, after its client left, and after cancellation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def read_until(response: aiohttp.ClientResponse, kind: str) -> Any:
 
 
 async def ended(gateway: Gateway, identifier: str) -> Any:
-    """The response once it does not run any more."""
+    """Return the response once it has ended."""
     for _ in range(4000):
         status, body = await ask(gateway, "GET", f"/v1/responses/{identifier}")
         if status != 200 or body["status"] not in ("queued", "in_progress"):

@@ -1,4 +1,4 @@
-"""/v1/responses over HTTP: what is refused, whose a response is, what is kept and for how long."""
+"""/v1/responses over HTTP: refused requests, ownership, storage and expiry."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _EVENT = re.compile(rb"id: (\d+)\ndata: (.*)\n\n")
 
 
 def parsed(raw: bytes) -> list[tuple[int, Any]]:
-    """(id, data) of each event; every one has both."""
+    """Return (id, data) of each event; every event has both."""
     events = _EVENT.findall(raw)
     assert b"".join(b"id: %b\ndata: %b\n\n" % event for event in events) == raw, raw
     return [(int(number), data.decode() if data == b"[DONE]" else orjson.loads(data)) for number, data in events]
@@ -37,7 +37,7 @@ def text_of(events: list[tuple[int, Any]]) -> str:
 
 
 async def first_events(gateway: Gateway, number: int, **fields: Any) -> tuple[str, list[tuple[int, Any]]]:
-    """The id of a stream, and its first events, after which the client is gone."""
+    """Return the id and first events of a stream, then disconnect."""
     url, body = gateway.url + "/v1/chat/completions", {**CHAT, **RESUMABLE, **fields}
     raw = b""
     async with gateway.session.post(url, json=body, headers=gateway.headers) as response:

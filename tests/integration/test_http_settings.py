@@ -1,4 +1,4 @@
-"""Each setting of the gateway has its effect in the process that is started with it, not only in the part it names."""
+"""Effect of each gateway setting in a process started with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY = {"model": "fake", "prompt": "hello", "max_tokens": 50}
 
 
 class Client:
-    """Asks a gateway process."""
+    """Client of a gateway process."""
 
     def __init__(self, process: Process, session: aiohttp.ClientSession, url: str) -> None:
         self.process = process
@@ -36,7 +36,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def gateway(directory: Path, *args: str, **env: str) -> AsyncIterator[Client]:
-    """A gateway process that has found its worker."""
+    """Run a gateway process that has found its worker."""
     process = Process(directory, *args, **env)
     try:
         url = await process.url()
@@ -99,7 +99,7 @@ async def test_limits_of_size(directory: Path) -> None:
     ],
 )
 async def test_limits_of_admission(directory: Path, args: tuple[str, ...], first: int, words: str) -> None:
-    # No output ever comes, so what was sent goes on waiting.
+    # No output ever arrives, so sent requests keep waiting.
     with FakeWorker(
         directory, max_num_seqs=1, script=endless, delay=0.01, faults=Misbehaviour(skip_sequence=10**9)
     ) as worker:
@@ -167,6 +167,6 @@ async def test_admin_keys_and_log_settings(directory: Path) -> None:
             assert (await client.complete(headers))[0] == 200
             await client.process.end()
             lines = [json.loads(line) for line in client.process.log.read_text().splitlines()]
-    # At level info the middle one is missing.
+    # At level info the middle line is missing.
     assert [line["event"] for line in lines if line.get("request_id") == "my-own-id"] == ["submit", "request"]
     assert {line["component"] for line in lines} >= {"gateway", "gateway.http", "gateway.cluster"}

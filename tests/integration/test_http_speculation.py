@@ -1,4 +1,4 @@
-"""Speculation as clients see it: over HTTP, the real gateway and a worker that says how many drafts it accepted."""
+"""Speculation over HTTP: the real gateway and a worker that reports accepted drafts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_accepted_and_rejected_tokens_are_in_the_usage(tmp_path: Path) -> 
         assert await usage_of_stream(gateway, n=3) == several
         status, body, _ = await gateway.complete(model=MODEL, prompt=["a", "b"], n=2, max_tokens=100)
         assert status == 200 and body["usage"]["completion_tokens_details"] == details(20, 12)
-        # What the response does not show was generated too.
+        # Tokens that the response does not show were generated too.
         status, body, _ = await gateway.complete(model=MODEL, prompt="a", best_of=3, max_tokens=100)
         assert status == 200 and body["usage"]["completion_tokens_details"] == details(15, 9)
 
@@ -63,8 +63,8 @@ async def test_continuous_usage_has_them_from_the_end_of_the_choice_on(tmp_path:
 
 async def test_a_choice_that_ends_at_a_stop_string_has_its_counts(tmp_path: Path) -> None:
     async with chat_gateway(tmp_path, TEXT, **DRAFTS) as (gateway, _):
-        # The first step gives "The ra", the second "i", the third "n i". An accepted token behind the stop string is
-        # in no completion.
+        # The first step gives "The ra", the second "i", the third "n i". An accepted token after the stop string is in
+        # no   completion.
         for stop, counts in (("The", (1, 4)), ("The ", (2, 3)), (" ra", (3, 2)), ("rai", (3, 3)), ("pain", (5, 3))):
             body = await ask(gateway, stop=stop)
             assert body["choices"][0]["message"]["content"] == TEXT[: TEXT.index(stop)]
@@ -92,7 +92,7 @@ async def test_what_the_worker_is_told(tmp_path: Path, streams: bool) -> None:
         assert (await told(speculative={"enabled": True})).speculative
         predicted = await told(**PREDICTION, n=2, logprobs=True, seed=5)
         assert predicted.speculative and predicted.prediction == ids_of("The rain in Rome.")[:-1]
-        # All else is as without one.
+        # All other fields equal those without speculation.
         assert predicted.token_ids == plain.token_ids
         parts = [{"type": "text", "text": text} for text in ("The rain", " in Rome.")]
         assert (await told(prediction={"type": "content", "content": parts})).prediction == predicted.prediction

@@ -1,4 +1,4 @@
-"""Responses and streams that are kept, under clients that do with them what they should not."""
+"""Stored responses and streams under clients that misuse them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RESUMABLE = {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"
 
 @asynccontextmanager
 async def small_gateway() -> AsyncIterator[Gateway]:
-    """One whose bounds are reached at once."""
+    """Run a gateway whose limits are reached at once."""
     responses = ResponseStore(max_bytes=200_000, time_to_live=60.0)
     streams = StreamStore(max_bytes=200_000, grace=0.05)
     async with run_gateway(responses=responses, streams=streams, max_requests=1000) as gateway:
@@ -48,7 +48,7 @@ async def small_gateway() -> AsyncIterator[Gateway]:
 
 
 async def leave_stream(gateway: Gateway, path: str, body: dict[str, Any], num_events: int) -> None:
-    """Breaks off behind so many events, or their end."""
+    """Disconnect after a number of events, or at the end of the stream."""
     async with gateway.session.post(gateway.url + path, json=body) as response:
         assert response.status == 200
         for _ in range(num_events):
@@ -58,7 +58,7 @@ async def leave_stream(gateway: Gateway, path: str, body: dict[str, Any], num_ev
 
 
 def endless() -> list[TextDelta | asyncio.Event]:
-    """It begins, and never ends."""
+    """Return a script that begins and never ends."""
     return [TextDelta(0, "Hel", [1]), asyncio.Event()]
 
 
@@ -107,7 +107,7 @@ async def left_for_good(gateway: Gateway, _: int) -> None:
 
 @pytest.fixture
 def quiet():
-    """Without log lines, which pytest keeps."""
+    """Disable log lines, which pytest keeps."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield
     structlog.reset_defaults()
@@ -125,7 +125,7 @@ async def test_nothing_is_kept_of_what_is_over(act, monkeypatch):
             for number in range(count):
                 await act(running, number)
             await until(lambda: not running.generator.live and not running.drain.num_in_flight)
-            await asyncio.sleep(0.1)  # the grace period, and the ends of connections
+            await asyncio.sleep(0.1)  # the grace period and closing connections
             running.generator.generations.clear()
             running.models.entry.pipeline.messages.clear()
             running.models.entry.pipeline.template_kwargs.clear()
@@ -134,7 +134,7 @@ async def test_nothing_is_kept_of_what_is_over(act, monkeypatch):
         before, tasks = held(), len(asyncio.all_tasks())
         await some(100)
         for _ in range(100):
-            # What a busy machine has not ended in that time.
+            # Work that a busy machine has not finished by then.
             if len(asyncio.all_tasks()) <= tasks and not kept(before, held(), most=70):
                 break
             await asyncio.sleep(0.1)
@@ -188,7 +188,7 @@ async def test_asking_again_and_again_for_a_stream_that_failed_keeps_nothing():
 
 @pytest.fixture
 def many_files():
-    """Where the system allows a process a thousand, as many do, it may have more on demand."""
+    """Raise the limit of open files, which is often a thousand."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
@@ -203,7 +203,7 @@ async def test_a_thousand_readers_of_one_stream_get_all_of_it():
         identifier, seen = await first_events(gateway, 2)
         head = f"GET /v1/streams/{identifier} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nLast-Event-ID: "
         readers: list[asyncio.Task[bytes]] = []
-        # Some at a time, so that none waits for its connection.
+        # A few at a time, so that none waits for its connection.
         for first in range(0, 1000, 100):
             requests = [f"{head}{index % 3}\r\n\r\n".encode() for index in range(first, first + 100)]
             readers += [asyncio.create_task(gateway.raw(request, timeout=150)) for request in requests]
@@ -217,7 +217,7 @@ async def test_a_thousand_readers_of_one_stream_get_all_of_it():
 
 
 async def test_readers_that_do_not_read_hold_little():
-    """The kernel's buffers take some of each."""
+    """The kernel's socket buffers hold a part of each stream."""
     steps = [*[TextDelta(0, "x" * 60_000, [1])] * 400, TextDelta(0, "", [], finish_reason="stop")]
     streams = StreamStore(max_bytes=1 << 29, grace=60.0)
     async with run_gateway(FakeGenerator(lambda _: list(steps)), streams=streams, write_timeout=60.0) as running:
@@ -225,7 +225,7 @@ async def test_readers_that_do_not_read_hold_little():
         assert await running.generations_left() == 0 and streams.num_bytes > 20_000_000
         sockets = [socket.socket() for _ in range(4)]
         for one in sockets:
-            # Where the system lets buffers grow to tens of megabytes, they would take the whole stream.
+            # Where the system allows buffers of tens of megabytes, they would hold the whole stream.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
             one.connect(("127.0.0.1", running.port))
             one.sendall(f"GET /v1/streams/{identifier} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
@@ -238,7 +238,7 @@ async def test_readers_that_do_not_read_hold_little():
 
 
 def connections() -> list[Any]:
-    """Those of the server that have a request."""
+    """Return the server's connections that have a request."""
     every = [one for one in gc.get_objects() if type(one) is HttpProtocol]
     return [one for one in every if one.transport is not None and one._request_in_progress]
 

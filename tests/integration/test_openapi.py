@@ -1,4 +1,4 @@
-"""/openapi.json says what is true: requests drawn from it, good ones and bad ones, get the answers that it declares."""
+"""/openapi.json is accurate: valid and invalid requests drawn from it get the declared answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 EXAMPLES = 20
-"""Of each operation and kind that has a body; one without has little to draw."""
+"""Number of examples per operation and kind with a body; operations without a body need few."""
 DOCUMENT = describe(ROUTES)
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
 WITH_BODY = [(method, path) for method, path in OPERATIONS if "requestBody" in DOCUMENT["paths"][path][method]]
@@ -58,7 +58,7 @@ BESIDES = {
     "/v1/responses": ("model", "input"),
     "/v1/responses/input_tokens": ("model", "input"),
 }
-"""What must be there though no schema says so."""
+"""Required values that no schema can express."""
 
 
 STREAMED = DOCUMENT["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]["text/event-stream"]
@@ -80,14 +80,14 @@ def properties(path, method):
 
 
 def small_body(path, method):
-    """Enough to be served."""
+    """Return a minimal body that is served."""
     names = (*body_schema(path, method).get("required", ()), *BESIDES.get(path, ()))
     return {name: SMALL[name] for name in names}
 
 
 @contextmanager
 def in_a_thread() -> Iterator[str]:
-    """The URL of a gateway: what draws requests blocks."""
+    """Run a gateway in a thread and yield its URL, because the drawing of requests blocks."""
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
     started, urls = threading.Event(), []
@@ -121,7 +121,7 @@ def schema(url):
 
 
 def _with_known_model(case):
-    """Names are drawn as any text; few would be the model's, and then nothing behind it would be tried."""
+    """Replace the drawn model name, which would rarely be known and would hide all later checks."""
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body["model"] = MODEL
     return case
@@ -153,7 +153,7 @@ def test_a_small_request_is_served_as_declared(url, schema, method, path):
 
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)
 def test_one_field_more_is_answered_as_declared(url, schema, method, path):
-    """Bodies drawn whole have so many fields that some value is always out of its range."""
+    """Add one field at a time, because in a fully random body some value is always out of range."""
 
     @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(case=schema[path][method.upper()].as_strategy(), data=strategies.data())
@@ -184,7 +184,7 @@ def test_what_is_not_declared_is_refused(url, schema, method, path):
 
 @pytest.mark.parametrize(("method", "path"), sorted({*WITH_QUERY} - {*WITH_BODY}))
 def test_wrong_queries_are_answered_as_declared(url, schema, method, path):
-    """Not all are refused: what they are about is mostly not there."""
+    """Not all queries are refused, but most name objects that do not exist."""
     checks = [check for check in CHECKS if check is not negative_data_rejection]
 
     @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck))

@@ -1,4 +1,4 @@
-"""The page in a browser: a chat, a stop, errors, tools, probabilities; nothing from outside."""
+"""The page in a browser: chat, stop, errors, tools, probabilities, and no requests to other servers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_answers_are_sampled_with_more_care_than_the_api_takes_until_the_f
         await say(page, "Again")
         await answered(page, 2)
         sampling = [request.sampling for request in gateway.generator.requests]
-        # Where a field is empty it is the API's own.
+        # An empty field gives the API's default.
         assert [(values.temperature, values.top_p) for values in sampling] == [(0.7, 0.9), (1.0, 1.0)]
 
 
@@ -80,7 +80,7 @@ async def test_stop_and_errors(page):
         await say(page, "too hot")
         await page.until("document.querySelectorAll('.failed').length === 2")
         assert "temperature" in await page.run("[...document.querySelectorAll('.failed')].at(-1).textContent")
-        # What was asked can be asked again.
+        # A question can be asked again.
         await page.until("document.getElementById('prompt').value === 'too hot'")
         await shot(page, "errors")
         no_surprises(page, gateway, "400 (Bad Request)")

@@ -1,4 +1,4 @@
-"""Answers in Markdown on the page, in a browser: what is shown, copied, heard, and that it is safe and streams."""
+"""Markdown answers on the page in a browser: display, copying, speech, safety and streaming."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_an_answer_in_markdown(page):
         link = await page.run("(({href, rel, target}) => [href, rel, target])(document.querySelector('.content a'))")
         assert link == ["https://docs.python.org/3/howto/sorting.html", "noopener noreferrer", "_blank"]
         await shot(page, "markdown")
-        # The text as it came, and back; the next answer is shown likewise.
+        # Toggle the raw text and back; the next answer uses the same mode.
         await page.run("document.querySelector('.plain-text').click()")
         assert await page.run(f"{CONTENT}.textContent") == ANSWER and await page.run(f"{CONTENT}.children.length") == 0
         await say(page, "Again")
@@ -61,7 +61,7 @@ async def test_an_answer_in_markdown(page):
         shown = "[...document.querySelectorAll('.assistant .content')].map(content => content.innerHTML)"
         first, second = await page.run(shown)
         assert first == second and first.startswith("<h4")
-        # What is sent is what the model wrote.
+        # The request contains the model's raw text.
         assert ANSWER in bytes(gateway.generator.requests[-1].prompt_token_ids).decode()
         await shot(page, "markdown", narrow=True)
         no_surprises(page, gateway)
@@ -76,7 +76,7 @@ async def test_code_is_copied(page):
         await page.run("document.querySelector('.code button').click()")
         await page.until("document.querySelector('.code button').textContent === 'Copied'")
         assert await page.run("window.copied") == ANSWER.split("```")[1].removeprefix("python\n").removesuffix("\n")
-        # Without TLS, from another machine, there is no clipboard but the old one.
+        # Without TLS, only the old clipboard API is available to another machine.
         await page.run("navigator.clipboard.writeText = undefined; 1")
         await page.run("document.addEventListener('copy', () => { window.copied = getSelection().toString(); }); 1")
         await page.run("document.querySelector('.code button').focus()")
@@ -108,7 +108,7 @@ async def test_it_streams_block_by_block_and_each_is_heard_once(page):
         gates[1].set()
         await page.until(f"{CONTENT}.querySelector('pre')?.textContent === 'a'")
         assert await page.run("window.heard") == ["First block.", "Second block."]
-        # Code that grows stays the same element: what is selected in it stays so.
+        # Growing code stays the same element, so a selection in it remains.
         await page.run(f"[window.first, window.code] = [{CONTENT}.firstChild, {CONTENT}.querySelector('code')]; 1")
         await page.run("getSelection().setBaseAndExtent(window.code.firstChild, 0, window.code.firstChild, 1)")
         gates[2].set()
@@ -143,7 +143,7 @@ HOSTILE = (
     ),
     *("https://evil.example/<b>", "[![b](https://e.example)](https://f.example)", "\n1. ", "[a](vbscript:x)", "\ud800"),
 )
-# Draws each text a piece at a time; gives the names of the elements and attributes that came of them.
+# Render each text piece by piece and return the names of the resulting elements and attributes.
 DRAW = """(async texts => {
   const { Prose } = await import("/page/prose.js");
   const seen = new Set();
@@ -184,7 +184,7 @@ ATTRIBUTES = {"hrefhttps:", "rel", "target", "title", "dir", "class", "type", "a
 
 
 async def test_hostile_answers(page):
-    """Whatever is written: only Markdown's elements come of it, without handlers or styles; nothing is asked for."""
+    """Any text gives only Markdown's elements, without handlers or styles, and causes no requests."""
     generator = random.Random(3)
     texts = ["".join(generator.choices(HOSTILE, k=generator.randrange(1, 40))) for _ in range(400)]
     async with run_gateway() as gateway:
@@ -195,7 +195,7 @@ async def test_hostile_answers(page):
 
 
 async def test_a_long_answer_streams_in_reasonable_time(page):
-    """A list of 4,000 items is one block: all of it is drawn again, but not for every piece."""
+    """A list of 4,000 items is one block; it is redrawn, but not for every piece."""
     async with run_gateway() as gateway:
         await opened(page, gateway)
         shown = await page.run("""(async () => {

@@ -1,4 +1,4 @@
-"""The page's Markdown, run by Node: what it shows of texts that models write, and of hostile ones."""
+"""The page's Markdown parser, run by Node on typical and hostile texts of models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARSER = Path(__file__).parents[1] / "fakes" / "parse_markdown.mjs"
 pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed (Debian: apt-get install nodejs)")
 
 EXAMPLES = {
-    # Paragraphs and what stands in them.
+    # Paragraphs and inline elements.
     "a\nb\n\n\nc": "<p>a<br></>b</><p>c</>",
     "*a* _b_ **c** __d__": "<p><em>a</> <em>b</> <strong>c</> <strong>d</></>",
     "***e*** ~~f~~": "<p><em><strong>e</></> <del>f</></>",
@@ -69,7 +69,7 @@ EXAMPLES = {
 
 
 def parse(*texts: list[str], brief: bool = False) -> list[dict[str, Any]]:
-    """What one process of Node says of each text, given in pieces."""
+    """Return the results of one Node process for texts given in pieces."""
     assert NODE is not None
     lines = "".join(json.dumps(pieces) + "\n" for pieces in texts)
     done = subprocess.run(
@@ -77,7 +77,7 @@ def parse(*texts: list[str], brief: bool = False) -> list[dict[str, Any]]:
         input=lines, capture_output=True, text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # Not splitlines: JSON leaves U+2028 as it is.
+    # Not splitlines, because JSON does not escape U+2028.
     return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
 
 
@@ -120,7 +120,7 @@ ALPHABET += ("<br>", "[a](http:", "javascript:", "](//x.org)", "](https://x@y.or
 
 
 def test_a_text_that_grows_is_shown_as_the_whole():
-    """In pieces of any size; and of all of them nothing is a link but what leads to http or https."""
+    """For pieces of any size, growing texts equal whole texts, and links lead to http or https only."""
     generator = random.Random(5)
     texts = []
     for _ in range(2000):
@@ -203,10 +203,10 @@ TWO_HALVES += [("\t", "- "), ("|", "\n|-"), ("**a", "b*"), ("- - - ", "\n  "), (
 
 
 def test_hostile_texts_take_no_longer_than_others():
-    """Growth with the square would take hours."""
+    """Quadratic growth would take hours."""
     size = 200_000
     texts = [[part * (size // len(part))] for part in HOSTILE]
     texts += [[one * (size // 2 // len(one)) + "x" + other * (size // 2 // len(other))] for one, other in TWO_HALVES]
-    # And as a model writes them: a piece at a time.
+    # Also one piece at a time, as a model writes them.
     texts += [[part] * 500 for part in ("a ", "- b\n", "a\n\n", "**c", "`", "\n")]
     assert len(parse(*texts, brief=True)) == len(texts)

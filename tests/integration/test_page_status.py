@@ -1,4 +1,4 @@
-"""The page's status view in a browser, under load: its figures move, and are those of /metrics."""
+"""The page's status view in a browser under load: its figures change and equal those of /metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.fakes.hermes import Answer, ids_of
 from tests.fakes.page import no_surprises, opened, shot
 from tests.fakes.prepared_server import MODEL, PreparedServer
 
-# Ids, since a text is tokenized for each request: on a busy machine the worker was silent for so long that it was lost.
+# Token ids, because tokenizing each request kept a busy machine from answering pings, and the worker was lost.
 ANSWERS: dict[str, Answer] = {"short": "Yes.", "endless": ids_of("word ")[:-1] * 20_000}
 NUM_ENDLESS = 24
 NUM_SHORT = 10
-# What the page shows, with the text of /metrics that it has drawn it from.
+# The displayed figures with the text of /metrics that they come from.
 RECORD = """
 window.plain = window.fetch;
 window.fetch = async (path, options) => {
@@ -42,10 +42,10 @@ SHOWN = """({
 
 
 class Load:
-    """Streams, and what a worker reports of them.
+    """Streams of clients, and the worker's report of them.
 
     Attributes:
-        num_tokens: that the clients have got.
+        num_tokens: Number of tokens that the clients received.
     """
 
     def __init__(self, server: PreparedServer, session: aiohttp.ClientSession) -> None:
@@ -87,7 +87,7 @@ class Load:
 
 
 def totals(text):
-    """The sum of each metric over its labels, and of failures over all but `abort`; 0 of what was not reported."""
+    """Return the sum of each metric over its labels, failures without `abort`, and 0 for missing metrics."""
     found: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -99,7 +99,7 @@ def totals(text):
 
 
 def agrees(shown):
-    """Whether what is shown is what /metrics says."""
+    """Return True if the displayed figures equal those of /metrics."""
     figures, cards = totals(shown["metrics"]), shown["cards"]
     hits = 100 * figures["prefix_cache_hits_total"] / max(1, figures["prefix_cache_queries_total"])
     expected = {
@@ -127,7 +127,7 @@ def agrees(shown):
 
 
 async def seen(page, condition):
-    """What is shown once it is as /metrics says, and as is expected beyond that."""
+    """Wait until the figures equal /metrics and fulfil the condition; return them."""
     end = time.monotonic() + 50
     while True:
         shown = await page.run(SHOWN)
@@ -139,7 +139,7 @@ async def seen(page, condition):
 
 
 async def asks_no_more(page):
-    """What was under way may ask for a little more."""
+    """Check that polling stops, except for requests in flight."""
     end = time.monotonic() + 50
     asked = -1
     while len(page.urls) != asked:
@@ -149,19 +149,19 @@ async def asks_no_more(page):
 
 
 def has_moved(shown):
-    """All streams have begun, and go on."""
+    """Return True if all streams have begun and continue."""
     begun = shown["latencies"]["Time to first token"][-1] == str(NUM_ENDLESS)
     goes_on = float(shown["cards"]["Tokens/s"]) > 0 and shown["latencies"]["Inter-token latency"][-1] != "0"
     return begun and goes_on and "L" in shown["chart"]
 
 
 def has_stopped(shown):
-    """What runs is known by the worker's report, which comes later than what the gateway knows itself."""
+    """Return True once the worker's report, which comes later than the gateway's own counts, shows the end."""
     return (shown["cards"]["Aborted"], shown["cards"]["Running"]) == (str(NUM_ENDLESS), "0")
 
 
 async def test_status_under_load(page):
-    # Streams have 16,384 tokens, which take half an hour. Faster ones would keep a slow machine from all else.
+    # Streams have 16,384 tokens and take half an hour. Faster ones would occupy a slow machine completely.
     with PreparedServer(ANSWERS, max_num_seqs=64, max_model_len=16_384, delay=0.1) as server:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             load = Load(server, session)
@@ -185,7 +185,7 @@ async def test_status_under_load(page):
                 await load.end_streams()
                 last = await seen(page, has_stopped)
                 assert last["cards"]["Failed"] == "0"
-                # It asks no more once it is hidden.
+                # Polling stops while the page is hidden.
                 await page.run("document.getElementById('show-chat').click()")
                 await asks_no_more(page)
                 # A busy machine may miss a ping of its worker.

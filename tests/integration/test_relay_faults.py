@@ -1,4 +1,4 @@
-"""Another gateway process that hangs or dies while it is asked for what it keeps: 503, in bounded time."""
+"""Another gateway process that hangs or dies while it is queried for stored objects: 503 in bounded time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFERRED = {"model": "fake", "input": [{"type": "item_reference", "id": f"msg_{N
 
 @contextlib.asynccontextmanager
 async def beside(directory: Path, answer: bytes) -> AsyncIterator[Gateway]:
-    """A gateway whose sibling says `answer` to each request: then it is gone, or, where that is nothing, it hangs."""
+    """Run a gateway whose sibling sends `answer` and closes; with an empty answer it hangs."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -53,9 +53,9 @@ async def test_what_is_passed_on_to_it_is_not_answered_for_ever(tmp_path):
         assert (await gateway.get(path))[0] == 503
         assert (await gateway.get(path + "/input_items"))[0] == 503
         assert (await gateway.post(path + "/cancel", {}))[0] == 503
-        # What a client sends is looked at before it is asked for elsewhere, where nothing of it would arrive.
+        # The request is validated before it is relayed.
         assert (await gateway.post(path + "/cancel", {"a": 1}))[1]["error"]["param"] == "a"
-    with contextlib.suppress(FileNotFoundError):  # Python 3.13 has removed it
+    with contextlib.suppress(FileNotFoundError):  # removed in Python 3.13
         os.unlink(peer_socket(tmp_path, 1))
     async with beside(tmp_path, CUT_OFF) as gateway:
         with pytest.raises(aiohttp.ClientError):

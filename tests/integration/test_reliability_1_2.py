@@ -1,4 +1,4 @@
-"""Requests that killed or stalled other servers, by the rows of docs/reliability.md that no other test holds."""
+"""Requests that killed or stalled other servers: rows of docs/reliability.md without another test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server() -> Iterator[PreparedServer]:
 
 
 def numbers_of(kind: type) -> list[tuple[str, type]]:
-    """Name of each field that is a number, and whether it is an int or a float."""
+    """Return the name of each numeric field, with True for integers."""
     found: list[tuple[str, type]] = []
     for name, hint in typing.get_type_hints(kind).items():
         kinds = set(typing.get_args(hint)) or {hint}
@@ -49,7 +49,7 @@ def numbers_of(kind: type) -> list[tuple[str, type]]:
     ("path", "kind"), [("/v1/chat/completions", ChatFields), ("/v1/completions", CompletionFields)]
 )
 async def test_no_number_is_taken_for_another_kind(path, kind):
-    """CVE-2026-54235, CVE-2026-21869: each field that is a number, also those that will be added."""
+    """CVE-2026-54235, CVE-2026-21869: each numeric field, including those added later."""
     basis = {"model": FAKE_MODEL, **({"messages": USER} if kind is ChatFields else {"prompt": "hi"})}
     numbers = numbers_of(kind)
     assert {("temperature", float), ("top_k", int), ("seed", int)} <= set(numbers)
@@ -90,7 +90,7 @@ def refused(server: PreparedServer, param: str, **fields: Any) -> None:
 
 @pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=range(len(BAD_SCHEMAS)))
 def test_schemas_that_are_none(server, schema):
-    """CVE-2025-48942, CVE-2025-48944; reliability 2.3 #44: refused before a worker sees them."""
+    """CVE-2025-48942, CVE-2025-48944; reliability 2.3 #44: refused before a worker receives them."""
     refused(server, "response_format", **response_format(schema))
     refused(server, "structured_outputs", structured_outputs={"json": schema})
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
@@ -139,7 +139,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 def test_bombs_take_bounded_time_and_others_go_on(server):
     """CVE-2026-55574, CVE-2026-73556, CVE-2025-57809, CVE-2026-25048, CVE-2025-58446, llama.cpp#25283; F26
 
-    Each is refused or served within seconds, while a stream beside them keeps its rhythm.
+    Each is refused or served within seconds, and a concurrent stream continues.
     """
     gaps: list[float] = []
     done = threading.Event()
@@ -168,13 +168,13 @@ def test_bombs_take_bounded_time_and_others_go_on(server):
     finally:
         done.set()
         watcher.join()
-    # Seconds where other servers took minutes, with room for a machine that is busy with something else.
+    # Seconds where other servers took minutes, with a margin for a busy machine.
     assert max(took.values()) < 20, took
     assert len(gaps) > 10 and max(gaps) < 10
 
 
 def test_ever_new_schemas_leave_nothing_behind(server):
-    """CVE-2025-29770: neither on disk nor, beyond a bounded cache, in memory."""
+    """CVE-2025-29770: nothing stays on disk, and memory is bounded by a cache."""
 
     def ask(first: int, number: int) -> None:
         for index in range(first, first + number):
@@ -213,7 +213,7 @@ async def test_200_kb_of_special_tokens_take_linear_time():
         return time.process_time() - began
 
     await seconds(1000)
-    # Growth with the square fails all attempts, a busy machine some.
+    # Quadratic growth fails all attempts, a busy machine only some.
     attempts = [(await seconds(400_000), await seconds(100_000)) for _ in range(6)]
     assert any(large < 8 * small + 0.05 for large, small in attempts), attempts
     threads.close()
@@ -221,7 +221,7 @@ async def test_200_kb_of_special_tokens_take_linear_time():
 
 @pytest.mark.parametrize("piece", ["a", "\u0301", "\U0001f468\u200d", " "])
 def test_a_huge_text_is_refused_while_others_are_served(server, piece):
-    """CVE-2025-52566: 8 MB without a place to cut."""
+    """CVE-2025-52566: 8 MB without a place to split."""
     text = piece * (8_000_000 // len(piece.encode()))
     results: list[int] = []
     asking = threading.Thread(target=lambda: results.append(server.post("/v1/completions", prompt=text)[0]))

@@ -1,4 +1,4 @@
-"""Reports of streams' text and framing, by number (docs/reliability.md), on a real gateway over prepared tokens."""
+"""Reports on the text and framing of streams (docs/reliability.md), on a real gateway with prepared tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def server() -> Iterator[PreparedServer]:
 
 
 def whole(server: PreparedServer, path: str, question: str, **fields: Any) -> tuple[str, str]:
-    """Text and finish reason."""
+    """Return the text and the finish reason."""
     status, body = server.post(path, **{"max_tokens": 200, **_asking(path, question), **fields})
     assert status == 200, body
     (choice,) = body["choices"]
@@ -58,7 +58,7 @@ def whole(server: PreparedServer, path: str, question: str, **fields: Any) -> tu
 
 
 def streamed(server: PreparedServer, path: str, question: str, **fields: Any) -> tuple[list[str], str]:
-    """Each piece of text, and the finish reason."""
+    """Return each piece of text, and the finish reason."""
     *chunks, done = server.stream(path, **{"max_tokens": 200, **_asking(path, question), **fields})
     assert done == "[DONE]"
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -75,7 +75,7 @@ def _asking(path: str, question: str) -> dict[str, Any]:
 
 
 def both(server: PreparedServer, path: str, question: str, **fields: Any) -> tuple[str, str]:
-    """What a whole answer and a stream agree on."""
+    """Return the text and finish reason, which must be equal for a whole response and a stream."""
     text, reason = whole(server, path, question, **fields)
     pieces, streamed_reason = streamed(server, path, question, **fields)
     assert ("".join(pieces), streamed_reason) == (text, reason)
@@ -137,7 +137,7 @@ def test_text_held_back_for_a_stop_string_is_not_lost(server, path):
 
 
 def test_one_finish_reason_for_each_choice(server):
-    """reliability 2.1 #12, 2.1 #14: and the role once for each, and nothing that is null in a delta."""
+    """reliability 2.1 #12, 2.1 #14: also one role per choice, and no null in a delta."""
     *chunks, done = server.stream(CHAT, **_asking(CHAT, "fox"), n=3)
     assert done == "[DONE]"
     for index in range(3):
@@ -196,16 +196,16 @@ def test_an_error_later_is_an_event_and_no_success(server, path):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_a_worker_that_goes_is_never_success(path, stream, has_begun):
-    """reliability 2.1 #22: before the first token. 2.1 #25: after it, without its end."""
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_worker_that_goes_is_never_success(path, stream, has_started):
+    """reliability 2.1 #22 before the first token; 2.1 #25 after it, without its end."""
     with PreparedServer(ANSWERS, delay=0.01) as server:
-        server.worker.faults.stalled = not has_begun
+        server.worker.faults.stalled = not has_started
         connection = http.client.HTTPConnection(urllib.parse.urlsplit(server.url).netloc, timeout=50)
         body = {"model": MODEL, **_asking(path, "endless"), "max_tokens": 4000, "stream": stream}
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         wait_until(lambda: server.worker.num_running == 1, 50, "the worker has the request")
-        begun = connection.getresponse() if stream and has_begun else None
+        begun = connection.getresponse() if stream and has_started else None
         first = b"" if begun is None else begun.readline()
         server.worker.stop()
         response = begun or connection.getresponse()

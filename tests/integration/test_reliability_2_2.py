@@ -1,4 +1,4 @@
-"""Reports of tool calls, by number (docs/reliability.md), where a worker is faster than its clients."""
+"""Reports on tool calls by number (docs/reliability.md), with a worker faster than its clients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Message = tuple[str, str, list[tuple[str, str]]]
 
 
 def of_whole(body: dict[str, Any]) -> Message:
-    """Content, reasoning, and name and arguments of each call."""
+    """Return the content, the reasoning, and the name and arguments of each call."""
     message = body["choices"][0]["message"]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     return message["content"] or "", message.get("reasoning_content", ""), calls
 
 
 def of_stream(events: list[Any]) -> Message:
-    """The same, by OpenAI's rules for deltas."""
+    """Assemble the same from a stream by OpenAI's rules for deltas."""
     content, reasoning = "", ""
     names: list[str] = []
     arguments: list[str] = []
@@ -53,8 +53,9 @@ def server() -> Iterator[PreparedServer]:
 
 @pytest.mark.parametrize("question", ["weather?", "two cities?", "think and call", "only a call", "hello", "think"])
 def test_streams_whose_pieces_are_merged_are_the_whole(server, question):
-    """reliability 2.2 #26, 2.2 #27, 2.2 #28, 2.2 #29, 2.2 #33, 2.2 #36: tokens come as fast as they can, so that
-    several go into one chunk."""
+    """reliability 2.2 #26, 2.2 #27, 2.2 #28, 2.2 #29, 2.2 #33, 2.2 #36: with a fast worker, a chunk has several
+    tokens.
+    """
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "tools": TOOLS}
     status, body = server.post(CHAT, **fields)
     assert status == 200

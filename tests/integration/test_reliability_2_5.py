@@ -1,4 +1,4 @@
-"""Reports of limits, by number (docs/reliability.md), that need many requests at once."""
+"""Reports on limits by number (docs/reliability.md) that need many simultaneous requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fakes.prepared_server import MODEL, PreparedServer
 
 NUM_REQUESTS = 500
 LIMIT = 8 + 24
-"""What runs and what may wait."""
+"""Number of running and waiting requests."""
 
 
 async def test_too_many_at_once_are_told_so_and_the_others_answered():
@@ -34,7 +34,7 @@ async def test_too_many_at_once_are_told_so_and_the_others_answered():
 
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            # Whoever is refused learns it before the admitted ones have their answers.
+            # Refused requests are answered before the admitted ones finish.
             server.worker.faults.stalled = True
             asking = [asyncio.create_task(ask(session)) for _ in range(NUM_REQUESTS)]
             await until(lambda: len(outcomes) == NUM_REQUESTS - LIMIT, 100)
@@ -42,7 +42,7 @@ async def test_too_many_at_once_are_told_so_and_the_others_answered():
             server.worker.faults.stalled = False
             await asyncio.gather(*asking)
             assert outcomes[NUM_REQUESTS - LIMIT :] == [200] * LIMIT
-            # Places are free again.
+            # Slots are free again.
             await ask(session)
             assert outcomes[-1] == 200
         assert len(server.worker.submits()) == LIMIT + 1

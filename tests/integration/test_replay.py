@@ -1,4 +1,4 @@
-"""Replay against a fake server over real HTTP, with real client processes."""
+"""Replay against a fake server over real HTTP with real client processes."""
 
 import asyncio
 import json

@@ -42,7 +42,7 @@ def asked(path: str, question: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("fields", "text", "reason"), CASES, ids=range(len(CASES)))
 def test_text_ends_at_the_match(server, path, question, fields, text, reason):
     if reason == "length":
-        # The text ends inside a possible match, so the text held back is shown.
+        # The text ends inside a possible match, so the held text is sent.
         fields = {**fields, "max_tokens": TEXT.index("2") + 1} if question == "bytes" else fields
         text = TEXT[: TEXT.index("2") + 1] if question == "bytes" else None
     body = {"max_tokens": 200, **asked(path, question), **fields}

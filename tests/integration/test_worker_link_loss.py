@@ -1,4 +1,4 @@
-"""Workers that die, fall silent, restart or do not fit, over real ZeroMQ."""
+"""Workers that die, become silent, restart or are incompatible, over real ZeroMQ."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_kill_fails_its_streams_at_once_and_the_other_worker_goes_on(direc
             assert other.num_running == 0
             assert core.sample("workers_lost_total") == 1
             assert core.sample("request_failures_total", model_name="fake", reason="worker_lost") == sum(on_victim)
-            # Capacity is what lives.
+            # Capacity counts live workers only.
             await until(lambda: len(core.registry.models()[0].workers) == 1)
             await collect(core.generator.submit(make_request(HELLO, max_tokens=1000)))
 
@@ -100,7 +100,7 @@ async def test_lost_before_output_without_another_worker(directory: Path) -> Non
             await asyncio.to_thread(worker.stop)
             with pytest.raises(WorkerLostError):
                 await collect(generation)
-            # Known but gone is 503, unknown is 404.
+            # A known model without a worker is 503, an unknown model is 404.
             with pytest.raises(UnavailableError):
                 core.registry.model("fake")
             with pytest.raises(ModelNotFoundError):
@@ -109,7 +109,7 @@ async def test_lost_before_output_without_another_worker(directory: Path) -> Non
 
 
 async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: Path) -> None:
-    # Between both there is time enough to see the first.
+    # There is enough time between both to see the first.
     liveness = Liveness(ping_interval=0.05, not_ready_after=1.0, lost_after=5.0)
     with worker_process(directory, "--delay", "0.01", "--endless") as process:
         async with running_core(directory, liveness=liveness) as core:
@@ -126,7 +126,7 @@ async def test_stopped_process_is_not_ready_then_lost_and_comes_back(directory: 
             assert core.registry.models() == ()
             process.send_signal(signal.SIGCONT)
             await joined(core)
-            # Nothing that it sent late reaches a new stream.
+            # Late messages do not reach a new stream.
             deltas = await collect(core.generator.submit(make_request(HELLO, max_tokens=7)))
             assert sum(len(delta.token_ids) for delta in deltas) == 7
 
@@ -170,7 +170,7 @@ async def test_restarted_worker_joins_and_late_tokens_find_nobody(directory: Pat
                 await collect(generation)
             with FakeWorker(directory, epoch="00000002", delay=0.01) as second:
                 await until(lambda: core.registry.models() and core.registry.models()[0].workers[0].epoch == "00000002")
-                # A late message of the first life: the link cannot be trusted any more, and the worker joins anew.
+                # After a late message of the first epoch the link is unreliable, so the worker joins again.
                 second.send(Steps(epoch="00000001", sequence=1, outputs=[Output(old_id, 0, [9, 9, 9])]))
                 await until(lambda: core.registry.counters().wrong_epoch == 1)
                 await joined(core)
@@ -184,7 +184,7 @@ async def test_sockets_without_a_worker_are_waited_for_and_dropped_when_removed(
         pass
     socket_file = directory / "worker-0-00000001.sock"
     if not socket_file.exists():
-        # ZeroMQ removed it on an orderly close; kill -9 would have left it.
+        # ZeroMQ removes the file on an orderly close; kill -9 would have left it.
         with socket.socket(socket.AF_UNIX) as left_over:
             left_over.bind(str(socket_file))
     async with running_core(directory) as core:

@@ -1,4 +1,4 @@
-"""Streams over real ZeroMQ with a fake worker in a thread: the good case, and what a worker may do wrong."""
+"""Streams over real ZeroMQ with a fake worker in a thread: normal operation and faults of the worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELLO = [39, 68, 75, 75, 78]
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    # Not tmp_path: a socket's path must stay under 108 bytes.
+    # Not tmp_path: a socket's path must have fewer than 108 bytes.
     with tempfile.TemporaryDirectory(prefix="pelton-") as name:
         yield Path(name)
 
@@ -65,7 +65,7 @@ async def test_each_accepted_request_is_counted_as_one_outcome(directory: Path) 
             await collect(core.generator.submit(make_request(HELLO, max_tokens=10, n=2)))
             script[4] = 2
             await collect(core.generator.submit(make_request(HELLO, max_tokens=10)))
-            # The answer cannot be complete before the client leaves.
+            # The answer cannot be complete before the client disconnects.
             script[4] = 40
             script *= 1000
             worker.delay = 0.01
@@ -130,7 +130,7 @@ async def test_leaving_cancels_what_is_left(directory: Path) -> None:
             await until(lambda: worker.num_running == 0)
             assert len(worker.cancels()) == 1
 
-            # The same when the route is cancelled while it waits.
+            # The same if the route is cancelled while it waits.
             async def consume() -> None:
                 await collect(core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)))
 
@@ -213,7 +213,7 @@ async def test_missing_finish_is_a_failure(directory: Path) -> None:
             await joined(core)
             with pytest.raises(InternalError):
                 await collect(core.generator.submit(make_request(HELLO, max_tokens=12)))
-            # What it goes on to send finds nobody and hurts nobody.
+            # Its later messages have no receiver and do no harm.
             worker.faults.no_finish = False
             await collect(core.generator.submit(make_request(HELLO)))
 
@@ -291,7 +291,7 @@ async def test_slow_consumer_is_cut_and_others_are_not(directory: Path) -> None:
             await joined(core)
             async with core.generator.submit(make_request(HELLO, max_tokens=MANY_TOKENS)) as slow:
                 await anext(slow)
-                # It does not read; the worker's own queue tells when it was cut.
+                # It does not read; the worker's own queue shows when it was disconnected.
                 await until(lambda: worker.num_running == 0)
                 other = await collect(core.generator.submit(make_request(HELLO, max_tokens=50)))
                 assert other[-1].finish_reason == "length"

@@ -1,4 +1,4 @@
-"""`python -m worker` as a process of its own with a tiny random model: start, service, signals, death."""
+"""`python -m worker` as its own process with a tiny random model: start, service, signals, death."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CACHE = Path(__file__).parents[2] / ".pytest_cache" / "numba"
 
 
 class Process:
-    """A worker and the directory in which it binds."""
+    """Worker process and its socket directory."""
 
     def __init__(self, run: Path, model: Path, *args: str, pass_fds: tuple[int, ...] = (), **env: str) -> None:
         self.run = run
@@ -63,11 +63,11 @@ class Process:
             )
 
     def output(self) -> str:
-        """What it wrote."""
+        """Return the process output."""
         return self.log.read_text()
 
     def endpoint(self) -> str:
-        """Where it listens, once it does."""
+        """Return the endpoint once the worker listens."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if self.output().count("worker_ready") and (found := sockets.list_worker_endpoints(self.run)):
@@ -77,14 +77,14 @@ class Process:
         raise AssertionError("does not listen")
 
     def end(self, number: int | None = signal.SIGTERM) -> int:
-        """Its exit code after a signal."""
+        """Send a signal and return the exit code."""
         if number is not None:
             self.popen.send_signal(number)
         return self.popen.wait(PATIENCE_SECONDS)
 
 
 class Gateway:
-    """A DEALER that checks epoch and numbers of what it gets."""
+    """DEALER socket that checks the epoch and numbers of received messages."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes = b"gateway") -> None:
         self.epoch = (sockets.parse_endpoint(endpoint) or (0, ""))[1]
@@ -96,7 +96,7 @@ class Gateway:
         self.socket.send(encode_message(message))
 
     def receive(self) -> WorkerMessage:
-        """The next message."""
+        """Return the next message."""
         assert self.socket.poll(PATIENCE_SECONDS * 1000), "the worker says nothing"
         message = decode_worker_message(self.socket.recv())
         if isinstance(message, Steps):
@@ -115,7 +115,7 @@ class Gateway:
         return message
 
     def ping(self, nonce: int = 1) -> Pong:
-        """Waits for the Pong."""
+        """Send a Ping and wait for the Pong."""
         self.send(Ping(nonce))
         while True:
             message = self.receive()
@@ -124,7 +124,7 @@ class Gateway:
                 return message
 
     def submit(self, request_id: str, max_tokens: int = 6, grammar: str = "") -> None:
-        """Greedy, and never ended by a token."""
+        """Submit a greedy request that ignores end tokens."""
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.send(
             Submit(
@@ -138,12 +138,12 @@ class Gateway:
         )
 
     def first_token(self, request_id: str) -> None:
-        """Waits until a request has begun."""
+        """Wait until a request has begun."""
         while not self.outputs.get(request_id):
             self.receive()
 
     def finish(self, request_id: str) -> Finish:
-        """Waits for the end of a request."""
+        """Wait for the end of a request."""
         while not self.outputs.get(request_id) or self.outputs[request_id][-1].finish is None:
             self.receive()
         finish = self.outputs[request_id][-1].finish
@@ -161,7 +161,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose context is so long that a request runs for as long as a test wants."""
+    """Write a model with a long context, so that a request runs as long as a test needs."""
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": LONG_CONTEXT}))
     return folder
@@ -169,7 +169,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run() -> Iterator[Path]:
-    """A short path, since a socket's is limited."""
+    """Return a short path, since a socket's path is limited."""
     with tempfile.TemporaryDirectory(prefix="pelton-") as directory:
         path = Path(directory) / "r"
         path.mkdir(mode=0o700)
@@ -205,7 +205,7 @@ def connect() -> Iterator[Callable[[str], Gateway]]:
 
 
 class Marker:
-    """Touches a file when it is unpickled."""
+    """Object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -287,7 +287,7 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start, connect) -> 
     gateway.first_token("long")
     process.popen.send_signal(signal.SIGTERM)
     count = 0
-    # Refused from the moment at which the signal is dealt with; those taken before it finish as well.
+    # Refused from the moment the signal is handled; requests accepted before finish normally.
     while gateway.outputs["long"][-1].finish is None:
         count += 1
         gateway.submit(f"new{count}", 1)
@@ -307,7 +307,7 @@ def test_a_second_signal_waits_for_nothing(start, connect, long_model: Path, num
     gateway.submit("long", 100_000)
     gateway.first_token("long")
     process.popen.send_signal(number)
-    # Two signals that are pending at the same time are one: the first must have been dealt with.
+    # Two pending signals merge into one, so the first must have been handled.
     count = 0
     while count == 0 or gateway.finish(f"new{count}").code != "service_unavailable":
         count += 1
@@ -347,7 +347,7 @@ def test_a_worker_that_loads_ends_with_its_supervisor(start, run: Path) -> None:
 def test_a_signal_while_it_loads_ends_it_quietly(start, run: Path, number: int) -> None:
     process = start()
     status = Path(f"/proc/{process.popen.pid}/status")
-    # Python catches SIGINT while it imports, until the worker says what it does with it.
+    # Python handles SIGINT during imports, until the worker installs its handler.
     for caught in (True, False):
         while catches_sigint(status) is not caught and "worker_ready" not in process.output():
             time.sleep(0.005)
@@ -427,7 +427,7 @@ def test_a_split_worker_ends_with_exit_code_0_and_leaves_no_rank(start, connect,
 
 
 def children(pid: int) -> list[int]:
-    """Process ids whose parent is `pid`."""
+    """Return the process ids whose parent is `pid`."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -437,6 +437,6 @@ def children(pid: int) -> list[int]:
 
 
 def catches_sigint(status: Path) -> bool:
-    """Whether a process has a handler for SIGINT, by its /proc/PID/status."""
+    """Return True if a process has a SIGINT handler, from /proc/PID/status."""
     mask = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
     return bool(int(mask.split()[1], 16) & 1 << (signal.SIGINT - 1))

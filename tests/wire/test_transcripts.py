@@ -1,7 +1,7 @@
-"""Whole responses, byte for byte, against the transcripts beside this file.
+"""Complete responses, byte for byte, compared with the transcripts in this folder.
 
-Only ids, times and header values that differ each time are replaced. A change of a transcript is a change for clients:
-`PYTHONPATH=. python -m tests.wire.test_transcripts` writes them anew, to be reviewed.
+Only ids, times and variable header values are replaced. A changed transcript is a change for clients.
+`PYTHONPATH=. python -m tests.wire.test_transcripts` writes the transcripts for review.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 
 
 class _Thinker(FakeGenerator):
-    """Of a model with formats for reasoning and calls. What parsers make of its text has tests of its own."""
+    """Pipeline of a model with formats for reasoning and calls. The parsers have their own tests."""
 
     formats = ModelFormats(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], template=SUPPORT)
 
 
 class _Drafter(FakeGenerator):
-    """Of a server that drafts tokens."""
+    """Pipeline of a server that drafts tokens."""
 
     def __init__(self) -> None:
         super().__init__(spell("abc", drafts=DraftCounts(2, 1)))
 
 
 def _entry(generator: FakeGenerator) -> FakeEntry:
-    """The model that it speaks for."""
+    """Return the entry of the model."""
     if isinstance(generator, _Thinker):
         return FakeEntry(formats=generator.formats)
     if isinstance(generator, _Drafter):
@@ -88,7 +88,7 @@ def _calls() -> FakeGenerator:
 
 
 def _calls_twice() -> FakeGenerator:
-    """Two choices that think, speak and call."""
+    """Return two choices with reasoning, text and calls."""
     deltas = [
         TextDelta(0, "", [1], reasoning="Hm.", num_reasoning_tokens=1, num_cached_tokens=16),
         TextDelta(1, "One moment.", [2], num_cached_tokens=16),
@@ -158,7 +158,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
 
 
 def _stopped() -> FakeGenerator:
-    """Ended by a stop string."""
+    """Return a generation ended by a stop string."""
     return FakeGenerator(
         lambda _: [
             TextDelta(0, "One", [1], num_cached_tokens=2),
@@ -409,7 +409,7 @@ HEADERS = {
     name: {"anthropic-version": "2023-06-01"}
     for name in ("models_anthropic", "model_anthropic", "model_anthropic_unknown", "models_anthropic_error")
 }
-"""Case -> headers beside those of all."""
+"""Additional headers by case."""
 
 
 async def _transcript(name: str) -> str:
