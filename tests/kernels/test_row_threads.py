@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from numba import cfunc, njit, types
 
-from kernels.common.cpu.claims import next_row
-from kernels.common.cpu.row_threads import Claims, RowThreads
+from kernels.common.cpu.row_threads import Claims, RowThreads, next_row
 from kernels.common.cpu.simd import atomic_add, wait_for
 
 HANDOVERS = 30_000

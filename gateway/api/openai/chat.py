@@ -16,7 +16,7 @@ from gateway.api.common.prepare import prepare_chat
 from gateway.api.common.resumable import stream
 from gateway.flow.events import TextDelta
 from gateway.http.body import read_json
-from gateway.http.errors import dump_json, json_response, kept_json
+from gateway.http.errors import dump_json, json_response, cached_json
 from gateway.http.sse import failure
 from gateway.text.message_parser import ToolCallDelta
 from shared.errors import PeltonError
@@ -187,7 +187,7 @@ async def whole_chat_response(
         token_ids[index] += delta.token_ids
         prompt_report = delta.prompt_logprobs or prompt_report
         if detail.logprobs is not None and delta.logprobs:
-            logprobs[index] += [orjson.Fragment(kept_json(entry)) for entry in chat_logprobs(delta.logprobs, names)]
+            logprobs[index] += [orjson.Fragment(cached_json(entry)) for entry in chat_logprobs(delta.logprobs, names)]
         if delta.finish_reason is not None:
             reasons[index], stops[index] = delta.finish_reason, delta.stop_reason
     choices = [

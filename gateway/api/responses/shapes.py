@@ -14,7 +14,7 @@ from gateway.api.common.reasoning import packed_reasoning
 from gateway.api.responses.fields import ResponseFields
 from gateway.api.responses.items import new_item_id
 from gateway.flow.events import TextDelta
-from gateway.http.errors import dump_json, kept_json
+from gateway.http.errors import dump_json, cached_json
 from gateway.text.message_parser import ToolCallDelta
 from shared.errors import InternalError, PeltonError, RateLimitError
 from shared.messages import TokenLogprobs
@@ -312,7 +312,7 @@ def stream_failure(error: PeltonError, number: int) -> bytes:
 
 def stored_items(items: Iterable[dict[str, Any]]) -> bytes:
     """Encode items for storage, without duplicate data and without log-probabilities, which are not used later."""
-    return kept_json([_without_redundancy(item) for item in items])
+    return cached_json([_without_redundancy(item) for item in items])
 
 
 def _without_redundancy(item: dict[str, Any]) -> dict[str, Any]:
